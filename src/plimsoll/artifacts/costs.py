@@ -1,0 +1,38 @@
+"""What each distinct op of a trace costs on one machine, and where that figure comes from. No torch in here."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+
+class CostSource(enum.StrEnum):
+    MEASURED = "measured"
+    ROOFLINE = "roofline"
+
+
+class OpCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of one op: the median, and half the distance between the quartiles as its spread."""
+
+    seconds: float
+    spread_seconds: float = 0.0
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds per ``cost_key`` of a trace on ``device``.
+
+    ``slot_seconds`` is what the engine itself adds per managed slot (pack, guard, unpack); ``replay_seconds`` what it adds
+    per op that it runs again, on top of the op.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    device: str
+    source: CostSource
+    ops: dict[str, OpCost]
+    slot_seconds: float = 0.0
+    replay_seconds: float = 0.0
+    memory_bytes: int | None = None
+    """The device's memory, when known."""

@@ -1,0 +1,39 @@
+"""The words of a plan: what can be decided for a value, and how a solve can end."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Decision(enum.StrEnum):
+    """What happens to a saved value between forward and backward."""
+
+    KEEP = "KEEP"
+    RECOMPUTE = "RECOMPUTE"
+
+
+class Status(enum.StrEnum):
+    """How the search for a plan ended; each status carries its own advice."""
+
+    OPTIMAL = "OPTIMAL"
+    FEASIBLE = "FEASIBLE"
+    INFEASIBLE = "INFEASIBLE"
+    TIMED_OUT = "TIMED_OUT"
+
+    @property
+    def advice(self) -> str:
+        """One sentence that says what the user can do with a plan of this status."""
+        return _ADVICE[self]
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a plan with this status may be applied."""
+        return self in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+_ADVICE = {
+    Status.OPTIMAL: "No plan of this engine under this model of the machine is cheaper.",
+    Status.FEASIBLE: "The plan fits; the gap says how much a better one could still save.",
+    Status.INFEASIBLE: "No plan fits: raise the budget to the floor or shrink the step.",
+    Status.TIMED_OUT: "The solver ran out of time before it found a plan: give it more time or a looser budget.",
+}

@@ -1,0 +1,125 @@
+"""A plan: one decision for every saved value of every region, with what it is predicted to cost. Data only, never code."""
+
+from __future__ import annotations
+
+import msgspec
+
+from plimsoll.artifacts.costs import CostSource
+from plimsoll.artifacts.decision import Decision, Status
+
+SCHEMA_VERSION = 1
+
+
+class ValueDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """The decision for one saved value of one region.
+
+    ``bytes`` counts the storage once, at the first slot that holds it; ``seconds`` is the share of replay that bringing it
+    back costs (0 for KEEP); ``reason`` is one sentence in terms of the price.
+    """
+
+    value: str
+    decision: Decision
+    bytes: int
+    seconds: float = 0.0
+    reason: str = ""
+
+
+class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The decisions of one region call; an empty tuple (or all KEEP) leaves the region untouched.
+
+    With ``is_boundary_dropped`` the region's input is not held either: it is rebuilt through the region before.
+    """
+
+    name: str
+    call: int
+    kind: str
+    decisions: tuple[ValueDecision, ...]
+    retained_bytes: int
+    replay_seconds: float
+    is_boundary_dropped: bool = False
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the plan leaves this region exactly as it is."""
+        return not self.is_boundary_dropped and all(d.decision is Decision.KEEP for d in self.decisions)
+
+    @property
+    def dropped(self) -> frozenset[str]:
+        """Names of the values that backward gets by running ops again."""
+        return frozenset(d.value for d in self.decisions if d.decision is Decision.RECOMPUTE)
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """Somebody who holds memory at the moment of the peak."""
+
+    label: str
+    bytes: int
+
+
+class Peak(msgspec.Struct, frozen=True, kw_only=True):
+    """The highest moment of the step: when it is, how many bytes are alive, and whose they are (largest first)."""
+
+    moment: str
+    bytes: int
+    holders: tuple[Holder, ...]
+
+
+class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes alive at one tick, by category."""
+
+    tick: int
+    moment: str
+    bytes: int
+    by_category: dict[str, int]
+
+
+class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The least seconds of a step at one peak."""
+
+    peak_bytes: int
+    step_seconds: float
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do with every saved value under a budget. Build one with ``plimsoll.plan``; save it with ``save``.
+
+    ``lower_bound_seconds`` bounds the step of *any* plan of this engine under this model of the machine (each op run again
+    at most once, these costs); it does not bound the machine itself. ``price_seconds_per_byte`` is what one more byte of
+    budget would save per step at the solution (0 when memory is not scarce).
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    status: Status
+    strategy: str
+    model: str
+    fingerprint: str
+    signature: str
+    device: str
+    cost_source: CostSource
+    cost_device: str
+    budget_bytes: int | None
+    floor_bytes: int
+    baseline_peak_bytes: int
+    baseline_seconds: float
+    predicted_peak_bytes: int
+    predicted_seconds: float
+    lower_bound_seconds: float
+    gap_of_overhead: float
+    gap_of_step: float
+    price_seconds_per_byte: float
+    regions: tuple[RegionPlan, ...]
+    peak: Peak
+    baseline_peak: Peak
+    classes: dict[str, int]
+    """Bytes of each memory category at the peak."""
+    timeline: tuple[TimelinePoint, ...] = ()
+    frontier: tuple[FrontierPoint, ...] = ()
+    notes: tuple[str, ...] = ()
+    solve_seconds: float = 0.0
+
+    @property
+    def predicted_overhead(self) -> float:
+        """Predicted extra time as a share of the unmanaged step."""
+        if not self.baseline_seconds:
+            return 0.0
+        return self.predicted_seconds / self.baseline_seconds - 1.0

@@ -1,0 +1,107 @@
+"""A traced training step: every op, every storage with its life, every region call. No torch in here.
+
+Time is counted in *ticks*: op ``t`` of ``Trace.ops`` runs at tick ``t``. A storage is alive during the ticks
+``[born, dies)``; ``born`` is ``-1`` for what was there before the step. **Lives leave out what regions' saved slots
+hold**: a plan decides about those, so the simulator adds them back. Slots saved outside of every region (the loss, the
+head) are included in the lives, because no plan touches them.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from plimsoll.artifacts.region import RegionGraph
+
+SCHEMA_VERSION = 1
+
+
+class Phase(enum.StrEnum):
+    """The part of a training step in which an op runs."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class Category(enum.StrEnum):
+    """torch's memory categories, as users know them from its profiler."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    GRADIENT = "gradient"
+    ACTIVATION = "activation"
+    TEMPORARY = "temporary"
+    OPTIMIZER_STATE = "optimizer state"
+
+
+class Storage(msgspec.Struct, frozen=True, kw_only=True):
+    """One allocation and its life (see the module's docstring for ticks)."""
+
+    id: int
+    bytes: int
+    category: Category
+    label: str
+    born: int
+    dies: int
+    region: int = -1
+    """The region call whose forward produced it, ``-1`` for none."""
+
+
+class TraceOp(msgspec.Struct, frozen=True, kw_only=True):
+    """One op of the step, in the order of execution."""
+
+    name: str
+    module: str
+    phase: Phase
+    cost_key: str
+    region: int = -1
+
+
+class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a roofline needs to know about one ``cost_key``: arithmetic, bytes moved, and the dtype that does it."""
+
+    name: str
+    flops: int
+    moved_bytes: int
+    dtype: str
+
+
+class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of one region in the step.
+
+    ``kind`` is equal for calls with equal graphs (names without the region's own prefix), so that choices can be shared.
+    ``forward`` and ``backward`` are half-open tick ranges. ``obstacle`` is empty when recipes can serve this region;
+    otherwise the region is left alone and the text says why.
+    """
+
+    index: int
+    name: str
+    call: int
+    kind: str
+    graph: RegionGraph
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    obstacle: str = ""
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """One training step of one model on one batch."""
+
+    schema_version: int = SCHEMA_VERSION
+    model: str
+    fingerprint: str
+    signature: str
+    device: str
+    is_fake: bool
+    ops: tuple[TraceOp, ...]
+    specs: dict[str, OpSpec]
+    storages: tuple[Storage, ...]
+    regions: tuple[RegionCall, ...]
+    timings: dict[str, tuple[float, ...]]
+    """Seconds of each ``cost_key`` as seen while tracing on a real device; empty for a fake trace."""
+    workspaces: dict[str, int]
+    """Bytes that an op of this ``cost_key`` allocates and frees inside itself, measured by allocator events."""
+    notes: tuple[str, ...] = ()

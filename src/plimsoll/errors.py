@@ -1,0 +1,111 @@
+"""Every error that Plimsoll raises at its users, in one tree.
+
+::
+
+    PlimsollError
+    ├── InvalidBudget          text without a clear unit, or nothing positive
+    ├── BudgetBelowFloor       no plan fits
+    ├── BudgetAboveDevice      more than the device has
+    ├── InvalidModel           no parameters, no regions, already checkpointed
+    ├── InvalidBatch           the model refuses it, or it lies on another device
+    ├── InvalidLoss            no scalar to call backward on
+    ├── InvalidStrategy        no such strategy
+    ├── InvalidRegions         a region pattern that matches nothing
+    ├── InvalidTarget          a command-line target that does not load
+    ├── PlanFileError          not a plan, truncated, or of a newer schema
+    ├── PlanMismatch           a plan for another model, dtype or shape
+    ├── PlanNotUsable          a plan that has no decisions to apply
+    ├── TracingFailed          the step cannot be traced
+    └── ReplayMismatch         backward was about to use a value that is not what forward made
+        └── SavedTensorModified    a value that backward needs was written in place
+
+Each says what was found, why, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class PlimsollError(Exception):
+    """The root of the tree: ``found`` is one sentence, ``why`` and ``next`` one line each."""
+
+    exit_code = 2
+
+    def __init__(self, found: str, *, why: str, next: str) -> None:  # noqa: A002 - the three words of every message
+        super().__init__(found)
+        self.found = found
+        self.why = why
+        self.next = next
+
+    def __str__(self) -> str:
+        return f"{self.found}\n  why   {self.why}\n  next  {self.next}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.found, self.why, self.next))
+
+
+def _rebuild(kind: type[PlimsollError], found: str, why: str, next_: str) -> PlimsollError:
+    return kind(found, why=why, next=next_)
+
+
+class InvalidBudget(PlimsollError):
+    """The budget is not an amount of memory."""
+
+
+class BudgetBelowFloor(PlimsollError):
+    """The budget is below the smallest peak that any plan reaches."""
+
+    exit_code = 3
+
+
+class BudgetAboveDevice(PlimsollError):
+    """The budget is more than the device has."""
+
+
+class InvalidModel(PlimsollError):
+    """The model cannot be planned."""
+
+
+class InvalidBatch(PlimsollError):
+    """The batch does not fit the model."""
+
+
+class InvalidLoss(PlimsollError):
+    """There is no scalar loss."""
+
+
+class InvalidStrategy(PlimsollError):
+    """The strategy is not one that Plimsoll knows."""
+
+
+class InvalidRegions(PlimsollError):
+    """The region pattern matches nothing."""
+
+
+class InvalidTarget(PlimsollError):
+    """The command-line target does not load."""
+
+
+class PlanFileError(PlimsollError):
+    """The file holds no plan that this version can read."""
+
+
+class PlanMismatch(PlimsollError):
+    """The plan was made for something else."""
+
+
+class PlanNotUsable(PlimsollError):
+    """The plan has no decisions that could be applied."""
+
+
+class TracingFailed(PlimsollError):
+    """The training step cannot be traced."""
+
+
+class ReplayMismatch(PlimsollError):
+    """A rebuilt value is not what forward made; the step must not reach the optimizer."""
+
+    exit_code = 4
+
+
+class SavedTensorModified(ReplayMismatch):
+    """A value that backward needs was modified in place."""

@@ -1,0 +1,152 @@
+"""Region graph + stored values -> replay schedule: which ops to run again, before which slot, and what to let go when.
+
+This is the one place that knows the replay semantics. The simulator counts bytes with it, the runtime compiles it, so what
+is predicted and what is run cannot drift apart. No torch in here.
+
+Semantics. Slots are read in ``order``. The ops a slot needs that have not run yet run just before it is read, each at most
+once per backward. A rebuilt value is let go after its last use: the last op that reads it or the last slot that is made of
+it. An in-place op works on the replay's private memory; where the old version is still needed, or is not private, it is
+copied first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from plimsoll.artifacts.region import RegionGraph
+
+BOUNDARY = -1
+"""The pseudo-slot that stands for the region's outputs, asked for by a later region whose input was dropped."""
+
+
+class Unreachable(Exception):
+    """A value can be neither stored nor rebuilt; ``value`` is its id and ``obstacle`` says why."""
+
+    def __init__(self, value: int, obstacle: str) -> None:
+        super().__init__(obstacle)
+        self.value = value
+        self.obstacle = obstacle
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Run ``op``; before it copy the values ``copies`` (an in-place op must not touch them); after it forget ``frees``."""
+
+    op: int
+    copies: tuple[int, ...]
+    frees: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What happens when ``slot`` is read: ``steps``, then the slot's value is handed over, then ``frees`` are forgotten."""
+
+    slot: int
+    value: int
+    steps: tuple[Step, ...]
+    frees: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The replay of one region under one choice of stored values.
+
+    ``segments`` has one entry per dropped slot, in the order of reading. ``leaves[slot]`` are the stored values and leaves
+    that the slot's recipe needs, through any number of ops: a dropped slot keeps exactly these alive.
+    """
+
+    segments: tuple[Segment, ...]
+    leaves: dict[int, tuple[int, ...]]
+
+    @property
+    def ops(self) -> tuple[int, ...]:
+        """Ops that run again, in order."""
+        return tuple(step.op for segment in self.segments for step in segment.steps)
+
+
+def recipe_ops(graph: RegionGraph, value: int, stored: frozenset[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ops that rebuild ``value`` from ``stored`` values (in program order) and the leaves that they read.
+
+    Raises:
+        Unreachable: some op on the way may not run again, or some value on the way exists nowhere.
+    """
+    ops: set[int] = set()
+    leaves: set[int] = set()
+    pending = [value]
+    while pending:
+        current = pending.pop()
+        if current in stored:
+            leaves.add(current)
+            continue
+        producer = graph.values[current].producer
+        if producer < 0:
+            raise Unreachable(current, f"{graph.values[current].name} is not held for backward")
+        if producer in ops:
+            continue
+        op = graph.ops[producer]
+        if op.obstacle:
+            raise Unreachable(current, f"{op.name}: {op.obstacle}")
+        ops.add(producer)
+        pending.extend(op.reads)
+    return tuple(sorted(ops)), tuple(sorted(leaves))
+
+
+def build_schedule(
+    graph: RegionGraph, stored: Iterable[int], dropped: Iterable[int], order: Sequence[int] | None = None
+) -> Schedule:
+    """Schedule the replay of the slots whose value is in ``dropped`` from the values in ``stored``.
+
+    Args:
+        graph: the region.
+        stored: ids of values that are held when backward starts (kept slots, inputs, parameters, buffers).
+        dropped: ids of values that are not held and must be rebuilt for their slots.
+        order: slot indices in the order of reading (``BOUNDARY`` for the outputs); by default ``graph.backward_order``.
+
+    Raises:
+        Unreachable: a dropped value cannot be rebuilt from the stored ones.
+    """
+    held = frozenset(stored)
+    gone = frozenset(dropped)
+    ran: set[int] = set()
+    parts: list[tuple[int, int, tuple[int, ...]]] = []
+    leaves: dict[int, tuple[int, ...]] = {}
+    for slot in graph.backward_order if order is None else order:
+        targets = graph.outputs if slot == BOUNDARY else (graph.slots[slot].value,)
+        ops: set[int] = set()
+        needs: set[int] = set()
+        for target in targets:
+            if target in gone:
+                target_ops, target_leaves = recipe_ops(graph, target, held)
+                ops.update(target_ops)
+                needs.update(target_leaves)
+        if not any(target in gone for target in targets):
+            continue
+        leaves[slot] = tuple(sorted(needs))
+        fresh = tuple(sorted(ops - ran))
+        ran |= ops
+        parts.append((slot, next(t for t in targets if t in gone), fresh))
+    return Schedule(segments=_with_frees(graph, parts, held), leaves=leaves)
+
+
+def _with_frees(
+    graph: RegionGraph, parts: list[tuple[int, int, tuple[int, ...]]], held: frozenset[int]
+) -> tuple[Segment, ...]:
+    """Add to every step what dies after it. Walks backwards: what nobody later reads is free after its last reader."""
+    needed_later: set[int] = set()
+    segments: list[Segment] = []
+    for slot, value, ops in reversed(parts):
+        frees = () if value in needed_later else (value,)
+        needed_later.add(value)
+        steps: list[Step] = []
+        for op_id in reversed(ops):
+            op = graph.ops[op_id]
+            dead = {w for w in op.writes if w not in needed_later}
+            step_frees = {r for r in op.reads if r not in needed_later and r not in held} | dead
+            storages = {graph.values[w].storage for w in op.writes}
+            overwritten = tuple(r for r in op.reads if graph.values[r].storage in storages)
+            copies = tuple(r for r in overwritten if r in needed_later or r in held)
+            needed_later.update(r for r in op.reads if r not in held)
+            steps.append(Step(op=op_id, copies=copies, frees=tuple(sorted(step_frees))))
+        segments.append(Segment(slot=slot, value=value, steps=tuple(reversed(steps)), frees=frees))
+    return tuple(reversed(segments))

@@ -1,0 +1,94 @@
+"""Text with units in, bytes and seconds out, and back; the only file that knows 1024."""
+
+from __future__ import annotations
+
+import re
+
+from plimsoll.errors import InvalidBudget
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+_BYTES_PER_UNIT = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": KIB,
+    "MIB": MIB,
+    "GIB": GIB,
+    "TIB": 1024**4,
+}
+_TEXT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(amount: int | str) -> int:
+    """Bytes from an int or from text with a binary or decimal unit.
+
+    Args:
+        amount: ``70 * 2**30``, ``"70GiB"``, ``"80GB"``.
+
+    Raises:
+        InvalidBudget: no unit, an ambiguous one (``"24G"``), an unknown one, or nothing positive.
+
+    Example:
+        >>> parse_bytes("1.5GiB")
+        1610612736
+    """
+    if isinstance(amount, bool) or not isinstance(amount, int | str):
+        raise InvalidBudget(
+            f"{amount!r} is not an amount of memory.",
+            why=f"it is a {type(amount).__name__}; bytes are an int, or text with a unit",
+            next=f'write {24 * GIB} or "24GiB"',
+        )
+    if isinstance(amount, int):
+        bytes_ = amount
+    else:
+        match = _TEXT.fullmatch(amount)
+        if match is None:
+            raise InvalidBudget(f"{amount!r} is not an amount of memory.", why="no number found", next='write "24GiB"')
+        number, unit = match.group(1).replace("_", ""), match.group(2)
+        if unit.upper() in ("K", "M", "G", "T"):
+            decimal = float(number) * _BYTES_PER_UNIT[unit.upper() + "B"]
+            binary = float(number) * _BYTES_PER_UNIT[unit.upper() + "IB"]
+            raise InvalidBudget(
+                f"{amount!r} has two readings.",
+                why=f"{number}{unit.upper()}B is {int(decimal):,} bytes, {number}{unit.upper()}iB is {int(binary):,} bytes",
+                next=f'write "{number}{unit.upper()}iB" or "{number}{unit.upper()}B"',
+            )
+        if unit.upper() not in _BYTES_PER_UNIT:
+            raise InvalidBudget(
+                f"{amount!r} has no unit that Plimsoll knows.",
+                why=f"found the unit {unit!r}" if unit else "a bare number in text could be anything",
+                next='use B, KiB, MiB, GiB, TiB, KB, MB, GB or TB, as in "24GiB"',
+            )
+        bytes_ = int(float(number) * _BYTES_PER_UNIT[unit.upper()])
+    if bytes_ <= 0:
+        raise InvalidBudget(f"{amount!r} is no memory at all.", why="a budget is positive", next='write "24GiB"')
+    return bytes_
+
+
+def format_bytes(bytes_: float) -> str:
+    """Bytes as people read them: ``7.3 GiB``, ``512.0 MiB``, ``17 B``."""
+    sign, size = ("-" if bytes_ < 0 else ""), abs(bytes_)
+    for unit, scale in (("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size >= scale:
+            return f"{sign}{size / scale:.{1 if size / scale < 1000 else 0}f} {unit}"
+    return f"{sign}{size:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as people read them: ``1.24 s``, ``14.0 ms``, ``0.8 µs``."""
+    size = abs(seconds)
+    if size >= 1:
+        return f"{seconds:.2f} s"
+    if size >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.1f} µs"
+
+
+def format_share(share: float) -> str:
+    """A share as a signed percentage: ``+3.1%``."""
+    return f"{share * 100:+.1f}%"
