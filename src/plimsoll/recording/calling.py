@@ -1,0 +1,88 @@
+"""How Plimsoll calls a model: a batch in, arguments out; an output in, a scalar loss out; tensors of a call, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from plimsoll.errors import InvalidBatch, InvalidLoss
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments: a tensor is one argument, a tuple is positional, a mapping is keywords.
+
+    Raises:
+        InvalidBatch: anything else.
+    """
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, tuple):
+        return batch, {}
+    if isinstance(batch, Mapping):
+        return (), {str(name): value for name, value in batch.items()}
+    raise InvalidBatch(
+        f"A batch of type {type(batch).__name__} cannot be passed to a model.",
+        why="a tensor is one argument, a tuple is positional arguments, a dict is keyword arguments",
+        next="pass a tensor, a tuple or a dict",
+    )
+
+
+def check_devices(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a batch that lies elsewhere than the model.
+
+    Raises:
+        InvalidBatch: some tensor of the batch is on another device than every parameter.
+    """
+    homes = {parameter.device for parameter in model.parameters()}
+    for tensor in call_tensors(args, kwargs):
+        if tensor.device not in homes and tensor.dim() > 0:
+            raise InvalidBatch(
+                f"The batch is on {tensor.device}, the model on {', '.join(sorted(map(str, homes)))}.",
+                why=f"a tensor of shape {tuple(tensor.shape)} would meet parameters of another device",
+                next=f"move the batch: batch.to({str(next(iter(homes)))!r})",
+            )
+
+
+def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
+    """The scalar to call backward on: ``loss(output)``, else ``output.loss``, else the output itself.
+
+    Raises:
+        InvalidLoss: there is no scalar that depends on parameters.
+    """
+    if loss is not None:
+        value = loss(output)
+        origin = "loss= returned"
+    else:
+        value = output["loss"] if isinstance(output, Mapping) and "loss" in output else getattr(output, "loss", output)
+        origin = "the model returned"
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise InvalidLoss(
+            f"No scalar loss: {origin} {shape}.",
+            why="a training step needs one number to call backward on",
+            next="pass loss=lambda output: ..., or put labels into the batch",
+        )
+    if not value.requires_grad:
+        raise InvalidLoss(
+            "The loss does not depend on any parameter.",
+            why="it has no gradient: the model is frozen, or grad mode is off",
+            next="unfreeze parameters, and call Plimsoll outside of torch.no_grad()",
+        )
+    return value
+
+
+def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors of a call in a fixed order (keywords sorted by name)."""
+    tree = (args, {name: kwargs[name] for name in sorted(kwargs)})
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def output_tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors that a module returned, in a fixed order."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]

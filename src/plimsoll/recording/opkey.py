@@ -1,0 +1,83 @@
+"""An op call in, its cost key and its arithmetic out.
+
+The key holds the op, the dtype, sizes and strides of its tensors, and its constants: calls with equal keys cost the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from plimsoll.artifacts.trace import OpSpec
+
+_SHORT = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``f32`` for ``torch.float32``; the dtype's own name for rare ones."""
+    return _SHORT.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        sizes = "x".join(map(str, value.shape))
+        layout = "" if value.is_contiguous() else "s" + ",".join(map(str, value.stride()))
+        return f"{dtype_name(value.dtype)}[{sizes}]{layout}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_describe(item) for item in value) + "]"
+    if isinstance(value, int | float | bool | str) or value is None:
+        return repr(value)
+    return type(value).__name__
+
+
+def op_name(func: torch._ops.OpOverload) -> str:
+    """``mm`` for ``aten.mm.default``; other namespaces keep theirs (``mylib.scan``)."""
+    namespace, name = func._schema.name.split("::")
+    return name if namespace == "aten" else f"{namespace}.{name}"
+
+
+def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The text under which the op's seconds are kept."""
+    named = "".join(f";{name}={_describe(value)}" for name, value in kwargs.items() if value is not None)
+    return f"{func}({';'.join(map(_describe, args))}{named})"
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, list | tuple):
+        return [tensor for item in tree for tensor in _tensors(item)]
+    return []
+
+
+def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpSpec:
+    """Arithmetic (torch's own flop formulas) and bytes moved (every tensor read or written once)."""
+    inputs = _tensors(args) + _tensors(list(kwargs.values()))
+    outputs = _tensors(out)
+    count = flop_registry.get(func._overloadpacket)
+    if count is not None:
+        flops = int(count(*args, **kwargs, out_val=out))
+    else:
+        flops = sum(math.prod(tensor.shape) for tensor in outputs)
+    moved = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in inputs + outputs)
+    floats = [tensor.dtype for tensor in inputs + outputs if tensor.dtype.is_floating_point]
+    return OpSpec(
+        name=op_name(func),
+        flops=flops,
+        moved_bytes=moved,
+        dtype=dtype_name(floats[0]) if floats else "i64",
+    )

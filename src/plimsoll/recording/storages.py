@@ -1,0 +1,42 @@
+"""Tensors in, ids of living storages out.
+
+An address names a storage only while that storage lives. The table therefore holds a weak reference to every storage that
+it has seen: as long as the weak reference exists the allocator cannot hand out the same ``StorageImpl`` again, so a
+look-up by address is exact for the table's lifetime. (Keying a table by ``data_ptr`` is wrong twice: it is re-used, and
+all zero-size tensors share 0.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class StorageTable:
+    """Gives every storage that it meets a small id, and never gives one id to two storages."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, int] = {}
+        self._references: list[StorageWeakRef] = []
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def find(self, tensor: torch.Tensor) -> int:
+        """The id of the tensor's storage, ``-1`` if the table has not met it."""
+        return self._ids.get(tensor.untyped_storage()._cdata, -1)
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """The id of the tensor's storage; a new one if the table has not met it."""
+        storage = tensor.untyped_storage()
+        found = self._ids.get(storage._cdata)
+        if found is not None:
+            return found
+        fresh = len(self._references)
+        self._references.append(StorageWeakRef(storage))
+        self._ids[storage._cdata] = fresh
+        return fresh
+
+    def is_alive(self, id_: int) -> bool:
+        """Whether anybody still holds the storage."""
+        return not self._references[id_].expired()

@@ -1,0 +1,99 @@
+"""A module tree in, the modules that are planned as regions out."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from plimsoll.errors import InvalidRegions
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_COVERED_SHARE = 0.8
+"""Nested repeated blocks replace their parent when they hold at least this share of its parameters."""
+
+
+def find_regions(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """The regions of a model, by module path, none inside another.
+
+    By default: every member of the model's repeated blocks, at any depth (siblings of one class that hold parameters and
+    have children of their own). A model without repeated blocks gets its children that have children; failing that,
+    itself.
+
+    Args:
+        model: the model.
+        patterns: module paths; ``*`` stands for one level (``model.layers.*``), ``**`` for any number.
+
+    Raises:
+        InvalidRegions: a pattern matches nothing.
+    """
+    if patterns is not None:
+        return _outermost(_matching(model, patterns))
+    found = _repeated(model, "")
+    if not found:
+        found = {
+            name: child for name, child in model.named_children() if _has_parameters(child) and any(child.children())
+        }
+    return _outermost(found or {"": model})
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _parameter_count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _repeated(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
+    by_class: dict[type[nn.Module], list[tuple[str, nn.Module]]] = {}
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        by_class.setdefault(type(child), []).append((path, child))
+    found: dict[str, nn.Module] = {}
+    for kind, members in by_class.items():
+        is_block = (
+            len(members) > 1
+            and not issubclass(kind, _CONTAINERS)
+            and all(_has_parameters(member) and any(member.children()) for _, member in members)
+        )
+        for path, member in members:
+            nested = _repeated(member, path)
+            covered = sum(_parameter_count(inner) for inner in nested.values())
+            if is_block and covered < _COVERED_SHARE * _parameter_count(member):
+                found[path] = member
+            else:
+                found.update(nested)
+    return found
+
+
+def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    seen: set[int] = set()
+    kept: dict[str, nn.Module] = {}
+    for path, module in sorted(found.items(), key=lambda item: item[0].count(".")):
+        parts = path.split(".")
+        inside = any(".".join(parts[:depth]) in kept for depth in range(len(parts))) and path != ""
+        if not inside and id(module) not in seen:
+            kept[path] = module
+            seen.add(id(module))
+    return {path: module for path, module in found.items() if path in kept}
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    named = dict(model.named_modules())
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        parts = (re.escape(part) for part in pattern.split("**"))
+        regex = re.compile(".*".join(part.replace(r"\*", r"[^.]*") for part in parts))
+        matches = {path: module for path, module in named.items() if regex.fullmatch(path) and path}
+        if not matches:
+            close = difflib.get_close_matches(pattern, named, n=3, cutoff=0.3)
+            raise InvalidRegions(
+                f"The region pattern {pattern!r} matches no module of {type(model).__name__}.",
+                why=f"the model has {len(named)} modules" + (f", the closest are {', '.join(close)}" if close else ""),
+                next='use a module path in which * stands for one level, as in "model.layers.*"',
+            )
+        found.update(matches)
+    return found

@@ -1,0 +1,79 @@
+"""Saved-tensor hooks for tracing: every slot is noted and dropped, backward gets a placeholder.
+
+So a traced step never holds more than one region's temporaries, whatever the model's saved activations would take, and
+the life of a storage that the tracer sees is its life *without* what autograd saves. Floating-point placeholders are
+zeros: nobody uses the gradients of a traced step. Integers and booleans (indices, masks) are kept, because backward
+formulas index with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from plimsoll.recording.geometry import Geometry, is_plain
+from plimsoll.recording.graph import SlotRecord
+from plimsoll.tracing.tracer import StepTracer
+
+
+class SlotBook:
+    """The slots of one region call, or of all that lies outside of regions."""
+
+    def __init__(self, tracer: StepTracer, is_parameter: Callable[[torch.Tensor], bool]) -> None:
+        self.records: list[SlotRecord] = []
+        self.order: list[int] = []
+        self.is_parameter_slot: list[bool] = []
+        self._tracer = tracer
+        self._is_parameter = is_parameter
+
+    def pack(self, tensor: torch.Tensor) -> _Placeholder:
+        """Note the slot; hold the tensor only if a placeholder could not stand for it."""
+        tracer = self._tracer
+        is_parameter = self._is_parameter(tensor)
+        value = -1 if is_parameter else tracer.value_of(tensor)
+        storage = tracer.table.find(tensor) if is_plain(tensor) else -1
+        self.records.append(SlotRecord(value=value, storage=storage, packed=tracer.tick))
+        self.is_parameter_slot.append(is_parameter)
+        with tracer.unseen():
+            can_stand_in = tensor.dtype.is_floating_point and is_plain(tensor) and not is_parameter
+            held = None if can_stand_in else tensor.detach()
+        return _Placeholder(self, len(self.records) - 1, Geometry.of(tensor), tensor.device, held)
+
+    def unpack(self, placeholder: Any) -> torch.Tensor:
+        """Note the reading and hand out something of the right shape."""
+        record = self.records[placeholder.index]
+        if record.unpacked < 0:
+            record.unpacked = self._tracer.tick
+            self.order.append(placeholder.index)
+        return placeholder.stand_in(self._tracer)
+
+    def released(self, index: int) -> None:
+        self.records[index].released = self._tracer.tick
+
+
+class _Placeholder:
+    """What autograd holds instead of the tensor; its end of life is the slot's release."""
+
+    __slots__ = ("_book", "_device", "_geometry", "_held", "index")
+
+    def __init__(
+        self, book: SlotBook, index: int, geometry: Geometry, device: torch.device, held: torch.Tensor | None
+    ) -> None:
+        self._book = book
+        self.index = index
+        self._geometry = geometry
+        self._device = device
+        self._held = held
+
+    def stand_in(self, tracer: StepTracer) -> torch.Tensor:
+        if self._held is not None:
+            return self._held
+        geometry = self._geometry
+        with tracer.unseen():
+            tensor = torch.empty_strided(geometry.size, geometry.stride, dtype=geometry.dtype, device=self._device)
+            return tensor.zero_()
+
+    def __del__(self) -> None:
+        self._book.released(self.index)
