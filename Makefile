@@ -1,0 +1,57 @@
+# Every target installs what it needs by itself; `make` alone lists them.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The first Python that is new enough and can make a virtual environment.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import ensurepip, venv, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PYTEST_ARGS ?=
+
+.PHONY: help install demo test lint format types unit golden bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+install: $(STAMP)  ## create .venv and install Plimsoll with its development tools
+
+# Runs again only when the dependencies changed.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Plimsoll needs Python 3.11 or newer, with venv and ensurepip."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (the first time this fetches torch)"
+	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## train a small Llama with and without a memory budget, and compare
+	@$(BIN)/plimsoll demo $(DEMO_ARGS)
+
+test: lint types unit  ## everything that continuous integration checks
+
+lint: $(STAMP)  ## lint and check the formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)  ## format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP)  ## check the types
+	$(BIN)/mypy
+
+unit: $(STAMP)  ## run the test suite alone (PYTEST_ARGS="-k budget")
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+golden: $(STAMP)  ## write the expected --help texts anew
+	PLIMSOLL_WRITE_GOLDEN=1 $(BIN)/python -m pytest tests/cli/test_golden_help.py
+
+bench: $(STAMP)  ## measure Plimsoll beside its peers (BENCH_ARGS="--help")
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
