@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import ClassVar
+
 import msgspec
 
 from plimsoll.artifacts.costs import CostSource
@@ -85,8 +88,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     ``lower_bound_seconds`` bounds the step of *any* plan of this engine under this model of the machine (each op run again
     at most once, these costs); it does not bound the machine itself. ``price_seconds_per_byte`` is what one more byte of
-    budget would save per step at the solution (0 when memory is not scarce).
+    budget would save per step at the solution (0 when memory is not scarce). ``str`` shows the plan as a table.
     """
+
+    KIND: ClassVar[str] = "plan"
 
     schema_version: int = SCHEMA_VERSION
     status: Status
@@ -123,3 +128,27 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if not self.baseline_seconds:
             return 0.0
         return self.predicted_seconds / self.baseline_seconds - 1.0
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, whole or not at all; ``plimsoll.load`` reads it back exactly.
+
+        Raises:
+            PlanFileError: the place cannot be written.
+
+        Example:
+            >>> plan.save("plan.json")  # doctest: +SKIP
+        """
+        from plimsoll.artifacts.store import save
+
+        save(self, path)
+
+    def explain(self) -> str:
+        """Every decision with its reason in terms of the price of memory, what one more GiB buys, who holds the peak."""
+        from plimsoll.artifacts.explanation import explain_plan
+
+        return explain_plan(self)
+
+    def __str__(self) -> str:
+        from plimsoll.artifacts.summary import summarise_plan
+
+        return summarise_plan(self)

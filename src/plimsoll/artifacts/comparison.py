@@ -1,0 +1,66 @@
+"""A comparison: several strategies on one model and batch, predicted beside measured. No torch in here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from plimsoll.artifacts.decision import Status
+
+SCHEMA_VERSION = 1
+
+
+class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One strategy.
+
+    ``measured_ratio`` is the paired median of its step time over the unmanaged one's, between ``measured_ratio_low`` and
+    ``measured_ratio_high`` with 95% confidence. What was not measured is ``None``, and ``note`` says why.
+    """
+
+    strategy: str
+    status: Status
+    budget_bytes: int | None = None
+    predicted_peak_bytes: int
+    measured_peak_bytes: int | None = None
+    predicted_seconds: float
+    measured_seconds: float | None = None
+    measured_ratio: float | None = None
+    measured_ratio_low: float | None = None
+    measured_ratio_high: float | None = None
+    is_bit_equal: bool | None = None
+    note: str = ""
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Strategies side by side. ``plimsoll.compare`` makes one; ``str`` shows it."""
+
+    KIND: ClassVar[str] = "comparison"
+
+    schema_version: int = SCHEMA_VERSION
+    model: str
+    signature: str
+    device: str
+    versions: dict[str, str]
+    steps: int
+    baseline_peak_bytes: int
+    measured_baseline_seconds: float | None = None
+    rows: tuple[ComparisonRow, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """1 where a strategy changed the gradients, else 0."""
+        return 1 if any(row.is_bit_equal is False for row in self.rows) else 0
+
+    def save(self, path: str | Path) -> None:
+        """Write the comparison as JSON, whole or not at all."""
+        from plimsoll.artifacts.store import save
+
+        save(self, path)
+
+    def __str__(self) -> str:
+        from plimsoll.artifacts.comparison_summary import summarise_comparison
+
+        return summarise_comparison(self)

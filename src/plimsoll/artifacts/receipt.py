@@ -1,0 +1,189 @@
+"""A receipt: what a plan claimed, what was measured, and whether the two agree. No torch in here.
+
+Differences that are not finite numbers are ``None``, so that a receipt stays valid JSON; use ``finite`` to make them.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+
+def finite(number: float) -> float | None:
+    """The number, or ``None`` where it is infinite or not a number."""
+    return number if math.isfinite(number) else None
+
+
+class Engine(enum.StrEnum):
+    """What served one region call."""
+
+    RECIPE = "recipe"
+    RERUN = "rerun"
+    UNTOUCHED = "untouched"
+
+
+class Verdict(enum.StrEnum):
+    """What a receipt comes to; the first line that applies."""
+
+    GRADIENTS_DIFFER = "GRADIENTS_DIFFER"
+    BUFFERS_DIFFER = "BUFFERS_DIFFER"
+    LOSSES_DIFFER = "LOSSES_DIFFER"
+    OVER_BUDGET = "OVER_BUDGET"
+    WITHIN_SPREAD = "WITHIN_SPREAD"
+    VERIFIED = "VERIFIED"
+
+    @property
+    def advice(self) -> str:
+        """One sentence that says what it means for the user."""
+        return _ADVICE[self]
+
+    @property
+    def is_pass(self) -> bool:
+        """Whether training may rely on the plan."""
+        return self in (Verdict.VERIFIED, Verdict.WITHIN_SPREAD)
+
+
+_ADVICE = {
+    Verdict.GRADIENTS_DIFFER: "Do not train with this plan: gradients differ by more than the model differs from itself.",
+    Verdict.BUFFERS_DIFFER: "Do not train with this plan: buffers after the step differ from the unmanaged step's.",
+    Verdict.LOSSES_DIFFER: "Do not train with this plan: the managed forward gives another loss.",
+    Verdict.OVER_BUDGET: "Gradients are right, but the step needs more than the budget: plan again with a lower budget.",
+    Verdict.WITHIN_SPREAD: "The model differs from itself from run to run; the plan stays within that spread.",
+    Verdict.VERIFIED: "Gradients and buffers are equal bit for bit, and the peak keeps to the budget.",
+}
+
+
+class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor that is not equal bit for bit.
+
+    ``baseline_max_absolute_difference`` is how far two unmanaged runs of the same step lie apart on this tensor.
+    """
+
+    name: str
+    max_absolute_difference: float | None
+    max_relative_difference: float | None
+    baseline_max_absolute_difference: float = 0.0
+
+    @property
+    def is_within_spread(self) -> bool:
+        """Whether the unmanaged model differs from itself by at least as much."""
+        return (
+            self.max_absolute_difference is not None
+            and self.max_absolute_difference <= self.baseline_max_absolute_difference
+        )
+
+
+class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one region call was served, and why.
+
+    ``droppable_bytes`` of the ``activation_bytes`` that autograd saved could be recomputed bit for bit;
+    ``dropped_bytes`` are those that this plan did recompute.
+    """
+
+    name: str
+    call: int
+    engine: Engine
+    reason: str = ""
+    activation_bytes: int = 0
+    droppable_bytes: int = 0
+    dropped_bytes: int = 0
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """The evidence for one plan on one batch. ``plimsoll.verify`` makes one; ``str`` shows it.
+
+    Peaks count everything that the step allocates on the device; seconds are medians over ``steps`` steps, their spread
+    is half the distance between the quartiles.
+    """
+
+    KIND: ClassVar[str] = "receipt"
+
+    schema_version: int = SCHEMA_VERSION
+    model: str
+    fingerprint: str
+    signature: str
+    device: str
+    strategy: str
+    budget_bytes: int | None
+    versions: dict[str, str]
+    steps: int
+
+    compared_gradients: int
+    gradient_mismatches: tuple[Mismatch, ...] = ()
+    compared_buffers: int = 0
+    buffer_mismatches: tuple[Mismatch, ...] = ()
+    is_deterministic: bool
+    """Whether two unmanaged runs of the step gave the same bits."""
+    baseline_losses: tuple[float | None, ...]
+    plan_losses: tuple[float | None, ...]
+
+    predicted_baseline_peak_bytes: int
+    predicted_peak_bytes: int
+    measured_baseline_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    measured_recording_peak_bytes: int | None = None
+    """The peak of the first managed step, which records."""
+
+    predicted_baseline_seconds: float
+    predicted_seconds: float
+    measured_baseline_seconds: float | None = None
+    measured_baseline_spread_seconds: float = 0.0
+    measured_seconds: float | None = None
+    measured_spread_seconds: float = 0.0
+
+    regions: tuple[RegionOutcome, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_bit_equal(self) -> bool:
+        """Whether every gradient and every buffer has the bits of the unmanaged step."""
+        return not self.gradient_mismatches and not self.buffer_mismatches
+
+    @property
+    def droppable_share(self) -> float:
+        """Share of the regions' saved activation bytes that could be recomputed bit for bit."""
+        total = sum(region.activation_bytes for region in self.regions)
+        return sum(region.droppable_bytes for region in self.regions) / total if total else 0.0
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether a measured peak, the recording step's included, exceeds the budget."""
+        if self.budget_bytes is None:
+            return False
+        peaks = (self.measured_peak_bytes, self.measured_recording_peak_bytes)
+        return any(peak is not None and peak > self.budget_bytes for peak in peaks)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the receipt comes to."""
+        if not all(mismatch.is_within_spread for mismatch in self.gradient_mismatches):
+            return Verdict.GRADIENTS_DIFFER
+        if not all(mismatch.is_within_spread for mismatch in self.buffer_mismatches):
+            return Verdict.BUFFERS_DIFFER
+        if self.is_deterministic and self.baseline_losses != self.plan_losses:
+            return Verdict.LOSSES_DIFFER
+        if self.is_over_budget:
+            return Verdict.OVER_BUDGET
+        return Verdict.VERIFIED if self.is_bit_equal else Verdict.WITHIN_SPREAD
+
+    @property
+    def exit_code(self) -> int:
+        """0 where the verdict passes, else 1."""
+        return 0 if self.verdict.is_pass else 1
+
+    def save(self, path: str | Path) -> None:
+        """Write the receipt as JSON, whole or not at all."""
+        from plimsoll.artifacts.store import save
+
+        save(self, path)
+
+    def __str__(self) -> str:
+        from plimsoll.artifacts.receipt_summary import summarise_receipt
+
+        return summarise_receipt(self)

@@ -1,0 +1,163 @@
+"""An artifact in, a JSON file out, and back exactly: versioned, tagged, written whole or not at all.
+
+The file says what it is (``"plimsoll": "plan"``) and which schema it follows. Reading one runs nothing: it is data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from plimsoll.artifacts import comparison, plan, receipt
+from plimsoll.artifacts.comparison import Comparison
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.receipt import Receipt
+from plimsoll.errors import PlanFileError
+
+Artifact = Plan | Receipt | Comparison
+
+_KINDS: dict[str, tuple[type[Plan] | type[Receipt] | type[Comparison], int]] = {
+    Plan.KIND: (Plan, plan.SCHEMA_VERSION),
+    Receipt.KIND: (Receipt, receipt.SCHEMA_VERSION),
+    Comparison.KIND: (Comparison, comparison.SCHEMA_VERSION),
+}
+_TAG = "plimsoll"
+
+
+def to_json(artifact: Artifact) -> str:
+    """The artifact as indented JSON with its tag first.
+
+    Example:
+        >>> to_json(plan).splitlines()[1]  # doctest: +SKIP
+        '  "plimsoll": "plan",'
+    """
+    fields: dict[str, Any] = msgspec.to_builtins(artifact)
+    encoded = msgspec.json.encode({_TAG: artifact.KIND} | fields)
+    return msgspec.json.format(encoded, indent=2).decode()
+
+
+def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
+    """An artifact of any kind from its JSON.
+
+    Args:
+        text: what ``to_json`` made.
+        source: where it came from, for error messages.
+
+    Raises:
+        PlanFileError: truncated, not ours, of an unknown kind or of a newer schema.
+    """
+    try:
+        fields = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise PlanFileError(
+            f"{source} is not whole JSON.",
+            why=f"reading stopped: {error}",
+            next="the file may have been cut off while it was copied: copy it again, or save the plan again",
+        ) from error
+    if not isinstance(fields, dict) or _TAG not in fields:
+        raise PlanFileError(
+            f"{source} is JSON, but no plan.",
+            why=f'it lacks the tag "{_TAG}" that every file of Plimsoll starts with',
+            next="give a file that plan.save() or `plimsoll plan --output` wrote",
+        )
+    kind = fields.pop(_TAG)
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise PlanFileError(
+            f"{source} holds {kind!r}, which this version does not know.",
+            why=f"it knows {', '.join(_KINDS)}",
+            next="upgrade Plimsoll, or give another file",
+        )
+    type_, known_version = _KINDS[kind]
+    _check_version(fields.get("schema_version"), known_version, kind=kind, source=source)
+    try:
+        return msgspec.convert(fields, type=type_)
+    except msgspec.ValidationError as error:
+        raise PlanFileError(
+            f"{source} is a damaged {kind}.",
+            why=str(error),
+            next=f"save the {kind} again; files of Plimsoll are not meant to be edited by hand",
+        ) from error
+
+
+def _check_version(found: object, known: int, *, kind: str, source: str) -> None:
+    if not isinstance(found, int) or isinstance(found, bool):
+        raise PlanFileError(
+            f"{source} does not say which schema it follows.",
+            why=f'"schema_version" is {found!r}',
+            next=f"save the {kind} again",
+        )
+    if found > known:
+        raise PlanFileError(
+            f"{source} is a {kind} of schema {found}; this version reads schema {known} and older.",
+            why="a newer Plimsoll wrote it",
+            next=f"upgrade Plimsoll, or make the {kind} again with this version",
+        )
+
+
+def save(artifact: Artifact, path: str | Path) -> None:
+    """Write an artifact as JSON. The file appears whole or not at all.
+
+    Args:
+        artifact: a plan, receipt or comparison.
+        path: where to; an existing file is replaced.
+
+    Raises:
+        PlanFileError: the place cannot be written.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        temporary.write_text(to_json(artifact) + "\n", encoding="utf-8")
+        temporary.replace(target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise _not_writable(target, error) from error
+        raise
+
+
+def _not_writable(target: Path, error: OSError) -> PlanFileError:
+    return PlanFileError(
+        f"{target} cannot be written.",
+        why=error.strerror or type(error).__name__,
+        next="give a file in a directory that exists and that you may write to",
+    )
+
+
+def load_any(path: str | Path) -> Artifact:
+    """Read a plan, receipt or comparison, whichever the file holds.
+
+    Raises:
+        PlanFileError: no such file, or nothing in it that this version can read.
+    """
+    source = Path(path)
+    try:
+        content = source.read_bytes()
+    except OSError as error:
+        raise PlanFileError(
+            f"{source} cannot be read.",
+            why=error.strerror or type(error).__name__,
+            next="check the path; `plimsoll plan TARGET --budget 70GiB --output plan.json` writes a plan",
+        ) from error
+    return from_json(content, source=str(source))
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan.
+
+    Raises:
+        PlanFileError: no such file, or it holds something else.
+    """
+    artifact = load_any(path)
+    if not isinstance(artifact, Plan):
+        raise PlanFileError(
+            f"{path} holds a {artifact.KIND}, not a plan.",
+            why="only a plan carries decisions",
+            next=f"`plimsoll show {path}` shows it; give a plan here",
+        )
+    return artifact

@@ -1,0 +1,69 @@
+"""A receipt's verdict follows from its evidence."""
+
+from __future__ import annotations
+
+import pytest
+
+from plimsoll.artifacts.receipt import Verdict, finite
+from plimsoll.units import MIB
+from samples import make_comparison, make_mismatch, make_receipt
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, Verdict.VERIFIED),
+        ({"gradient_mismatches": (make_mismatch(),)}, Verdict.GRADIENTS_DIFFER),
+        ({"gradient_mismatches": (make_mismatch(difference=None),)}, Verdict.GRADIENTS_DIFFER),
+        ({"gradient_mismatches": (make_mismatch(spread=1e-2),), "is_deterministic": False}, Verdict.WITHIN_SPREAD),
+        ({"buffer_mismatches": (make_mismatch(),)}, Verdict.BUFFERS_DIFFER),
+        ({"plan_losses": (1.25, 1.0)}, Verdict.LOSSES_DIFFER),
+        ({"plan_losses": (1.25, 1.0), "is_deterministic": False}, Verdict.VERIFIED),
+        ({"measured_peak_bytes": 65 * MIB}, Verdict.OVER_BUDGET),
+        ({"measured_recording_peak_bytes": 65 * MIB}, Verdict.OVER_BUDGET),
+        ({"measured_peak_bytes": 65 * MIB, "budget_bytes": None}, Verdict.VERIFIED),
+        ({"measured_peak_bytes": None, "measured_recording_peak_bytes": None}, Verdict.VERIFIED),
+    ],
+)
+def test_the_verdict_names_the_first_thing_that_fails(changes: dict[str, object], verdict: Verdict):
+    receipt = make_receipt(**changes)
+    assert receipt.verdict is verdict
+    assert receipt.exit_code == (0 if verdict.is_pass else 1)
+
+
+def test_every_verdict_has_advice():
+    assert all(verdict.advice for verdict in Verdict)
+
+
+def test_the_droppable_share_is_weighed_by_bytes():
+    assert make_receipt().droppable_share == pytest.approx(11 / 12)
+    assert make_receipt(regions=()).droppable_share == 0.0
+
+
+def test_what_is_not_finite_becomes_none():
+    assert finite(float("nan")) is None
+    assert finite(float("-inf")) is None
+    assert finite(0.5) == 0.5
+
+
+def test_a_receipt_shows_claim_beside_evidence():
+    text = str(make_receipt())
+    assert "VERIFIED" in text
+    assert "12 of 12 equal bit for bit" in text
+    assert "predicted 60.0 MiB, measured 61.0 MiB (-1.6%)" in text
+    assert "identical over 2 steps" in text
+    assert "model.layers.0–2" in text
+
+
+def test_a_receipt_names_what_differs():
+    text = str(make_receipt(gradient_mismatches=(make_mismatch(),) * 7, plan_losses=(1.25, 1.0)))
+    assert "GRADIENTS_DIFFER" in text
+    assert "model.layers.0.weight" in text
+    assert "and 2 more" in text
+    assert "differ from step 2 on" in text
+
+
+def test_a_comparison_fails_only_when_gradients_differ():
+    comparison = make_comparison()
+    assert comparison.exit_code == 0
+    assert "1.310 [1.300, 1.330]" in str(comparison)

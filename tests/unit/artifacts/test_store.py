@@ -1,0 +1,152 @@
+"""Artifacts round-trip exactly, and files that hold none are refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import plimsoll
+from plimsoll.artifacts.store import from_json, load_any, load_plan, save, to_json
+from plimsoll.errors import PlanFileError
+from samples import make_comparison, make_mismatch, make_plan, make_receipt
+
+ARTIFACTS = [
+    make_plan(),
+    make_plan(budget_bytes=None, timeline=(), frontier=()),
+    make_receipt(),
+    make_receipt(gradient_mismatches=(make_mismatch(difference=None),), plan_losses=(None, 1.125)),
+    make_comparison(),
+]
+
+
+@pytest.mark.parametrize("artifact", ARTIFACTS)
+def test_an_artifact_comes_back_exactly_as_it_was_saved(artifact, tmp_path: Path):
+    path = tmp_path / "artifact.json"
+    artifact.save(path)
+    assert load_any(path) == artifact
+
+
+@given(
+    seconds=st.floats(min_value=0, max_value=1e6),
+    bytes_=st.integers(min_value=0, max_value=2**62),
+    name=st.text(max_size=20),
+)
+def test_every_number_and_name_survives_the_round_trip(seconds: float, bytes_: int, name: str):
+    plan = make_plan(predicted_seconds=seconds, predicted_peak_bytes=bytes_, model=name)
+    assert from_json(to_json(plan)) == plan
+
+
+def test_the_file_says_what_it_is(tmp_path: Path):
+    make_plan().save(tmp_path / "plan.json")
+    fields = json.loads((tmp_path / "plan.json").read_text())
+    assert next(iter(fields.items())) == ("plimsoll", "plan")
+    assert fields["schema_version"] == 1
+
+
+def test_saving_leaves_nothing_but_the_file(tmp_path: Path):
+    make_plan().save(tmp_path / "plan.json")
+    make_plan().save(tmp_path / "plan.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "plan.json"
+    make_plan().save(path)
+    before = path.read_bytes()
+
+    def fail(self: Path, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(PlanFileError) as caught:
+        make_plan(model="other").save(path)
+    assert "No space left" in caught.value.why
+    assert path.read_bytes() == before
+    assert [found.name for found in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_saving_into_a_missing_directory_says_so(tmp_path: Path):
+    with pytest.raises(PlanFileError) as caught:
+        save(make_plan(), tmp_path / "nowhere" / "plan.json")
+    assert "cannot be written" in caught.value.found
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_a_truncated_file_is_refused(share: float, tmp_path: Path):
+    path = tmp_path / "plan.json"
+    make_plan().save(path)
+    text = path.read_text()
+    path.write_text(text[: int(len(text) * share)])
+    with pytest.raises(PlanFileError) as caught:
+        load_plan(path)
+    assert "not whole JSON" in caught.value.found
+    assert str(path) in caught.value.found
+
+
+def test_an_empty_file_is_refused(tmp_path: Path):
+    path = tmp_path / "plan.json"
+    path.touch()
+    with pytest.raises(PlanFileError):
+        load_plan(path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(b'\xff\xfe\x00"plimsoll')
+    with pytest.raises(PlanFileError):
+        load_plan(path)
+
+
+def test_a_newer_schema_is_refused_with_both_numbers():
+    fields = json.loads(to_json(make_plan())) | {"schema_version": 7}
+    with pytest.raises(PlanFileError) as caught:
+        from_json(json.dumps(fields))
+    assert "schema 7" in caught.value.found
+    assert "schema 1" in caught.value.found
+
+
+def test_a_missing_schema_is_refused():
+    fields = json.loads(to_json(make_plan()))
+    del fields["schema_version"]
+    with pytest.raises(PlanFileError):
+        from_json(json.dumps(fields))
+
+
+@pytest.mark.parametrize("text", ["{}", "[1, 2]", "3", '{"model_type": "llama"}'])
+def test_json_that_is_no_plan_is_refused(text: str):
+    with pytest.raises(PlanFileError) as caught:
+        from_json(text)
+    assert "no plan" in caught.value.found
+
+
+@pytest.mark.parametrize("kind", ['"diagnosis"', "3", "[]", "null"])
+def test_an_unknown_kind_is_named(kind: str):
+    with pytest.raises(PlanFileError) as caught:
+        from_json(f'{{"plimsoll": {kind}, "schema_version": 1}}')
+    assert "does not know" in caught.value.found
+
+
+@pytest.mark.parametrize("change", [{"regions": 3}, {"status": "GREAT"}, {"budget_bytes": "64MiB"}])
+def test_a_damaged_plan_names_the_field(change: dict[str, object]):
+    with pytest.raises(PlanFileError) as caught:
+        from_json(json.dumps(json.loads(to_json(make_plan())) | change))
+    assert next(iter(change)) in caught.value.why
+
+
+def test_a_receipt_is_not_taken_for_a_plan(tmp_path: Path):
+    path = tmp_path / "receipt.json"
+    make_receipt().save(path)
+    with pytest.raises(PlanFileError) as caught:
+        load_plan(path)
+    assert "holds a receipt" in caught.value.found
+
+
+def test_a_missing_file_is_a_plan_file_error(tmp_path: Path):
+    with pytest.raises(PlanFileError) as caught:
+        load_plan(tmp_path / "none.json")
+    assert isinstance(caught.value, plimsoll.PlimsollError)
+    assert caught.value.exit_code == 2
