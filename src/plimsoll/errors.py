@@ -12,6 +12,7 @@
     ├── InvalidStrategy        no such strategy
     ├── InvalidRegions         a region pattern that matches nothing
     ├── InvalidTarget          a command-line target that does not load
+    ├── UnknownDevice          a device profile that the catalogue does not have
     ├── PlanFileError          not a plan, truncated, or of a newer schema
     ├── PlanMismatch           a plan for another model, dtype or shape
     ├── PlanNotUsable          a plan that has no decisions to apply
@@ -83,6 +84,10 @@ class InvalidRegions(PlimsollError):
 
 class InvalidTarget(PlimsollError):
     """The command-line target does not load."""
+
+
+class UnknownDevice(PlimsollError):
+    """The catalogue has no device of this name."""
 
 
 class PlanFileError(PlimsollError):
