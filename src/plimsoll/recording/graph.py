@@ -45,7 +45,8 @@ def build_region_graph(
         slots: the tensors saved while the region ran, in order.
         outputs: log ids of what the region returned.
         backward_order: slot indices as backward read them (reverse order of saving if not known).
-        leaves: origin and name of values that the region did not make (inputs, parameters, buffers).
+        leaves: origin and name of values that the region did not make (inputs, parameters, buffers), in an order that is
+            the same in every region of one kind.
         prefix: the region's module path; it is cut off names, so that equal blocks have equal graphs.
     """
     made = {write: op for op in ops for write in op.writes}
@@ -54,7 +55,8 @@ def build_region_graph(
     used = dict.fromkeys(value for op in ops for value in (*op.reads, *op.writes))
     used.update(dict.fromkeys(slot.value for slot in slots if slot.value >= 0))
     used.update(dict.fromkeys(leaves))
-    order = sorted(used, key=lambda v: (v in made, v))
+    rank = {log_id: position for position, log_id in enumerate(leaves)}
+    order = sorted(used, key=lambda v: (v in made, rank.get(v, len(rank)), v))
     local = {log_id: position for position, log_id in enumerate(order)}
     op_ids = {op.id: position for position, op in enumerate(ops)}
     graph_values = tuple(

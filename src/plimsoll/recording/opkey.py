@@ -5,6 +5,7 @@ The key holds the op, the dtype, sizes and strides of its tensors, and its const
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from plimsoll.artifacts.trace import OpSpec
+
+_LONGEST_KEY = 512
 
 _SHORT = {
     torch.float32: "f32",
@@ -51,9 +54,12 @@ def op_name(func: torch._ops.OpOverload) -> str:
 
 
 def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The text under which the op's seconds are kept."""
+    """The text under which the op's seconds are kept; the long ones (lists of hundreds of tensors) end in a hash."""
     named = "".join(f";{name}={_describe(value)}" for name, value in kwargs.items() if value is not None)
-    return f"{func}({';'.join(map(_describe, args))}{named})"
+    text = f"{func}({';'.join(map(_describe, args))}{named})"
+    if len(text) <= _LONGEST_KEY:
+        return text
+    return f"{text[: _LONGEST_KEY // 2]}…{hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ here; the runtime's verifying recorder finds them by comparing contents.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,9 +66,11 @@ class RecordedOp:
     outputs: tuple[Ref | None, ...] = ()
     is_random: bool = False
     obstacle: str = ""
-    seconds: float = 0.0
     births: tuple[int, ...] = ()
-    note: dict[str, Any] = field(default_factory=dict)
+    random_point: tuple[int, int] | None = None
+    """For a random op that can be repeated: which generator, and the point in the region at which its state is taken."""
+    scratch: frozenset[int] = frozenset()
+    """Storages that the op writes without declaring it; running it again needs copies of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ class OpRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.suspended:
+        if self.suspended or func.namespace == "profiler":
             return func(*args, **kwargs)
         signature = self._signatures.get(func)
         if signature is None:

@@ -1,0 +1,126 @@
+"""A model and a plan in, the managed model out; and back again, exactly."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.artifacts.plan import Plan, RegionPlan
+from plimsoll.errors import PlanMismatch, PlanNotUsable
+from plimsoll.runtime.links import LinkTable
+from plimsoll.runtime.randomness import generators_of
+from plimsoll.runtime.region import Engine, ManagedRegion
+
+
+class Handle:
+    """A plan at work on a model. Use it as a context manager, or call ``remove`` when done.
+
+    Example:
+        >>> import torch, plimsoll
+        >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
+        >>> plan = plimsoll.plan(model, torch.randn(4, 8), strategy="full", loss=lambda y: y.sum())
+        >>> with plimsoll.apply(model, plan) as handle:
+        ...     model(torch.randn(4, 8)).sum().backward()
+    """
+
+    def __init__(self, model: nn.Module, regions: Mapping[str, ManagedRegion], links: LinkTable) -> None:
+        self.model = model
+        self.regions = dict(regions)
+        self._root_hook: Any = None
+        if self.regions:
+            self._root_hook = model.register_forward_pre_hook(self._new_step, prepend=True)
+        self._links = links
+        for region in self.regions.values():
+            region.install()
+
+    def remove(self) -> None:
+        """Undo everything: the model is as it was before ``apply``. Calling it twice is harmless."""
+        for region in self.regions.values():
+            region.remove()
+        if self._root_hook is not None:
+            self._root_hook.remove()
+            self._root_hook = None
+        self.regions = {}
+
+    def engines(self) -> dict[str, tuple[Engine, str]]:
+        """What serves each managed region so far, and why where it is not by recipes."""
+        return {
+            name: (service.engine, service.reason)
+            for name, region in self.regions.items()
+            for service in region.services.values()
+        }
+
+    def obstacles(self) -> dict[str, dict[str, str]]:
+        """Values that the plan drops but that are kept, by region, each with the reason."""
+        found: dict[str, dict[str, str]] = {}
+        for name, region in self.regions.items():
+            for service in region.services.values():
+                if service.program is not None and service.program.choice.obstacles:
+                    found.setdefault(name, {}).update(service.program.choice.obstacles)
+        return found
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _new_step(self, module: nn.Module, args: Any) -> None:
+        self._links.clear()
+        for region in self.regions.values():
+            region.calls = 0
+
+
+def apply_plan(model: nn.Module, plan: Plan, *, sentinel_every: int = 1) -> Handle:
+    """Manage the model's regions as the plan says. A region that keeps everything is not touched at all.
+
+    Args:
+        model: the model that the plan was made for.
+        plan: a usable plan.
+        sentinel_every: check rebuilt values against samples in every n-th call of a region.
+
+    Raises:
+        PlanNotUsable: the plan's status says that it holds no decisions.
+        PlanMismatch: a region of the plan is not in the model, or the model is managed already.
+    """
+    if not plan.status.is_usable:
+        raise PlanNotUsable(
+            f"This plan is {plan.status}.", why=plan.status.advice, next="plan again with a larger budget"
+        )
+    modules = dict(model.named_modules())
+    grouped: dict[str, list[RegionPlan]] = {}
+    for region in plan.regions:
+        if region.name not in modules:
+            raise PlanMismatch(
+                f"The plan decides about {region.name!r}, which {type(model).__name__} does not have.",
+                why="it was made for another model",
+                next="plan this model",
+            )
+        grouped.setdefault(region.name, []).append(region)
+    managed = {name: tuple(calls) for name, calls in grouped.items() if not all(c.is_untouched for c in calls)}
+    for name in managed:
+        if isinstance(modules[name].__dict__.get("forward"), ManagedRegion):
+            raise PlanMismatch(
+                f"{name!r} is managed by a plan already.",
+                why="two plans cannot decide about the same tensors",
+                next="call handle.remove() on the first one",
+            )
+    links = LinkTable(is_used=any(call.is_boundary_dropped for calls in managed.values() for call in calls))
+    generators = generators_of([parameter.device for parameter in model.parameters()])
+    regions = {
+        name: ManagedRegion(
+            name, modules[name], calls, links, sentinel_every=sentinel_every, generators=generators
+        )
+        for name, calls in managed.items()
+    }
+    for region in regions.values():
+        if region.obstacle:
+            warnings.warn(f"plimsoll: region {region.name!r} is left alone: {region.obstacle}", stacklevel=3)
+    return Handle(model, regions, links)

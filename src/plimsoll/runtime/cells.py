@@ -1,0 +1,84 @@
+"""What autograd holds instead of a saved tensor: a cell that keeps it, or a cell that knows how to get it back.
+
+Cells own memory by plain references, so Python's reference counts free what nothing needs. A kept cell owns its tensor
+(as an alias: packing the very output of a node would make a cycle). A dropped cell owns the kept cells that its recipe
+reads, through any number of ops, and no more; when autograd lets go of it, they go with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from plimsoll.errors import SavedTensorModified
+
+if TYPE_CHECKING:
+    from plimsoll.runtime.frame import Frame
+
+
+class Readable(Protocol):
+    """Something that a recipe can start from."""
+
+    def read(self) -> torch.Tensor: ...
+
+
+class Cell:
+    """One saved tensor of one call of a region.
+
+    A cell is *open* while the region runs (it holds nothing; the frame holds the tensors), then *kept* (``tensor`` is set)
+    or *dropped* (``frame`` and ``leaves`` are set).
+    """
+
+    __slots__ = ("__weakref__", "frame", "index", "leaves", "sample", "tensor", "version")
+
+    def __init__(self, frame: Frame, index: int) -> None:
+        self.frame: Frame | None = frame
+        self.index = index
+        self.tensor: torch.Tensor | None = None
+        self.version = 0
+        self.leaves: tuple[Readable, ...] = ()
+        self.sample: torch.Tensor | None = None
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Hold the tensor, aliased, with the version that it has now."""
+        self.tensor = tensor.detach()
+        self.version = self.tensor._version
+        self.frame = None
+
+    def drop(self, leaves: tuple[Readable, ...]) -> None:
+        """Hold only what the recipe starts from."""
+        self.leaves = leaves
+
+    def read(self) -> torch.Tensor:
+        """The kept tensor.
+
+        Raises:
+            SavedTensorModified: it was written in place since it was saved.
+        """
+        tensor = self.tensor
+        assert tensor is not None, "only kept cells are read by recipes"
+        if tensor._version != self.version:
+            raise modified_in_place(f"a saved tensor of shape {tuple(tensor.shape)}", self.version, tensor._version)
+        return tensor
+
+
+class Copy:
+    """A private copy of an input that autograd does not protect (nobody saved it, so anybody may write to it)."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def read(self) -> torch.Tensor:
+        return self.tensor
+
+
+def modified_in_place(what: str, expected: int, found: int) -> SavedTensorModified:
+    """The error that autograd raises for the unmanaged model, in our words."""
+    return SavedTensorModified(
+        f"Backward needs {what}, but an in-place operation has modified it.",
+        why=f"it is at version {found}, forward used version {expected}; gradients would be wrong, with or without a plan",
+        next="replace the in-place operation (x += y becomes x = x + y), or step the optimizer after backward",
+    )

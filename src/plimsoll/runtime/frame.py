@@ -1,0 +1,195 @@
+"""One call of a managed region: open cells while it runs, then the replay of what was dropped.
+
+The frame owns no saved tensor once the region has returned: cells do. It holds what a replay needs besides: the objects
+that forward used as parameters, the generator states, and the rebuilt values that later slots of the same backward read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from plimsoll.runtime.cells import Cell, Readable, modified_in_place
+from plimsoll.schedule import BOUNDARY
+
+if TYPE_CHECKING:
+    from plimsoll.runtime.compile import SegmentFunction
+    from plimsoll.runtime.program import Code, Program
+
+
+class Frame:
+    """The saved tensors of one call, in the order of saving."""
+
+    __slots__ = (
+        "_bound",
+        "_checked",
+        "_code",
+        "_early",
+        "_position",
+        "_seen",
+        "_task",
+        "_waiting",
+        "cells",
+        "env",
+        "program",
+        "states",
+        "tensors",
+    )
+
+    def __init__(self, program: Program | None) -> None:
+        self.program = program
+        self.cells: list[Cell] = []
+        self.tensors: list[torch.Tensor] = []
+        self.states: dict[tuple[int, int], torch.Tensor] = {}
+        self.env: dict[int, torch.Tensor] = {}
+        self._bound: tuple[torch.Tensor, ...] = ()
+        self._checked: tuple[tuple[int, int], ...] = ()
+        self._code: Code | None = None
+        self._seen: list[int] | None = None
+        self._waiting: dict[int, weakref.ref[Cell]] = {}
+        self._early: dict[int, Any] = {}
+        self._task = -2
+        self._position = 0
+
+    def pack(self, tensor: torch.Tensor) -> Cell:
+        """The pack hook: hold the tensor until the region returns."""
+        cells = self.cells
+        cell = Cell(self, len(cells))
+        cells.append(cell)
+        self.tensors.append(tensor)
+        return cell
+
+    def pack_random(self, tensor: torch.Tensor) -> Cell:
+        """The pack hook of a region that will repeat random ops: also take the generator's state where one starts."""
+        assert self.program is not None
+        index = len(self.cells)
+        for position, generator in self.program.state_points.get(index, ()):
+            self.states[position, index] = generator.get_state()
+        return self.pack(tensor)
+
+    @staticmethod
+    def unpack(cell: Cell) -> torch.Tensor:
+        """The unpack hook: the kept tensor, or the one that its recipe makes."""
+        if cell.tensor is not None:
+            return cell.read()
+        frame = cell.frame
+        assert frame is not None
+        if frame.program is None or cell.index < len(frame.tensors):
+            return frame.tensors[cell.index]
+        value = frame.replay(cell.index, cell.leaves)
+        if cell.sample is not None:
+            frame.program.check_sample(cell.index, cell.sample, value)
+        return value
+
+    def keep_all(self) -> None:
+        """Every cell keeps its tensor, as if the region were not managed."""
+        for cell, tensor in zip(self.cells, self.tensors, strict=True):
+            cell.keep(tensor)
+        self.close()
+
+    def close(self) -> None:
+        """The region has returned and every cell is kept or dropped: let go of the tensors."""
+        self.cells = []
+        self.tensors = []
+
+    def bind(
+        self, parameters: tuple[torch.Tensor, ...], checked: tuple[int, ...], waiting: dict[int, weakref.ref[Cell]]
+    ) -> None:
+        """What forward used as parameters and buffers (``checked``: those that must not change) and the dropped cells."""
+        program = self.program
+        assert program is not None
+        self._bound = parameters
+        self._checked = tuple((position, parameters[position]._version) for position in checked)
+        self._waiting = waiting
+        self._code = program.code
+        self._seen = [] if program.is_learning else None
+
+    def use_boundary(self) -> None:
+        """A later region will ask for the outputs, before this one's slots are read."""
+        assert self.program is not None
+        self._code = self.program.boundary_code()
+
+    def replay(self, slot: int, leaves: tuple[Readable, ...]) -> Any:
+        """Run what the slot needs and has not run yet in this backward."""
+        program, code = self.program, self._code
+        assert program is not None
+        assert code is not None
+        task = torch._C._current_graph_task_id()
+        if task != self._task or task == -1:
+            self._start(task)
+        if self._seen is not None and slot != BOUNDARY:
+            self._observe(slot)
+        position = self._position
+        if position < len(code.order) and code.order[position] == slot:
+            self._position = position + 1
+            return self._run(code.segments[position], leaves, self.env)
+        if slot in self._early:
+            return self._early.pop(slot)
+        return self._out_of_order(slot, leaves)
+
+    def _start(self, task: int) -> None:
+        """A new backward pass: nothing is rebuilt yet, and the parameters must still be those of forward."""
+        self._task = task
+        self._position = 0
+        self.env.clear()
+        self._early.clear()
+        if self._seen is not None:
+            self._seen.clear()
+        for position, version in self._checked:
+            found = self._bound[position]._version
+            if found != version:
+                assert self.program is not None
+                raise modified_in_place(self.program.describe_parameter(position), version, found)
+
+    def _observe(self, slot: int) -> None:
+        assert self.program is not None
+        assert self._seen is not None
+        self._seen.append(slot)
+        if len(self._seen) == len(self._waiting):
+            self.program.learn(tuple(self._seen))
+            self._seen = None
+
+    def _out_of_order(self, slot: int, leaves: tuple[Readable, ...]) -> Any:
+        """Backward reads in another order than expected: run ahead to the slot, or rebuild it on its own."""
+        program, code = self.program, self._code
+        assert program is not None
+        assert code is not None
+        place = code.places.get(slot, -1)
+        if place >= self._position:
+            between = [self._waiting.get(code.order[position]) for position in range(self._position, place)]
+            cells = [None if reference is None else reference() for reference in between]
+            if None not in cells:
+                for position, cell in zip(range(self._position, place), cells, strict=True):
+                    assert cell is not None
+                    self._early[cell.index] = self._run(code.segments[position], cell.leaves, self.env)
+                self._position = place + 1
+                return self._run(code.segments[place], leaves, self.env)
+        return self._run(program.alone(slot), leaves, {})
+
+    def _run(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
+        assert self.program is not None
+        device_type = self.program.device_type
+        with torch._C._AutoDispatchBelowAutograd():
+            if torch.is_autocast_enabled(device_type):
+                with torch.autocast(device_type, enabled=False):
+                    return segment(env, leaves, self._bound, self.states)
+            return segment(env, leaves, self._bound, self.states)
+
+
+class Link:
+    """The input of a region whose boundary was dropped: the region before makes it again."""
+
+    __slots__ = ("_frame", "_leaves", "_position")
+
+    def __init__(self, frame: Frame, leaves: tuple[Readable, ...], position: int) -> None:
+        self._frame = frame
+        self._leaves = leaves
+        self._position = position
+        frame.use_boundary()
+
+    def read(self) -> torch.Tensor:
+        tensor = self._frame.replay(BOUNDARY, self._leaves)[self._position]
+        assert isinstance(tensor, torch.Tensor)
+        return tensor

@@ -1,0 +1,78 @@
+"""Outputs of one region in, links to them out, where the next region's input is that very tensor and is not to be held.
+
+Identity is by living storage (a weak reference proves that it lives), offset, sizes, strides, dtype and version: the tensor
+object may change on the way (FSDP wraps it), the storage does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from plimsoll.recording.calling import output_tensors
+from plimsoll.recording.geometry import Geometry
+from plimsoll.runtime.cells import Cell, Readable
+from plimsoll.runtime.frame import Frame, Link
+from plimsoll.runtime.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    reference: StorageWeakRef
+    geometry: Geometry
+    version: int
+    frame: Frame
+    leaves: tuple[Readable, ...]
+    position: int
+
+
+class LinkTable:
+    """The outputs of the latest managed call, for the region that comes next."""
+
+    def __init__(self, *, is_used: bool) -> None:
+        self._is_used = is_used
+        self._offers: list[_Offer] = []
+
+    def offer(self, program: Program, frame: Frame, cells: Sequence[Cell], link: Link | None, output: Any) -> None:
+        """A region has returned: its outputs may be asked for again."""
+        if not self._is_used:
+            return
+        leaves = program.boundary_leaves(cells, link)
+        self._offers = []
+        if leaves is None:
+            return
+        for position, tensor in enumerate(output_tensors(output)):
+            self._offers.append(
+                _Offer(
+                    StorageWeakRef(tensor.untyped_storage()),
+                    Geometry.of(tensor),
+                    tensor._version,
+                    frame,
+                    leaves,
+                    position,
+                )
+            )
+
+    def find(self, program: Program, inputs: Sequence[torch.Tensor]) -> Link | None:
+        """A link to the region's first input, if the region before made it."""
+        return self.link_to(inputs[program.link_position])
+
+    def link_to(self, tensor: torch.Tensor) -> Link | None:
+        storage = tensor.untyped_storage()._cdata
+        for offer in self._offers:
+            if (
+                not offer.reference.expired()
+                and offer.reference.cdata == storage
+                and offer.geometry == Geometry.of(tensor)
+                and offer.version == tensor._version
+            ):
+                return Link(offer.frame, offer.leaves, offer.position)
+        return None
+
+    def clear(self) -> None:
+        """A new step begins."""
+        self._offers = []

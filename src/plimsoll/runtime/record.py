@@ -1,0 +1,212 @@
+"""The first call of a region under a signature in; its output, and the program for the calls that follow, out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from plimsoll.artifacts.plan import RegionPlan
+from plimsoll.artifacts.region import Origin
+from plimsoll.recording.calling import call_tensors, output_tensors
+from plimsoll.recording.geometry import Geometry, is_plain
+from plimsoll.recording.graph import SlotRecord, build_region_graph, default_order
+from plimsoll.recording.modules import ModuleStack
+from plimsoll.recording.recorder import RecordedOp, Ref
+from plimsoll.runtime.cells import Cell
+from plimsoll.runtime.compile import Recording
+from plimsoll.runtime.frame import Frame
+from plimsoll.runtime.links import LinkTable
+from plimsoll.runtime.program import ParameterSource, Program, choose
+from plimsoll.runtime.randomness import RandomPoints
+from plimsoll.runtime.verifying import VerifyingRecorder
+
+SMALL_BUFFER_BYTES = 1 << 20
+"""Buffers up to this size are copied per call; larger ones are held and must not change before backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """How a recording ended: with a program, or with the obstacle that speaks against one."""
+
+    program: Program | None
+    obstacle: str = ""
+    may_rerun: bool = False
+
+
+class _RecordingFrame(Frame):
+    """A frame that also notes the value that each saved tensor shows, and the generators' state."""
+
+    __slots__ = ("recorder", "records")
+
+    def __init__(self, recorder: VerifyingRecorder) -> None:
+        super().__init__(None)
+        self.recorder = recorder
+        self.records: list[SlotRecord] = []
+
+    def pack(self, tensor: torch.Tensor) -> Cell:
+        recorder = self.recorder
+        recorder.suspended, before = True, recorder.suspended
+        recorder.points.at_slot(len(self.records))
+        recorder.suspended = before
+        storage = recorder.table.find(tensor) if is_plain(tensor) else -1
+        self.records.append(SlotRecord(value=recorder.value_of(tensor), storage=storage))
+        return super().pack(tensor)
+
+
+def record_call(
+    name: str,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    plan: RegionPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    links: LinkTable,
+    generators: tuple[torch.Generator, ...],
+    device_type: str,
+    sentinel_every: int,
+) -> tuple[Any, Recorded]:
+    """Run the region once, verifying every op, and drop what the plan drops already in this call."""
+    stack = ModuleStack()
+    recorder = VerifyingRecorder(lambda: stack.path, RandomPoints(generators))
+    sources = _register(recorder, module)
+    inputs = call_tensors(args, kwargs)
+    input_values = [recorder.add_leaf(t, Origin.INPUT, f"input:{i}") for i, t in enumerate(inputs) if is_plain(t)]
+    versions = [tensor._version for tensor in inputs]
+    recorder.mark_outside()
+    frame = _RecordingFrame(recorder)
+    before = torch._C._autograd._get_sequence_nr()
+    with (
+        torch.compiler.set_stance("force_eager"),
+        stack.watch(module),
+        saved_tensors_hooks(frame.pack, Frame.unpack),
+        recorder,
+    ):
+        output = forward(*args, **kwargs)
+    nodes = torch._C._autograd._get_sequence_nr() - before
+    writes_outside = [op for op in recorder.ops if _writes_outside(recorder, op)]
+    if recorder.value_reads:
+        frame.keep_all()
+        may_rerun = not writes_outside and not any(op.scratch for op in recorder.ops)
+        return output, Recorded(None, "it reads the value of a tensor (a branch on data)", may_rerun)
+    program = _build(
+        name, recorder, frame, sources, input_values, output, plan, links, inputs, nodes, device_type, sentinel_every
+    )
+    link = links.find(program, inputs) if program.choice.link is not None else None
+    cells = frame.cells
+    frame.states = recorder.points.states
+    has_moved = any(t._version != version for t, version in zip(inputs, versions, strict=True)) and program.copies_inputs
+    if has_moved or not program.finish(frame, inputs, link):
+        frame.keep_all()
+        return output, Recorded(None, "an input that it needs again is written in place", False)
+    links.offer(program, frame, cells, link, output)
+    return output, Recorded(program)
+
+
+def _register(recorder: VerifyingRecorder, module: nn.Module) -> dict[int, ParameterSource]:
+    """Make the region's parameters and buffers known; where each is found in a call, by value id."""
+    sources: dict[int, ParameterSource] = {}
+    for path, inner in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for key, parameter in inner._parameters.items():
+            if parameter is not None:
+                value = recorder.add_leaf(parameter, Origin.PARAMETER, f"parameter:{prefix}{key}")
+                sources.setdefault(
+                    value, ParameterSource(f"parameter {prefix}{key}", inner._parameters, key, False, True)
+                )
+        for key, buffer in inner._buffers.items():
+            if buffer is not None:
+                value = recorder.add_leaf(buffer, Origin.BUFFER, f"buffer:{prefix}{key}")
+                is_small = buffer.untyped_storage().nbytes() <= SMALL_BUFFER_BYTES
+                sources.setdefault(
+                    value, ParameterSource(f"buffer {prefix}{key}", inner._buffers, key, is_small, not is_small)
+                )
+    return sources
+
+
+def _writes_outside(recorder: VerifyingRecorder, op: RecordedOp) -> bool:
+    born = {storage for other in recorder.ops for storage in other.births}
+    return any(recorder.values[w].storage not in born for w in op.writes)
+
+
+def _build(
+    name: str,
+    recorder: VerifyingRecorder,
+    frame: _RecordingFrame,
+    sources: dict[int, ParameterSource],
+    input_values: Sequence[int],
+    output: Any,
+    plan: RegionPlan,
+    links: LinkTable,
+    inputs: Sequence[torch.Tensor],
+    nodes: int,
+    device_type: str,
+    sentinel_every: int,
+) -> Program:
+    outputs = [(recorder.value_of(t), Geometry.of(t)) for t in output_tensors(output)]
+    leaves = {value: (recorder.values[value].origin, recorder.values[value].name) for value in sources}
+    leaves.update({value: (Origin.INPUT, f"input:{i}") for i, value in enumerate(input_values) if value not in sources})
+    records = [
+        SlotRecord(value=_managed_value(recorder, record, sources), storage=record.storage) for record in frame.records
+    ]
+    graph, ids = build_region_graph(
+        recorder.values,
+        recorder.ops,
+        records,
+        [value for value, _ in outputs if value >= 0],
+        default_order(records),
+        leaves,
+        "",
+    )
+    local = ids.to_local
+    recording = Recording(
+        ops=tuple(recorder.ops),
+        values=tuple(recorder.values[log_id] for log_id in ids.to_log),
+        to_local=local,
+        generators=recorder.points.generators,
+        slot_geometries=tuple(Geometry.of(tensor) for tensor in frame.tensors),
+        output_refs=tuple(Ref(value, geometry) if value >= 0 else None for value, geometry in outputs),
+    )
+    link_inputs = frozenset[int]()
+    if plan.is_boundary_dropped and inputs and links.link_to(inputs[0]) is not None:
+        link_inputs = frozenset({local[input_values[0]]})
+    choice = choose(
+        graph,
+        plan.dropped,
+        {local[v]: reason for v, reason in recorder.not_rebuildable.items() if v in local},
+        link_inputs,
+    )
+    casts = sum(op.name == "_to_copy" for op in recorder.ops)
+    scratched = {storage for op in recorder.ops for storage in op.scratch}
+    parameters = [
+        (local[value], _unchecked(source) if recorder.values[value].storage in scratched else source)
+        for value, source in sources.items()
+        if value in local
+    ]
+    return Program(
+        name,
+        graph,
+        recording,
+        choice,
+        parameters,
+        node_counts=range(nodes - casts, nodes + 1),
+        device_type=device_type,
+        sentinel_every=sentinel_every,
+    )
+
+
+def _unchecked(source: ParameterSource) -> ParameterSource:
+    """A buffer that the region itself writes: replays get scratch copies, whatever it holds by then."""
+    return ParameterSource(source.name, source.holder, source.key, is_copied=False, is_checked=False)
+
+
+def _managed_value(recorder: VerifyingRecorder, record: SlotRecord, sources: dict[int, ParameterSource]) -> int:
+    """The slot's value if a plan may decide about it: not a parameter, and not written to after it was saved."""
+    if record.value < 0 or record.value in sources or recorder.current.get(record.storage) != record.value:
+        return -1
+    return record.value

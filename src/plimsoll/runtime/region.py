@@ -1,0 +1,214 @@
+"""One managed module: its forward, with the saved tensors under a plan.
+
+A call whose signature is new is *recorded* (and already drops what the plan drops); later calls are *steady*: no dispatch
+mode, two hooks, a guard. What cannot be recorded goes to ``torch.utils.checkpoint`` or is left alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from plimsoll.artifacts.plan import RegionPlan
+from plimsoll.recording.calling import call_tensors
+from plimsoll.runtime.frame import Frame
+from plimsoll.runtime.links import LinkTable
+from plimsoll.runtime.program import Program
+from plimsoll.runtime.record import record_call
+from plimsoll.runtime.signature import SignatureReader
+
+MAX_SIGNATURES = 8
+"""More than this many signatures of one region are not recorded: the region is re-run as a whole."""
+
+MAX_MISFITS = 2
+"""A recorded signature whose calls do not fit it more often than this is re-run as a whole."""
+
+
+class Engine(enum.StrEnum):
+    """What serves a region under one signature."""
+
+    RECIPE = "recipe"
+    RERUN = "rerun"
+    KEEP = "keep"
+
+
+@dataclass(slots=True)
+class Service:
+    """How calls of one signature are served, and why not by recipes where they are not."""
+
+    engine: Engine
+    program: Program | None = None
+    reason: str = ""
+    misfits: int = 0
+
+
+class ManagedRegion:
+    """Stands in for a module's ``forward``. ``install`` and ``remove`` put it in and take it out again."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        plans: tuple[RegionPlan, ...],
+        links: LinkTable,
+        *,
+        sentinel_every: int,
+        generators: tuple[torch.Generator, ...],
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.calls = 0
+        self.services: dict[tuple[Any, ...], Service] = {}
+        self._plans = plans
+        self._links = links
+        self._sentinel_every = sentinel_every
+        self._generators = generators
+        self._original: Callable[..., Any] = module.forward
+        self._had_own = "forward" in module.__dict__
+        self._device_type = next((p.device.type for p in module.parameters()), "cpu")
+        self._reader = SignatureReader(module, self._device_type)
+        self.obstacle = compiled_inside(module)
+
+    def install(self) -> None:
+        self.module.forward = self
+
+    def remove(self) -> None:
+        """Put the module's forward back as it was found."""
+        if self._had_own:
+            self.module.forward = self._original
+        else:
+            self.module.__dict__.pop("forward", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self.obstacle:
+            return self._original(*args, **kwargs)
+        if (
+            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
+            return self._original(*args, **kwargs)
+        plan = self._plans[min(self.calls, len(self._plans) - 1)]
+        self.calls += 1
+        if plan.is_untouched:
+            return self._original(*args, **kwargs)
+        key = (id(plan), *self._reader.read(args, kwargs))
+        service = self.services.get(key)
+        if service is None:
+            return self._first(key, plan, args, kwargs)
+        if service.engine is Engine.RECIPE:
+            return self._steady(service, args, kwargs)
+        if service.engine is Engine.RERUN:
+            return checkpoint(self._original, *args, use_reentrant=False, **kwargs)
+        return self._original(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the module is not managed: it gets its plain forward back."""
+        return _plain_forward(self._original, memo.get(id(self.module), self.module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled module is not managed either."""
+        return (_plain_forward, (None, self.module))
+
+    def _first(
+        self, key: tuple[Any, ...], plan: RegionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if len(self.services) >= MAX_SIGNATURES:
+            self._serve(key, Service(Engine.RERUN, reason=f"more than {MAX_SIGNATURES} signatures"))
+            return checkpoint(self._original, *args, use_reentrant=False, **kwargs)
+        output, recorded = record_call(
+            self.name,
+            self.module,
+            self._original,
+            plan,
+            args,
+            kwargs,
+            links=self._links,
+            generators=self._generators,
+            device_type=self._device_type,
+            sentinel_every=self._sentinel_every,
+        )
+        if recorded.program is not None:
+            self.services[key] = Service(Engine.RECIPE, recorded.program)
+        elif recorded.may_rerun:
+            self._serve(key, Service(Engine.RERUN, reason=recorded.obstacle))
+        else:
+            self._serve(key, Service(Engine.KEEP, reason=recorded.obstacle))
+        return output
+
+    def _serve(self, key: tuple[Any, ...], service: Service) -> None:
+        if all(other.engine is not service.engine for other in self.services.values()):
+            what = (
+                "is re-run as a whole in backward (torch.utils.checkpoint)"
+                if service.engine is Engine.RERUN
+                else "keeps everything"
+            )
+            warnings.warn(f"plimsoll: region {self.name!r} {what}: {service.reason}", stacklevel=4)
+        self.services[key] = service
+
+    def _steady(self, service: Service, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        program = service.program
+        assert program is not None
+        if program.has_failed:
+            service.engine = Engine.RERUN
+            service.reason = "a rebuilt value was not what forward made"
+            return checkpoint(self._original, *args, use_reentrant=False, **kwargs)
+        frame = Frame(program)
+        pack = frame.pack
+        if program.needs_states:
+            pack = frame.pack_random
+            program.take_entry_states(frame)
+        before = torch._C._autograd._get_sequence_nr()
+        with saved_tensors_hooks(pack, Frame.unpack):
+            output = self._original(*args, **kwargs)
+        nodes = torch._C._autograd._get_sequence_nr() - before
+        inputs = call_tensors(args, kwargs) if program.needs_inputs else ()
+        link = self._links.find(program, inputs) if program.choice.link is not None else None
+        if (program.choice.link is not None and link is None) or not program.fits(frame, nodes):
+            self._misfit(service, frame)
+            return output
+        cells = frame.cells
+        if not program.finish(frame, inputs, link):
+            self._misfit(service, frame)
+        else:
+            self._links.offer(program, frame, cells, link, output)
+        return output
+
+    def _misfit(self, service: Service, frame: Frame) -> None:
+        """This call did something else than the recorded one: it keeps everything, so it is right by construction."""
+        frame.keep_all()
+        service.misfits += 1
+        if service.misfits > MAX_MISFITS:
+            service.engine = Engine.RERUN
+            service.program = None
+            service.reason = "calls with the same signature save different tensors (shapes or control flow depend on data)"
+            warnings.warn(
+                f"plimsoll: region {self.name!r} is re-run as a whole in backward (torch.utils.checkpoint): "
+                f"{service.reason}",
+                stacklevel=4,
+            )
+
+
+def compiled_inside(module: nn.Module) -> str:
+    """Why a region with a compiled function in it is left alone: hooks around it would unpack everything at once."""
+    for name, inner in module.named_modules():
+        forward = inner.__dict__.get("forward", type(inner).forward)
+        if type(inner).__name__ == "OptimizedModule" or getattr(forward, "_torchdynamo_orig_callable", None) is not None:
+            return f"{name or 'the module'} is compiled by torch.compile, which decides about its own saved tensors"
+        if inner._compiled_call_impl is not None:
+            return f"{name or 'the module'} is compiled by torch.compile, which decides about its own saved tensors"
+    return ""
+
+
+def _plain_forward(original: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any]:
+    if isinstance(original, types.MethodType):
+        return types.MethodType(original.__func__, module)
+    return types.MethodType(type(module).forward, module)

@@ -1,0 +1,218 @@
+"""Ops of a region's first call in, the same ops with proof that running them again gives the same bits out.
+
+Each op runs twice, and the second run's result is compared bit for bit and freed, so recording needs no more memory than
+one op's outputs on top of the region's own forward.
+
+* Undeclared writes: the contents of every input are fingerprinted before and after. An op that writes to memory from
+  outside without saying so (batch norm and its running statistics) runs again on scratch copies, and only if its result
+  does not depend on what it overwrites.
+* ``empty``: what an op writes into unset memory is verified on poisoned memory, or leftovers would verify by accident.
+* Random ops run again from the generator state that the runtime will be able to restore later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from plimsoll.recording.geometry import Geometry, is_plain
+from plimsoll.recording.recorder import OpRecorder, RecordedOp, Signature
+from plimsoll.runtime.randomness import RandomPoints
+
+NOT_EXACT = "gives other bits when it is run again"
+_POISON = 0xA5
+
+
+class VerifyingRecorder(OpRecorder):
+    """An op log in which every op without an ``obstacle`` has been shown to be repeatable."""
+
+    def __init__(self, current_module: Callable[[], str], points: RandomPoints) -> None:
+        super().__init__(current_module)
+        self.points = points
+        self.not_rebuildable: dict[int, str] = {}
+        self._shadows: dict[int, torch.Tensor] = {}
+        self._undefined: set[int] = set()
+        self._outside: set[int] = set()
+
+    def mark_outside(self) -> None:
+        """Everything met so far was there before the region."""
+        self._outside = set(range(len(self.table)))
+
+    def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
+        func = op.func
+        if signature.is_uninitialised or signature.is_value_read:
+            return func(*args, **kwargs)
+        written = self._written_storages(args, kwargs, signature)
+        if any(storage in self._outside for storage in written):
+            return func(*args, **kwargs)
+        self._refuse_undefined_reads(op, written)
+        device = _device(args, kwargs)
+        state = self.points.before(op, device) if op.is_random else None
+        prints = self._fingerprints(args, kwargs, written)
+        bases = {storage: self._base(storage, tensor) for storage, tensor in written.items()}
+        out = func(*args, **kwargs)
+        changed = [storage for storage, (tensor, before) in prints.items() if fingerprint(tensor) != before]
+        after = self.points.state(device) if state is not None else None
+        self._check(op, args, kwargs, out, bases, changed, state)
+        if after is not None:
+            self.points.restore(device, after)
+        return out
+
+    def _close(
+        self, op: RecordedOp, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
+    ) -> None:
+        super()._close(op, out, args, kwargs, signature)
+        if op.id >= len(self.ops) or self.ops[op.id] is not op:
+            return
+        op.reads = tuple(r for r in op.reads if self.values[r].storage not in op.scratch)
+        for value in op.writes:
+            storage = self.values[value].storage
+            if self.values[value].is_undefined:
+                self._undefined.add(storage)
+            if storage in self._undefined:
+                self.not_rebuildable[value] = "part of it was never written"
+
+    def _written_storages(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
+    ) -> dict[int, torch.Tensor]:
+        targets = [args[i] for i in signature.written_positions if i < len(args)]
+        targets += [kwargs[name] for name in signature.written_names if name in kwargs]
+        return {self.table.add(t): t for t in tree_leaves(targets) if isinstance(t, torch.Tensor) and is_plain(t)}
+
+    def _refuse_undefined_reads(self, op: RecordedOp, written: dict[int, torch.Tensor]) -> None:
+        for read in op.reads:
+            storage = self.values[read].storage
+            if storage in self._undefined and storage not in written:
+                op.obstacle = op.obstacle or "reads memory that was not wholly written"
+
+    def _fingerprints(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], written: dict[int, torch.Tensor]
+    ) -> dict[int, tuple[torch.Tensor, int]]:
+        prints: dict[int, tuple[torch.Tensor, int]] = {}
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and is_plain(tensor):
+                storage = self.table.find(tensor)
+                if storage not in written and storage not in prints:
+                    prints[storage] = (tensor, fingerprint(tensor))
+        return prints
+
+    def _base(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
+        """What the replay of a write starts from: a copy of the contents, poison where nothing was written yet."""
+        if storage not in self._undefined:
+            return _whole(tensor, tensor.untyped_storage().clone())
+        if storage not in self._shadows:
+            poisoned = tensor.untyped_storage().clone()
+            torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(poisoned).fill_(_POISON)  # type: ignore[call-overload]
+            self._shadows[storage] = _whole(tensor, poisoned)
+        return self._shadows[storage]
+
+    def _check(
+        self,
+        op: RecordedOp,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        bases: dict[int, torch.Tensor],
+        changed: list[int],
+        state: torch.Tensor | None,
+    ) -> None:
+        if op.obstacle or (op.is_random and state is None):
+            op.obstacle = op.obstacle or "draws random numbers at a point that cannot be restored later"
+            return
+        scratch: dict[int, torch.Tensor] = {}
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and is_plain(tensor) and self.table.find(tensor) in changed:
+                scratch[self.table.find(tensor)] = _whole(tensor, tensor.untyped_storage().clone())
+        if any(storage not in self._outside for storage in scratch):
+            op.obstacle = "writes to one of its inputs without declaring it"
+            return
+        replaced = {**bases, **scratch}
+
+        def substitute(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and is_plain(value):
+                base = replaced.get(self.table.find(value))
+                return value if base is None else Geometry.of(value).view_on(base)
+            return value
+
+        if state is not None:
+            self.points.restore(_device(args, kwargs), state)
+        again = op.func(*tree_map(substitute, args), **tree_map(substitute, kwargs))
+        if not self._same_outputs(out, again, bases):
+            op.obstacle = NOT_EXACT
+        self._compare_writes(op, args, kwargs, bases)
+        if scratch:
+            op.scratch = frozenset(scratch)
+
+    def _same_outputs(self, out: Any, again: Any, bases: dict[int, torch.Tensor]) -> bool:
+        pairs = zip(tree_leaves(out), tree_leaves(again), strict=True)
+        return all(
+            same_bits(first, second)
+            for first, second in pairs
+            if isinstance(first, torch.Tensor) and self.table.find(first) not in bases
+        )
+
+    def _compare_writes(
+        self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], bases: dict[int, torch.Tensor]
+    ) -> None:
+        live = {
+            self.table.find(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and is_plain(t)
+        }
+        for storage, base in bases.items():
+            is_same = same_bits(_whole(live[storage], live[storage].untyped_storage()), base)
+            if is_same:
+                self._undefined.discard(storage)
+                self._shadows.pop(storage, None)
+            elif storage not in self._undefined:
+                op.obstacle = NOT_EXACT
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where an op runs: with its tensors, else where it is told to make them."""
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor | torch.device):
+            return leaf.device if isinstance(leaf, torch.Tensor) else leaf
+    return torch.device("cpu")
+
+
+def _whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage as a tensor of the dtype of ``tensor``."""
+    count = storage.nbytes() // tensor.element_size()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,))  # type: ignore[call-overload, no-any-return]
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(kinds[tensor.element_size()])
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """A checksum of all bytes of the tensor's storage; needs no memory of that size."""
+    storage = tensor.untyped_storage()
+    count = storage.nbytes()
+    if count == 0:
+        return 0
+    width = 8 if count % 8 == 0 else 1
+    dtype = torch.int64 if width == 8 else torch.uint8
+    flat = torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, (count // width,))  # type: ignore[call-overload]
+    return int(flat.sum(dtype=torch.int64))
+
+
+def same_bits(first: torch.Tensor, second: Any) -> bool:
+    """Whether two tensors lie alike and hold the same bits; any NaN equals any NaN."""
+    if not isinstance(second, torch.Tensor) or not is_plain(first) or not is_plain(second):
+        return False
+    if Geometry.of(first) != Geometry.of(second):
+        return False
+    if first.numel() == 0:
+        return True
+    if torch.equal(_as_integers(first), _as_integers(second)):
+        return True
+    if not first.dtype.is_floating_point:
+        return False
+    both_nan = first.isnan() & second.isnan()
+    return bool((both_nan | (_as_integers(first) == _as_integers(second))).all())
