@@ -50,9 +50,8 @@ def _group(group: RegionGroup) -> list[str]:
     first = group.first
     count = len(group.regions)
     each = f" ({count} alike, figures for one)" if count > 1 else ""
-    lines = [
-        f"{group.label}{each}: holds {format_bytes(first.retained_bytes)}, replay {format_seconds(first.replay_seconds)}"
-    ]
+    replay = f"replay {format_seconds(first.replay_seconds)}" if first.replay_seconds else "no replay"
+    lines = [f"{group.label}{each}: holds {format_bytes(first.retained_bytes)}, {replay}"]
     if first.is_boundary_dropped:
         lines.append("  its input is not held either: it is rebuilt through the region before")
     lines += align([_value(decision) for decision in first.decisions], right=[2, 3])

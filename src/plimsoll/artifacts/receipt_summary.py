@@ -94,9 +94,13 @@ def engine_rows(receipt: Receipt) -> list[list[str]]:
         groups.setdefault(key, []).append(name_call(region.name, region.call))
         dropped[key] += region.dropped_bytes
     return [
-        [engine, compress_names(names), f"dropped {format_bytes(dropped[engine, reason])}", reason]
+        [engine, compress_names(names), _dropped(dropped[engine, reason]), reason]
         for (engine, reason), names in groups.items()
     ]
+
+
+def _dropped(bytes_: int) -> str:
+    return f"dropped {format_bytes(bytes_)}" if bytes_ else "dropped nothing"
 
 
 def _difference(difference: float | None) -> str:

@@ -1,0 +1,64 @@
+"""``plimsoll compare TARGET``: strategies side by side on one model and batch, measured."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from plimsoll.cli import options, terminal
+
+StrategiesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strategy",
+        "-s",
+        help="May be repeated. By default none, full, every:2, sqrt, selective:attention, and with a budget auto.",
+    ),
+]
+_DEFAULT = ("none", "full", "every:2", "sqrt", "selective:attention")
+
+
+def compare(
+    target: options.TargetArgument,
+    *,
+    strategy: StrategiesOption = None,
+    budget: options.BudgetOption = None,
+    regions: options.RegionsOption = None,
+    optimizer: options.OptimizerOption = options.OptimizerName.ADAMW,
+    device: options.DeviceOption = "cpu",
+    batch: options.BatchOption = None,
+    seq: options.SequenceOption = None,
+    steps: options.StepsOption = 5,
+    output: options.OutputOption = None,
+    json: options.JsonOption = False,
+) -> None:
+    """Measure several strategies on one model and batch. Exits with 1 if one of them changes the gradients.
+
+    Example: plimsoll compare llama-tiny --strategy full --strategy auto --budget 200MiB
+    """
+    import plimsoll
+    from plimsoll.cli import work
+    from plimsoll.cli.progress import show_progress
+    from plimsoll.cli.target import TargetOptions
+    from plimsoll.reports.comparison_terminal import render_comparison
+
+    with terminal.exit_codes(is_json=json):
+        loaded = work.load(target, TargetOptions(batch=batch, sequence=seq, device=device), optimizer)
+        with show_progress(terminal.stderr()) as report:
+            comparison = plimsoll.compare(
+                loaded.target.model,
+                loaded.target.batch,
+                strategy or [*_DEFAULT, *(["auto"] if budget else [])],
+                budget=budget,
+                loss=loaded.target.loss,
+                optimizer=loaded.optimizer,
+                regions=tuple(regions) if regions else None,
+                steps=steps,
+                progress=report,
+            )
+        if output is not None:
+            comparison.save(output)
+        terminal.print_result(comparison, render_comparison(comparison), is_json=json)
+        if comparison.exit_code:
+            raise typer.Exit(comparison.exit_code)

@@ -1,0 +1,75 @@
+"""The options that several commands share, each with its one help text."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+
+class OptimizerName(enum.StrEnum):
+    """Optimizers that the command line can plan for."""
+
+    ADAMW = "adamw"
+    SGD = "sgd"
+    NONE = "none"
+
+
+TargetArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="package.module:function returning (model, batch) or (model, batch, loss); "
+        "a Hugging Face config.json; or a name from the catalogue, such as llama-tiny.",
+        show_default=False,
+    ),
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option("--budget", "-b", metavar="BYTES", help='Peak of the whole step, with its unit: "70GiB" or "80GB".'),
+]
+StrategyOption = Annotated[
+    str,
+    typer.Option(
+        "--strategy",
+        "-s",
+        help="auto, none, full, every:K, sqrt, input-only, or selective:attention|mlp|norm|<op list>.",
+    ),
+]
+RegionsOption = Annotated[
+    list[str] | None,
+    typer.Option("--regions", metavar="PATTERN", help="Modules to manage, such as 'model.layers.*'; may be repeated."),
+]
+OptimizerOption = Annotated[
+    OptimizerName, typer.Option("--optimizer", help="Whose state and step the budget has to hold as well.")
+]
+DeviceProfileOption = Annotated[
+    str | None,
+    typer.Option("--device-profile", metavar="NAME", help="Plan for a device that is not here: h100, a100 …"),
+]
+DeviceOption = Annotated[str, typer.Option("--device", help="Where configurations are built: cpu, cuda, cuda:1.")]
+BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="Examples per batch, for configurations.")]
+SequenceOption = Annotated[int | None, typer.Option("--seq", min=1, help="Tokens per example, for configurations.")]
+StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps to measure.")]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the result as JSON.", dir_okay=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, errors as well.")]
+ExplainOption = Annotated[bool, typer.Option("--explain", help="Say for every value what was decided, and why.")]
+
+
+def make_optimizer(name: OptimizerName, model: torch.nn.Module) -> torch.optim.Optimizer | None:
+    """The named optimizer over the model's parameters, or none."""
+    import torch
+
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name is OptimizerName.NONE or not parameters:
+        return None
+    if name is OptimizerName.ADAMW:
+        return torch.optim.AdamW(parameters)
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)

@@ -1,0 +1,43 @@
+"""``plimsoll plan TARGET``: trace one step, decide what to keep and what to recompute, show it, save it."""
+
+from __future__ import annotations
+
+from plimsoll.cli import options, terminal
+
+
+def plan(
+    target: options.TargetArgument,
+    *,
+    budget: options.BudgetOption = None,
+    strategy: options.StrategyOption = "auto",
+    regions: options.RegionsOption = None,
+    optimizer: options.OptimizerOption = options.OptimizerName.ADAMW,
+    device_profile: options.DeviceProfileOption = None,
+    device: options.DeviceOption = "cpu",
+    batch: options.BatchOption = None,
+    seq: options.SequenceOption = None,
+    output: options.OutputOption = None,
+    explain: options.ExplainOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Fit a training step under a memory budget, and show what it costs.
+
+    Example: plimsoll plan llama-tiny --budget 200MiB --output plan.json
+    """
+    from plimsoll.cli import work
+    from plimsoll.cli.target import TargetOptions
+    from plimsoll.reports.plan_terminal import render_plan
+
+    with terminal.exit_codes(is_json=json):
+        how = TargetOptions(batch=batch, sequence=seq, device=device, is_meta=device_profile is not None)
+        loaded = work.load(target, how, optimizer)
+        request = work.PlanRequest(
+            budget=budget, strategy=strategy, regions=tuple(regions or ()), device_profile=device_profile
+        )
+        made = work.make_plan(loaded, request)
+        if output is not None:
+            made.save(output)
+        terminal.print_result(made, made.explain() if explain else render_plan(made), is_json=json)
+        if output is not None and not json:
+            terminal.stdout().print(f"\nsaved to {output}")
+        work.refuse_unusable(made)

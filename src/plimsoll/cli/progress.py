@@ -1,0 +1,54 @@
+"""Stages with their share done in, a live bar on stderr out; without a terminal a line now and then instead."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+Report = Callable[[str, float], None]
+"""Takes the stage in words and the share of it that is done, 0 to 1."""
+
+_QUIET_SECONDS = 2.0
+"""What is over sooner needs no progress in a log."""
+
+
+@contextlib.contextmanager
+def show_progress(console: Console) -> Iterator[Report]:
+    """Show the stages that are reported until the block ends; the bar then disappears.
+
+    Args:
+        console: one that writes to stderr, so that what is piped stays clean.
+
+    Example:
+        >>> with show_progress(Console(stderr=True)) as report:
+        ...     report("tracing", 0.5)
+    """
+    if not console.is_terminal:
+        yield _line_reporter(console)
+        return
+    columns = (TextColumn("[progress.description]{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=1.0)
+
+        def report(stage: str, share: float) -> None:
+            progress.update(task, description=stage, completed=share)
+
+        yield report
+
+
+def _line_reporter(console: Console) -> Report:
+    """Write a line when a stage goes on for a while, at most one every two seconds."""
+    last_seconds = time.monotonic()
+
+    def report(stage: str, share: float) -> None:
+        nonlocal last_seconds
+        now_seconds = time.monotonic()
+        if now_seconds - last_seconds >= _QUIET_SECONDS:
+            last_seconds = now_seconds
+            console.print(f"{stage}: {share:.0%}", highlight=False, markup=False)
+
+    return report

@@ -1,0 +1,43 @@
+"""``plimsoll show FILE``: a saved plan, receipt or comparison in words and pictures. Needs neither torch nor the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.receipt import Receipt
+from plimsoll.artifacts.store import Artifact, load_any
+from plimsoll.cli import options, terminal
+
+FileArgument = Annotated[
+    Path, typer.Argument(metavar="FILE", help="What plan, verify or compare saved with --output.", show_default=False)
+]
+
+
+def show(file: FileArgument, *, explain: options.ExplainOption = False, json: options.JsonOption = False) -> None:
+    """Show a saved plan, receipt or comparison.
+
+    Example: plimsoll show plan.json --explain
+    """
+    with terminal.exit_codes(is_json=json):
+        artifact = load_any(file)
+        if explain and isinstance(artifact, Plan):
+            terminal.print_result(artifact, artifact.explain(), is_json=json)
+        else:
+            terminal.print_result(artifact, _render(artifact), is_json=json)
+
+
+def _render(artifact: Artifact) -> RenderableType:
+    from plimsoll.reports.comparison_terminal import render_comparison
+    from plimsoll.reports.plan_terminal import render_plan
+    from plimsoll.reports.receipt_terminal import render_receipt
+
+    if isinstance(artifact, Plan):
+        return render_plan(artifact)
+    if isinstance(artifact, Receipt):
+        return render_receipt(artifact)
+    return render_comparison(artifact)

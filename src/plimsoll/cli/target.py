@@ -1,0 +1,140 @@
+"""A target in words in, model, batch and loss out: a function to call, a configuration to build, or a catalogue name."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plimsoll.catalogue.models import CATALOGUE
+from plimsoll.errors import InvalidTarget
+
+if TYPE_CHECKING:
+    import torch
+
+_FORMS = "package.module:function, a Hugging Face config.json, or a name from the catalogue"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions:
+    """How a target from a configuration is built; a function decides for itself and ignores them.
+
+    With ``is_meta`` the model's parameters take no memory: enough to plan for a device that is not here.
+    """
+
+    batch: int | None = None
+    sequence: int | None = None
+    device: str = "cpu"
+    is_meta: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a target stands for."""
+
+    model: torch.nn.Module
+    batch: Any
+    loss: Callable[[Any], torch.Tensor] | None = None
+
+
+def load_target(text: str, options: TargetOptions) -> Target:
+    """Load what the command line names.
+
+    Args:
+        text: ``package.module:function`` (the working directory is importable), the path of a ``config.json``, or a name
+            from the catalogue.
+        options: batch size, sequence length and place for the latter two.
+
+    Raises:
+        InvalidTarget: it does not import, does not exist, or does not return a model and a batch.
+    """
+    from plimsoll.cli import hugging_face
+
+    if text in CATALOGUE:
+        known = CATALOGUE[text]
+        return hugging_face.build(dict(known.config), known.architecture, options, known.batch, known.sequence)
+    path = Path(text)
+    if path.suffix == ".json" or path.is_dir():
+        return hugging_face.build_from_file(path / "config.json" if path.is_dir() else path, options)
+    if ":" in text:
+        return _load_function(text)
+    raise InvalidTarget(
+        f"{text!r} is no target.",
+        why=f"a target is {_FORMS}",
+        next=f"the catalogue has {', '.join(CATALOGUE)}",
+    )
+
+
+def _load_function(text: str) -> Target:
+    module_name, _, function_name = text.partition(":")
+    if not module_name or not function_name.isidentifier():
+        raise InvalidTarget(
+            f"{text!r} is no target.",
+            why="it should read package.module:function",
+            next="write for example my_project.training:make_step",
+        )
+    with _importable_working_directory():
+        function = _find_function(text, module_name, function_name)
+        try:
+            made = function()
+        except Exception as error:  # user code may raise anything; whatever it was belongs into the message
+            raise InvalidTarget(
+                f"{text} failed.",
+                why=f"{type(error).__name__}: {error}",
+                next=f"call {function_name}() from Python to see where; it takes no arguments",
+            ) from error
+    return _unpack(text, made)
+
+
+def _find_function(text: str, module_name: str, function_name: str) -> Callable[[], object]:
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # an import runs user code
+        raise InvalidTarget(
+            f"{module_name} does not import.",
+            why=f"{type(error).__name__}: {error}",
+            next=f"run `python -c 'import {module_name}'` here, in {Path.cwd()}",
+        ) from error
+    function: object = getattr(module, function_name, None)
+    if not callable(function):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise InvalidTarget(
+            f"{text} does not exist."
+            if function is None
+            else f"{text} cannot be called: its type is {type(function).__name__}.",
+            why=f"{module_name} has {', '.join(names[:8]) or 'no functions'}",
+            next="name a function without arguments that returns (model, batch) or (model, batch, loss)",
+        )
+    return function
+
+
+def _unpack(text: str, made: object) -> Target:
+    import torch
+
+    if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], torch.nn.Module):
+        return Target(model=made[0], batch=made[1], loss=made[2] if len(made) == 3 else None)
+    found = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+    raise InvalidTarget(
+        f"{text} returned {found}.",
+        why="a target returns (model, batch) or (model, batch, loss), the model being a torch.nn.Module",
+        next="return model, batch",
+    )
+
+
+@contextlib.contextmanager
+def _importable_working_directory() -> Iterator[None]:
+    """Make modules of the working directory importable, as ``python -m`` does."""
+    here = os.getcwd()
+    if here in sys.path or "" in sys.path:
+        yield
+        return
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)

@@ -1,0 +1,75 @@
+"""What a command says in, terminal or JSON out: consoles, artifacts, errors and exit codes in one place.
+
+Exit codes: 0 all is well; 1 verification failed; 2 bad input; 3 the budget is below the floor; 4 a replay did not match;
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import typer
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from plimsoll.artifacts.store import Artifact, to_json
+from plimsoll.errors import PlimsollError
+from plimsoll.reports.machine import render_error_json
+
+INTERRUPTED = 130
+
+
+def stdout() -> Console:
+    """The console for results. Made anew so that it follows a redirected stream."""
+    return Console(highlight=False, soft_wrap=False)
+
+
+def stderr() -> Console:
+    """The console for progress and errors."""
+    return Console(stderr=True, highlight=False)
+
+
+def print_json(artifact: Artifact) -> None:
+    """Write an artifact for a machine."""
+    sys.stdout.write(to_json(artifact) + "\n")
+
+
+def print_error(error: PlimsollError) -> None:
+    """Write an error for a person: what was found, why, what to do next."""
+    console = stderr()
+    console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), error.found), soft_wrap=True)
+    console.print(Text.assemble(("  why   ", "dim"), error.why), soft_wrap=True)
+    console.print(Text.assemble(("  next  ", "bold green"), error.next), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def exit_codes(*, is_json: bool = False) -> Iterator[None]:
+    """Turn errors for users into a message and their exit code; errors of our own keep their traceback.
+
+    Args:
+        is_json: write the error as JSON to stdout instead of text to stderr.
+
+    Raises:
+        typer.Exit: with the code that the module's docstring lists.
+    """
+    try:
+        yield
+    except PlimsollError as error:
+        if is_json:
+            sys.stdout.write(render_error_json(error) + "\n")
+        else:
+            print_error(error)
+        raise typer.Exit(error.exit_code) from error
+    except KeyboardInterrupt as interrupt:
+        stderr().print("interrupted")
+        raise typer.Exit(INTERRUPTED) from interrupt
+
+
+def print_result(artifact: Artifact, view: RenderableType, *, is_json: bool) -> None:
+    """Write an artifact for a machine, or its view for a person."""
+    if is_json:
+        print_json(artifact)
+    else:
+        stdout().print(Text(view) if isinstance(view, str) else view)

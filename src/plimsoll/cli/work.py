@@ -1,0 +1,72 @@
+"""What several commands do with the public functions: load a target, make a plan, always with progress on stderr."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import typer
+
+import plimsoll
+from plimsoll.artifacts.plan import Plan
+from plimsoll.cli import terminal
+from plimsoll.cli.options import OptimizerName, make_optimizer
+from plimsoll.cli.progress import show_progress
+from plimsoll.cli.target import Target, TargetOptions, load_target
+from plimsoll.errors import BudgetBelowFloor, PlanNotUsable
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What the command line asks of a plan."""
+
+    budget: str | None
+    strategy: str
+    regions: tuple[str, ...] = ()
+    device_profile: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A target with the optimizer that trains it."""
+
+    target: Target
+    optimizer: torch.optim.Optimizer | None
+
+
+def load(text: str, how: TargetOptions, optimizer: OptimizerName) -> Loaded:
+    """Load a target and make the optimizer that is planned for."""
+    with show_progress(terminal.stderr()) as report:
+        report(f"loading {text}", 0.0)
+        target = load_target(text, how)
+    return Loaded(target=target, optimizer=make_optimizer(optimizer, target.model))
+
+
+def make_plan(loaded: Loaded, request: PlanRequest) -> Plan:
+    """Plan the loaded step as requested."""
+    with show_progress(terminal.stderr()) as report:
+        return plimsoll.plan(
+            loaded.target.model,
+            loaded.target.batch,
+            request.budget,
+            loss=loaded.target.loss,
+            optimizer=loaded.optimizer,
+            strategy=request.strategy,
+            regions=request.regions or None,
+            device_profile=request.device_profile,
+            progress=report,
+        )
+
+
+def refuse_unusable(plan: Plan) -> None:
+    """End with a plan's own exit code where it may not be applied: a time-out is never success.
+
+    Raises:
+        typer.Exit: with the code of ``BudgetBelowFloor`` or ``PlanNotUsable``.
+    """
+    if not plan.status.is_usable:
+        below_floor = plan.budget_bytes is not None and plan.budget_bytes < plan.floor_bytes
+        raise typer.Exit(BudgetBelowFloor.exit_code if below_floor else PlanNotUsable.exit_code)

@@ -1,0 +1,28 @@
+"""A comparison in, a table for a terminal out."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from plimsoll.artifacts.comparison import Comparison
+from plimsoll.artifacts.comparison_summary import COMPARISON_HEADER, comparison_cells, describe_baseline
+
+_NUMBERS = ("predicted peak", "measured peak", "step time ×")
+
+
+def render_comparison(comparison: Comparison) -> RenderableType:
+    """Strategies side by side, predicted beside measured."""
+    title = f"Strategies on {comparison.model}, {comparison.device}, {comparison.steps} steps each"
+    table = Table(box=None, header_style="dim")
+    for column in COMPARISON_HEADER:
+        table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
+    for row in comparison.rows:
+        cells = [Text(cell) for cell in comparison_cells(row)]
+        if row.is_bit_equal is False:
+            cells[COMPARISON_HEADER.index("gradients")] = Text("DIFFER", style="bold red")
+        table.add_row(*cells)
+    parts: list[RenderableType] = [Text(title, style="bold"), Text(f"  {describe_baseline(comparison)}"), Text(), table]
+    parts += [Text(f"\nNote: {note}") for note in comparison.notes]
+    return Group(*parts)

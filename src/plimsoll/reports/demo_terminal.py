@@ -1,0 +1,129 @@
+"""The demo's evidence in, what it shows out: the plan, claims beside measurements, and three sentences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.plan import Plan
+from plimsoll.reports.plan_terminal import render_classes, render_decisions
+from plimsoll.reports.timeline import draw_timeline
+from plimsoll.units import format_bytes, format_seconds, format_share
+
+if TYPE_CHECKING:
+    from plimsoll.demo.story import Preparation, Story
+    from plimsoll.demo.training import Setup
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def render_introduction(setup: Setup) -> RenderableType:
+    """What is about to happen."""
+    return Text.assemble(
+        ("Plimsoll demo\n", "bold"),
+        f"A Llama of {setup.layers} layers, hidden size {setup.hidden_size}, learns Python's standard library byte by ",
+        f"byte:\n{setup.batch} × {setup.sequence} bytes a step, {setup.steps} steps, AdamW. ",
+        "Two copies take turns: one plainly, one under a budget.\n",
+    )
+
+
+def render_preparation(ready: Preparation) -> RenderableType:
+    """The plan before the training starts."""
+    plan = ready.plan
+    budget = "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
+    return Group(
+        Text(f"{ready.parameters / 1e6:.1f} million parameters; plain training peaks at "
+             f"{format_bytes(plan.baseline_peak_bytes)}, {budget}, floor {format_bytes(plan.floor_bytes)}.\n"),
+        render_classes(plan),
+        Text(),
+        render_decisions(plan),
+        Text("\nMemory over one step under the plan", style="bold"),
+        draw_timeline(plan.timeline, budget_bytes=plan.budget_bytes),
+        Text(),
+    )  # fmt: skip
+
+
+def render_story(story: Story) -> RenderableType:
+    """Both trainings side by side, and what happened in three sentences."""
+    plan, receipt = story.plan, story.receipt
+    table = Table(title="\nThe same training twice", title_justify="left", title_style="bold", box=None)
+    for column, justify in (("", "left"), ("plain PyTorch", "right"), ("with Plimsoll", "right")):
+        table.add_column(column, justify="right" if justify == "right" else "left", header_style="dim")
+    table.add_row(" predicted peak", format_bytes(plan.baseline_peak_bytes), format_bytes(plan.predicted_peak_bytes))
+    table.add_row(" measured peak", _bytes(receipt.measured_baseline_peak_bytes), _bytes(receipt.measured_peak_bytes))
+    table.add_row(" predicted step", format_seconds(plan.baseline_seconds), format_seconds(plan.predicted_seconds))
+    table.add_row(
+        " measured step",
+        format_seconds(story.unmanaged.median_seconds),
+        f"{format_seconds(story.managed.median_seconds)} ({format_share(story.measured_overhead)})",
+    )
+    table.add_row(" first and last loss", _ends(story.unmanaged.losses), _ends(story.managed.losses))
+    table.add_row(" loss curve", draw_spark(story.unmanaged.losses), draw_spark(story.managed.losses))
+    equal = receipt.compared_gradients - len(receipt.gradient_mismatches)
+    checks = Table.grid(padding=(0, 2))
+    for name, is_held in (
+        (f"peak within the budget, recording included: {_budget(plan)}", not receipt.is_over_budget),
+        (f"{equal} of {receipt.compared_gradients} gradients equal bit for bit", not receipt.gradient_mismatches),
+        (f"{len(story.managed.losses)} losses identical bit for bit", story.are_losses_identical),
+        ("weights after the last step identical bit for bit", story.are_weights_identical),
+    ):
+        checks.add_row(Text(" ✓" if is_held else " ✗", style="bold green" if is_held else "bold red"), name)
+    return Group(table, Text(), checks, Text(), Panel(tell(story), title="What happened", title_align="left"))
+
+
+def tell(story: Story) -> str:
+    """What happened, in three sentences."""
+    plan, receipt = story.plan, story.receipt
+    first = (
+        f"Plain training needs {_bytes(receipt.measured_baseline_peak_bytes)} at its peak, "
+        f"and {_budget(plan)} was all it was given."
+    )
+    dropped, total = _dropped(plan)
+    second = (
+        f"Plimsoll let go of {format_bytes(dropped)} of the {format_bytes(total)} that backward waits for and "
+        f"computed them again when they were due, so the step peaked at {_bytes(receipt.measured_peak_bytes)} "
+        f"and took {_more_or_less(story.measured_overhead)} time."
+    )
+    if story.is_success:
+        third = "Every gradient, every loss and every final weight has the same bits as without Plimsoll."
+    else:
+        third = f"Something does not hold ({receipt.verdict}): the crosses above say what; please report it."
+    return f"{first} {second} {third}"
+
+
+def draw_spark(numbers: list[float], *, width: int = 20) -> str:
+    """Numbers as a row of small bars."""
+    if not numbers:
+        return ""
+    shown = [numbers[index * len(numbers) // min(width, len(numbers))] for index in range(min(width, len(numbers)))]
+    low, high = min(shown), max(shown)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[round((number - low) * scale)] for number in shown)
+
+
+def _dropped(plan: Plan) -> tuple[int, int]:
+    """Bytes that are recomputed, and all bytes that regions save."""
+    decisions = [decision for region in plan.regions for decision in region.decisions]
+    dropped = sum(decision.bytes for decision in decisions if decision.decision is Decision.RECOMPUTE)
+    return dropped, sum(decision.bytes for decision in decisions)
+
+
+def _more_or_less(share: float) -> str:
+    return f"{abs(share):.1%} {'more' if share >= 0 else 'less'}"
+
+
+def _budget(plan: Plan) -> str:
+    return "no budget" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+
+
+def _bytes(bytes_: int | None) -> str:
+    return "not measured" if bytes_ is None else format_bytes(bytes_)
+
+
+def _ends(losses: list[float]) -> str:
+    return f"{losses[0]:.4f} → {losses[-1]:.4f}"

@@ -1,0 +1,75 @@
+"""Memory over a step in, a unicode picture out: columns of bars, the budget as a line, the peak marked and named."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from plimsoll.artifacts.plan import TimelinePoint
+from plimsoll.units import format_bytes
+
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+_LABEL_WIDTH = 10
+
+
+def draw_timeline(
+    points: Sequence[TimelinePoint], *, budget_bytes: int | None = None, width: int = 72, height: int = 8
+) -> Text:
+    r"""Memory over the step as bars, each showing the highest point of its share of the step.
+
+    Args:
+        points: the timeline of a plan, in order.
+        budget_bytes: drawn as a dashed line where it lies within the picture.
+        width: columns of bars.
+        height: rows of bars.
+
+    Example:
+        >>> draw_timeline([TimelinePoint(tick=0, moment="forward", bytes=8, by_category={})], width=1, height=1).plain
+        '       8 B █\n           ▲ peak 8 B, forward'
+    """
+    if not points:
+        return Text("no timeline was recorded")
+    columns = [max(part, key=lambda point: point.bytes) for part in _split(points, min(width, len(points)))]
+    top_bytes = max(max(point.bytes for point in columns), budget_bytes or 0, 1)
+    picture = Text()
+    for row in range(height - 1, -1, -1):
+        _draw_row(picture, columns, row=row, row_bytes=top_bytes / height, budget_bytes=budget_bytes)
+    peak_at = max(range(len(columns)), key=lambda index: columns[index].bytes)
+    peak = columns[peak_at]
+    label = f"▲ peak {format_bytes(peak.bytes)}, {peak.moment}"
+    indent = _LABEL_WIDTH + 1 + peak_at
+    if indent + len(label) > _LABEL_WIDTH + 1 + width and indent >= len(label):
+        label = f"peak {format_bytes(peak.bytes)}, {peak.moment} ▲"
+        indent = indent - len(label) + 1
+    picture.append(" " * max(indent, 0) + label, style="bold red")
+    return picture
+
+
+def _split(points: Sequence[TimelinePoint], count: int) -> list[Sequence[TimelinePoint]]:
+    edges = [index * len(points) // count for index in range(count + 1)]
+    return [points[start:end] for start, end in itertools.pairwise(edges)]
+
+
+def _draw_row(
+    picture: Text, columns: Sequence[TimelinePoint], *, row: int, row_bytes: float, budget_bytes: int | None
+) -> None:
+    """One row, from its upper edge in the label to the bars; the budget's row is filled with dashes."""
+    picture.append(f"{format_bytes(row_bytes * (row + 1)):>{_LABEL_WIDTH}} ", style="dim")
+    is_budget_row = budget_bytes is not None and row_bytes * row < budget_bytes <= row_bytes * (row + 1)
+    for point in columns:
+        eighths = round(max(0.0, min(1.0, point.bytes / row_bytes - row)) * 8)
+        if is_budget_row and eighths == 0:
+            picture.append("┄", style="yellow")
+        else:
+            picture.append(_EIGHTHS[eighths], style="cyan")
+    if is_budget_row:
+        picture.append(" budget", style="yellow")
+    picture.append("\n")
+
+
+def draw_bar(share: float, *, width: int = 24) -> str:
+    """A horizontal bar that fills ``share`` (0 to 1) of ``width``."""
+    filled = round(max(0.0, min(1.0, share)) * width)
+    return "█" * filled + "░" * (width - filled)
