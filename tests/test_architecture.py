@@ -19,7 +19,10 @@ STAGES = {"tracing", "costing", "planning", "runtime", "verification", "reports"
 """What hands over artifacts; only the wiring below may know several of them."""
 WIRING = {"pipeline", "cli"}
 WITHOUT_TORCH = {"artifacts", "planning", "reports", "schedule", "units", "errors", "catalogue"}
-BASES = {"recording": {"tracing", "runtime", "verification", "pipeline"}}
+BASES = {
+    "recording": {"tracing", "runtime", "verification", "pipeline"},
+    "measuring": {"tracing", "costing", "runtime", "verification", "pipeline"},
+}
 """Shared torch code, and who may import it."""
 MOST_LINES = 500
 MOST_FUNCTION_LINES = 60

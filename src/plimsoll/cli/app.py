@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -51,4 +52,6 @@ def callback(
 
 def main() -> None:
     """Run the command line."""
+    # While memory is measured on a CPU, torch's allocator warns once a second about releases that its log lacks.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     app(prog_name="plimsoll")

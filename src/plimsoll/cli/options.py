@@ -50,7 +50,7 @@ OptimizerOption = Annotated[
 ]
 DeviceProfileOption = Annotated[
     str | None,
-    typer.Option("--device-profile", metavar="NAME", help="Plan for a device that is not here: h100, a100 …"),
+    typer.Option("--device-profile", metavar="NAME", help="Plan for a device that is not here: H100-SXM, A100-80GB …"),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="Where configurations are built: cpu, cuda, cuda:1.")]
 BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="Examples per batch, for configurations.")]
