@@ -12,6 +12,19 @@ class Decision(enum.StrEnum):
     RECOMPUTE = "RECOMPUTE"
 
 
+class Engine(enum.StrEnum):
+    """What serves one region."""
+
+    RECIPE = "recipe"
+    """Saved tensors are rewritten: dropped ones come back through verified recipes."""
+    RERUN = "rerun"
+    """The region cannot be recorded; ``torch.utils.checkpoint`` runs it again as a whole."""
+    KEEP = "keep"
+    """The plan drops something here, but it cannot be brought back safely, so everything is kept."""
+    UNTOUCHED = "untouched"
+    """The plan keeps everything: no hook and no wrapper."""
+
+
 class Status(enum.StrEnum):
     """How the search for a plan ended; each status carries its own advice."""
 

@@ -12,20 +12,14 @@ from typing import ClassVar
 
 import msgspec
 
+from plimsoll.artifacts.decision import Engine
+
 SCHEMA_VERSION = 1
 
 
 def finite(number: float) -> float | None:
     """The number, or ``None`` where it is infinite or not a number."""
     return number if math.isfinite(number) else None
-
-
-class Engine(enum.StrEnum):
-    """What served one region call."""
-
-    RECIPE = "recipe"
-    RERUN = "rerun"
-    UNTOUCHED = "untouched"
 
 
 class Verdict(enum.StrEnum):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import Plan, RegionPlan
+from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.errors import PlanMismatch, PlanNotUsable
 from plimsoll.runtime.links import LinkTable
 from plimsoll.runtime.randomness import generators_of
-from plimsoll.runtime.region import Engine, ManagedRegion
+from plimsoll.runtime.region import ManagedRegion
 
 
 class Handle:
@@ -28,8 +31,9 @@ class Handle:
         ...     model(torch.randn(4, 8)).sum().backward()
     """
 
-    def __init__(self, model: nn.Module, regions: Mapping[str, ManagedRegion], links: LinkTable) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, regions: Mapping[str, ManagedRegion], links: LinkTable) -> None:
         self.model = model
+        self._plan = plan
         self.regions = dict(regions)
         self._root_hook: Any = None
         if self.regions:
@@ -46,6 +50,26 @@ class Handle:
             self._root_hook.remove()
             self._root_hook = None
         self.regions = {}
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the model unmanaged for a while; what was recorded is kept."""
+        for region in self.regions.values():
+            region.remove()
+        try:
+            yield
+        finally:
+            for region in self.regions.values():
+                region.install()
+
+    def outcomes(self) -> tuple[RegionOutcome, ...]:
+        """How every region of the plan is served so far."""
+        untouched = [
+            RegionOutcome(name=region.name, call=region.call, engine=Engine.UNTOUCHED)
+            for region in self._plan.regions
+            if region.name not in self.regions
+        ]
+        return (*untouched, *(outcome for region in self.regions.values() for outcome in region.outcomes()))
 
     def engines(self) -> dict[str, tuple[Engine, str]]:
         """What serves each managed region so far, and why where it is not by recipes."""
@@ -123,4 +147,4 @@ def apply_plan(model: nn.Module, plan: Plan, *, sentinel_every: int = 1) -> Hand
     for region in regions.values():
         if region.obstacle:
             warnings.warn(f"plimsoll: region {region.name!r} is left alone: {region.obstacle}", stacklevel=3)
-    return Handle(model, regions, links)
+    return Handle(model, plan, regions, links)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class Choice:
 
 
 def choose(
-    graph: RegionGraph, names: frozenset[str], not_rebuildable: dict[int, str], links: frozenset[int]
+    graph: RegionGraph, names: frozenset[str], not_rebuildable: Mapping[int, str], links: frozenset[int]
 ) -> Choice:
     """Resolve the names that a plan drops. What cannot be rebuilt is kept, and ``obstacles`` says why.
 
@@ -96,6 +96,7 @@ class Program:
         choice: Choice,
         parameters: Sequence[tuple[int, ParameterSource]],
         *,
+        not_rebuildable: Mapping[int, str],
         node_counts: range,
         device_type: str,
         sentinel_every: int,
@@ -107,6 +108,7 @@ class Program:
         self.is_learning = True
         self.has_failed = False
         self._recording = recording
+        self._not_rebuildable = not_rebuildable
         self._node_counts = node_counts
         self._specs = tuple((g.size, g.dtype, g.stride, g.offset) for g in recording.slot_geometries)
         self._parameters = tuple(source for _, source in parameters)
@@ -152,9 +154,27 @@ class Program:
         return int(self.graph.values[self.choice.link].name.split(":")[1])
 
     @property
+    def activation_bytes(self) -> int:
+        """Bytes of the distinct storages made in the region that autograd saved."""
+        return self._bytes_of(self._saved_values())
+
+    @property
+    def droppable_bytes(self) -> int:
+        """Of these, what recipes could bring back bit for bit from the region's inputs and parameters."""
+        names = frozenset(self.graph.values[v].name for v in self._saved_values())
+        return self._bytes_of(choose(self.graph, names, self._not_rebuildable, frozenset()).dropped)
+
+    @property
     def dropped_bytes(self) -> int:
         """Bytes of the distinct storages that only dropped slots held."""
-        return sum({self.graph.values[v].storage: self.graph.values[v].bytes for v in self.choice.dropped}.values())
+        return self._bytes_of(self.choice.dropped)
+
+    def _saved_values(self) -> frozenset[int]:
+        saved = {slot.value for slot in self.graph.slots if slot.is_managed}
+        return frozenset(v for v in saved if self.graph.values[v].origin is Origin.OP)
+
+    def _bytes_of(self, values: Iterable[int]) -> int:
+        return sum({self.graph.values[v].storage: self.graph.values[v].bytes for v in values}.values())
 
     def take_entry_states(self, frame: Frame) -> None:
         """Take the generator states that random ops before the first saved tensor start from."""

@@ -175,12 +175,8 @@ def _build(
     link_inputs = frozenset[int]()
     if plan.is_boundary_dropped and inputs and links.link_to(inputs[0]) is not None:
         link_inputs = frozenset({local[input_values[0]]})
-    choice = choose(
-        graph,
-        plan.dropped,
-        {local[v]: reason for v, reason in recorder.not_rebuildable.items() if v in local},
-        link_inputs,
-    )
+    not_rebuildable = {local[v]: reason for v, reason in recorder.not_rebuildable.items() if v in local}
+    choice = choose(graph, plan.dropped, not_rebuildable, link_inputs)
     casts = sum(op.name == "_to_copy" for op in recorder.ops)
     scratched = {storage for op in recorder.ops for storage in op.scratch}
     parameters = [
@@ -194,6 +190,7 @@ def _build(
         recording,
         choice,
         parameters,
+        not_rebuildable=not_rebuildable,
         node_counts=range(nodes - casts, nodes + 1),
         device_type=device_type,
         sentinel_every=sentinel_every,

@@ -6,7 +6,6 @@ mode, two hooks, a guard. What cannot be recorded goes to ``torch.utils.checkpoi
 
 from __future__ import annotations
 
-import enum
 import types
 import warnings
 from collections.abc import Callable
@@ -18,7 +17,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import RegionPlan
+from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.recording.calling import call_tensors
 from plimsoll.runtime.frame import Frame
 from plimsoll.runtime.links import LinkTable
@@ -31,14 +32,6 @@ MAX_SIGNATURES = 8
 
 MAX_MISFITS = 2
 """A recorded signature whose calls do not fit it more often than this is re-run as a whole."""
-
-
-class Engine(enum.StrEnum):
-    """What serves a region under one signature."""
-
-    RECIPE = "recipe"
-    RERUN = "rerun"
-    KEEP = "keep"
 
 
 @dataclass(slots=True)
@@ -109,6 +102,24 @@ class ManagedRegion:
         if service.engine is Engine.RERUN:
             return checkpoint(self._original, *args, use_reentrant=False, **kwargs)
         return self._original(*args, **kwargs)
+
+    def outcomes(self) -> tuple[RegionOutcome, ...]:
+        """One entry per call of a step and signature: what serves it, and what was and could be dropped."""
+        found = []
+        for key, service in self.services.items():
+            program = service.program
+            found.append(
+                RegionOutcome(
+                    name=self.name,
+                    call=next(i for i, plan in enumerate(self._plans) if id(plan) == key[0]),
+                    engine=service.engine,
+                    reason=service.reason or ("" if program is None else _first_obstacle(program)),
+                    activation_bytes=0 if program is None else program.activation_bytes,
+                    droppable_bytes=0 if program is None else program.droppable_bytes,
+                    dropped_bytes=0 if program is None else program.dropped_bytes,
+                )
+            )
+        return tuple(found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the module is not managed: it gets its plain forward back."""
@@ -195,6 +206,10 @@ class ManagedRegion:
                 f"{service.reason}",
                 stacklevel=4,
             )
+
+
+def _first_obstacle(program: Program) -> str:
+    return next((f"{name} is kept: {obstacle}" for name, obstacle in program.choice.obstacles.items()), "")
 
 
 def compiled_inside(module: nn.Module) -> str:

@@ -1,0 +1,70 @@
+"""Two sets of named tensors in, the ones that differ in any bit out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from plimsoll.artifacts.receipt import Mismatch, finite
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def copies(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Private copies, to compare with later."""
+    return {name: None if tensor is None else tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def is_bit_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Equal shape, dtype and bits; a NaN equals a NaN."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    one, other = first.detach().contiguous(), second.detach().contiguous()
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    kind = _INTEGERS[one.element_size()]
+    if torch.equal(one.view(kind), other.view(kind)):
+        return True
+    if not one.dtype.is_floating_point:
+        return False
+    return bool(((one.view(kind) == other.view(kind)) | (one.isnan() & other.isnan())).all())
+
+
+def mismatches(
+    expected: Mapping[str, torch.Tensor | None],
+    found: Mapping[str, torch.Tensor | None],
+    spread: Mapping[str, float],
+) -> tuple[Mismatch, ...]:
+    """Tensors of ``found`` that are not ``expected``'s bits, with how far they are and how far the model is from itself."""
+    differing: list[Mismatch] = []
+    for name, reference in expected.items():
+        other = found.get(name)
+        if reference is None and other is None:
+            continue
+        if reference is None or other is None:
+            absolute: float | None = None
+            relative: float | None = None
+        elif is_bit_equal(reference, other):
+            continue
+        else:
+            absolute, relative = difference(reference, other)
+        differing.append(
+            Mismatch(
+                name=name,
+                max_absolute_difference=absolute,
+                max_relative_difference=relative,
+                baseline_max_absolute_difference=spread.get(name, 0.0),
+            )
+        )
+    return tuple(differing)
+
+
+def difference(first: torch.Tensor, second: torch.Tensor) -> tuple[float | None, float | None]:
+    """Largest absolute difference, and that as a share of the largest magnitude; ``None`` where it is no number."""
+    if first.shape != second.shape:
+        return None, None
+    apart = (first.double() - second.double()).abs().max() if first.numel() else torch.tensor(0.0)
+    size = first.double().abs().max() if first.numel() else torch.tensor(0.0)
+    absolute = float(apart)
+    return finite(absolute), finite(absolute / float(size)) if float(size) else None

@@ -1,0 +1,118 @@
+"""A model, a batch and a loss in; one training step that can be run again from the same state, and its traces, out.
+
+The step is the usual loop's: ``output = model(...)``, ``loss = ...``, ``loss.backward()``, with ``output`` held until
+backward has ended. The optimizer does not step, so every run starts from the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ValuesView
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.measuring.memory import PeakMeter, storage_bytes
+from plimsoll.recording.calling import Loss, scalar_loss
+from plimsoll.recording.untouched import private_copy
+
+
+@dataclass(frozen=True, slots=True)
+class StepPeaks:
+    """Bytes on the device in one step: what was there before, and the most that was alive at once (both included)."""
+
+    static_bytes: int
+    peak_bytes: int
+
+
+class TrainingStep:
+    """One step, repeatable: ``run`` starts from the random state and the buffers that were there when it was made."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        loss: Loss | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self._args = args
+        self._kwargs = kwargs
+        self._loss = loss
+        self._optimizer = optimizer
+        self._accumulates = [parameter.grad is not None for parameter in model.parameters()]
+        self._random = torch.get_rng_state()
+        self._cuda_random = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    def run(self) -> float:
+        """Forward, loss and backward from the starting state; the loss's value."""
+        self.rewind()
+        return self.go_on()
+
+    def go_on(self) -> float:
+        """Forward, loss and backward from wherever the random state and the buffers are now."""
+        self.clear_gradients()
+        args, kwargs = private_copy((self._args, self._kwargs))
+        output = self.model(*args, **kwargs)
+        loss = scalar_loss(output, self._loss)
+        loss.backward()
+        value = float(loss.detach())
+        del output, loss
+        return value
+
+    def rewind(self) -> None:
+        """Put the random state and the buffers back."""
+        torch.set_rng_state(self._random)
+        if self._cuda_random is not None:
+            torch.cuda.set_rng_state(self._cuda_random, self.device)
+        with torch.no_grad():
+            for buffer, copy in self._buffers:
+                buffer.copy_(copy)
+
+    def clear_gradients(self) -> None:
+        """No gradients, or zeros where the step accumulates into existing ones."""
+        for parameter, accumulates in zip(self.model.parameters(), self._accumulates, strict=True):
+            if not accumulates:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def measure_peak(self, run: Callable[[], object] | None = None) -> StepPeaks:
+        """The step's peak, exactly: allocator events on a CPU, the allocator's statistics on CUDA."""
+        self.rewind()
+        self.clear_gradients()
+        static_bytes = self.static_bytes()
+        with PeakMeter(self.device) as meter:
+            (run or self.go_on)()
+        return StepPeaks(static_bytes, static_bytes + meter.peak_bytes)
+
+    def static_bytes(self) -> int:
+        """Parameters, buffers, batch, gradients and optimizer state that are there before the step."""
+        state = [] if self._optimizer is None else list(_tensors_in(self._optimizer.state.values()))
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        batch = list(_tensors_in((self._args, self._kwargs)))
+        held = [*self.model.parameters(), *self.model.buffers(), *gradients, *batch, *state]
+        return storage_bytes(held, self.device)
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """The gradients of the last run, by parameter name (aliases, not copies)."""
+        return {name: parameter.grad for name, parameter in self.model.named_parameters()}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers as they are now, by name (aliases, not copies)."""
+        return dict(self.model.named_buffers())
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple | ValuesView):
+        return []
+    return [tensor for item in tree for tensor in _tensors_in(item)]

@@ -1,0 +1,167 @@
+"""A model, a batch and a plan in; the receipt that holds its claims against evidence out."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.receipt import Mismatch, Receipt, RegionOutcome, finite
+from plimsoll.measuring.timing import Timing, time_in_turns
+from plimsoll.verification.compare_tensors import copies, mismatches
+from plimsoll.verification.step import TrainingStep
+
+Progress = Callable[[str, float], None]
+
+
+class Managed(Protocol):
+    """A plan at work on a model (the runtime's handle)."""
+
+    def remove(self) -> None: ...
+
+    def outcomes(self) -> tuple[RegionOutcome, ...]: ...
+
+    def paused(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was seen of the unmanaged model: its gradients and buffers after one step, and how far it is from itself."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor | None]
+    spread: dict[str, float]
+
+    @property
+    def is_deterministic(self) -> bool:
+        return not self.spread
+
+
+def collect_evidence(step: TrainingStep) -> Evidence:
+    """Run the unmanaged step twice from the same state."""
+    loss = step.run()
+    gradients, buffers = copies(step.gradients()), copies(step.buffers())
+    step.run()
+    apart = [*mismatches(gradients, step.gradients(), {}), *mismatches(buffers, step.buffers(), {})]
+    spread = {m.name: float("inf") if m.max_absolute_difference is None else m.max_absolute_difference for m in apart}
+    return Evidence(loss, gradients, buffers, spread)
+
+
+def verify_plan(
+    step: TrainingStep,
+    plan: Plan,
+    manage: Callable[[], Managed],
+    *,
+    steps: int = 5,
+    progress: Progress | None = None,
+) -> Receipt:
+    """Compare the managed step with the unmanaged one.
+
+    Args:
+        step: the training step, on the unmanaged model.
+        plan: the plan to check.
+        manage: applies the plan to the step's model.
+        steps: timed runs of each side; the losses of as many consecutive steps are compared.
+        progress: told the stage and how far it is.
+    """
+    report = progress or (lambda stage, share: None)
+    report("running the unmanaged step twice", 0.0)
+    evidence = collect_evidence(step)
+    baseline_peaks = step.measure_peak()
+    report("running the managed step", 0.3)
+    with _managed(manage) as managed:
+        recording = step.measure_peak()
+        gradient_mismatches = mismatches(evidence.gradients, step.gradients(), evidence.spread)
+        buffer_mismatches = mismatches(evidence.buffers, step.buffers(), evidence.spread)
+        step.run()
+        report("measuring the managed step's peak", 0.5)
+        steady = step.measure_peak()
+        gradient_mismatches = _merged(gradient_mismatches, mismatches(evidence.gradients, step.gradients(), evidence.spread))
+        buffer_mismatches = _merged(buffer_mismatches, mismatches(evidence.buffers, step.buffers(), evidence.spread))
+        outcomes = managed.outcomes()
+        plan_losses = _losses(step, steps)
+        with managed.paused():
+            baseline_losses = _losses(step, steps)
+        report("timing both in turns", 0.6)
+        baseline, ours = _time(step, managed, steps)
+    step.clear_gradients()
+    return Receipt(
+        model=plan.model,
+        fingerprint=plan.fingerprint,
+        signature=plan.signature,
+        device=str(step.device),
+        strategy=plan.strategy,
+        budget_bytes=plan.budget_bytes,
+        versions=versions(),
+        steps=steps,
+        compared_gradients=sum(gradient is not None for gradient in evidence.gradients.values()),
+        gradient_mismatches=gradient_mismatches,
+        compared_buffers=len(evidence.buffers),
+        buffer_mismatches=buffer_mismatches,
+        is_deterministic=evidence.is_deterministic,
+        baseline_losses=baseline_losses,
+        plan_losses=plan_losses,
+        predicted_baseline_peak_bytes=plan.baseline_peak_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        measured_baseline_peak_bytes=baseline_peaks.peak_bytes,
+        measured_peak_bytes=steady.peak_bytes,
+        measured_recording_peak_bytes=recording.peak_bytes,
+        predicted_baseline_seconds=plan.baseline_seconds,
+        predicted_seconds=plan.predicted_seconds,
+        measured_baseline_seconds=baseline.median_seconds,
+        measured_baseline_spread_seconds=baseline.spread_seconds,
+        measured_seconds=ours.median_seconds,
+        measured_spread_seconds=ours.spread_seconds,
+        regions=outcomes,
+    )
+
+
+def versions() -> dict[str, str]:
+    """What the figures were measured with."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+    return found
+
+
+@contextlib.contextmanager
+def _managed(manage: Callable[[], Managed]) -> Iterator[Managed]:
+    handle = manage()
+    try:
+        yield handle
+    finally:
+        handle.remove()
+
+
+def _losses(step: TrainingStep, count: int) -> tuple[float | None, ...]:
+    """The losses of consecutive runs: the random state goes on, so dropout draws anew each time."""
+    step.rewind()
+    return tuple(finite(step.go_on()) for _ in range(count))
+
+
+def _time(step: TrainingStep, managed: Managed, rounds: int) -> tuple[Timing, Timing]:
+    """Paired, interleaved seconds of the unmanaged and the managed step."""
+
+    def plain() -> None:
+        with managed.paused():
+            step.run()
+
+    timings = time_in_turns({"baseline": plain, "plan": step.run}, device=step.device, rounds=rounds)
+    return timings["baseline"], timings["plan"]
+
+
+def _merged(first: tuple[Mismatch, ...], second: tuple[Mismatch, ...]) -> tuple[Mismatch, ...]:
+    """Each tensor once, with the run in which it was further off."""
+    worst: dict[str, Mismatch] = {}
+    for mismatch in (*first, *second):
+        known = worst.get(mismatch.name)
+        if known is None or (mismatch.max_absolute_difference or 0.0) > (known.max_absolute_difference or 0.0):
+            worst[mismatch.name] = mismatch
+    return tuple(worst.values())
+
