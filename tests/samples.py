@@ -6,9 +6,9 @@ import msgspec
 
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.costs import CostSource
-from plimsoll.artifacts.decision import Decision, Status
+from plimsoll.artifacts.decision import Decision, Engine, Status
 from plimsoll.artifacts.plan import FrontierPoint, Holder, Peak, Plan, RegionPlan, TimelinePoint, ValueDecision
-from plimsoll.artifacts.receipt import Engine, Mismatch, Receipt, RegionOutcome
+from plimsoll.artifacts.receipt import Mismatch, Receipt, RegionOutcome
 from plimsoll.units import GIB, MIB
 
 

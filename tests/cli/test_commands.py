@@ -155,7 +155,7 @@ def test_our_own_mistakes_keep_their_traceback(runner: CliRunner, pipeline: Fake
         ("sample_target:", "'sample_target:' is no target."),
         ("sample_target:nothing", "sample_target:nothing does not exist."),
         ("sample_target:number", "sample_target:number cannot be called"),
-        ("sample_target:wrong", "sample_target:wrong returned a int."),
+        ("sample_target:wrong", "sample_target:wrong returned an object of type int."),
         ("sample_target:broken", "sample_target:broken failed."),
         ("no_import:step", "no_import does not import."),
         ("no_such_module:step", "no_such_module does not import."),

@@ -6,6 +6,7 @@ The file says what it is (``"plimsoll": "plan"``) and which schema it follows. R
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ _KINDS: dict[str, tuple[type[Plan] | type[Receipt] | type[Comparison], int]] = {
     Comparison.KIND: (Comparison, comparison.SCHEMA_VERSION),
 }
 _TAG = "plimsoll"
+_NUMBER = "plimsoll.number"
 
 
 def to_json(artifact: Artifact) -> str:
@@ -35,7 +37,7 @@ def to_json(artifact: Artifact) -> str:
         >>> to_json(plan).splitlines()[1]  # doctest: +SKIP
         '  "plimsoll": "plan",'
     """
-    fields: dict[str, Any] = msgspec.to_builtins(artifact)
+    fields: dict[str, Any] = _wrap_odd_numbers(msgspec.to_builtins(artifact))
     encoded = msgspec.json.encode({_TAG: artifact.KIND} | fields)
     return msgspec.json.format(encoded, indent=2).decode()
 
@@ -74,13 +76,34 @@ def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
     type_, known_version = _KINDS[kind]
     _check_version(fields.get("schema_version"), known_version, kind=kind, source=source)
     try:
-        return msgspec.convert(fields, type=type_)
+        return msgspec.convert(_unwrap_odd_numbers(fields), type=type_)
     except msgspec.ValidationError as error:
         raise PlanFileError(
             f"{source} is a damaged {kind}.",
             why=str(error),
             next=f"save the {kind} again; files of Plimsoll are not meant to be edited by hand",
         ) from error
+
+
+def _wrap_odd_numbers(node: Any) -> Any:
+    """Infinity and NaN have no JSON: write them as ``{"plimsoll.number": "inf"}`` so that they come back."""
+    if isinstance(node, float) and not math.isfinite(node):
+        return {_NUMBER: repr(node)}
+    if isinstance(node, dict):
+        return {key: _wrap_odd_numbers(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_wrap_odd_numbers(value) for value in node]
+    return node
+
+
+def _unwrap_odd_numbers(node: Any) -> Any:
+    if isinstance(node, dict):
+        if node.keys() == {_NUMBER} and node[_NUMBER] in ("inf", "-inf", "nan"):
+            return float(node[_NUMBER])
+        return {key: _unwrap_odd_numbers(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_unwrap_odd_numbers(value) for value in node]
+    return node
 
 
 def _check_version(found: object, known: int, *, kind: str, source: str) -> None:

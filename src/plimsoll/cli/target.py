@@ -118,7 +118,7 @@ def _unpack(text: str, made: object) -> Target:
 
     if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], torch.nn.Module):
         return Target(model=made[0], batch=made[1], loss=made[2] if len(made) == 3 else None)
-    found = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+    found = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"an object of type {type(made).__name__}"
     raise InvalidTarget(
         f"{text} returned {found}.",
         why="a target returns (model, batch) or (model, batch, loss), the model being a torch.nn.Module",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ ARTIFACTS = [
     make_plan(budget_bytes=None, timeline=(), frontier=()),
     make_receipt(),
     make_receipt(gradient_mismatches=(make_mismatch(difference=None),), plan_losses=(None, 1.125)),
+    make_plan(gap_of_overhead=float("inf"), price_seconds_per_byte=float("-inf")),
+    make_receipt(gradient_mismatches=(make_mismatch(spread=float("inf")),)),
     make_comparison(),
 ]
 
@@ -38,6 +41,14 @@ def test_an_artifact_comes_back_exactly_as_it_was_saved(artifact, tmp_path: Path
 def test_every_number_and_name_survives_the_round_trip(seconds: float, bytes_: int, name: str):
     plan = make_plan(predicted_seconds=seconds, predicted_peak_bytes=bytes_, model=name)
     assert from_json(to_json(plan)) == plan
+
+
+def test_a_number_that_json_lacks_is_still_valid_json():
+    text = to_json(make_plan(gap_of_overhead=float("nan")))
+    json.loads(text, parse_constant=pytest.fail)
+    back = from_json(text)
+    assert isinstance(back, plimsoll.Plan)
+    assert math.isnan(back.gap_of_overhead)
 
 
 def test_the_file_says_what_it_is(tmp_path: Path):
