@@ -51,16 +51,24 @@ class Handle:
             self._root_hook = None
         self.regions = {}
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Run the model unmanaged for a while; what was recorded is kept."""
+    def pause(self) -> None:
+        """Take the wrappers out for a while; what was recorded is kept."""
         for region in self.regions.values():
             region.remove()
+
+    def resume(self) -> None:
+        """Put the wrappers back in after ``pause``."""
+        for region in self.regions.values():
+            region.install()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the model unmanaged inside the block."""
+        self.pause()
         try:
             yield
         finally:
-            for region in self.regions.values():
-                region.install()
+            self.resume()
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
         """How every region of the plan is served so far."""
@@ -96,10 +104,14 @@ class Handle:
     ) -> None:
         self.remove()
 
-    def _new_step(self, module: nn.Module, args: Any) -> None:
+    def begin_step(self) -> None:
+        """A new call of the model begins: calls of its regions are counted from zero."""
         self._links.clear()
         for region in self.regions.values():
             region.calls = 0
+
+    def _new_step(self, module: nn.Module, args: Any) -> None:
+        self.begin_step()
 
 
 def apply_plan(model: nn.Module, plan: Plan, *, sentinel_every: int = 1) -> Handle:

@@ -6,7 +6,7 @@ backward has ended. The optimizer does not step, so every run starts from the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, ValuesView
+from collections.abc import ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,9 @@ class TrainingStep:
     def go_on(self) -> float:
         """Forward, loss and backward from wherever the random state and the buffers are now."""
         self.clear_gradients()
-        args, kwargs = private_copy((self._args, self._kwargs))
+        return self._forward_and_backward(*private_copy((self._args, self._kwargs)))
+
+    def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         output = self.model(*args, **kwargs)
         loss = scalar_loss(output, self._loss)
         loss.backward()
@@ -82,22 +84,26 @@ class TrainingStep:
             elif parameter.grad is not None:
                 parameter.grad.zero_()
 
-    def measure_peak(self, run: Callable[[], object] | None = None) -> StepPeaks:
+    def measure_peak(self) -> StepPeaks:
         """The step's peak, exactly: allocator events on a CPU, the allocator's statistics on CUDA."""
         self.rewind()
         self.clear_gradients()
         static_bytes = self.static_bytes()
+        args, kwargs = private_copy((self._args, self._kwargs))
         with PeakMeter(self.device) as meter:
-            (run or self.go_on)()
+            self._forward_and_backward(args, kwargs)
         return StepPeaks(static_bytes, static_bytes + meter.peak_bytes)
 
     def static_bytes(self) -> int:
         """Parameters, buffers, batch, gradients and optimizer state that are there before the step."""
-        state = [] if self._optimizer is None else list(_tensors_in(self._optimizer.state.values()))
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         batch = list(_tensors_in((self._args, self._kwargs)))
-        held = [*self.model.parameters(), *self.model.buffers(), *gradients, *batch, *state]
-        return storage_bytes(held, self.device)
+        held = [*self.model.parameters(), *self.model.buffers(), *gradients, *batch]
+        return storage_bytes(held, self.device) + self.optimizer_bytes()
+
+    def optimizer_bytes(self) -> int:
+        """Optimizer state that exists already."""
+        return 0 if self._optimizer is None else storage_bytes(_tensors_in(self._optimizer.state.values()), self.device)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """The gradients of the last run, by parameter name (aliases, not copies)."""

@@ -1,0 +1,7 @@
+"""The wiring: trace, cost, plan, apply, verify. The only place, besides the command line, that knows several stages."""
+
+from plimsoll.pipeline.attachment import attach
+from plimsoll.pipeline.evidence import compare, verify
+from plimsoll.pipeline.plans import apply, load, plan
+
+__all__ = ["apply", "attach", "compare", "load", "plan", "verify"]

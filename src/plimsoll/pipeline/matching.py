@@ -1,0 +1,44 @@
+"""A plan, a model and a batch in; an error if they do not belong together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.errors import PlanMismatch
+from plimsoll.recording.calling import Loss
+from plimsoll.recording.fingerprint import fingerprint, signature
+
+
+def refuse_other_model(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan that was made for a model of another structure.
+
+    Raises:
+        PlanMismatch: both fingerprints are shown.
+    """
+    found = fingerprint(model)
+    if found != plan.fingerprint:
+        raise PlanMismatch(
+            f"This plan was made for another model: {plan.fingerprint}, not {found}.",
+            why="classes, names, shapes or dtypes of modules, parameters or buffers differ",
+            next="plan this model, or load the model that the plan was made for",
+        )
+
+
+def refuse_other_signature(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan, loss: Loss | None
+) -> None:
+    """Refuse a batch of another shape or dtype, or a step in another mode, than the plan was made for.
+
+    Raises:
+        PlanMismatch: both signatures are shown.
+    """
+    found = signature(model, args, kwargs, loss=loss)
+    if found != plan.signature:
+        raise PlanMismatch(
+            f"This plan was made for another step: {plan.signature}",
+            why=f"this one is {found}",
+            next="plan with this batch, or pass the batch, loss= and mode that the plan was made with",
+        )
