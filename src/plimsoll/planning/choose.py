@@ -1,0 +1,192 @@
+"""Windows, choices and a budget in, one choice per region out: a mixed-integer program, solved by HiGHS.
+
+Legend. ``z[r, c]`` = 1 if region r takes choice c; ``load[w]`` = what the choices add in window w; ``last`` = 1, or the
+peak where the peak is minimised. With ``added`` and ``fixed`` from ``windows``:
+
+==  ===========================================================================  ==================================
+1   minimise Σ seconds[r, c] · z[r, c] + step · last                             (or ``last`` alone, for the floor)
+2   Σ_c z[r, c] = 1                                                              for every region r
+3   load[w] - load[w - 1] = Σ_r,c (added[r][w, c] - added[r][w - 1, c]) z[r, c]  for every window w
+4   load[w] ≤ budget - fixed[w]                                                  (or ``last`` - fixed[w])
+==  ===========================================================================  ==================================
+
+Row 3 writes the sums as differences: from one window to the next few regions change, so the matrix stays sparse at any
+depth. The step's own seconds are in the objective, so gaps are relative to the whole step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import coo_array, csr_array
+
+from plimsoll.planning.choices import ChoiceSet
+from plimsoll.planning.effects import Effect
+from plimsoll.planning.step import Ints, StepIndex
+from plimsoll.planning.windows import Windows, build_windows
+
+Floats = npt.NDArray[np.float64]
+
+FINE_GAP = 1e-4
+COARSE_GAP = 1e-3
+EXACT_GAP = 0.0
+_OPTIMAL, _LIMIT, _INFEASIBLE = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """How one run of the solver ended.
+
+    ``effects`` are the choices taken, one per region, ``None`` if there are none; ``lower_value`` is the solver's proven
+    bound on its aim (seconds added to the step, or bytes of the peak); without ``is_finished`` the time ran out.
+    """
+
+    effects: tuple[Effect, ...] | None
+    lower_value: float
+    is_finished: bool
+
+
+class ChoiceProblem:
+    """The program for one step: built once, solved for many budgets."""
+
+    def __init__(self, index: StepIndex, sets: Sequence[ChoiceSet], time_limit_seconds: float) -> None:
+        windows = build_windows(index, sets)
+        kept = [
+            _undominated(choice_set.effects, added)
+            for choice_set, added in zip(sets, windows.added_bytes, strict=True)
+        ]
+        self.effects = tuple(
+            tuple(choice_set.effects[c] for c in chosen) for choice_set, chosen in zip(sets, kept, strict=True)
+        )
+        self.windows = Windows(
+            spans=windows.spans,
+            fixed_bytes=windows.fixed_bytes,
+            added_bytes=tuple(added[:, c] for added, c in zip(windows.added_bytes, kept, strict=True)),
+            is_between=windows.is_between,
+        )
+        self.step_seconds = max(index.base_seconds, 1e-12)
+        self.deadline = time.monotonic() + time_limit_seconds
+        self.columns = sum(map(len, self.effects))
+        self.seconds = np.array([effect.seconds for effects in self.effects for effect in effects])
+        self.unit_bytes = max(float(windows.fixed_bytes.max()) / 1e4, 1.0)
+        self.matrix = self._rows()
+
+    def choose(self, budget_bytes: int, gap_of_step: float = FINE_GAP) -> Selection:
+        """The choices with the least seconds whose load fits the budget in every window.
+
+        Args:
+            budget_bytes: what no window may exceed.
+            gap_of_step: how far from the optimum the solver may stop, as a share of the step; small programs go to the end.
+        """
+        aim = np.concatenate([self.seconds / self.step_seconds, np.zeros(len(self.windows.spans)), [1.0]])
+        selection = self._solve(aim, self._bounds(budget_bytes), [], gap_of_step)
+        lower_seconds = (selection.lower_value - 1.0) * self.step_seconds
+        return Selection(selection.effects, max(lower_seconds, 0.0), selection.is_finished)
+
+    def minimise_peak(self) -> Selection:
+        """The choices with the smallest peak."""
+        windows = len(self.windows.spans)
+        aim = np.concatenate([np.zeros(self.columns + windows), [1.0]])
+        window = np.arange(windows)
+        rows = np.concatenate([window, window])
+        columns = np.concatenate([self.columns + window, np.full(windows, self.columns + windows)])
+        data = np.concatenate([np.ones(windows), -np.ones(windows)])
+        below_peak = coo_array((data, (rows, columns)), shape=(windows, len(aim))).tocsr()
+        room = LinearConstraint(below_peak, -np.inf, -self.windows.fixed_bytes / self.unit_bytes)
+        bounds = Bounds(*self._limits(np.full(windows, np.inf), (0.0, np.inf)))
+        selection = self._solve(aim, bounds, [room], FINE_GAP)
+        return Selection(selection.effects, selection.lower_value * self.unit_bytes, selection.is_finished)
+
+    def window_prices(self, budget_bytes: int) -> Floats:
+        """Seconds per step that one more byte in each window is worth: the duals of row 4 in the relaxed program."""
+        windows = len(self.windows.spans)
+        unit_seconds = max(float(self.seconds.max(initial=0.0)), 1e-30)
+        bounds = self._bounds(budget_bytes)
+        result = linprog(
+            np.concatenate([self.seconds / unit_seconds, np.zeros(windows + 1)]),
+            A_eq=self.matrix,
+            b_eq=self._right_side(),
+            bounds=np.column_stack([bounds.lb, bounds.ub]),
+            method="highs",
+        )
+        if result.status != _OPTIMAL:
+            return np.zeros(windows)
+        marginals = np.asarray(result.upper.marginals[self.columns : self.columns + windows], dtype=np.float64)
+        return np.maximum(-marginals * unit_seconds / self.unit_bytes, 0.0)
+
+    def _bounds(self, budget_bytes: int) -> Bounds:
+        room = (budget_bytes - self.windows.fixed_bytes) / self.unit_bytes
+        return Bounds(*self._limits(room, (1.0, 1.0)))
+
+    def _limits(self, room: Floats, last: tuple[float, float]) -> tuple[Floats, Floats]:
+        lower = np.concatenate([np.zeros(self.columns), np.full(len(room), -np.inf), [last[0]]])
+        upper = np.concatenate([np.ones(self.columns), room, [last[1]]])
+        return lower, upper
+
+    def _right_side(self) -> Floats:
+        return np.concatenate([np.ones(len(self.effects)), np.zeros(len(self.windows.spans))])
+
+    def _rows(self) -> csr_array:
+        """Rows 2 and 3 over the columns z, load and last."""
+        regions, windows = len(self.effects), len(self.windows.spans)
+        window = np.arange(windows)
+        rows, columns, data = [regions + window, regions + window[1:]], [window, window[:-1]], [np.ones(windows)]
+        columns = [self.columns + c for c in columns]
+        data.append(-np.ones(max(windows - 1, 0)))
+        first = 0
+        for region, added in enumerate(self.windows.added_bytes):
+            choices = np.arange(added.shape[1])
+            rows.append(np.full(len(choices), region))
+            columns.append(first + choices)
+            data.append(np.ones(len(choices)))
+            changes = np.diff(added, axis=0, prepend=0)
+            at, choice = np.nonzero(changes)
+            rows.append(regions + at)
+            columns.append(first + choice)
+            data.append(-changes[at, choice] / self.unit_bytes)
+            first += len(choices)
+        shape = (regions + windows, self.columns + windows + 1)
+        return coo_array((np.concatenate(data), (np.concatenate(rows), np.concatenate(columns))), shape=shape).tocsr()
+
+    def _solve(self, aim: Floats, bounds: Bounds, more: list[LinearConstraint], gap_of_step: float) -> Selection:
+        if np.any(bounds.ub < bounds.lb):
+            return Selection(effects=None, lower_value=np.inf, is_finished=True)
+        right = self._right_side()
+        result = milp(
+            aim,
+            integrality=np.concatenate([np.ones(self.columns), np.zeros(len(aim) - self.columns)]),
+            bounds=bounds,
+            constraints=[LinearConstraint(self.matrix, right, right), *more],
+            options={"mip_rel_gap": gap_of_step, "time_limit": max(self.deadline - time.monotonic(), 0.1)},
+        )
+        return self._read(result)
+
+    def _read(self, result: Any) -> Selection:
+        assert result.status in (_OPTIMAL, _LIMIT, _INFEASIBLE), f"HiGHS: {result.message}"
+        if result.x is None:
+            return Selection(effects=None, lower_value=np.inf, is_finished=result.status != _LIMIT)
+        taken = []
+        first = 0
+        for effects in self.effects:
+            taken.append(effects[int(np.argmax(result.x[first : first + len(effects)]))])
+            first += len(effects)
+        bound = result.mip_dual_bound
+        lower_value = float(result.fun if bound is None else bound)
+        return Selection(tuple(taken), lower_value, is_finished=result.status == _OPTIMAL)
+
+
+def _undominated(effects: Sequence[Effect], added: Ints) -> list[int]:
+    """Choices that no other one equals or beats in seconds and in every window."""
+    distinct = np.unique(added, axis=0)
+    order = sorted(range(len(effects)), key=lambda c: (effects[c].seconds, int(distinct[:, c].sum())))
+    left: list[int] = []
+    for choice in order:
+        if not left or not (distinct[:, left] <= distinct[:, [choice]]).all(axis=0).any():
+            left.append(choice)
+    return left

@@ -1,0 +1,158 @@
+"""One region and one price of memory in, the cheapest set of values to keep out: a minimum s-t cut.
+
+Legend (design section 1). ``x_v`` = value v is available in backward; ``y_o`` = op o runs again. A node on the source side
+is true. Edges:
+
+==  ===============================  ==========================================================
+1   source → x_v, infinite           v is read by backward
+2   y_o → x_u, infinite              op o reads u
+3   x_v → y_producer(v), λ·bytes(v)  v is available without being made again: it is held
+4   y_o → sink, seconds(o)           op o runs again (infinite if it may not)
+5   x_u → sink, λ·bytes(u)           u is an input that must be copied (0 for parameters and what is held anyway)
+==  ===============================  ==========================================================
+
+An edge counts when it leaves the source side. All terms are submodular, so the cut is the optimum for this price; what a
+price cannot see is that the replay itself needs memory (``choices`` looks after that).
+
+Source: project selection (Picard 1976) as used for rematerialisation by Checkmate's and torch's min-cut partitioners; here
+storing is priced per byte, so that a sweep gives the whole frontier. scipy's ``maximum_flow`` takes 32-bit capacities:
+seconds are scaled so that all finite capacities together stay below 2^29, and ``lower_value`` allows for the rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from plimsoll.planning.step import RegionView
+
+_FINITE_TOTAL = 2**29
+_INFINITE = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What the cut weighs: bytes that holding a value adds, and seconds that running an op again adds.
+
+    ``held_bytes`` has every droppable value and every copied input of the region; values that are absent cannot be stored.
+    """
+
+    held_bytes: dict[int, float]
+    op_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The values kept, the inputs copied and the ops run again at one price.
+
+    ``lower_value`` is a number that no other set of values undercuts in ``price · bytes + seconds``.
+    """
+
+    kept: frozenset[int]
+    copied: frozenset[int]
+    ops: frozenset[int]
+    held_bytes: float
+    seconds: float
+    lower_value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """The graph of the cut; ``capacities`` in seconds, ``inf`` where a cut may not pass."""
+
+    nodes: int
+    tails: tuple[int, ...]
+    heads: tuple[int, ...]
+    capacities: tuple[float, ...]
+
+
+SOURCE, SINK = 0, 1
+
+
+def value_node(value: int) -> int:
+    """The node of ``x_v``."""
+    return 2 + value
+
+
+def op_node(view: RegionView, op: int) -> int:
+    """The node of ``y_o``."""
+    return 2 + len(view.graph.values) + op
+
+
+def build_edges(view: RegionView, prices: Prices, price_seconds_per_byte: float) -> Edges:
+    """The edges 1 to 5 of the module's legend."""
+    graph = view.graph
+    tails: list[int] = []
+    heads: list[int] = []
+    capacities: list[float] = []
+
+    def add(tail: int, head: int, capacity: float) -> None:
+        tails.append(tail)
+        heads.append(head)
+        capacities.append(capacity)
+
+    for value in {graph.slots[slot].value for slot in graph.backward_order} & set(view.droppable):
+        add(SOURCE, value_node(value), np.inf)
+    held_anyway = view.free | view.forced
+    for value_ in graph.values:
+        if value_.id in held_anyway:
+            continue
+        bytes_ = prices.held_bytes.get(value_.id)
+        capacity = np.inf if bytes_ is None else price_seconds_per_byte * bytes_
+        add(value_node(value_.id), SINK if value_.producer < 0 else op_node(view, value_.producer), capacity)
+    for op in graph.ops:
+        add(op_node(view, op.id), SINK, np.inf if op.obstacle else prices.op_seconds[op.id])
+        for read in op.reads:
+            if read not in held_anyway:
+                add(op_node(view, op.id), value_node(read), np.inf)
+    nodes = 2 + len(graph.values) + len(graph.ops)
+    return Edges(nodes, tuple(tails), tuple(heads), tuple(capacities))
+
+
+def solve_cut(view: RegionView, prices: Prices, price_seconds_per_byte: float) -> Cut:
+    """The cheapest choice of one region at one price.
+
+    Args:
+        view: the region.
+        prices: bytes and seconds.
+        price_seconds_per_byte: what one byte held from forward to backward costs.
+    """
+    edges = build_edges(view, prices, price_seconds_per_byte)
+    capacities = np.array(edges.capacities)
+    is_finite = np.isfinite(capacities)
+    total = float(capacities[is_finite].sum())
+    unit = total / _FINITE_TOTAL if total > 0 else 1.0
+    scaled = np.full(len(capacities), _INFINITE, dtype=np.int64)
+    scaled[is_finite] = np.rint(capacities[is_finite] / unit).astype(np.int64)
+    shape = (edges.nodes, edges.nodes)
+    # Parallel edges add up here; infinite ones are capped again, or the sum would leave 32 bits.
+    matrix = csr_array((scaled, (np.array(edges.tails), np.array(edges.heads))), shape=shape)
+    matrix.sum_duplicates()
+    matrix = csr_array((np.minimum(matrix.data, _INFINITE).astype(np.int32), matrix.indices, matrix.indptr), shape=shape)
+    flow = maximum_flow(matrix, SOURCE, SINK)
+    residual = matrix - flow.flow
+    residual.data = np.maximum(residual.data, 0)
+    residual.eliminate_zeros()
+    reached = set(breadth_first_order(residual, SOURCE, return_predecessors=False).tolist())
+    lower_value = max(flow.flow_value - int(is_finite.sum()), 0) * unit
+    return _read_off(view, prices, reached, lower_value)
+
+
+def _read_off(view: RegionView, prices: Prices, reached: set[int], lower_value: float) -> Cut:
+    """The choice that the source side of a cut stands for."""
+    graph = view.graph
+    ops = frozenset(op.id for op in graph.ops if op_node(view, op.id) in reached)
+    available = {value.id for value in graph.values if value_node(value.id) in reached}
+    kept = frozenset(v for v in view.droppable if v in available and graph.values[v].producer not in ops)
+    copied = frozenset(available & view.copied)
+    return Cut(
+        kept=kept,
+        copied=copied,
+        ops=ops,
+        held_bytes=sum(prices.held_bytes[v] for v in kept | copied),
+        seconds=sum(prices.op_seconds[op] for op in ops),
+        lower_value=lower_value,
+    )

@@ -1,0 +1,131 @@
+"""A simulated choice per region and the price of memory in, region plans with a reason for every value out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.plan import RegionPlan, ValueDecision
+from plimsoll.planning.effects import held_bytes
+from plimsoll.planning.replay import boundary_values
+from plimsoll.planning.simulate import Choice, Simulation, is_touched
+from plimsoll.planning.step import RegionView, StepIndex
+from plimsoll.schedule import Unreachable, build_schedule, recipe_ops
+from plimsoll.units import MIB, format_seconds
+
+
+def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> tuple[RegionPlan, ...]:
+    """Write down what a simulated step decides.
+
+    Args:
+        simulation: the step under its choices.
+        prices_seconds_per_byte: per region, what a byte held between its forward and its backward costs (0: not scarce).
+    """
+    index = simulation.index
+    counted: set[int] = set()
+    op_seconds: dict[int, float] = {}
+    for region, op in simulation.replayed:
+        key = index.views[region].graph.ops[op].cost_key
+        op_seconds[region] = op_seconds.get(region, 0.0) + index.op_seconds(key) + index.costs.replay_seconds
+    plans = []
+    for view, choice, price in zip(index.views, simulation.choices, prices_seconds_per_byte, strict=True):
+        engine = view.managed_slots * index.costs.slot_seconds if is_touched(view.droppable, choice) else 0.0
+        linked = boundary_values(index, view) if choice.is_boundary_dropped else frozenset()
+        plans.append(
+            RegionPlan(
+                name=view.call.name,
+                call=view.call.call,
+                kind=view.call.kind,
+                decisions=_decisions(index, view, choice, price),
+                retained_bytes=_retained_bytes(view, choice, linked, counted),
+                replay_seconds=op_seconds.get(view.call.index, 0.0) + engine,
+                is_boundary_dropped=bool(linked),
+            )
+        )
+    return tuple(plans)
+
+
+def _retained_bytes(view: RegionView, choice: Choice, linked: frozenset[int], counted: set[int]) -> int:
+    """Bytes held between forward and backward; a storage that several regions hold counts at the first one."""
+    graph = view.graph
+    total = 0
+    for value in sorted((choice.kept | view.forced) - linked):
+        storage = graph.values[value].storage
+        if storage not in counted and value not in view.free:
+            counted.add(storage)
+            total += graph.values[value].bytes
+    schedule = build_schedule(graph, view.leaves | choice.kept, frozenset(view.droppable) - choice.kept)
+    copied = {leaf for leaves in schedule.leaves.values() for leaf in leaves} & view.copied
+    return total + sum(graph.values[leaf].bytes for leaf in copied)
+
+
+def _decisions(index: StepIndex, view: RegionView, choice: Choice, price: float) -> tuple[ValueDecision, ...]:
+    graph = view.graph
+    droppable = frozenset(view.droppable)
+    held = held_bytes(index, view)
+    shares = _replay_shares(index, view, choice)
+    seen: set[int] = set()
+    decisions = []
+    for value in view.saved:
+        entry = graph.values[value]
+        size = 0 if entry.storage in seen else entry.bytes
+        seen.add(entry.storage)
+        is_kept = value not in droppable or value in choice.kept
+        if value not in droppable:
+            reason = _obstacle(view, value)
+        elif is_kept and not held[value]:
+            reason = "free to keep: it is alive until then anyway"
+        else:
+            seconds = _seconds_to_rebuild(index, view, value, choice.kept - {value}) if is_kept else shares.get(value, 0.0)
+            reason = _compare(seconds, entry.bytes, price)
+        decisions.append(
+            ValueDecision(
+                value=entry.name,
+                decision=Decision.KEEP if is_kept else Decision.RECOMPUTE,
+                bytes=size,
+                seconds=0.0 if is_kept else shares.get(value, 0.0),
+                reason=reason,
+            )
+        )
+    return tuple(decisions)
+
+
+def _compare(seconds: float, bytes_: int, price: float) -> str:
+    """``recompute costs 0.8 µs/MiB, memory is worth 2.1 µs/MiB here``."""
+    if not bytes_:
+        return "it has no bytes"
+    cost = f"recompute costs {format_seconds(seconds * MIB / bytes_)}/MiB"
+    worth = f"memory is worth {format_seconds(price * MIB)}/MiB here" if price > 0 else "memory is not scarce here"
+    return f"{cost}, {worth}"
+
+
+def _obstacle(view: RegionView, value: int) -> str:
+    """Why a value is always kept."""
+    if view.call.obstacle:
+        return f"region left alone: {view.call.obstacle}"
+    entry = view.graph.values[value]
+    if entry.producer < 0:
+        return f"{entry.origin.value} of the region"
+    try:
+        recipe_ops(view.graph, value, (frozenset(view.saved) | view.leaves) - {value})
+    except Unreachable as unreachable:
+        return f"no recipe: {unreachable.obstacle}"
+    return "its memory comes from outside the region"
+
+
+def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, kept: frozenset[int]) -> float:
+    """What dropping this value too would add, were nothing else run again."""
+    ops, _ = recipe_ops(view.graph, value, view.leaves | kept)
+    return sum(index.op_seconds(view.graph.ops[op].cost_key) + index.costs.replay_seconds for op in ops)
+
+
+def _replay_shares(index: StepIndex, view: RegionView, choice: Choice) -> dict[int, float]:
+    """Seconds of the ops that run for each dropped value: those that no value before it in backward has already run."""
+    graph = view.graph
+    schedule = build_schedule(graph, view.leaves | choice.kept, frozenset(view.droppable) - choice.kept)
+    shares: dict[int, float] = {}
+    for segment in schedule.segments:
+        keys = [graph.ops[step.op].cost_key for step in segment.steps]
+        seconds = sum(index.op_seconds(key) + index.costs.replay_seconds for key in keys)
+        shares[segment.value] = shares.get(segment.value, 0.0) + seconds
+    return shares

@@ -1,0 +1,147 @@
+"""One region and one set of kept values in, what it adds to the step's memory and time out, relative to the region itself.
+
+Regions that are *alike* (same graph, same ticks relative to their forward and backward, same storages held anyway) share
+their effects, so a choice of 80 equal blocks is replayed once. The bytes come from ``replay``, the code of the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+
+from plimsoll.planning.replay import replay
+from plimsoll.planning.simulate import Choice, replay_seconds
+from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, merge, slot_stop, subtract
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The instants of one region: forward ``[entry, exit)``, backward ``[start, stop)`` with what is released late."""
+
+    entry: int
+    exit: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Effect:
+    """What one choice of one region adds to the fixed bytes.
+
+    ``copied_bytes`` from the region's entry on, ``retained_bytes`` (copies included) between its forward and its backward,
+    ``backward`` per instant of its backward. ``seconds`` are those of replay. ``is_additive`` if these figures are exact
+    beside any choices of other regions; otherwise they are no less than what the region adds.
+    """
+
+    kept: frozenset[int]
+    copied_bytes: int
+    retained_bytes: int
+    backward: Ints
+    seconds: float
+    is_additive: bool
+
+
+def frame_of(index: StepIndex, view: RegionView) -> Frame:
+    """The instants of a region in its step."""
+    entry, exit_ = view.call.forward
+    start, stop = view.call.backward
+    stops = [2 * stop, *(slot_stop(index.trace, slot) for v in view.droppable for slot in view.slots_of[v])]
+    return Frame(2 * entry, 2 * exit_, max(2 * start, 2 * exit_), max(stops))
+
+
+def own_cover(index: StepIndex, frame: Frame, storage: int) -> list[Span]:
+    """When a storage is alive anyway, from the region's exit on. If not all the way to backward, then not in between."""
+    covered = [(max(a, frame.exit), min(b, frame.stop)) for a, b in index.covered(storage)]
+    covered = merge(covered)
+    if any(a <= frame.exit and b >= frame.start for a, b in covered):
+        return covered
+    return merge((max(a, frame.start), b) for a, b in covered)
+
+
+def is_partly_covered(index: StepIndex, frame: Frame, storage: int) -> bool:
+    """Whether a storage is alive anyway for some, but not all, of the time between forward and backward."""
+    middle = merge((max(a, frame.exit), min(b, frame.start)) for a, b in index.covered(storage))
+    return bool(middle) and middle != [(frame.exit, frame.start)]
+
+
+def likeness(index: StepIndex, view: RegionView) -> Hashable:
+    """Equal for regions whose choices have equal effects."""
+    frame = frame_of(index, view)
+    graph = view.graph
+
+    def relative(instant: int) -> tuple[str, int]:
+        return ("b", instant - frame.start) if instant >= frame.start else ("f", instant - frame.entry)
+
+    slots = tuple(
+        (slot.value, slot.index, relative(2 * slot.unpacked), relative(slot_stop(index.trace, slot)))
+        for slot in graph.slots
+        if slot.is_managed
+    )
+    covers = tuple(
+        (
+            is_partly_covered(index, frame, graph.values[v].storage),
+            tuple((relative(a), relative(b)) for a, b in own_cover(index, frame, graph.values[v].storage)),
+        )
+        for v in view.saved
+    )
+    keys = tuple((op.cost_key, op.reads, op.writes, op.obstacle) for op in graph.ops)
+    values = tuple((v.bytes, v.producer, v.origin.value) for v in graph.values)
+    span = (frame.exit - frame.entry, frame.stop - frame.start)
+    return (view.droppable, view.copied, slots, covers, keys, values, graph.backward_order, graph.outputs, span)
+
+
+def held_bytes(index: StepIndex, view: RegionView) -> dict[int, int]:
+    """Bytes that holding each droppable value or copying each input adds between the region's forward and backward."""
+    frame = frame_of(index, view)
+    bytes_ = {}
+    for value in view.droppable:
+        storage = view.graph.values[value].storage
+        covered = own_cover(index, frame, storage)
+        is_free = any(a <= frame.exit and b >= frame.start for a, b in covered)
+        bytes_[value] = 0 if is_free else view.graph.values[value].bytes
+    return bytes_ | {value: view.graph.values[value].bytes for value in view.copied}
+
+
+def measure_effect(index: StepIndex, view: RegionView, kept: frozenset[int]) -> Effect:
+    """Replay one choice of one region alone.
+
+    Raises:
+        Unreachable: a dropped value cannot be rebuilt.
+    """
+    frame = frame_of(index, view)
+    region = view.call.index
+    outcome = replay(index, {region: kept}, {})
+    length = frame.stop - frame.start
+    change = np.zeros(length + 1, dtype=np.int64)
+    retained = 0
+    copied = 0
+    is_additive = True
+    own = {view.graph.values[v].storage for v in view.droppable}
+    for storage, spans in outcome.holds.items():
+        size = index.trace.storages[storage].bytes
+        clipped = merge((max(a, frame.exit), b) for a, b in spans)
+        is_additive &= not is_partly_covered(index, frame, storage)
+        for a, b in subtract(clipped, own_cover(index, frame, storage)):
+            is_additive &= storage in own
+            retained += size if a <= frame.exit and b >= frame.start else 0
+            change[min(max(a - frame.start, 0), length)] += size
+            change[min(max(b - frame.start, 0), length)] -= size
+    for (_, b), size, _ in outcome.copies:
+        copied += size
+        change[0] += size
+        change[min(max(b - frame.start, 0), length)] -= size
+    curve = np.cumsum(change)[:-1]
+    _add_rebuilt(curve, outcome.levels, frame)
+    choices = [Choice(kept=frozenset(v.droppable)) for v in index.views]
+    choices[region] = Choice(kept=kept)
+    return Effect(kept, copied, retained + copied, curve, replay_seconds(index, choices, outcome.ops), is_additive)
+
+
+def _add_rebuilt(curve: Ints, levels: list[tuple[int, int]], frame: Frame) -> None:
+    last = dict(levels)
+    instants = sorted(last)
+    for instant, following in zip(instants, [*instants[1:], frame.stop][: len(instants)], strict=True):
+        if last[instant]:
+            curve[max(instant - frame.start, 0) : max(following - frame.start, 0)] += last[instant]

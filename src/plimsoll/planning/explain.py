@@ -1,0 +1,78 @@
+"""A simulated plan in, what its user should know out: what holds the floor, and why a peak does not move."""
+
+from __future__ import annotations
+
+from plimsoll.artifacts.plan import Peak
+from plimsoll.errors import BudgetBelowFloor
+from plimsoll.planning.simulate import Simulation, describe_peak
+from plimsoll.units import format_bytes
+
+_HOLDERS_NAMED = 3
+
+
+def floor_error(budget_bytes: int, floor: Peak, excess_bytes: int = 0) -> BudgetBelowFloor:
+    """The error for a budget that no plan reaches, naming who holds the floor."""
+    floor_bytes = floor.bytes + excess_bytes
+    measured = f", and {format_bytes(excess_bytes)} were measured on top" if excess_bytes > 0 else ""
+    return BudgetBelowFloor(
+        f"budget {format_bytes(budget_bytes)} is below the smallest reachable peak, {format_bytes(floor_bytes)}.",
+        why=f"{name_holders(floor)} are alive together in {floor.moment}{measured}",
+        next=f"budget {format_bytes_up(floor_bytes)} ({floor_bytes} bytes), or a smaller micro-batch, or fewer "
+        "optimizer states",
+    )
+
+
+def strategy_error(strategy: str, budget_bytes: int, peak: Peak, floor_bytes: int) -> BudgetBelowFloor:
+    """The error for a named strategy whose peak exceeds the budget."""
+    if floor_bytes <= budget_bytes:
+        advice = f"strategy='auto', whose floor is {format_bytes(floor_bytes)}"
+    else:
+        advice = f"a budget of at least {format_bytes_up(floor_bytes)} with strategy='auto'"
+    return BudgetBelowFloor(
+        f"strategy {strategy!r} peaks at {format_bytes(peak.bytes)}, above the budget {format_bytes(budget_bytes)}.",
+        why=f"{name_holders(peak)} are alive together in {peak.moment}",
+        next=f"{advice}, or a budget of {format_bytes_up(peak.bytes)} for this strategy",
+    )
+
+
+def format_bytes_up(bytes_: int) -> str:
+    """Like ``format_bytes``, but never less than the amount, so that it can be used as a budget.
+
+    Example:
+        >>> format_bytes_up(1024 * 1024 + 1)
+        '1.1 MiB'
+    """
+    for power in (4, 3, 2, 1):
+        scale = 1024**power
+        if bytes_ >= scale:
+            return format_bytes(-(-bytes_ * 10 // scale) * scale / 10)
+    return format_bytes(bytes_)
+
+
+def name_holders(peak: Peak) -> str:
+    """``4.1 GiB parameters; 3.2 GiB logits; 0.4 GiB others``."""
+    named = [f"{format_bytes(holder.bytes)} {holder.label}" for holder in peak.holders[:_HOLDERS_NAMED]]
+    rest = sum(holder.bytes for holder in peak.holders[_HOLDERS_NAMED:])
+    return "; ".join([*named, f"{format_bytes(rest)} others"] if rest else named)
+
+
+def notes_about(simulation: Simulation, baseline: Simulation) -> tuple[str, ...]:
+    """Sentences about a plan that lowers what is resident after forward, but not (or hardly) the peak."""
+    resident, before = _resident_bytes(simulation), _resident_bytes(baseline)
+    saved = before - resident
+    if saved <= 0 or baseline.peak_bytes - simulation.peak_bytes >= saved // 2:
+        return ()
+    peak = describe_peak(simulation)
+    return (
+        f"The plan lowers what is resident after forward from {format_bytes(before)} to {format_bytes(resident)}, but "
+        f"the peak only from {format_bytes(baseline.peak_bytes)} to {format_bytes(simulation.peak_bytes)}: it sits in "
+        f"{peak.moment} ({name_holders(peak)}).",
+    )
+
+
+def _resident_bytes(simulation: Simulation) -> int:
+    """Bytes alive between the last region's forward and the first backward."""
+    views = simulation.index.views
+    if not views:
+        return 0
+    return int(simulation.curve[min(2 * max(view.call.forward[1] for view in views), len(simulation.curve) - 1)])

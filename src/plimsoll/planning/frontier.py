@@ -1,0 +1,67 @@
+"""One region in, the lower convex hull of (bytes held, seconds of replay) out, by recursive bisection over prices.
+
+Every cut gives a point and a supporting line; a price between two neighbouring points either finds a new point below their
+chord or proves that there is none. So the sweep is exact, and the lines bound *every* choice of the region, found or not.
+
+Source: the parametric-search idea of Eisner and Severance (1976).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plimsoll.planning.cut import Cut, Prices, solve_cut
+from plimsoll.planning.step import RegionView
+
+_POINTS_AT_MOST = 48
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """``seconds >= value_seconds - price · bytes`` holds for every choice of the region."""
+
+    price_seconds_per_byte: float
+    value_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hull:
+    """The vertices of the hull, most bytes first, and the lines that bound it from below."""
+
+    cuts: tuple[Cut, ...]
+    lines: tuple[Line, ...]
+
+
+def sweep_prices(view: RegionView, prices: Prices) -> Hull:
+    """All vertices of a region's hull; ``seconds`` are those of replayed ops alone (without the engine's per-slot share)."""
+    total_seconds = sum(prices.op_seconds)
+    smallest = min((b for b in prices.held_bytes.values() if b > 0), default=0.0)
+    lines: list[Line] = []
+
+    def at(price: float) -> Cut:
+        cut = solve_cut(view, prices, price)
+        lines.append(Line(price, cut.lower_value))
+        return cut
+
+    loose = at(0.0)
+    everything = frozenset(view.droppable)
+    keep = Cut(everything, frozenset(), frozenset(), sum(prices.held_bytes[v] for v in everything), 0.0, 0.0)
+    if smallest <= 0 or total_seconds <= 0:
+        return Hull(cuts=(keep, loose), lines=tuple(lines))
+    tight = at(2 * total_seconds / smallest)
+    found = [keep, tight]
+    pending = [(keep, tight)]
+    while pending and len(found) < _POINTS_AT_MOST:
+        more, less = pending.pop(0)
+        if more.held_bytes <= less.held_bytes:
+            continue
+        price = (less.seconds - more.seconds) / (more.held_bytes - less.held_bytes)
+        middle = at(price)
+        chord = price * more.held_bytes + more.seconds
+        if price * middle.held_bytes + middle.seconds >= chord - _TOLERANCE * max(chord, total_seconds):
+            continue
+        found.append(middle)
+        pending += [(more, middle), (middle, less)]
+    found.sort(key=lambda cut: (-cut.held_bytes, cut.seconds))
+    return Hull(cuts=tuple(found), lines=tuple(lines))

@@ -1,0 +1,341 @@
+"""Kept values of one region (or of a chain of linked ones) in, what the replay holds and runs at every instant out.
+
+This is the private memory of a replay: buffers that steps allocate, that in-place steps take over, and that live until both
+the schedule and the slots made of them let go. ``simulate`` adds it to everything else; the choices of the MILP are
+measured with the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from plimsoll.artifacts.region import Origin
+from plimsoll.planning.step import RegionView, Span, StepIndex, slot_stop
+from plimsoll.schedule import BOUNDARY, Schedule, Segment, build_schedule
+
+Level = tuple[int, int]
+"""From this instant on, this many bytes."""
+Live = tuple[str, int]
+"""Label and bytes of one buffer."""
+
+
+@dataclass(slots=True)
+class Replay:
+    """What a set of choices adds to the fixed bytes.
+
+    ``holds`` are spans of trace storages held for kept values (they may overlap each other and the fixed bytes),
+    ``copies`` private copies of inputs (span, bytes, label), ``levels`` the bytes of rebuilt values: each entry holds from
+    its instant to the next; the level at an even instant is the highest within the replay that runs there.
+    """
+
+    holds: dict[int, list[Span]] = field(default_factory=dict)
+    copies: list[tuple[Span, int, str]] = field(default_factory=list)
+    levels: list[Level] = field(default_factory=list)
+    ops: list[tuple[int, int]] = field(default_factory=list)
+    """(region, op) in the order of running."""
+    live: list[Live] = field(default_factory=list)
+    """Rebuilt buffers at the watched instant, at its highest."""
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Reference-counted buffers."""
+
+    bytes_now: int = 0
+    sizes: list[int] = field(default_factory=list)
+    references: list[int] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+
+    def allocate(self, size: int, label: str) -> int:
+        self.sizes.append(size)
+        self.references.append(1)
+        self.labels.append(label)
+        self.bytes_now += size
+        return len(self.sizes) - 1
+
+    def retain(self, buffer: int) -> int:
+        self.references[buffer] += 1
+        return buffer
+
+    def release(self, buffer: int) -> None:
+        self.references[buffer] -= 1
+        if not self.references[buffer]:
+            self.bytes_now -= self.sizes[buffer]
+
+    def alive(self) -> list[Live]:
+        return [
+            (label, size)
+            for label, size, references in zip(self.labels, self.sizes, self.references, strict=True)
+            if references > 0
+        ]
+
+
+@dataclass(slots=True)
+class _Part:
+    """One region of the chain: its schedule and which of its values lie in which buffer."""
+
+    view: RegionView
+    schedule: Schedule
+    linked: frozenset[int]
+    """Values of inputs that the provider must rebuild."""
+    provider: int
+    asked: bool = False
+    buffer_of: dict[int, int] = field(default_factory=dict)
+    consumers: list[int] = field(default_factory=list)
+    segments: dict[int, Segment] = field(default_factory=dict)
+
+
+
+def replay(
+    index: StepIndex, kept: Mapping[int, frozenset[int]], linked: Mapping[int, frozenset[int]], watch: int = -1
+) -> Replay:
+    """Replay the regions in ``kept`` together.
+
+    Args:
+        index: the step.
+        kept: per region the droppable values that are held; all its other droppable values are rebuilt.
+        linked: per region with a dropped boundary, the input values that the region before it rebuilds.
+        watch: an instant whose live buffers shall be listed.
+
+    Raises:
+        Unreachable: a dropped value cannot be rebuilt.
+    """
+    machine = _Machine(index, kept, linked, watch)
+    machine.hold()
+    machine.run()
+    return machine.out
+
+
+class _Machine:
+    def __init__(
+        self, index: StepIndex, kept: Mapping[int, frozenset[int]], linked: Mapping[int, frozenset[int]], watch: int
+    ) -> None:
+        self.index = index
+        self.kept = kept
+        self.watch = watch
+        self.out = Replay()
+        self.memory = _Memory()
+        self.highest = 0
+        self.watched = -1
+        self.releases: dict[int, list[int]] = {}
+        self.parts: dict[int, _Part] = {}
+        for region in sorted(kept, reverse=True):
+            self.parts[region] = self._part(region, linked)
+
+    def _part(self, region: int, linked: Mapping[int, frozenset[int]]) -> _Part:
+        view = self.index.views[region]
+        graph = view.graph
+        mine = linked.get(region, frozenset())
+        provider = provider_of(self.index, view, mine)
+        consumers = [r for r, part in self.parts.items() if part.provider == region]
+        stored = view.leaves | self.kept[region]
+        dropped = frozenset(view.droppable) - self.kept[region]
+        order = graph.backward_order
+        if consumers:
+            order = (BOUNDARY, *order)
+            dropped |= frozenset(v for v in graph.outputs if v not in stored)
+        schedule = build_schedule(graph, stored, dropped, order)
+        segments = {segment.slot: segment for segment in schedule.segments}
+        return _Part(view, schedule, mine, provider, consumers=consumers, segments=segments)
+
+    # What is held -----------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Note the spans of kept values, of leaves that dropped slots keep alive, and of copied inputs."""
+        for region, part in self.parts.items():
+            for value in self.kept[region]:
+                for slot in part.view.slots_of[value]:
+                    self._hold(part, value, 2 * slot.packed, slot_stop(self.index.trace, slot))
+            copied: dict[int, int] = {}
+            for slot_index, leaves in part.schedule.leaves.items():
+                stop = self._stop(part, slot_index)
+                for leaf in leaves:
+                    if leaf in part.view.free or leaf in part.linked:
+                        continue
+                    if leaf in part.view.copied:
+                        copied[leaf] = max(copied.get(leaf, 0), stop)
+                    else:
+                        first = min(slot.packed for slot in part.view.slots_of[leaf])
+                        self._hold(part, leaf, 2 * first, stop)
+            entry = 2 * part.view.call.forward[0]
+            for leaf, stop in copied.items():
+                value_ = part.view.graph.values[leaf]
+                label = f"{part.view.call.name} copy of {value_.name}"
+                self.out.copies.append(((entry, stop), value_.bytes, label))
+
+    def _hold(self, part: _Part, value: int, start: int, stop: int) -> None:
+        self.out.holds.setdefault(part.view.graph.values[value].storage, []).append((start, stop))
+
+    def _stop(self, part: _Part, slot_index: int) -> int:
+        """The instant at which the slot lets go of its leaves; for the boundary: when its consumers are through."""
+        if slot_index != BOUNDARY:
+            return slot_stop(self.index.trace, part.view.graph.slots[slot_index])
+        return max(self._needed_until(self.parts[r]) for r in part.consumers)
+
+    def _needed_until(self, part: _Part) -> int:
+        """The last release among the slots of ``part`` that are made of its linked inputs."""
+        graph = part.view.graph
+        direct = [slot for value in part.linked for slot in part.view.slots_of.get(value, ())]
+        through = [
+            graph.slots[slot] if slot != BOUNDARY else None
+            for slot, leaves in part.schedule.leaves.items()
+            if part.linked.intersection(leaves)
+        ]
+        stops = [slot_stop(self.index.trace, slot) for slot in (*direct, *through) if slot is not None]
+        if None in through:
+            stops.append(self._stop(part, BOUNDARY))
+        return max(stops, default=0)
+
+    # What is run ------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Walk through backward: at every tick first let go, then run the segments of the slots that are read."""
+        reads: list[tuple[int, int, int, int]] = []
+        for position, (region, part) in enumerate(self.parts.items()):
+            rebuilt = part.schedule.leaves
+            for rank, slot_index in enumerate(part.view.graph.backward_order):
+                slot = part.view.graph.slots[slot_index]
+                if slot_index in rebuilt or slot.value in part.linked:
+                    reads.append((slot.unpacked, position, rank, region))
+        reads.sort()
+        for at, (tick, _, rank, region) in enumerate(reads):
+            part = self.parts[region]
+            if at == 0 or reads[at - 1][0] != tick:
+                self._let_go(2 * tick)
+                self.highest = self.memory.bytes_now
+                self._look(2 * tick)
+            self._read(part, part.view.graph.backward_order[rank], 2 * tick)
+            if at + 1 == len(reads) or reads[at + 1][0] != tick:
+                self.out.levels.append((2 * tick, self.highest))
+                self.out.levels.append((2 * tick + 1, self.memory.bytes_now))
+                self._look(2 * tick + 1)
+        self._let_go(self.index.instants)
+
+    def _let_go(self, instant: int) -> None:
+        """Release everything that slots let go at or before ``instant``."""
+        for due in sorted(d for d in self.releases if d <= instant):
+            for buffer in self.releases.pop(due):
+                self.memory.release(buffer)
+            self.out.levels.append((due, self.memory.bytes_now))
+            self._look(due)
+
+    def _look(self, instant: int, workspace: Live | None = None) -> None:
+        """List the live buffers if nothing later, up to the watched instant, and nothing higher at it was seen."""
+        if instant > self.watch:
+            return
+        level = self.memory.bytes_now + (workspace[1] if workspace else 0)
+        if instant < self.watch or level >= self.watched:
+            self.out.live = self.memory.alive() + ([workspace] if workspace else [])
+        self.watched = -1 if instant < self.watch else max(level, self.watched)
+
+    def _read(self, part: _Part, slot_index: int, instant: int) -> None:
+        slot = part.view.graph.slots[slot_index]
+        if slot.value in part.linked or part.linked.intersection(part.schedule.leaves.get(slot_index, ())):
+            self._ask(part, instant)
+        segment = part.segments.get(slot_index)
+        if segment is None:
+            return
+        self._run_segment(part, segment, instant)
+        buffer = part.buffer_of.get(segment.value)
+        if buffer is not None:
+            self._keep_until(buffer, slot_stop(self.index.trace, slot))
+        self._forget(part, segment.frees)
+
+    def _ask(self, part: _Part, instant: int) -> None:
+        """Have the provider rebuild its outputs, once; it may have to ask its own provider first."""
+        provider = self.parts[part.provider]
+        if provider.asked:
+            return
+        provider.asked = True
+        if provider.linked.intersection(provider.schedule.leaves.get(BOUNDARY, ())):
+            self._ask(provider, instant)
+        segment = provider.segments.get(BOUNDARY)
+        if segment is not None:
+            self._run_segment(provider, segment, instant)
+            self._forget(provider, segment.frees)
+
+    def _run_segment(self, part: _Part, segment: Segment, instant: int) -> None:
+        graph = part.view.graph
+        wanted: dict[int, int] = {}
+        if segment.slot == BOUNDARY:
+            asked = {self.parts[r].view.graph.values[v].storage for r in part.consumers for v in self.parts[r].linked}
+            outputs = [v for v in graph.outputs if graph.values[v].storage in asked]
+            wanted = dict.fromkeys(outputs, self._stop(part, BOUNDARY))
+        for step in segment.steps:
+            op = graph.ops[step.op]
+            self.out.ops.append((part.view.call.index, step.op))
+            taken_over = {
+                graph.values[r].storage: part.buffer_of[r]
+                for r in op.reads
+                if r in part.buffer_of and r not in step.copies
+            }
+            for write in op.writes:
+                value = graph.values[write]
+                buffer = taken_over.get(value.storage)
+                part.buffer_of[write] = (
+                    self.memory.allocate(value.bytes, f"{part.view.call.name} rebuilt {value.name}")
+                    if buffer is None
+                    else self.memory.retain(buffer)
+                )
+                if write in wanted:
+                    self._keep_until(part.buffer_of[write], wanted[write])
+            workspace = self.index.trace.workspaces.get(op.cost_key, 0)
+            self.highest = max(self.highest, self.memory.bytes_now + workspace)
+            self._look(instant, (f"{part.view.call.name} workspace of {op.name}", workspace) if workspace else None)
+            self._forget(part, step.frees)
+
+    def _keep_until(self, buffer: int, instant: int) -> None:
+        self.releases.setdefault(instant, []).append(self.memory.retain(buffer))
+
+    def _forget(self, part: _Part, values: Iterable[int]) -> None:
+        for value in values:
+            buffer = part.buffer_of.pop(value, None)
+            if buffer is not None:
+                self.memory.release(buffer)
+
+
+def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
+    """Saved inputs of a region that the region before it made, and can make again: what a dropped boundary lets go."""
+    found: set[int] = set()
+    for value in view.saved:
+        entry = view.graph.values[value]
+        maker = index.trace.storages[entry.storage].region
+        if entry.origin is not Origin.INPUT or maker < 0 or maker == view.call.index:
+            continue
+        if _can_provide(index.views[maker], entry.storage):
+            found.add(value)
+    makers = {index.trace.storages[view.graph.values[v].storage].region for v in found}
+    return frozenset(found) if len(makers) == 1 else frozenset()
+
+
+def _can_provide(maker: RegionView, storage: int) -> bool:
+    """Whether all outputs of ``maker`` can be rebuilt from its leaves alone, ``storage`` among them."""
+    if not maker.droppable:
+        return False
+    outputs = maker.graph.outputs
+    if storage not in {maker.graph.values[v].storage for v in outputs}:
+        return False
+    schedule_needs = frozenset(outputs) - maker.leaves
+    return not any(_obstacle(maker, value) for value in schedule_needs)
+
+
+def _obstacle(maker: RegionView, value: int) -> bool:
+    pending, seen = [value], set(maker.leaves)
+    while pending:
+        current = pending.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        producer = maker.graph.values[current].producer
+        if producer < 0 or maker.graph.ops[producer].obstacle:
+            return True
+        pending.extend(maker.graph.ops[producer].reads)
+    return False
+
+
+def provider_of(index: StepIndex, view: RegionView, linked: frozenset[int]) -> int:
+    """The region that rebuilds the linked inputs of ``view``; -1 if there are none."""
+    if not linked:
+        return -1
+    return index.trace.storages[view.graph.values[next(iter(linked))].storage].region

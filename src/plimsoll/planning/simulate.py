@@ -1,0 +1,297 @@
+"""A trace, its costs and the decisions of every region in, the exact bytes of every instant and the seconds out.
+
+This is the oracle: whatever the solver believes, its plan is replayed here. See ``step`` for instants and fixed bytes, and
+``replay`` for the memory of replays. Not modelled: fragmentation, and memory that no traced op allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.plan import Holder, Peak, RegionPlan, TimelinePoint
+from plimsoll.artifacts.trace import Category, Trace
+from plimsoll.planning.replay import Replay, boundary_values, provider_of, replay
+from plimsoll.planning.step import Ints, Span, StepIndex, merge, subtract
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one region does: the droppable values that it keeps (ids of its graph), and whether its boundary is dropped."""
+
+    kept: frozenset[int]
+    is_boundary_dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """One step under one plan.
+
+    ``curve`` is bytes per instant (two per tick), ``replayed`` the (region, op) pairs that run again, ``peak_instant`` the
+    first instant at which ``peak_bytes`` are alive.
+    """
+
+    index: StepIndex
+    choices: tuple[Choice, ...]
+    curve: Ints
+    peak_bytes: int
+    peak_instant: int
+    seconds: float
+    replayed: tuple[tuple[int, int], ...]
+
+    @property
+    def peak(self) -> Peak:
+        """The highest moment, with those who hold it."""
+        return describe_peak(self)
+
+    @property
+    def classes(self) -> dict[str, int]:
+        """Bytes per memory category at the peak."""
+        return {name: int(curve[self.peak_instant]) for name, curve in _category_curves(self).items()}
+
+    def timeline(self, points: int = 400) -> tuple[TimelinePoint, ...]:
+        """The bytes over the step at no more than ``points`` ticks: the highest of each stretch, so the peak is in."""
+        return _timeline(self, points)
+
+
+def simulate(trace: Trace, costs: Costs, regions: Sequence[RegionPlan]) -> Simulation:
+    """Replay a step under the decisions of a plan.
+
+    Args:
+        trace: the step.
+        costs: seconds per op.
+        regions: decisions by region name and call; regions that are not named keep everything, and so do values.
+
+    Raises:
+        Unreachable: a dropped value cannot be rebuilt.
+    """
+    index = StepIndex(trace, costs)
+    return run_choices(index, choices_of(index, regions))
+
+
+def choices_of(index: StepIndex, regions: Sequence[RegionPlan]) -> tuple[Choice, ...]:
+    """The choice per region of the trace that region plans name."""
+    plans = {(plan.name, plan.call): plan for plan in regions}
+    choices = []
+    for view in index.views:
+        plan = plans.get((view.call.name, view.call.call))
+        if plan is None:
+            choices.append(Choice(kept=frozenset(view.droppable)))
+            continue
+        dropped = plan.dropped
+        kept = frozenset(v for v in view.droppable if view.graph.values[v].name not in dropped)
+        choices.append(Choice(kept=kept, is_boundary_dropped=plan.is_boundary_dropped))
+    return tuple(choices)
+
+
+def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
+    """Replay a step under one choice per region."""
+    linked = _links(index, choices)
+    replays = [replay(index, kept, linked) for kept in chains(index, choices, linked)]
+    change = _storage_changes(index, replays, linked)
+    curve = index.fixed + np.cumsum(change)[:-1]
+    for outcome in replays:
+        _add_levels(curve, outcome)
+    peak_instant = int(np.argmax(curve))
+    ops = tuple(op for outcome in replays for op in outcome.ops)
+    return Simulation(
+        index=index,
+        choices=tuple(choices),
+        curve=curve,
+        peak_bytes=int(curve[peak_instant]),
+        peak_instant=peak_instant,
+        seconds=index.base_seconds + replay_seconds(index, choices, ops),
+        replayed=ops,
+    )
+
+
+def replay_seconds(index: StepIndex, choices: Sequence[Choice], ops: Sequence[tuple[int, int]]) -> float:
+    """Seconds that replayed ops and the engine's own work add."""
+    seconds = sum(index.op_seconds(index.views[r].graph.ops[o].cost_key) + index.costs.replay_seconds for r, o in ops)
+    touched = [v for v, c in zip(index.views, choices, strict=True) if is_touched(v.droppable, c)]
+    return seconds + sum(view.managed_slots for view in touched) * index.costs.slot_seconds
+
+
+def is_touched(droppable: tuple[int, ...], choice: Choice) -> bool:
+    """Whether the engine has anything to do in a region."""
+    return choice.is_boundary_dropped or len(choice.kept) < len(droppable)
+
+
+def chains(
+    index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]
+) -> list[dict[int, frozenset[int]]]:
+    """The kept values of the touched regions, those together that are linked by dropped boundaries."""
+    chain_of: dict[int, dict[int, frozenset[int]]] = {}
+    found: list[dict[int, frozenset[int]]] = []
+    for view, choice in zip(index.views, choices, strict=True):
+        region = view.call.index
+        provider = provider_of(index, view, linked.get(region, frozenset()))
+        if provider >= 0:
+            chain = chain_of.get(provider)
+            if chain is None:
+                chain = {provider: choices[provider].kept}
+                chain_of[provider] = chain
+                found.append(chain)
+            chain[region] = choice.kept
+            chain_of[region] = chain
+        elif region not in chain_of and view.droppable:
+            chain_of[region] = {region: choice.kept}
+            found.append(chain_of[region])
+    return found
+
+
+def _links(index: StepIndex, choices: Sequence[Choice]) -> dict[int, frozenset[int]]:
+    """The inputs that dropped boundaries let go; a boundary that nobody can rebuild stays held."""
+    linked = {
+        view.call.index: boundary_values(index, view)
+        for view, choice in zip(index.views, choices, strict=True)
+        if choice.is_boundary_dropped
+    }
+    return {region: values for region, values in linked.items() if values}
+
+
+def _storage_changes(index: StepIndex, replays: Sequence[Replay], linked: Mapping[int, frozenset[int]]) -> Ints:
+    """What choices add to (or, for dropped boundaries, take from) the fixed bytes, as changes per instant."""
+    change = np.zeros(index.instants + 1, dtype=np.int64)
+    holds: dict[int, list[Span]] = {}
+    for outcome in replays:
+        for storage, spans in outcome.holds.items():
+            holds.setdefault(storage, []).extend(spans)
+        for (start, stop), size, _ in outcome.copies:
+            change[start] += size
+            change[stop] -= size
+    for storage in _linked_storages(index, linked):
+        holds.setdefault(storage, [])
+    for storage, spans in holds.items():
+        size = index.trace.storages[storage].bytes
+        fixed = index.covered(storage)
+        actual = merge([*actual_cover(index, storage, linked), *spans])
+        for start, stop in subtract(actual, fixed):
+            change[start] += size
+            change[stop] -= size
+        for start, stop in subtract(fixed, actual):
+            change[start] -= size
+            change[stop] += size
+    return change
+
+
+def _linked_storages(index: StepIndex, linked: Mapping[int, frozenset[int]]) -> set[int]:
+    return {index.views[r].graph.values[v].storage for r, values in linked.items() for v in values}
+
+
+def actual_cover(index: StepIndex, storage: int, linked: Mapping[int, frozenset[int]]) -> list[Span]:
+    """Like ``StepIndex.covered``, but slots of dropped boundaries hold only until their region's forward ends."""
+    spans = [index.life(storage)]
+    for region, start, stop in index.forced_spans.get(storage, ()):
+        call = index.views[region].call
+        is_linked = any(call.graph.values[v].storage == storage for v in linked.get(region, ()))
+        spans.append((start, min(stop, 2 * call.forward[1]) if is_linked else stop))
+    return merge(spans)
+
+
+def _add_levels(curve: Ints, outcome: Replay) -> None:
+    levels = dict(outcome.levels)
+    instants = sorted(levels)
+    for instant, following in zip(instants, [*instants[1:], len(curve)][: len(instants)], strict=True):
+        if levels[instant]:
+            curve[instant:following] += levels[instant]
+
+
+def _watch(simulation: Simulation, instant: int) -> tuple[list[Replay], dict[int, frozenset[int]]]:
+    index = simulation.index
+    linked = _links(index, simulation.choices)
+    return [replay(index, kept, linked, instant) for kept in chains(index, simulation.choices, linked)], linked
+
+
+def describe_peak(simulation: Simulation) -> Peak:
+    """Who is alive at the peak, by label and module, largest first."""
+    index, instant = simulation.index, simulation.peak_instant
+    replays, linked = _watch(simulation, instant)
+    bytes_of: dict[str, int] = {}
+
+    def add(label: str, size: int) -> None:
+        bytes_of[label] = bytes_of.get(label, 0) + size
+
+    holds: dict[int, list[Span]] = {}
+    for outcome in replays:
+        for storage, spans in outcome.holds.items():
+            holds.setdefault(storage, []).extend(spans)
+        for (start, stop), size, label in outcome.copies:
+            if start <= instant < stop:
+                add(label, size)
+        for label, size in outcome.live:
+            add(label, size)
+    for storage_ in index.trace.storages:
+        spans = [*actual_cover(index, storage_.id, linked), *holds.get(storage_.id, ())]
+        if any(start <= instant < stop for start, stop in spans):
+            add(holder_label(storage_.category, storage_.label), storage_.bytes)
+    workspace = int(index.workspace[instant])
+    if workspace:
+        add(f"workspace of {index.trace.ops[instant // 2].name}", workspace)
+    holders = sorted((Holder(label=k, bytes=v) for k, v in bytes_of.items() if v), key=lambda h: (-h.bytes, h.label))
+    return Peak(moment=name_instant(index.trace, instant), bytes=simulation.peak_bytes, holders=tuple(holders))
+
+
+def holder_label(category: Category, label: str) -> str:
+    """State that stays for the whole step is one holder; activations and temporaries are named one by one."""
+    if category in (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.GRADIENT):
+        return {Category.PARAMETER: "parameters", Category.BUFFER: "buffers", Category.GRADIENT: "gradients"}.get(
+            category, category.value
+        )
+    return label or category.value
+
+
+def name_instant(trace: Trace, instant: int) -> str:
+    """Where in the step an instant lies: ``backward of layers.3.mlp (mm)``."""
+    if not trace.ops:
+        return "before the first op"
+    tick = min(instant // 2, len(trace.ops) - 1)
+    op = trace.ops[tick]
+    place = f" of {op.module}" if op.module else ""
+    timing = "before " if instant % 2 == 0 and instant // 2 < len(trace.ops) else ""
+    return f"{op.phase.value}{place} ({timing}{op.name})"
+
+
+def _category_curves(simulation: Simulation) -> dict[str, Ints]:
+    """Bytes per instant by category: rebuilt values and copies are activations, workspaces temporaries."""
+    index = simulation.index
+    replays, linked = _watch(simulation, -1)
+    change = {category: np.zeros(index.instants + 1, dtype=np.int64) for category in Category}
+    holds: dict[int, list[Span]] = {}
+    for outcome in replays:
+        for storage, spans in outcome.holds.items():
+            holds.setdefault(storage, []).extend(spans)
+    for storage_ in index.trace.storages:
+        spans = merge([*actual_cover(index, storage_.id, linked), *holds.get(storage_.id, ())])
+        for start, stop in spans:
+            change[storage_.category][start] += storage_.bytes
+            change[storage_.category][stop] -= storage_.bytes
+    curves = {category.value: np.cumsum(c)[:-1] for category, c in change.items()}
+    curves[Category.TEMPORARY.value] += index.workspace
+    others = sum(curve for name, curve in curves.items() if name != Category.ACTIVATION.value)
+    curves[Category.ACTIVATION.value] = simulation.curve - others
+    return curves
+
+
+def _timeline(simulation: Simulation, points: int) -> tuple[TimelinePoint, ...]:
+    trace = simulation.index.trace
+    curves = _category_curves(simulation)
+    ticks = max(len(trace.ops), 1)
+    stretch = max(-(-ticks // points), 1)
+    found = []
+    for first in range(0, ticks, stretch):
+        last = min(first + stretch, ticks)
+        part = simulation.curve[2 * first : 2 * last if last < ticks else None]
+        instant = 2 * first + int(np.argmax(part))
+        found.append(
+            TimelinePoint(
+                tick=min(instant // 2, ticks - 1),
+                moment=name_instant(trace, instant),
+                bytes=int(simulation.curve[instant]),
+                by_category={name: int(curve[instant]) for name, curve in curves.items() if curve[instant]},
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,238 @@
+"""A trace, its costs and a budget in, a plan out: choices, program, simulation, bound and explanation, in that order.
+
+The simulator has the last word: if it finds more than the budget, the program is solved again with the difference taken
+off. Budgets on a fixed ladder between floor and unmanaged peak are solved as well; their plans give the frontier, and a
+plan that one of them already beats is never returned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.decision import Status
+from plimsoll.artifacts.plan import FrontierPoint, Plan
+from plimsoll.artifacts.trace import Trace
+from plimsoll.planning.bounds import LowerBound
+from plimsoll.planning.choices import ChoiceSet, generate_choices
+from plimsoll.planning.choose import COARSE_GAP, EXACT_GAP, FINE_GAP, ChoiceProblem, Selection
+from plimsoll.planning.decisions import decide
+from plimsoll.planning.explain import floor_error, notes_about, strategy_error
+from plimsoll.planning.simulate import Choice, Simulation, run_choices
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.strategies import choose_full, choose_none, choose_selective, strategy_choices
+
+_FRONTIER_POINTS = 12
+_TIGHTENINGS = 8
+_SMALL_PROGRAM_COLUMNS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best simulated step within a budget (``None``: nothing fits), how it was found, and what bounds it."""
+
+    simulation: Simulation | None
+    lower_seconds: float
+    is_finished: bool
+
+
+class Planner:
+    """Everything about one step that does not depend on the budget: choices, program, floor, ladder."""
+
+    def __init__(self, trace: Trace, costs: Costs, time_limit_seconds: float) -> None:
+        self.index = StepIndex(trace, costs)
+        self.baseline = self._run(choose_none(self.index, ""))
+        families = [choose_full(self.index, "")]
+        families += [choose_selective(self.index, module) for module in ("attention", "mlp", "norm")]
+        extra = [tuple(choice.kept for choice in family) for family in families]
+        self.sets: tuple[ChoiceSet, ...] = generate_choices(self.index, extra)
+        self.problem = ChoiceProblem(self.index, self.sets, time_limit_seconds)
+        self.gap = EXACT_GAP if self.problem.columns <= _SMALL_PROGRAM_COLUMNS else FINE_GAP
+        self.is_complete = all(choice_set.is_complete for choice_set in self.sets)
+        floor = self.problem.minimise_peak()
+        self.is_floor_proven = floor.is_finished
+        simulations = [self.baseline, self._run(families[0])]
+        if floor.effects is not None:
+            simulations.append(self._run(_choices(floor)))
+        self.floor = min(simulations, key=lambda s: (s.peak_bytes, s.seconds))
+        self.ladder = [*simulations, *self._climb()]
+
+    def _run(self, choices: Sequence[Choice]) -> Simulation:
+        return run_choices(self.index, choices)
+
+    def _climb(self) -> list[Simulation]:
+        """Plans at budgets spread evenly from the floor to the unmanaged peak: the same ones for every budget."""
+        low, high = self.floor.peak_bytes, self.baseline.peak_bytes
+        budgets = np.linspace(low, high, _FRONTIER_POINTS).astype(int)[:-1] if high > low else []
+        gap = EXACT_GAP if self.gap == EXACT_GAP else COARSE_GAP
+        found = [self.problem.choose(int(budget), gap) for budget in budgets]
+        return [self._run(_choices(selection)) for selection in found if selection.effects is not None]
+
+    def best_within(self, budget_bytes: int) -> Found:
+        """The least seconds within a budget, by the simulator's count."""
+        fitting = [s for s in self.ladder if s.peak_bytes <= budget_bytes]
+        lower = 0.0
+        is_finished = True
+        target = budget_bytes
+        for attempt in range(_TIGHTENINGS):
+            selection = self.problem.choose(target, self.gap)
+            is_finished = is_finished and selection.is_finished
+            if attempt == 0:
+                lower = selection.lower_value
+            if selection.effects is None:
+                break
+            simulation = self._run(_choices(selection))
+            if simulation.peak_bytes <= budget_bytes:
+                fitting.append(simulation)
+                break
+            target -= simulation.peak_bytes - budget_bytes
+        best = min(fitting, key=lambda s: (s.seconds, s.peak_bytes)) if fitting else None
+        return Found(best, lower if np.isfinite(lower) else 0.0, is_finished)
+
+    def lower_bound_seconds(self, budget_bytes: int, found: Found | None, *, boundaries: bool) -> float:
+        """Seconds that no plan within the budget undercuts.
+
+        Args:
+            budget_bytes: the budget.
+            found: the solver's own run at this budget, whose bound counts where its choices are complete.
+            boundaries: whether plans that drop region inputs are to be bounded too.
+        """
+        bound = LowerBound(self.index, self.sets, boundaries=boundaries).seconds(budget_bytes)
+        if self.is_complete and found is not None and not boundaries:
+            bound = max(bound, self.index.base_seconds + found.lower_seconds)
+        return bound
+
+    def frontier(self) -> tuple[FrontierPoint, ...]:
+        """The ladder's plans that no other one beats in both peak and seconds."""
+        points: list[FrontierPoint] = []
+        for simulation in sorted(self.ladder, key=lambda s: (s.peak_bytes, s.seconds)):
+            if not points or simulation.seconds < points[-1].step_seconds:
+                points.append(FrontierPoint(peak_bytes=simulation.peak_bytes, step_seconds=simulation.seconds))
+        return tuple(points)
+
+
+def solve(
+    trace: Trace,
+    costs: Costs,
+    *,
+    budget_bytes: int | None,
+    strategy: str = "auto",
+    time_limit_seconds: float = 60.0,
+    excess_bytes: int = 0,
+    raise_below_floor: bool = True,
+) -> Plan:
+    """Decide for every saved value of a step whether to KEEP or to RECOMPUTE it.
+
+    Args:
+        trace: the step.
+        costs: seconds per op.
+        budget_bytes: the peak that may not be exceeded; ``None`` for as much as it takes.
+        strategy: ``auto``, or a name from ``strategies``.
+        time_limit_seconds: what the solver may take in all.
+        excess_bytes: measured minus predicted peak of an earlier plan; taken off the budget.
+        raise_below_floor: whether a budget that cannot be met is an error, or a plan with the status ``INFEASIBLE``.
+
+    Returns:
+        A plan with every field filled in.
+
+    Raises:
+        BudgetBelowFloor: nothing fits (see ``raise_below_floor``).
+        InvalidStrategy: no such strategy.
+    """
+    started = time.monotonic()
+    named = None if strategy == "auto" else strategy_choices(StepIndex(trace, costs), strategy)
+    planner = Planner(trace, costs, time_limit_seconds)
+    room_bytes = None if budget_bytes is None else budget_bytes - excess_bytes
+    if named is not None:
+        outcome = _follow(planner, run_choices(planner.index, named), room_bytes)
+    else:
+        outcome = _optimise(planner, room_bytes)
+    if outcome.status is Status.INFEASIBLE and raise_below_floor and budget_bytes is not None:
+        if named is not None:
+            raise strategy_error(strategy, budget_bytes, outcome.simulation.peak, planner.floor.peak_bytes + excess_bytes)
+        raise floor_error(budget_bytes, planner.floor.peak, excess_bytes)
+    return _write(planner, outcome, budget_bytes, strategy, room_bytes, started)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    simulation: Simulation
+    status: Status
+    lower_bound_seconds: float
+    notes: tuple[str, ...] = ()
+
+
+def _optimise(planner: Planner, room_bytes: int | None) -> _Outcome:
+    if room_bytes is None or room_bytes >= planner.baseline.peak_bytes:
+        return _Outcome(planner.baseline, Status.OPTIMAL, planner.baseline.seconds)
+    found = planner.best_within(room_bytes)
+    if found.simulation is None:
+        is_known = planner.is_floor_proven and found.is_finished
+        status = Status.INFEASIBLE if is_known else Status.TIMED_OUT
+        return _Outcome(planner.floor, status, planner.baseline.seconds)
+    lower = min(planner.lower_bound_seconds(room_bytes, found, boundaries=False), found.simulation.seconds)
+    notes = () if found.is_finished else ("The solver ran out of time; this is the best plan that it had found.",)
+    is_optimal = found.simulation.seconds - lower <= 1e-6 * planner.baseline.seconds
+    return _Outcome(found.simulation, Status.OPTIMAL if is_optimal else Status.FEASIBLE, lower, notes)
+
+
+def _follow(planner: Planner, simulation: Simulation, room_bytes: int | None) -> _Outcome:
+    """A named strategy: nothing to choose, but the same figures."""
+    limit_bytes = simulation.peak_bytes if room_bytes is None else room_bytes
+    if simulation.peak_bytes > limit_bytes:
+        return _Outcome(simulation, Status.INFEASIBLE, planner.baseline.seconds)
+    boundaries = any(choice.is_boundary_dropped for choice in simulation.choices)
+    lower = planner.lower_bound_seconds(limit_bytes, None, boundaries=boundaries)
+    lower = min(lower, simulation.seconds)
+    is_optimal = simulation.seconds - lower <= 1e-6 * planner.baseline.seconds
+    return _Outcome(simulation, Status.OPTIMAL if is_optimal else Status.FEASIBLE, lower)
+
+
+def _write(
+    planner: Planner, outcome: _Outcome, budget_bytes: int | None, strategy: str, room_bytes: int | None, started: float
+) -> Plan:
+    trace, costs = planner.index.trace, planner.index.costs
+    simulation, baseline = outcome.simulation, planner.baseline
+    window_prices = np.zeros(len(planner.problem.windows.spans))
+    if simulation.seconds > baseline.seconds:
+        window_prices = planner.problem.window_prices(room_bytes if room_bytes is not None else simulation.peak_bytes)
+    region_prices = [float(window_prices[list(between)].sum()) for between in planner.problem.windows.is_between]
+    overhead = simulation.seconds - baseline.seconds
+    gap = max(simulation.seconds - outcome.lower_bound_seconds, 0.0)
+    return Plan(
+        status=outcome.status,
+        strategy=strategy,
+        model=trace.model,
+        fingerprint=trace.fingerprint,
+        signature=trace.signature,
+        device=trace.device,
+        cost_source=costs.source,
+        cost_device=costs.device,
+        budget_bytes=budget_bytes,
+        floor_bytes=planner.floor.peak_bytes,
+        baseline_peak_bytes=baseline.peak_bytes,
+        baseline_seconds=baseline.seconds,
+        predicted_peak_bytes=simulation.peak_bytes,
+        predicted_seconds=simulation.seconds,
+        lower_bound_seconds=outcome.lower_bound_seconds,
+        gap_of_overhead=gap / overhead if overhead > 0 else 0.0,
+        gap_of_step=gap / baseline.seconds if baseline.seconds > 0 else 0.0,
+        price_seconds_per_byte=float(window_prices.sum()),
+        regions=decide(simulation, region_prices),
+        peak=simulation.peak,
+        baseline_peak=baseline.peak,
+        classes=simulation.classes,
+        timeline=simulation.timeline(),
+        frontier=planner.frontier(),
+        notes=(*trace.notes, *outcome.notes, *notes_about(simulation, baseline)),
+        solve_seconds=time.monotonic() - started,
+    )
+
+
+def _choices(selection: Selection) -> tuple[Choice, ...]:
+    assert selection.effects is not None
+    return tuple(Choice(kept=effect.kept) for effect in selection.effects)

@@ -1,0 +1,207 @@
+"""A trace and its costs in, what every plan shares out: fixed bytes per instant, and per region what may be decided.
+
+Time in here is counted in *instants*, two per tick: instant ``2t`` lies before op ``t`` runs (slots are packed, unpacked
+and released there, replays run there), instant ``2t + 1`` while it runs. A storage with life ``[born, dies)`` is alive
+during the instants ``[2 born + 1, 2 dies)``.
+
+The *fixed* bytes are those that no decision changes: lives of the trace, workspaces, slots that must be kept, and every
+slot until its region's forward ends (the engine keeps real tensors until then).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.region import Origin, RegionGraph, Slot
+from plimsoll.artifacts.trace import RegionCall, Trace
+from plimsoll.schedule import Unreachable, recipe_ops
+
+Ints = npt.NDArray[np.int64]
+Span = tuple[int, int]
+"""A half-open range of instants."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionView:
+    """One region call and what may be decided in it; value ids are those of its graph.
+
+    ``saved`` are the distinct values of its managed slots in the order of saving, ``droppable`` those of them that may be
+    RECOMPUTE, ``forced`` the rest. ``copied`` are inputs that no slot holds: a recipe that needs one copies it at entry.
+    ``free`` are parameters and buffers.
+    """
+
+    call: RegionCall
+    saved: tuple[int, ...]
+    droppable: tuple[int, ...]
+    copied: frozenset[int]
+    free: frozenset[int]
+    slots_of: dict[int, tuple[Slot, ...]]
+
+    @property
+    def graph(self) -> RegionGraph:
+        """The region's graph."""
+        return self.call.graph
+
+    @property
+    def forced(self) -> frozenset[int]:
+        """Saved values that every choice keeps."""
+        return frozenset(self.saved) - frozenset(self.droppable)
+
+    @property
+    def leaves(self) -> frozenset[int]:
+        """Values that are there in backward whatever is decided: forced slots, inputs, parameters, buffers."""
+        return self.forced | self.copied | self.free
+
+    @property
+    def managed_slots(self) -> int:
+        """How many slots the engine handles when it touches this region."""
+        return sum(len(slots) for slots in self.slots_of.values())
+
+
+class StepIndex:
+    """Everything about one trace that simulations under different plans share. Immutable once built."""
+
+    def __init__(self, trace: Trace, costs: Costs) -> None:
+        self.trace = trace
+        self.costs = costs
+        self.instants = 2 * len(trace.ops) + 2
+        self.views = tuple(_view(trace, call) for call in trace.regions)
+        self.base_seconds = sum(self.op_seconds(op.cost_key) for op in trace.ops)
+        self.forced_spans = self._forced_spans()
+
+    def op_seconds(self, cost_key: str) -> float:
+        """Seconds of one op; 0 for a key that the costs do not know."""
+        cost = self.costs.ops.get(cost_key)
+        return 0.0 if cost is None else cost.seconds
+
+    def life(self, storage: int) -> Span:
+        """The instants at which a storage is alive without any slot; clipped to the step."""
+        entry = self.trace.storages[storage]
+        return max(2 * entry.born + 1, 0), min(max(2 * entry.dies, 0), self.instants)
+
+    def covered(self, storage: int) -> list[Span]:
+        """The instants at which a storage is alive whatever is decided: its life and the spans of forced slots."""
+        return merge([self.life(storage), *((start, stop) for _, start, stop in self.forced_spans.get(storage, ()))])
+
+    @cached_property
+    def workspace(self) -> Ints:
+        """Workspace bytes per instant."""
+        curve = np.zeros(self.instants, dtype=np.int64)
+        for tick, op in enumerate(self.trace.ops):
+            curve[2 * tick + 1] = self.trace.workspaces.get(op.cost_key, 0)
+        return curve
+
+    @cached_property
+    def fixed(self) -> Ints:
+        """Fixed bytes per instant."""
+        change = np.zeros(self.instants + 1, dtype=np.int64)
+        for storage in self.trace.storages:
+            for start, stop in self.covered(storage.id):
+                change[start] += storage.bytes
+                change[stop] -= storage.bytes
+        return np.cumsum(change)[:-1] + self.workspace
+
+    def _forced_spans(self) -> dict[int, list[tuple[int, int, int]]]:
+        """Per storage: (region, start, stop) of every slot that holds it whatever is decided."""
+        spans: dict[int, list[tuple[int, int, int]]] = {}
+        for view in self.views:
+            droppable = frozenset(view.droppable)
+            for value, slots in view.slots_of.items():
+                for slot in slots:
+                    stop = slot_stop(self.trace, slot)
+                    if value in droppable:
+                        stop = min(stop, 2 * view.call.forward[1])
+                    spans.setdefault(view.graph.values[value].storage, []).append(
+                        (view.call.index, 2 * slot.packed, stop)
+                    )
+        return spans
+
+
+def slot_stop(trace: Trace, slot: Slot) -> int:
+    """The instant at which a slot lets go; the end of the step if the trace did not see it."""
+    return 2 * slot.released if slot.released >= 0 else 2 * len(trace.ops) + 2
+
+
+def merge(spans: Iterable[Span]) -> list[Span]:
+    """Disjoint, sorted spans that cover the same instants.
+
+    Example:
+        >>> merge([(4, 6), (0, 2), (1, 3), (9, 9)])
+        [(0, 3), (4, 6)]
+    """
+    merged: list[Span] = []
+    for start, stop in sorted(spans):
+        if stop <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def subtract(spans: Iterable[Span], covered: Iterable[Span]) -> list[Span]:
+    """What of ``spans`` lies outside ``covered`` (both disjoint and sorted).
+
+    Example:
+        >>> subtract([(0, 10)], [(2, 4), (8, 12)])
+        [(0, 2), (4, 8)]
+    """
+    holes = list(covered)
+    rest: list[Span] = []
+    for start, stop in spans:
+        at = start
+        for hole_start, hole_stop in holes:
+            if hole_stop <= at or hole_start >= stop:
+                continue
+            if hole_start > at:
+                rest.append((at, hole_start))
+            at = max(at, hole_stop)
+        if at < stop:
+            rest.append((at, stop))
+    return rest
+
+
+def _view(trace: Trace, call: RegionCall) -> RegionView:
+    graph = call.graph
+    slots_of: dict[int, tuple[Slot, ...]] = {}
+    for slot in graph.slots:
+        if slot.is_managed:
+            slots_of[slot.value] = (*slots_of.get(slot.value, ()), slot)
+    saved = tuple(slots_of)
+    free = frozenset(v.id for v in graph.values if v.origin in (Origin.PARAMETER, Origin.BUFFER))
+    copied = frozenset(
+        v.id for v in graph.values if v.producer < 0 and v.id not in free and v.id not in slots_of
+    )
+    droppable: tuple[int, ...] = ()
+    if not call.obstacle and call.backward[0] >= 0:
+        droppable = _droppable(trace, call, saved, free | copied)
+    return RegionView(
+        call=call, saved=saved, droppable=droppable, copied=copied, free=free, slots_of=slots_of
+    )
+
+
+def _droppable(trace: Trace, call: RegionCall, saved: tuple[int, ...], given: frozenset[int]) -> tuple[int, ...]:
+    """Saved values that this region made itself and that a recipe rebuilds when everything else is held."""
+    graph = call.graph
+    own = [
+        v
+        for v in saved
+        if graph.values[v].producer >= 0
+        and trace.storages[graph.values[v].storage].region == call.index
+        and all(slot.packed < call.forward[1] for slot in graph.slots if slot.value == v)
+    ]
+    droppable = []
+    for value in own:
+        try:
+            recipe_ops(graph, value, (frozenset(saved) | given) - {value})
+        except Unreachable:
+            continue
+        droppable.append(value)
+    return tuple(droppable)

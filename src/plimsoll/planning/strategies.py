@@ -1,0 +1,145 @@
+"""The name of a strategy in, one choice per region out: the ways of activation checkpointing that people know, as plans.
+
+=====================  ================================================================================================
+``auto``               the budgeted optimum (``solve`` finds it; the only one that looks at the budget)
+``none``               KEEP everything
+``full``               every region keeps only its input, as ``torch.utils.checkpoint`` around each block does
+``input-only``         the same by its other name
+``every:k``            regions in groups of k; only a group's first region keeps its input, the group is replayed as one
+``sqrt``               ``every:k`` with k the rounded square root of the number of regions (Chen et al. 2016)
+``selective:attention``  RECOMPUTE what modules with attention in their path saved; KEEP the rest
+``selective:mlp``        the same for feed-forward modules
+``selective:norm``       the same for normalisation modules
+``selective:mm,sdpa``    torch's selective activation checkpointing: a comma list of op names whose outputs are KEPT;
+                         everything else is RECOMPUTE. ``sdpa`` stands for every scaled-dot-product op
+=====================  ================================================================================================
+
+A value that cannot be rebuilt is kept under every strategy, and so are region inputs (but for ``every:k`` and ``sqrt``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable
+
+from plimsoll.errors import InvalidStrategy
+from plimsoll.planning.simulate import Choice
+from plimsoll.planning.step import RegionView, StepIndex
+
+_MODULES = {
+    "attention": re.compile(r"attn|attention", re.IGNORECASE),
+    "mlp": re.compile(r"mlp|ffn|feed_?forward|\bff\b|fc\d|experts", re.IGNORECASE),
+    "norm": re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)|(?:^|[._])bn(?:[._\d]|$)", re.IGNORECASE),
+}
+_OP_ALIASES = {"sdpa": "scaled_dot_product"}
+
+
+def choose_none(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
+    """KEEP everything."""
+    return tuple(Choice(kept=frozenset(view.droppable)) for view in index.views)
+
+
+def choose_full(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
+    """Keep only region inputs and what cannot be rebuilt."""
+    return tuple(Choice(kept=frozenset()) for _ in index.views)
+
+
+def choose_every(index: StepIndex, argument: str) -> tuple[Choice, ...]:
+    """Groups of k regions, each replayed as one."""
+    if not argument.isdecimal() or int(argument) < 1:
+        raise InvalidStrategy(
+            f"'every:{argument}' is not a strategy.",
+            why=f"every: wants a positive whole number of regions, not {argument!r}",
+            next="write every:2",
+        )
+    size = int(argument)
+    return tuple(
+        Choice(kept=frozenset(), is_boundary_dropped=bool(position % size)) for position in range(len(index.views))
+    )
+
+
+def choose_sqrt(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
+    """Groups of about √n regions."""
+    return choose_every(index, str(max(round(math.sqrt(len(index.views))), 1)))
+
+
+def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
+    """Recompute the values of some modules, or keep the outputs of some ops."""
+    pattern = _MODULES.get(argument)
+    if pattern is not None:
+        return tuple(Choice(kept=_kept_outside(view, pattern)) for view in index.views)
+    names = [name.strip() for name in argument.split(",") if name.strip()]
+    present = sorted({op.name for view in index.views for op in view.graph.ops})
+    for name in names:
+        if not any(_is_op(op, name) for op in present):
+            close = difflib.get_close_matches(name, [*present, *_MODULES], n=3) or present[:5]
+            raise InvalidStrategy(
+                f"'selective:{argument}' names nothing that this model runs.",
+                why=f"{name!r} is neither attention, mlp, norm nor an op of a region",
+                next=f"closest: {', '.join(close)}" if close else "use none or auto",
+            )
+    if not names:
+        raise InvalidStrategy(
+            "'selective:' selects nothing.",
+            why="it wants attention, mlp, norm or a comma list of ops to keep",
+            next="write selective:attention or selective:mm,sdpa",
+        )
+    return tuple(Choice(kept=_kept_outputs(view, names)) for view in index.views)
+
+
+STRATEGIES: dict[str, Callable[[StepIndex, str], tuple[Choice, ...]]] = {
+    "every": choose_every,
+    "full": choose_full,
+    "input-only": choose_full,
+    "none": choose_none,
+    "selective": choose_selective,
+    "sqrt": choose_sqrt,
+}
+"""One line per strategy; what follows a colon is its argument. ``auto`` is ``solve`` itself."""
+
+_WITH_ARGUMENT = ("every", "selective")
+
+
+def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
+    """The choice of every region under a named strategy.
+
+    Args:
+        index: the step.
+        strategy: a name from the module's table, without ``auto``.
+
+    Raises:
+        InvalidStrategy: no such strategy, or an argument that it does not take.
+    """
+    name, colon, argument = strategy.partition(":")
+    choose = STRATEGIES.get(name)
+    if choose is None or bool(colon) != (name in _WITH_ARGUMENT):
+        known = ["auto", "every:2", "full", "input-only", "none", "selective:attention", "selective:mlp",
+                 "selective:norm", "selective:mm,sdpa", "sqrt"]  # fmt: skip
+        close = difflib.get_close_matches(strategy, known, n=3, cutoff=0.3) or known
+        raise InvalidStrategy(
+            f"{strategy!r} is not a strategy.",
+            why="Plimsoll knows " + ", ".join(known),
+            next="closest: " + ", ".join(close),
+        )
+    return choose(index, argument)
+
+
+def _kept_outside(view: RegionView, pattern: re.Pattern[str]) -> frozenset[int]:
+    def module(value: int) -> str:
+        return view.graph.values[value].name.partition("::")[0]
+
+    return frozenset(v for v in view.droppable if not pattern.search(module(v)))
+
+
+def _kept_outputs(view: RegionView, names: list[str]) -> frozenset[int]:
+    def op_name(value: int) -> str:
+        return view.graph.ops[view.graph.values[value].producer].name
+
+    return frozenset(v for v in view.droppable if any(_is_op(op_name(v), name) for name in names))
+
+
+def _is_op(op: str, name: str) -> bool:
+    alias = _OP_ALIASES.get(name)
+    return op == name or (alias is not None and alias in op)
