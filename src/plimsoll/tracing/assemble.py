@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
-from plimsoll.artifacts.region import Origin, RegionGraph
-from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace, TraceOp
+from plimsoll.artifacts.region import RegionGraph
+from plimsoll.artifacts.trace import Phase, RegionCall, Trace, TraceOp
 from plimsoll.recording.graph import SlotRecord, build_region_graph
+from plimsoll.recording.recorder import RecordedValue
 from plimsoll.tracing.capture import RegionLog, StepLog
-
-_STATIC_CATEGORIES = {
-    Origin.PARAMETER: Category.PARAMETER,
-    Origin.BUFFER: Category.BUFFER,
-    Origin.INPUT: Category.INPUT,
-}
+from plimsoll.tracing.lives import managed_slots, storages_of
+from plimsoll.tracing.optimizer import OptimizerLog
 
 
 def assemble(
@@ -28,57 +26,33 @@ def assemble(
     signature: str,
     device: str,
     is_fake: bool,
+    timings: Mapping[str, tuple[float, ...]],
     workspaces: Mapping[str, int],
+    optimizer: OptimizerLog | None = None,
     notes: tuple[str, ...] = (),
 ) -> Trace:
     """Turn a captured step into a ``Trace``: attribute ops to regions, close lives, name storages."""
-    tracer = log.tracer
-    last = tracer.tick
     op_regions = _attribute(log)
-    lives = _lives(log, last)
-    owners = {
-        storage: index
-        for index, region in enumerate(log.regions)
-        for op in tracer.ops[region.start : region.end]
-        for storage in op.births
-    }
-    storages = tuple(
-        _storage(log, storage, born, lives[storage], owners.get(storage, -1))
-        for storage, born in sorted(tracer.born.items())
-    )
-    ops = tuple(
-        TraceOp(
-            name=op.name,
-            module=_module(log, op.module, context.node_name, region),
-            phase=context.phase,
-            cost_key=op.cost_key,
-            region=region,
-        )
-        for op, context, region in zip(tracer.ops, tracer.contexts, op_regions, strict=True)
-    )
+    lives = storages_of(log, optimizer)
+    ops, specs = _ops(log, op_regions), dict(log.tracer.specs)
+    if optimizer is not None:
+        ops += _optimizer_ops(optimizer)
+        specs.update(optimizer.tracer.specs)
+    values = _with_trace_ids(log.tracer.values, lives.ids)
     return Trace(
         model=model,
         fingerprint=fingerprint,
         signature=signature,
         device=device,
         is_fake=is_fake,
-        ops=ops,
-        specs=dict(tracer.specs),
-        storages=_dense(storages),
-        regions=tuple(_region(log, index, region, op_regions) for index, region in enumerate(log.regions)),
-        timings={key: tuple(samples) for key, samples in tracer.timings.items()},
+        ops=tuple(ops),
+        specs=specs,
+        storages=lives.storages,
+        regions=tuple(_region(log, values, index, region, op_regions) for index, region in enumerate(log.regions)),
+        timings=dict(timings),
         workspaces={key: size for key, size in workspaces.items() if size > 0},
         notes=notes,
     )
-
-
-def _dense(storages: tuple[Storage, ...]) -> tuple[Storage, ...]:
-    """Storage ids are positions: fill the places of storages that never lived in the step."""
-    if not storages:
-        return ()
-    by_id = {storage.id: storage for storage in storages}
-    absent = {"bytes": 0, "category": Category.TEMPORARY, "label": "", "born": 0, "dies": 0}
-    return tuple(by_id.get(i) or Storage(id=i, **absent) for i in range(storages[-1].id + 1))
 
 
 def _attribute(log: StepLog) -> list[int]:
@@ -100,58 +74,35 @@ def _attribute(log: StepLog) -> list[int]:
     return regions
 
 
-def _lives(log: StepLog, last: int) -> dict[int, int]:
-    """Last tick of every storage, with what unmanaged slots hold added."""
+def _ops(log: StepLog, op_regions: list[int]) -> list[TraceOp]:
     tracer = log.tracer
-    dies = {storage: tracer.dies.get(storage, last) for storage in tracer.born}
-    fixed = [record for record in log.outside.records if record.storage >= 0]
-    for region in log.regions:
-        managed = _managed(region)
-        fixed += [r for r, is_managed in zip(region.book.records, managed, strict=True) if not is_managed]
-    for record in fixed:
-        if record.storage in dies:
-            released = record.released if record.released >= 0 else last
-            dies[record.storage] = max(dies[record.storage], released)
-    return dies
-
-
-def _managed(region: RegionLog) -> list[bool]:
-    """Which slots of a region a plan may decide about: not parameters, and not what was written after it was saved."""
     return [
-        record.value >= 0 and not is_parameter and region.latest.get(record.storage) == record.value
-        for record, is_parameter in zip(region.book.records, region.book.is_parameter_slot, strict=True)
+        TraceOp(
+            name=op.name,
+            module=op.module or (log.regions[region].name if region >= 0 else context.node_name),
+            phase=context.phase,
+            cost_key=op.cost_key,
+            region=region,
+        )
+        for op, context, region in zip(tracer.ops, tracer.contexts, op_regions, strict=True)
     ]
 
 
-def _storage(log: StepLog, storage: int, born: int, dies: int, owner: int) -> Storage:
-    tracer = log.tracer
-    value = tracer.first_value(storage)
-    if storage in log.gradients:
-        category = Category.GRADIENT
-    elif born < 0:
-        category = _STATIC_CATEGORIES.get(value.origin, Category.ACTIVATION)
-        if value.name.startswith("gradient:"):
-            category = Category.GRADIENT
-        if value.name.startswith("optimizer state:"):
-            category = Category.OPTIMIZER_STATE
-    elif tracer.contexts[born].phase is Phase.FORWARD:
-        category = Category.ACTIVATION
-    else:
-        category = Category.TEMPORARY
-    return Storage(
-        id=storage, bytes=value.bytes, category=category, label=value.name, born=born, dies=dies, region=owner
-    )
+def _optimizer_ops(optimizer: OptimizerLog) -> list[TraceOp]:
+    return [
+        TraceOp(name=op.name, module=optimizer.name, phase=Phase.OPTIMIZER, cost_key=op.cost_key)
+        for op in optimizer.tracer.ops
+    ]
 
 
-def _module(log: StepLog, module: str, node_name: str, region: int) -> str:
-    if module:
-        return module
-    if region >= 0:
-        return log.regions[region].name
-    return node_name
+def _with_trace_ids(values: Sequence[RecordedValue], ids: Mapping[int, int]) -> list[RecordedValue]:
+    """The log's values with the trace's storage ids; what backward got as a stand-in has none, and no region knows it."""
+    return [replace(value, storage=ids.get(value.storage, -1)) for value in values]
 
 
-def _region(log: StepLog, index: int, region: RegionLog, op_regions: list[int]) -> RegionCall:
+def _region(
+    log: StepLog, values: Sequence[RecordedValue], index: int, region: RegionLog, op_regions: list[int]
+) -> RegionCall:
     tracer = log.tracer
     slots = [
         SlotRecord(
@@ -159,17 +110,17 @@ def _region(log: StepLog, index: int, region: RegionLog, op_regions: list[int]) 
             storage=record.storage,
             packed=record.packed,
             unpacked=record.unpacked,
-            released=record.released if record.released >= 0 else tracer.tick,
+            released=record.released if record.released >= 0 else log.backward_end,
         )
-        for record, is_managed in zip(region.book.records, _managed(region), strict=True)
+        for record, is_managed in zip(region.book.records, managed_slots(region), strict=True)
     ]
     graph, _ = build_region_graph(
-        tracer.values,
+        values,
         tracer.ops[region.start : region.end],
         slots,
         [value for value in region.outputs if value >= 0],
         region.book.order,
-        _leaves(log, region),
+        region.leaves,
         region.name,
     )
     touched = [tick for tick in range(log.backward_end) if op_regions[tick] == index and tick >= region.end]
@@ -186,20 +137,6 @@ def _region(log: StepLog, index: int, region: RegionLog, op_regions: list[int]) 
         backward=backward,
         obstacle=obstacle,
     )
-
-
-def _leaves(log: StepLog, region: RegionLog) -> dict[int, tuple[Origin, str]]:
-    """Names of what the region finds when it starts: its inputs by position, its own parameters and buffers by name."""
-    tracer = log.tracer
-    leaves: dict[int, tuple[Origin, str]] = {}
-    for name, buffer in region.module.named_buffers():
-        leaves.setdefault(tracer.value_at(buffer, region.start), (Origin.BUFFER, f"buffer:{name}"))
-    for name, parameter in region.module.named_parameters():
-        leaves[tracer.value_at(parameter, region.start)] = (Origin.PARAMETER, f"parameter:{name}")
-    for position, value in enumerate(region.inputs):
-        leaves.setdefault(value, (Origin.INPUT, f"input:{position}"))
-    leaves.pop(-1, None)
-    return leaves
 
 
 def _kind(graph: RegionGraph) -> str:

@@ -1,9 +1,9 @@
-"""A model and a batch in, the log of one training step out; the model, its gradients, its buffers and the RNG unchanged."""
+"""A model and the arguments of a call in, the log of one training step out. Run it inside ``untouched``."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,14 @@ from torch import nn
 
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Phase
-from plimsoll.errors import InvalidBatch, InvalidModel, PlimsollError
+from plimsoll.errors import InvalidModel
 from plimsoll.recording.calling import Loss, call_tensors, output_tensors, scalar_loss
 from plimsoll.recording.modules import ModuleStack
+from plimsoll.tracing.clocks import Clock
+from plimsoll.tracing.refusals import explain_backward, explain_forward
 from plimsoll.tracing.slots import SlotBook
-from plimsoll.tracing.tracer import Clock, StepTracer
+from plimsoll.tracing.tracer import StepTracer
+from plimsoll.tracing.workspaces import WorkspaceMeter
 
 
 @dataclass(slots=True)
@@ -25,11 +28,11 @@ class RegionLog:
 
     name: str
     call: int
-    module: nn.Module
     start: int
     sequence_start: int
     book: SlotBook
-    inputs: list[int]
+    leaves: dict[int, tuple[Origin, str]]
+    """Names of what the region found when it started: its inputs by position, its own parameters and buffers by name."""
     end: int = -1
     sequence_end: int = -1
     outputs: list[int] = field(default_factory=list)
@@ -46,7 +49,8 @@ class StepLog:
     regions: list[RegionLog]
     outside: SlotBook
     gradients: set[int]
-    statics: dict[int, str]
+    without_gradient: frozenset[str]
+    """Names of parameters that the step left without a gradient."""
     backward_end: int
 
 
@@ -54,25 +58,35 @@ class StepCapture:
     """Runs one step under the tracer, with every region's saved tensors dropped as they are saved."""
 
     def __init__(
-        self, model: nn.Module, regions: Mapping[str, nn.Module], *, clock: Clock | None, loss: Loss | None
+        self,
+        model: nn.Module,
+        regions: Mapping[str, nn.Module],
+        *,
+        loss: Loss | None = None,
+        clock: Clock | None = None,
+        meter: WorkspaceMeter | None = None,
+        progress: Callable[[float], None] | None = None,
     ) -> None:
         self._model = model
         self._regions = regions
         self._loss = loss
         self._stack = ModuleStack()
-        self.tracer = StepTracer(lambda: self._stack.path, clock)
+        self._progress = progress or (lambda share: None)
+        self.tracer = StepTracer(lambda: self._stack.path, clock=clock, meter=meter, on_node=self._backward_at)
         self._parameter_storages: set[int] = set()
         self._outside = SlotBook(self.tracer, self._is_parameter)
         self._logs: list[RegionLog] = []
         self._calls: dict[str, int] = {}
+        self._sequence = (0, 0)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepLog:
-        """Forward, loss and backward.
+        """Forward, loss and backward; what the model returned and the loss are held until backward has ended.
 
         Raises:
             InvalidBatch: the model refuses the batch.
             InvalidModel: the model checkpoints its own layers.
             InvalidLoss: there is no scalar loss.
+            TracingFailed: the step depends on values that a fake tensor does not have, or backward fails.
         """
         tracer = self.tracer
         self._register_statics(args, kwargs)
@@ -82,32 +96,31 @@ class StepCapture:
             stack.enter_context(self._stack.watch(self._model))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._outside.pack, self._outside.unpack))
             stack.enter_context(tracer)
-            try:
+            first_node = torch._C._autograd._get_sequence_nr()
+            with explain_forward(self._model):
                 output = self._model(*args, **kwargs)
-            except PlimsollError:
-                raise
-            except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
-                raise InvalidBatch(
-                    f"{type(self._model).__name__} refused the batch: {type(error).__name__}: {_first_line(error)}",
-                    why="the forward pass failed before anything was planned",
-                    next="check that model(*batch) (tuple), model(**batch) (dict) or model(batch) (tensor) works",
-                ) from error
             loss = scalar_loss(output, self._loss)
+            self._sequence = (first_node, torch._C._autograd._get_sequence_nr())
             tracer.phase = Phase.BACKWARD
             torch.clear_autocast_cache()
-            with torch.autocast(loss.device.type, enabled=False):
+            with explain_backward(self._model), torch.autocast(loss.device.type, enabled=False):
                 loss.backward()
             tracer.note_deaths()
-            gradients = {
-                tracer.table.find(parameter.grad) for parameter in self._model.parameters() if parameter.grad is not None
-            }
-            end = tracer.tick
-        del loss, output
-        return StepLog(tracer, self._logs, self._outside, gradients, self._statics, end)
+            named = dict(self._model.named_parameters())
+            gradients = {tracer.table.find(p.grad) for p in named.values() if p.grad is not None}
+            without = frozenset(name for name, p in named.items() if p.grad is None)
+            del loss, output
+            tracer.note_deaths()
+        self._progress(1.0)
+        return StepLog(tracer, self._logs, self._outside, gradients, without, tracer.tick)
+
+    def _backward_at(self, node: int) -> None:
+        first, last = self._sequence
+        if first <= node < last:
+            self._progress(0.5 + 0.5 * (last - node) / (last - first))
 
     def _register_statics(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tracer = self.tracer
-        self._statics: dict[int, str] = {}
         for name, parameter in self._model.named_parameters():
             value = tracer.add_static(parameter, Origin.PARAMETER, f"parameter:{name}")
             self._parameter_storages.add(tracer.values[value].storage)
@@ -163,14 +176,21 @@ class StepCapture:
         self._calls[name] = call + 1
         tracer.forget_names()
         inputs = [tracer.add_leaf(t, Origin.EXTERNAL, "external") for t in call_tensors(args, kwargs)]
+        leaves: dict[int, tuple[Origin, str]] = {}
+        for buffer_name, buffer in module.named_buffers():
+            leaves.setdefault(tracer.value_of(buffer), (Origin.BUFFER, f"buffer:{buffer_name}"))
+        for parameter_name, parameter in module.named_parameters():
+            leaves[tracer.value_of(parameter)] = (Origin.PARAMETER, f"parameter:{parameter_name}")
+        for position, value in enumerate(inputs):
+            leaves.setdefault(value, (Origin.INPUT, f"input:{position}"))
+        leaves.pop(-1, None)
         return RegionLog(
             name=name,
             call=call,
-            module=module,
             start=tracer.tick,
             sequence_start=torch._C._autograd._get_sequence_nr(),
             book=SlotBook(tracer, self._is_parameter),
-            inputs=inputs,
+            leaves=leaves,
             value_reads=-tracer.value_reads,
         )
 
@@ -183,34 +203,4 @@ class StepCapture:
         log.latest = {record.storage: tracer.current.get(record.storage, -1) for record in log.book.records}
         tracer.forget_names()
         self._logs.append(log)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else "no message"
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Leave the model as it was: gradients, buffers and the random state are put back when the block ends.
-
-    Gradients that exist are replaced by zeros of their shape while the block runs (so that accumulating into them costs
-    what it will cost), and are never written.
-    """
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    versions = [buffer._version for buffer, _ in buffers]
-    devices = sorted({parameter.device.index or 0 for parameter in parameters if parameter.is_cuda})
-    with torch.random.fork_rng(devices=devices):
-        for parameter in parameters:
-            parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
-        try:
-            yield
-        finally:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            with torch.no_grad():
-                for (buffer, copy), version in zip(buffers, versions, strict=True):
-                    if buffer._version != version or not torch.equal(buffer, copy):
-                        buffer.copy_(copy)
+        self._progress(0.5 * min(1.0, len(self._logs) / len(self._regions)))

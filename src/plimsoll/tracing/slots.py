@@ -47,7 +47,8 @@ class SlotBook:
         if record.unpacked < 0:
             record.unpacked = self._tracer.tick
             self.order.append(placeholder.index)
-        return placeholder.stand_in(self._tracer)
+        stand_in: torch.Tensor = placeholder.stand_in(self._tracer)
+        return stand_in
 
     def released(self, index: int) -> None:
         self.records[index].released = self._tracer.tick
@@ -73,7 +74,9 @@ class _Placeholder:
         geometry = self._geometry
         with tracer.unseen():
             tensor = torch.empty_strided(geometry.size, geometry.stride, dtype=geometry.dtype, device=self._device)
-            return tensor.zero_()
+            tensor.zero_()
+        tracer.add_stand_in(tensor)
+        return tensor
 
     def __del__(self) -> None:
         self._book.released(self.index)

@@ -1,0 +1,130 @@
+"""A model that may be on the meta device in; a block in which it computes with fake CPU tensors out, then as it was.
+
+Fake tensors know shapes, strides and types, no numbers. What a step computes from integers alone (positions, masks, the
+padding test that decides whether there is a mask at all) is small and often asked for its value, so it is computed for
+real: a fake trace then takes the branches that a real step takes.
+
+Known weakness: a tensor that is real because it came from real integers stays as it is when something fake is written
+into it in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_MOST_REAL_NUMBERS = 2**20
+"""Elements up to which a floating-point tensor that depends on nothing fake is real (64 times as many for integers)."""
+
+
+@contextlib.contextmanager
+def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
+    """Compute with fake tensors: parameters and buffers are swapped for fake ones, tied ones stay tied."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _swapped(model, mode), mode, KnownValues():
+        yield mode
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake CPU tensor with the geometry of ``tensor``; it knows whether it needs a gradient."""
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad) if tensor.is_leaf else fake
+
+
+def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
+    """The batch with fake tensors; integer tensors that have values keep them, on storages of their own."""
+    memo: dict[int, torch.Tensor] = {}
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _known_copy(tensor) if _has_known_values(tensor) else fake_like(tensor, mode)
+        return memo[id(tensor)]
+
+    return tree_map_only(torch.Tensor, convert, batch)
+
+
+def _has_known_values(tensor: torch.Tensor) -> bool:
+    is_real = not tensor.is_meta and not isinstance(tensor, FakeTensor)
+    return is_real and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+
+
+def _known_copy(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.detach().cpu()
+    return copy.clone() if copy.untyped_storage()._cdata == tensor.untyped_storage()._cdata else copy
+
+
+@contextlib.contextmanager
+def _swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    twins: dict[int, torch.Tensor] = {}
+    originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    try:
+        for module in model.modules():
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
+                for name, tensor in table.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in twins:
+                        twins[id(tensor)] = _twin(tensor, mode)
+                    originals.append((table, name, tensor))
+                    table[name] = twins[id(tensor)]
+        yield
+    finally:
+        for table, name, tensor in originals:
+            table[name] = tensor
+
+
+def _twin(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    if _has_known_values(tensor):
+        return _known_copy(tensor)
+    fake = fake_like(tensor, mode)
+    if tensor.grad is not None:
+        fake.grad = fake_like(tensor.grad, mode)
+    return fake
+
+
+class KnownValues(TorchDispatchMode):
+    """Runs for real what is small and depends on nothing fake; everything else goes on to the fake mode below."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = _tensors((args, kwargs))
+        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if not tensors:
+                raise
+        else:
+            if not all(_is_small(tensor) for tensor in _tensors(out)):
+                return out
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    most = _MOST_REAL_NUMBERS if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 64 * _MOST_REAL_NUMBERS
+    return tensor.device.type == "cpu" and tensor.numel() <= most

@@ -1,0 +1,145 @@
+"""The name of a device in; a block in which ops on fake CPU tensors decompose as they would on that device out.
+
+What a step saves for backward depends on the kernel: on a CPU, dropout is ``empty_like → bernoulli_ → div_ → mul`` and keeps a
+mask in the activations' type, on a GPU it is one op with a mask of bytes. Which kernel runs is decided by functions that
+torch decomposes before anything else sees them; while the block lasts, those that decide by device are replaced, for
+tensors on the CPU, by what torch does for CUDA tensors (2.9 to 2.13).
+
+Sources: ``aten/src/ATen/native/Dropout.cpp``, ``transformers/attention.cpp`` and ``transformers/cuda/sdp_utils.cpp``,
+``layer_norm.cpp``, ``SoftMax.cpp`` in PyTorch. Known weaknesses: a GPU too old for flash attention, and kernels that were
+switched off by ``torch.backends.cuda``, are not told apart; convolutions and batch norm keep the CPU's form, which saves
+the same tensors as cuDNN's up to its small reserve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.library import Library
+
+_ATEN = torch.ops.aten
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+_FLASH_MOST_HEAD_SIZE = 256
+_FLASH_ALIGNMENT = 8
+
+
+def runs_gpu_kernels(device_name: str) -> bool:
+    """Whether a device of this name runs GPU kernels: all do that do not call themselves a CPU."""
+    return "cpu" not in device_name.lower()
+
+
+@contextlib.contextmanager
+def target_kernels(device_name: str) -> Iterator[None]:
+    """Let CPU tensors take the kernels of the device. Nothing changes for a CPU."""
+    if not runs_gpu_kernels(device_name):
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        library = Library("aten", "IMPL")
+        stack.callback(library._destroy)
+        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        library.impl("dropout", _dropout, "AutogradCPU")
+        library.impl("rms_norm", _rms_norm, "AutogradCPU")
+        library.impl("softmax.int", _softmax, "AutogradCPU")
+        library.impl("log_softmax.int", _log_softmax, "AutogradCPU")
+        if torch.is_autocast_enabled("cuda"):
+            stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda")))
+        yield
+
+
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002, FBT001 - aten's signature
+    if train and 0 < p < 1 and input.numel() > 0:
+        return _ATEN.native_dropout.default(input, p, train)[0]  # type: ignore[no-any-return]
+    return _ATEN.dropout.default.decompose(input, p, train)  # type: ignore[no-any-return]
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,  # noqa: FBT001, FBT002 - aten's signature
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    head_size = query.shape[-1]
+    is_dense = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    has_equal_heads = is_dense and query.shape[1] == key.shape[1] == value.shape[1]
+    if (
+        is_dense
+        and attn_mask is None
+        and query.dtype in _FLASH_DTYPES
+        and head_size <= _FLASH_MOST_HEAD_SIZE
+        and (has_equal_heads or enable_gqa)
+    ):
+        padding = -head_size % _FLASH_ALIGNMENT
+        q, k, v = (torch.nn.functional.pad(t, (0, padding)) if padding else t for t in (query, key, value))
+        scale = head_size**-0.5 if scale is None else scale
+        flash = _ATEN._scaled_dot_product_flash_attention.default
+        out = flash(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+        return out[..., :head_size] if padding else out  # type: ignore[no-any-return]
+    if has_equal_heads and query.dtype in (*_FLASH_DTYPES, torch.float32):
+        needs_gradient = any(t.requires_grad for t in (query, key, value))
+        bias = _attention_bias(attn_mask, query, key)
+        efficient = _ATEN._scaled_dot_product_efficient_attention.default
+        return efficient(query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    math = _ATEN._scaled_dot_product_attention_math.default
+    return math(query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
+
+
+def _attention_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """The additive mask, expanded to all heads, as the memory-efficient kernel takes it."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        additive = torch.zeros_like(mask, dtype=query.dtype)
+        mask = additive.masked_fill_(mask.logical_not(), float("-inf"))
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:  # noqa: A002 - aten's
+    if input.dtype is torch.float16 and dtype is torch.float32:
+        return _ATEN._softmax.default(input, dim, True)  # type: ignore[no-any-return]
+    return _ATEN._softmax.default(input if dtype is None else input.to(dtype), dim, False)  # type: ignore[no-any-return]
+
+
+def _log_softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:  # noqa: A002 - aten's
+    if input.dtype is torch.float16 and dtype is torch.float32:
+        return _ATEN._log_softmax.default(input, dim, True)  # type: ignore[no-any-return]
+    return _ATEN._log_softmax.default(input if dtype is None else input.to(dtype), dim, False)  # type: ignore[no-any-return]
+
+
+def _rms_norm(
+    input: torch.Tensor,  # noqa: A002 - aten's signature
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    return _FusedRmsNorm.apply(input, weight, normalized_shape, eps)  # type: ignore[no-any-return]
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """CUDA's fused kernel, which has an autograd formula there and decomposes on a CPU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, shape: list[int], eps: float | None
+    ) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, reciprocal = _ATEN._fused_rms_norm.default(x, shape, weight, eps)
+        ctx.save_for_backward(x, weight, reciprocal)
+        ctx.shape = shape
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, reciprocal = ctx.saved_tensors
+        mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
+        backward = _ATEN._fused_rms_norm_backward.default
+        to_input, to_weight = backward(gradients[0], x, ctx.shape, reciprocal, weight, mask)
+        return to_input, to_weight, None, None

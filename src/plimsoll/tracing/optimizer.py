@@ -1,0 +1,157 @@
+"""An optimizer in, the log of one of its steps out, traced on fake copies of its parameters and state.
+
+The step that is traced comes after another one: the state is there, as it is for all of training but the first step. The
+real optimizer is only read.
+
+Known weakness: where a step asks a fake tensor for a number (Adafactor: the norm of a parameter), the number is one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plimsoll.artifacts.region import Origin
+from plimsoll.artifacts.trace import Phase
+from plimsoll.errors import InvalidModel, TracingFailed
+from plimsoll.tracing.fake import KnownValues, fake_like
+from plimsoll.tracing.refusals import first_line
+from plimsoll.tracing.tracer import StepTracer
+
+_PATCHED = ("step", "profile_hook_step")
+"""Attributes by which schedulers and profilers wrap an optimizer's methods."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerLog:
+    """One optimizer step: the tracer that saw it, and which of its storages are state."""
+
+    name: str
+    tracer: StepTracer
+    states: frozenset[int]
+
+
+def trace_optimizer(
+    optimizer: Optimizer, model: nn.Module, without_gradient: frozenset[str], *, on_gpu: bool
+) -> OptimizerLog:
+    """Trace one step of a copy of ``optimizer``.
+
+    Args:
+        optimizer: over parameters of ``model``; neither it nor they are changed.
+        model: names the parameters.
+        without_gradient: parameters that a step leaves without a gradient; the optimizer skips them.
+        on_gpu: whether to choose between loop and multi-tensor (foreach) form as torch does on a GPU.
+
+    Raises:
+        InvalidModel: the optimizer holds parameters that are not the model's.
+        TracingFailed: the optimizer cannot be copied, or its step needs real numbers or a closure.
+    """
+    names = _parameter_names(optimizer, model)
+    name = type(optimizer).__name__
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            twins = {id(p): fake_like(p, mode) for p in _parameters(optimizer)}
+            twin = _copy(optimizer, twins, mode, on_gpu=on_gpu)
+            with mode, KnownValues(), _NumbersAreOne():
+                for parameter in _parameters(optimizer):
+                    if parameter.requires_grad and names[id(parameter)] not in without_gradient:
+                        twins[id(parameter)].grad = torch.empty_like(twins[id(parameter)])
+                twin.step()
+                tracer, states = _register(twin, {id(p): names[key] for key, p in twins.items()})
+                with tracer:
+                    twin.step()
+                tracer.note_deaths()
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
+            raise TracingFailed(
+                f"{name} cannot be traced: {type(error).__name__}: {first_line(error)}",
+                why="its step runs on a copy with fake tensors, without a closure; this one could not be copied "
+                "or needs numbers",
+                next="plan without optimizer= and leave room in the budget for its state and its step",
+            ) from error
+    return OptimizerLog(name, tracer, states)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    strangers = [parameter for parameter in _parameters(optimizer) if id(parameter) not in names]
+    if strangers:
+        total = sum(1 for _ in _parameters(optimizer))
+        raise InvalidModel(
+            f"{type(optimizer).__name__} holds {len(strangers)} of {total} parameters that are not "
+            f"{type(model).__name__}'s.",
+            why=f"the first one has shape {tuple(strangers[0].shape)}; the model was perhaps moved or wrapped "
+            "after the optimizer was made",
+            next="make the optimizer from model.parameters() of the very model that is planned",
+        )
+    return names
+
+
+def _copy(optimizer: Optimizer, twins: dict[int, torch.Tensor], mode: FakeTensorMode, *, on_gpu: bool) -> Optimizer:
+    """A copy without hooks over the twins and fake state; nothing as large as a parameter is copied."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    memo: dict[int, Any] = dict(twins)
+    for _, tensor in _state_tensors(dict(optimizer.state)):
+        if tensor.numel() > 1 and id(tensor) not in memo:
+            memo[id(tensor)] = fake_like(tensor, mode)
+    own = {name: value for name, value in vars(optimizer).items() if name not in _PATCHED and "hook" not in name}
+    twin.__setstate__(copy.deepcopy(own, memo))
+    if on_gpu:
+        for group in twin.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
+                group["foreach"] = True
+    return twin
+
+
+def _register(twin: Optimizer, names: dict[int, str]) -> tuple[StepTracer, frozenset[int]]:
+    tracer = StepTracer(lambda: "", phase=Phase.OPTIMIZER)
+    for parameter in _parameters(twin):
+        tracer.add_static(parameter, Origin.PARAMETER, f"parameter:{names[id(parameter)]}")
+        if parameter.grad is not None:
+            tracer.add_static(parameter.grad, Origin.PARAMETER, f"gradient:{names[id(parameter)]}")
+    states: set[int] = set()
+    for parameter, state in twin.state.items():
+        owner = names.get(id(parameter), "shared")
+        for key, value in _state_tensors(state):
+            known = tracer.table.find(value)
+            if known < 0:
+                tracer.add_static(value, Origin.BUFFER, f"optimizer state:{owner}.{key}")
+                states.add(tracer.table.find(value))
+    return tracer, frozenset(states)
+
+
+def _state_tensors(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(state, torch.Tensor):
+        yield key, state
+    elif isinstance(state, dict):
+        for name, value in state.items():
+            yield from _state_tensors(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(state, list | tuple):
+        for position, value in enumerate(state):
+            yield from _state_tensors(value, f"{key}.{position}")
+
+
+class _NumbersAreOne(TorchDispatchMode):
+    """Answers one where Python asks a fake tensor for its number."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,100 @@
+"""Op calls in, the bytes out that each kind of op allocates and frees inside itself: its hidden workspace.
+
+Dispatch sees an op's inputs and outputs, the allocator sees what its kernel asks for in between (a convolution's columns, a
+contiguous copy of a strided operand). On the CPU allocator events are read, on CUDA the allocator's own peak counter. Each
+kind of op (``cost_key``) is measured at its first call.
+
+Known weakness: on the CPU the events of threads that an op starts itself are not seen; what a library allocates past
+torch's allocator (oneDNN's scratch pads) is not either.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from plimsoll.measuring.memory import PeakMeter
+
+
+class WorkspaceMeter:
+    """Measures nothing: the meter of a fake trace, and of runs that only add timings."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Measure what runs in the block; ``bytes`` is filled when it ends."""
+        yield
+
+    def run(self, key: str, call: Callable[[], Any]) -> Any:
+        """Run an op, and measure it if its key is new."""
+        return call()
+
+
+class CpuMeter(WorkspaceMeter):
+    """Reads the allocator's events between begin and end of each op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._spans: dict[str, tuple[int, int]] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        with PeakMeter("cpu") as meter:
+            yield
+        self.bytes = hidden_bytes(self._spans, meter.timeline)
+
+    def run(self, key: str, call: Callable[[], Any]) -> Any:
+        if key in self._spans:
+            return call()
+        begin = time.time_ns()
+        out = call()
+        self._spans[key] = (begin, time.time_ns())
+        return out
+
+
+class CudaMeter(WorkspaceMeter):
+    """Reads the caching allocator's peak around each op; the host counts, so nothing waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def run(self, key: str, call: Callable[[], Any]) -> Any:
+        if key in self.bytes:
+            return call()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        out = call()
+        peak = torch.cuda.max_memory_allocated(self._device)
+        self.bytes[key] = max(0, peak - torch.cuda.memory_allocated(self._device))
+        return out
+
+
+def hidden_bytes(spans: Mapping[str, tuple[int, int]], timeline: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """Peak minus final of the level within each span; what is there in the end are the op's outputs.
+
+    Args:
+        spans: begin and end of each op in nanoseconds, none inside another.
+        timeline: ``(nanoseconds, bytes)`` after every change of what is allocated, in order of time.
+    """
+    times = [at_ns for at_ns, _ in timeline]
+    found: dict[str, int] = {}
+    for key, (begin, end) in spans.items():
+        first, last = bisect.bisect_left(times, begin), bisect.bisect_right(times, end)
+        before = timeline[first - 1][1] if first else 0
+        levels = [before, *(bytes_ for _, bytes_ in timeline[first:last])]
+        found[key] = max(levels) - max(levels[-1], before)
+    return found
+
+
+def meter_for(device: torch.device) -> WorkspaceMeter:
+    """The meter of a device."""
+    if device.type == "cuda":
+        return CudaMeter(device)
+    return CpuMeter() if device.type == "cpu" else WorkspaceMeter()
