@@ -12,7 +12,7 @@ from rich.text import Text
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
 from plimsoll.reports.plan_terminal import render_classes, render_decisions
-from plimsoll.reports.timeline import draw_timeline
+from plimsoll.reports.timeline import Timeline
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def render_preparation(ready: Preparation) -> RenderableType:
         Text(),
         render_decisions(plan),
         Text("\nMemory over one step under the plan", style="bold"),
-        draw_timeline(plan.timeline, budget_bytes=plan.budget_bytes),
+        Timeline(plan.timeline, plan.budget_bytes),
         Text(),
     )  # fmt: skip
 

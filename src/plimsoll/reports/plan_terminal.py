@@ -11,7 +11,7 @@ from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.grouping import group_regions
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.summary import decision_row, holder_rows, plan_figures
-from plimsoll.reports.timeline import draw_bar, draw_timeline
+from plimsoll.reports.timeline import Timeline, draw_bar
 from plimsoll.units import format_bytes
 
 _STATUS_STYLE = {
@@ -44,7 +44,7 @@ def render_plan(plan: Plan) -> RenderableType:
         parts += [Text(), render_decisions(plan)]
     if plan.timeline:
         parts += [Text(), Text("Memory over the step", style="bold")]
-        parts.append(draw_timeline(plan.timeline, budget_bytes=plan.budget_bytes))
+        parts.append(Timeline(plan.timeline, plan.budget_bytes))
     parts += [Text(f"\nNote: {note}") for note in plan.notes]
     return Group(*parts)
 

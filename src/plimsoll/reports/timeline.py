@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from plimsoll.artifacts.plan import TimelinePoint
@@ -12,6 +14,20 @@ from plimsoll.units import format_bytes
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _LABEL_WIDTH = 10
+_BUDGET = " budget"
+_MOST_COLUMNS = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A timeline that takes the width of the terminal that it is printed on."""
+
+    points: Sequence[TimelinePoint]
+    budget_bytes: int | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = options.max_width - _LABEL_WIDTH - 1 - len(_BUDGET)
+        yield draw_timeline(self.points, budget_bytes=self.budget_bytes, width=max(8, min(room, _MOST_COLUMNS)))
 
 
 def draw_timeline(
@@ -37,14 +53,18 @@ def draw_timeline(
     for row in range(height - 1, -1, -1):
         _draw_row(picture, columns, row=row, row_bytes=top_bytes / height, budget_bytes=budget_bytes)
     peak_at = max(range(len(columns)), key=lambda index: columns[index].bytes)
-    peak = columns[peak_at]
-    label = f"▲ peak {format_bytes(peak.bytes)}, {peak.moment}"
-    indent = _LABEL_WIDTH + 1 + peak_at
-    if indent + len(label) > _LABEL_WIDTH + 1 + width and indent >= len(label):
-        label = f"peak {format_bytes(peak.bytes)}, {peak.moment} ▲"
-        indent = indent - len(label) + 1
-    picture.append(" " * max(indent, 0) + label, style="bold red")
+    picture.append(_name_peak(columns[peak_at], column=_LABEL_WIDTH + 1 + peak_at, width=width), style="bold red")
     return picture
+
+
+def _name_peak(peak: TimelinePoint, *, column: int, width: int) -> str:
+    """The marker under the peak and its name beside it, to the right where it fits, else to the left, else below."""
+    name = f"peak {format_bytes(peak.bytes)}, {peak.moment}"
+    if column + 2 + len(name) <= _LABEL_WIDTH + 1 + width:
+        return f"{' ' * column}▲ {name}"
+    if column >= len(name) + 1:
+        return f"{name} ▲".rjust(column + 1)
+    return f"{' ' * column}▲\n{' ' * (_LABEL_WIDTH + 1)}{name}"
 
 
 def _split(points: Sequence[TimelinePoint], count: int) -> list[Sequence[TimelinePoint]]:
@@ -65,7 +85,7 @@ def _draw_row(
         else:
             picture.append(_EIGHTHS[eighths], style="cyan")
     if is_budget_row:
-        picture.append(" budget", style="yellow")
+        picture.append(_BUDGET, style="yellow")
     picture.append("\n")
 
 

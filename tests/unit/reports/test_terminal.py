@@ -89,6 +89,13 @@ def test_a_peak_at_the_right_edge_is_named_to_its_left():
     assert len(last) == 10 + 1 + 60
 
 
+def test_a_peak_with_a_long_name_is_named_below_its_mark():
+    points = [point(MIB)] * 29 + [point(8 * MIB, "backward of " + "very." * 20)] + [point(MIB)] * 30
+    mark, name = draw_timeline(points, width=60).plain.splitlines()[-2:]
+    assert mark.index("▲") == 10 + 1 + 29
+    assert name.strip().startswith("peak 8.0 MiB, backward of very.")
+
+
 def test_the_budget_is_drawn():
     picture = draw_timeline([point(MIB)] * 10, budget_bytes=2 * MIB, height=4).plain
     assert "┄┄┄ budget" in picture
