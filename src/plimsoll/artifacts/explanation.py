@@ -54,12 +54,12 @@ def _group(group: RegionGroup) -> list[str]:
     lines = [f"{group.label}{each}: holds {format_bytes(first.retained_bytes)}, {replay}"]
     if first.is_boundary_dropped:
         lines.append("  its input is not held either: it is rebuilt through the region before")
-    lines += align([_value(decision) for decision in first.decisions], right=[2, 3])
+    lines += align([_value(decision) for decision in first.decisions], right=[2])
     return lines
 
 
 def _value(decision: ValueDecision) -> list[str]:
-    rate = ""
-    if decision.decision is Decision.RECOMPUTE and decision.bytes:
-        rate = f"{format_seconds(decision.seconds * MIB / decision.bytes)}/MiB"
-    return [str(decision.decision), decision.value, format_bytes(decision.bytes), rate, decision.reason]
+    reason = decision.reason
+    if not reason and decision.decision is Decision.RECOMPUTE and decision.bytes:
+        reason = f"recompute costs {format_seconds(decision.seconds * MIB / decision.bytes)}/MiB"
+    return [str(decision.decision), decision.value, format_bytes(decision.bytes), reason]

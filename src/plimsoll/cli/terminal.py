@@ -71,5 +71,7 @@ def print_result(artifact: Artifact, view: RenderableType, *, is_json: bool) -> 
     """Write an artifact for a machine, or its view for a person."""
     if is_json:
         print_json(artifact)
+    elif isinstance(view, str):
+        stdout().print(Text(view), soft_wrap=True)
     else:
-        stdout().print(Text(view) if isinstance(view, str) else view)
+        stdout().print(view)
