@@ -17,28 +17,35 @@ machine (each op run again at most once, these costs), not the machine.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import linprog
 
 from plimsoll.planning.choices import ChoiceSet, prices_of
-from plimsoll.planning.cut import Prices
-from plimsoll.planning.effects import Frame, frame_of, is_partly_covered
-from plimsoll.planning.frontier import Hull, sweep_prices
+from plimsoll.planning.effects import Frame, frame_of, relief_spans
+from plimsoll.planning.frontier import Hull
 from plimsoll.planning.replay import boundary_values
 from plimsoll.planning.simulate import actual_cover
 from plimsoll.planning.step import Ints, RegionView, StepIndex, merge, slot_stop, subtract
 
+Floats = npt.NDArray[np.float64]
+
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """What rows 2 to 5 need of one region: ``read`` and ``past`` per instant of its backward."""
+    """What rows 2 to 5 need of one region: ``read`` and ``past`` per instant of its backward.
+
+    ``kept_bytes`` is R if everything is kept, ``most_bytes`` if inputs are copied as well.
+    """
 
     frame: Frame
     hull: Hull
-    all_bytes: float
+    kept_bytes: float
+    most_bytes: float
     touch_seconds: float
     read: Ints
     past: Ints
@@ -52,7 +59,7 @@ class LowerBound:
         self.regions = [
             _describe(index, view, choice_set) for view, choice_set in zip(index.views, sets, strict=True)
         ]
-        self.fixed = _without_boundaries(index) if boundaries else index.fixed
+        self.fixed = (_without_boundaries(index) if boundaries else index.fixed) - _relief(index)
         self.rows, self.room = self._memory_rows()
         self.lines, self.values = self._line_rows()
 
@@ -69,7 +76,7 @@ class LowerBound:
             np.concatenate([np.zeros(count), np.ones(count)]),
             A_ub=np.vstack([memory, lines]),
             b_ub=np.concatenate([(budget_bytes - self.room) / scale_bytes, -self.values / scale_seconds]),
-            bounds=[(0.0, region.all_bytes / scale_bytes) for region in self.regions] + [(0.0, None)] * count,
+            bounds=[(0.0, region.most_bytes / scale_bytes) for region in self.regions] + [(0.0, None)] * count,
             method="highs",
         )
         if result.status == 2:
@@ -78,7 +85,7 @@ class LowerBound:
         # The solver may be off by its tolerance, a bound may not.
         return self.index.base_seconds + max(float(result.fun) - 1e-7, 0.0) * scale_seconds
 
-    def _line_rows(self) -> tuple[Ints, Ints]:
+    def _line_rows(self) -> tuple[Floats, Floats]:
         rows, owners, values = [], [], []
         count = len(self.regions)
         for position, region in enumerate(self.regions):
@@ -90,18 +97,18 @@ class LowerBound:
                 owner[position] = 1.0
                 rows.append(row)
                 owners.append(owner)
-                values.append(min(price * region.all_bytes, line.value_seconds + region.touch_seconds))
+                values.append(min(price * region.kept_bytes, line.value_seconds + region.touch_seconds))
         self.lines_of_regions = np.array(owners).reshape(-1, count)
         return np.array(rows).reshape(-1, count), np.array(values)
 
-    def _memory_rows(self) -> tuple[Ints, Ints]:
+    def _memory_rows(self) -> tuple[Floats, Floats]:
         """Rows 3 to 5: coefficients of R, and the bytes that are there besides."""
         edges = {0, self.index.instants}
         for region in self.regions:
             edges |= {region.frame.exit, region.frame.start, region.frame.stop}
         ordered = sorted(edge for edge in edges if 0 <= edge <= self.index.instants)
         rows, room = [], []
-        for a, b in zip(ordered, ordered[1:], strict=False):
+        for a, b in itertools.pairwise(ordered):
             between = [region.frame.exit <= a and b <= region.frame.start for region in self.regions]
             active = [p for p, r in enumerate(self.regions) if r.frame.start <= a and b <= r.frame.stop]
             level = self.fixed[a:b].copy()
@@ -117,18 +124,12 @@ class LowerBound:
                 with_own[position] = 1.0
                 rows.append(with_own)
                 room.append(int((level - past).max()))
-        return np.array(rows).reshape(-1, len(self.regions)), np.array(room)
+        return np.array(rows).reshape(-1, len(self.regions)), np.array(room, dtype=np.float64)
 
 
 def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Region:
     frame = frame_of(index, view)
     prices = prices_of(index, view)
-    partly = [v for v in view.droppable if is_partly_covered(index, frame, view.graph.values[v].storage)]
-    hull = choice_set.hull
-    if partly:
-        # Counted in full by the choices, which may only err upwards; a bound may only err downwards.
-        prices = Prices(prices.held_bytes | dict.fromkeys(partly, 0.0), prices.op_seconds)
-        hull = sweep_prices(view, prices)
     length = max(frame.stop - frame.start, 0)
     own = {v: prices.held_bytes[v] for v in view.droppable}
     held = np.zeros(length + 1, dtype=np.int64)
@@ -157,7 +158,19 @@ def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Reg
     copies = sum(prices.held_bytes[v] for v in view.copied)
     touch = view.managed_slots * index.costs.slot_seconds
     past = int(all_bytes + copies) - np.cumsum(held)[:-1]
-    return _Region(frame, hull, all_bytes + copies, touch, np.cumsum(read)[:-1], past)
+    return _Region(frame, choice_set.hull, all_bytes, all_bytes + copies, touch, np.cumsum(read)[:-1], past)
+
+
+def _relief(index: StepIndex) -> Ints:
+    """What R may count twice: storages alive anyway for a part of the time between forward and backward."""
+    change = np.zeros(index.instants + 1, dtype=np.int64)
+    for view in index.views:
+        frame = frame_of(index, view)
+        for storage in {view.graph.values[v].storage for v in view.droppable}:
+            for a, b in relief_spans(index, frame, storage):
+                change[a] += index.trace.storages[storage].bytes
+                change[b] -= index.trace.storages[storage].bytes
+    return np.cumsum(change)[:-1]
 
 
 def _without_boundaries(index: StepIndex) -> Ints:

@@ -143,9 +143,16 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
     for effect in order:
         if not any(
             other.copied_bytes <= effect.copied_bytes
-            and other.retained_bytes <= effect.retained_bytes
+            and _retains_no_more(other, effect)
             and bool((other.backward <= effect.backward).all())
             for other in left
         ):
             left.append(effect)
     return tuple(left)
+
+
+def _retains_no_more(one: Effect, other: Effect) -> bool:
+    """Whether ``one`` holds no more than ``other`` at any time between forward and backward."""
+    if set(other.relief) <= set(one.relief):
+        return one.retained_bytes <= other.retained_bytes
+    return one.retained_bytes <= other.retained_bytes - sum(size for _, _, size in other.relief)

@@ -28,6 +28,7 @@ from scipy.sparse import coo_array, csr_array
 
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.effects import Effect
+from plimsoll.planning.rounding import round_down
 from plimsoll.planning.step import Ints, StepIndex
 from plimsoll.planning.windows import Windows, build_windows
 
@@ -50,6 +51,20 @@ class Selection:
     effects: tuple[Effect, ...] | None
     lower_value: float
     is_finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxed:
+    """The optimum of the relaxed program.
+
+    ``shares`` per (region, choice); ``window_prices`` are the seconds per step that one more byte in each window is worth
+    (the duals of row 4); ``reduced_seconds`` what taking a choice whole would cost beyond the optimum, at least.
+    """
+
+    shares: Floats
+    seconds: float
+    window_prices: Floats
+    reduced_seconds: Floats
 
 
 class ChoiceProblem:
@@ -80,14 +95,29 @@ class ChoiceProblem:
     def choose(self, budget_bytes: int, gap_of_step: float = FINE_GAP) -> Selection:
         """The choices with the least seconds whose load fits the budget in every window.
 
+        The relaxed program is rounded first; only if that is not within the gap, the solver branches, over the choices
+        whose reduced cost leaves them a chance to be better than the rounded ones.
+
         Args:
             budget_bytes: what no window may exceed.
-            gap_of_step: how far from the optimum the solver may stop, as a share of the step; small programs go to the end.
+            gap_of_step: how far from the optimum the answer may be, as a share of the step.
         """
+        relaxed = self.relax(budget_bytes)
+        if relaxed is None:
+            return Selection(effects=None, lower_value=np.inf, is_finished=True)
+        rounded = round_down(self.windows, self.effects, relaxed.shares, budget_bytes)
+        rounded_seconds = sum(effect.seconds for effect in rounded) if rounded is not None else np.inf
+        if rounded_seconds - relaxed.seconds <= gap_of_step * self.step_seconds:
+            return Selection(rounded, relaxed.seconds, is_finished=True)
+        bounds = self._bounds(budget_bytes)
+        slack_seconds = (rounded_seconds - relaxed.seconds) * (1 + 1e-6) + 1e-9 * self.step_seconds
+        bounds.ub[: self.columns][relaxed.reduced_seconds > slack_seconds] = 0.0
         aim = np.concatenate([self.seconds / self.step_seconds, np.zeros(len(self.windows.spans)), [1.0]])
-        selection = self._solve(aim, self._bounds(budget_bytes), [], gap_of_step)
-        lower_seconds = (selection.lower_value - 1.0) * self.step_seconds
-        return Selection(selection.effects, max(lower_seconds, 0.0), selection.is_finished)
+        selection = self._solve(aim, bounds, [], gap_of_step)
+        if selection.effects is None and rounded is not None:
+            return Selection(rounded, relaxed.seconds, selection.is_finished)
+        lower_seconds = max((selection.lower_value - 1.0) * self.step_seconds, relaxed.seconds)
+        return Selection(selection.effects, lower_seconds, selection.is_finished)
 
     def minimise_peak(self) -> Selection:
         """The choices with the smallest peak."""
@@ -103,8 +133,8 @@ class ChoiceProblem:
         selection = self._solve(aim, bounds, [room], FINE_GAP)
         return Selection(selection.effects, selection.lower_value * self.unit_bytes, selection.is_finished)
 
-    def window_prices(self, budget_bytes: int) -> Floats:
-        """Seconds per step that one more byte in each window is worth: the duals of row 4 in the relaxed program."""
+    def relax(self, budget_bytes: int) -> Relaxed | None:
+        """The program without whole numbers; ``None`` if not even that fits."""
         windows = len(self.windows.spans)
         unit_seconds = max(float(self.seconds.max(initial=0.0)), 1e-30)
         bounds = self._bounds(budget_bytes)
@@ -115,10 +145,17 @@ class ChoiceProblem:
             bounds=np.column_stack([bounds.lb, bounds.ub]),
             method="highs",
         )
-        if result.status != _OPTIMAL:
-            return np.zeros(windows)
-        marginals = np.asarray(result.upper.marginals[self.columns : self.columns + windows], dtype=np.float64)
-        return np.maximum(-marginals * unit_seconds / self.unit_bytes, 0.0)
+        if result.status == _INFEASIBLE:
+            return None
+        assert result.status == _OPTIMAL, f"HiGHS: {result.message}"
+        prices = -np.asarray(result.upper.marginals[self.columns : self.columns + windows], dtype=np.float64)
+        reduced = np.asarray(result.lower.marginals[: self.columns], dtype=np.float64)
+        return Relaxed(
+            shares=np.asarray(result.x[: self.columns], dtype=np.float64),
+            seconds=float(result.fun) * unit_seconds,
+            window_prices=np.maximum(prices, 0.0) * unit_seconds / self.unit_bytes,
+            reduced_seconds=np.maximum(reduced, 0.0) * unit_seconds,
+        )
 
     def _bounds(self, budget_bytes: int) -> Bounds:
         room = (budget_bytes - self.windows.fixed_bytes) / self.unit_bytes
@@ -183,7 +220,7 @@ class ChoiceProblem:
 
 def _undominated(effects: Sequence[Effect], added: Ints) -> list[int]:
     """Choices that no other one equals or beats in seconds and in every window."""
-    distinct = np.unique(added, axis=0)
+    distinct = np.array(list({row.tobytes(): row for row in added}.values()))
     order = sorted(range(len(effects)), key=lambda c: (effects[c].seconds, int(distinct[:, c].sum())))
     left: list[int] = []
     for choice in order:

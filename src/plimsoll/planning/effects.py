@@ -31,6 +31,7 @@ class Effect:
     """What one choice of one region adds to the fixed bytes.
 
     ``copied_bytes`` from the region's entry on, ``retained_bytes`` (copies included) between its forward and its backward,
+    less the bytes of each ``relief`` (start and stop counted from the region's exit) while that storage is alive anyway,
     ``backward`` per instant of its backward. ``seconds`` are those of replay. ``is_additive`` if these figures are exact
     beside any choices of other regions; otherwise they are no less than what the region adds.
     """
@@ -38,6 +39,7 @@ class Effect:
     kept: frozenset[int]
     copied_bytes: int
     retained_bytes: int
+    relief: tuple[tuple[int, int, int], ...]
     backward: Ints
     seconds: float
     is_additive: bool
@@ -48,22 +50,24 @@ def frame_of(index: StepIndex, view: RegionView) -> Frame:
     entry, exit_ = view.call.forward
     start, stop = view.call.backward
     stops = [2 * stop, *(slot_stop(index.trace, slot) for v in view.droppable for slot in view.slots_of[v])]
-    return Frame(2 * entry, 2 * exit_, max(2 * start, 2 * exit_), max(stops))
+    begin = max(2 * start, 2 * exit_)
+    return Frame(2 * entry, 2 * exit_, begin, max(begin, *stops))
 
 
 def own_cover(index: StepIndex, frame: Frame, storage: int) -> list[Span]:
-    """When a storage is alive anyway, from the region's exit on. If not all the way to backward, then not in between."""
-    covered = [(max(a, frame.exit), min(b, frame.stop)) for a, b in index.covered(storage)]
-    covered = merge(covered)
-    if any(a <= frame.exit and b >= frame.start for a, b in covered):
-        return covered
-    return merge((max(a, frame.start), b) for a, b in covered)
+    """When a storage is alive anyway, from the region's exit to the end of its backward."""
+    return merge((max(a, frame.exit), min(b, frame.stop)) for a, b in index.covered(storage))
 
 
-def is_partly_covered(index: StepIndex, frame: Frame, storage: int) -> bool:
-    """Whether a storage is alive anyway for some, but not all, of the time between forward and backward."""
-    middle = merge((max(a, frame.exit), min(b, frame.start)) for a, b in index.covered(storage))
-    return bool(middle) and middle != [(frame.exit, frame.start)]
+def is_between(frame: Frame, spans: list[Span]) -> bool:
+    """Whether one of the spans covers all the time between forward and backward."""
+    return any(a <= frame.exit and b >= frame.start for a, b in spans)
+
+
+def relief_spans(index: StepIndex, frame: Frame, storage: int) -> list[Span]:
+    """When, between forward and backward, a storage that is not alive all that time is alive anyway."""
+    covered = own_cover(index, frame, storage)
+    return [] if is_between(frame, covered) else merge((a, min(b, frame.start)) for a, b in covered)
 
 
 def likeness(index: StepIndex, view: RegionView) -> Hashable:
@@ -80,10 +84,7 @@ def likeness(index: StepIndex, view: RegionView) -> Hashable:
         if slot.is_managed
     )
     covers = tuple(
-        (
-            is_partly_covered(index, frame, graph.values[v].storage),
-            tuple((relative(a), relative(b)) for a, b in own_cover(index, frame, graph.values[v].storage)),
-        )
+        tuple((relative(a), relative(b)) for a, b in own_cover(index, frame, graph.values[v].storage))
         for v in view.saved
     )
     keys = tuple((op.cost_key, op.reads, op.writes, op.obstacle) for op in graph.ops)
@@ -98,8 +99,7 @@ def held_bytes(index: StepIndex, view: RegionView) -> dict[int, int]:
     bytes_ = {}
     for value in view.droppable:
         storage = view.graph.values[value].storage
-        covered = own_cover(index, frame, storage)
-        is_free = any(a <= frame.exit and b >= frame.start for a, b in covered)
+        is_free = is_between(frame, own_cover(index, frame, storage))
         bytes_[value] = 0 if is_free else view.graph.values[value].bytes
     return bytes_ | {value: view.graph.values[value].bytes for value in view.copied}
 
@@ -118,16 +118,19 @@ def measure_effect(index: StepIndex, view: RegionView, kept: frozenset[int]) -> 
     retained = 0
     copied = 0
     is_additive = True
+    relief: list[tuple[int, int, int]] = []
     own = {view.graph.values[v].storage for v in view.droppable}
     for storage, spans in outcome.holds.items():
         size = index.trace.storages[storage].bytes
         clipped = merge((max(a, frame.exit), b) for a, b in spans)
-        is_additive &= not is_partly_covered(index, frame, storage)
-        for a, b in subtract(clipped, own_cover(index, frame, storage)):
+        covered = own_cover(index, frame, storage)
+        for a, b in subtract(clipped, covered):
             is_additive &= storage in own
-            retained += size if a <= frame.exit and b >= frame.start else 0
             change[min(max(a - frame.start, 0), length)] += size
             change[min(max(b - frame.start, 0), length)] -= size
+        if is_between(frame, clipped) and not is_between(frame, covered):
+            retained += size
+            relief += [(a - frame.exit, b - frame.exit, size) for a, b in relief_spans(index, frame, storage)]
     for (_, b), size, _ in outcome.copies:
         copied += size
         change[0] += size
@@ -136,7 +139,8 @@ def measure_effect(index: StepIndex, view: RegionView, kept: frozenset[int]) -> 
     _add_rebuilt(curve, outcome.levels, frame)
     choices = [Choice(kept=frozenset(v.droppable)) for v in index.views]
     choices[region] = Choice(kept=kept)
-    return Effect(kept, copied, retained + copied, curve, replay_seconds(index, choices, outcome.ops), is_additive)
+    seconds = replay_seconds(index, choices, outcome.ops)
+    return Effect(kept, copied, retained + copied, tuple(sorted(relief)), curve, seconds, is_additive)
 
 
 def _add_rebuilt(curve: Ints, levels: list[tuple[int, int]], frame: Frame) -> None:

@@ -67,9 +67,9 @@ class Planner:
     def _climb(self) -> list[Simulation]:
         """Plans at budgets spread evenly from the floor to the unmanaged peak: the same ones for every budget."""
         low, high = self.floor.peak_bytes, self.baseline.peak_bytes
-        budgets = np.linspace(low, high, _FRONTIER_POINTS).astype(int)[:-1] if high > low else []
+        budgets = [low + (high - low) * point // (_FRONTIER_POINTS - 1) for point in range(_FRONTIER_POINTS - 1)]
         gap = EXACT_GAP if self.gap == EXACT_GAP else COARSE_GAP
-        found = [self.problem.choose(int(budget), gap) for budget in budgets]
+        found = [self.problem.choose(budget, gap) for budget in budgets if high > low]
         return [self._run(_choices(selection)) for selection in found if selection.effects is not None]
 
     def best_within(self, budget_bytes: int) -> Found:
@@ -199,7 +199,8 @@ def _write(
     simulation, baseline = outcome.simulation, planner.baseline
     window_prices = np.zeros(len(planner.problem.windows.spans))
     if simulation.seconds > baseline.seconds:
-        window_prices = planner.problem.window_prices(room_bytes if room_bytes is not None else simulation.peak_bytes)
+        relaxed = planner.problem.relax(room_bytes if room_bytes is not None else simulation.peak_bytes)
+        window_prices = window_prices if relaxed is None else relaxed.window_prices
     region_prices = [float(window_prices[list(between)].sum()) for between in planner.problem.windows.is_between]
     overhead = simulation.seconds - baseline.seconds
     gap = max(simulation.seconds - outcome.lower_bound_seconds, 0.0)

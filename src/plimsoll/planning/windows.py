@@ -7,6 +7,7 @@ two regions are active at once (parallel branches), every instant is a window of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,14 +54,14 @@ def _split(index: StepIndex, frames: Sequence[Frame], sets: Sequence[ChoiceSet])
     cuts = {0, index.instants}
     varying = []
     for frame, choice_set in zip(frames, sets, strict=True):
-        if len(choice_set.effects) < 2:
-            continue
         settled = frame.start + _settles(choice_set.effects)
         cuts |= {frame.entry, frame.exit, frame.start, settled, frame.stop}
-        varying.append((frame.start, settled))
+        cuts |= {frame.exit + at for effect in choice_set.effects for a, b, _ in effect.relief for at in (a, b)}
+        if settled > frame.start:
+            varying.append((frame.start, settled))
     edges = sorted(cut for cut in cuts if 0 <= cut <= index.instants)
     spans = []
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in itertools.pairwise(edges):
         if sum(start < b and a < stop for start, stop in varying) > 1:
             spans += [(at, at + 1) for at in range(a, b)]
         else:
@@ -82,8 +83,13 @@ def _added(index: StepIndex, frame: Frame, curves: Ints, effects: Sequence[Effec
     if b <= frame.exit:
         return np.array([effect.copied_bytes for effect in effects], dtype=np.int64)
     if b <= frame.start:
-        return np.array([effect.retained_bytes for effect in effects], dtype=np.int64)
+        return np.array([_retained(effect, frame, a, b) for effect in effects], dtype=np.int64)
     fixed = index.fixed[a:b]
     # A constant adds itself; only a varying curve meets the fixed bytes instant by instant.
     peaks: Ints = (curves[:, a - frame.start : b - frame.start] + fixed).max(axis=1) - fixed.max()
     return peaks
+
+
+def _retained(effect: Effect, frame: Frame, a: int, b: int) -> int:
+    relief = sum(size for start, stop, size in effect.relief if frame.exit + start <= a and b <= frame.exit + stop)
+    return effect.retained_bytes - relief

@@ -1,0 +1,54 @@
+"""A relaxed optimum in, whole choices that fit the budget out: round towards less memory, then spend what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from plimsoll.planning.effects import Effect
+from plimsoll.planning.windows import Windows
+
+_SUPPORT = 1e-6
+_PASSES_AT_MOST = 4
+
+
+def round_down(
+    windows: Windows, effects: Sequence[Sequence[Effect]], shares: npt.NDArray[np.float64], budget_bytes: int
+) -> tuple[Effect, ...] | None:
+    """Whole choices near a relaxed optimum.
+
+    Args:
+        windows: who adds what, when.
+        effects: the choices of every region.
+        shares: per (region, choice) how much of it the relaxed optimum takes.
+        budget_bytes: what no window may exceed.
+
+    Returns:
+        One effect per region, or ``None`` if rounding leaves the budget.
+    """
+    taken: list[int] = []
+    first = 0
+    for choices in effects:
+        support = np.flatnonzero(shares[first : first + len(choices)] > _SUPPORT)
+        taken.append(min((int(c) for c in support), key=lambda c: (choices[c].retained_bytes, choices[c].seconds)))
+        first += len(choices)
+    load = windows.fixed_bytes + sum(added[:, c] for added, c in zip(windows.added_bytes, taken, strict=True))
+    if load.max() > budget_bytes:
+        return None
+    seconds = [np.array([effect.seconds for effect in choices]) for choices in effects]
+    for _ in range(_PASSES_AT_MOST):
+        before = list(taken)
+        # Late regions first: what they hold is in the way for the shortest time.
+        for region in reversed(range(len(effects))):
+            added = windows.added_bytes[region]
+            others = load - added[:, taken[region]]
+            fits = (others[:, None] + added <= budget_bytes).all(axis=0)
+            best = int(np.argmin(np.where(fits, seconds[region], np.inf)))
+            if seconds[region][best] < seconds[region][taken[region]]:
+                taken[region] = best
+                load = others + added[:, best]
+        if taken == before:
+            break
+    return tuple(choices[c] for choices, c in zip(effects, taken, strict=True))
