@@ -26,29 +26,34 @@ class Readable(Protocol):
 class Cell:
     """One saved tensor of one call of a region.
 
-    A cell is *open* while the region runs (it holds nothing; the frame holds the tensors), then *kept* (``tensor`` is set)
-    or *dropped* (``frame`` and ``leaves`` are set).
+    A cell is *open* while the region runs (it holds nothing; the frame holds the tensors), then *kept* (``tensor``
+    and ``version`` are set) or *dropped* (``leaves`` and ``sample`` are set).
     """
 
     __slots__ = ("__weakref__", "frame", "index", "leaves", "sample", "tensor", "version")
 
-    def __init__(self, frame: Frame, index: int) -> None:
-        self.frame: Frame | None = frame
+    frame: Frame | None
+    index: int
+    tensor: torch.Tensor | None
+    version: int
+    leaves: tuple[Readable, ...]
+    sample: torch.Tensor | None
+
+    def __init__(self, frame: Frame, index: int, version: int) -> None:
+        self.frame = frame
         self.index = index
-        self.tensor: torch.Tensor | None = None
-        self.version = 0
-        self.leaves: tuple[Readable, ...] = ()
-        self.sample: torch.Tensor | None = None
+        self.tensor = None
+        self.version = version
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Hold the tensor, aliased, with the version that it has now."""
+        """Hold the tensor, aliased; ``version`` stays the one that it had when autograd saved it."""
         self.tensor = tensor.detach()
-        self.version = self.tensor._version
         self.frame = None
 
     def drop(self, leaves: tuple[Readable, ...]) -> None:
         """Hold only what the recipe starts from."""
         self.leaves = leaves
+        self.sample = None
 
     def read(self) -> torch.Tensor:
         """The kept tensor.

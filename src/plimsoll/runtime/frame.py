@@ -56,7 +56,7 @@ class Frame:
     def pack(self, tensor: torch.Tensor) -> Cell:
         """The pack hook: hold the tensor until the region returns."""
         cells = self.cells
-        cell = Cell(self, len(cells))
+        cell = Cell(self, len(cells), tensor._version)
         cells.append(cell)
         self.tensors.append(tensor)
         return cell
@@ -169,13 +169,14 @@ class Frame:
         return self._run(program.alone(slot), leaves, {})
 
     def _run(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
+        """Run below autograd and outside of autocast, as the ops were recorded."""
         assert self.program is not None
         device_type = self.program.device_type
         with torch._C._AutoDispatchBelowAutograd():
-            if torch.is_autocast_enabled(device_type):
-                with torch.autocast(device_type, enabled=False):
-                    return segment(env, leaves, self._bound, self.states)
-            return segment(env, leaves, self._bound, self.states)
+            if not torch.is_autocast_enabled(device_type):
+                return segment(env, leaves, self._bound, self.states)
+            with torch.autocast(device_type, enabled=False):
+                return segment(env, leaves, self._bound, self.states)
 
 
 class Link:

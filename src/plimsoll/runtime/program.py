@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from plimsoll.runtime.cells import Cell, Copy, Readable
 from plimsoll.runtime.compile import Recording, SegmentFunction, Sources, compile_segments, copy_storage
 from plimsoll.runtime.frame import Frame, Link
 from plimsoll.runtime.randomness import ENTRY
-from plimsoll.runtime.verifying import same_bits
+from plimsoll.runtime.verifying import INTEGER_OF_SIZE, same_bits
 from plimsoll.schedule import BOUNDARY, Unreachable, build_schedule, recipe_ops
 
 SAMPLE_SIZE = 16
@@ -194,7 +195,8 @@ class Program:
                 or tensor.storage_offset() != offset
             ):
                 return False
-        return True
+        cells = frame.cells
+        return all(tensors[index]._version == cells[index].version for index in self._dropped_slots)
 
     def finish(self, frame: Frame, inputs: Sequence[torch.Tensor], link: Link | None) -> bool:
         """Turn the open cells of a call that fits into kept and dropped ones. False (and nothing done) if it cannot."""
@@ -263,8 +265,11 @@ class Program:
         Raises:
             ReplayMismatch: they differ in any bit.
         """
-        again = self._sample(slot, value)
-        if torch.equal(_bits(sample), _bits(again)) or same_bits(sample, again.contiguous()):
+        with torch._C._AutoDispatchBelowAutograd():
+            again = self._sample(slot, value)
+            if torch.equal(sample, again):
+                return
+        if value.dtype.is_floating_point and same_bits(sample.view(value.dtype), again.clone().view(value.dtype)):
             return
         self.has_failed = True
         name = self.graph.values[self.graph.slots[slot].value].name
@@ -330,7 +335,7 @@ class Program:
                 points.setdefault(point[1], {})[point[0]] = self._recording.generators[point[0]]
         return {slot: tuple(found.items()) for slot, found in points.items()}
 
-    def _find_sentinels(self) -> dict[int, Geometry]:
+    def _find_sentinels(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]]:
         """The last slot of every chain: dropped values that no replayed op reads, each sampled at its first slot."""
         read = {value for op in self._replayed for value in self.graph.ops[op].reads}
         chosen: dict[int, int] = {}
@@ -338,19 +343,21 @@ class Program:
             value = self.graph.slots[slot].value
             if value not in read and self.graph.values[value].origin is Origin.OP:
                 chosen.setdefault(value, slot)
-        return {slot: _sample_geometry(self._recording.slot_geometries[slot]) for slot in chosen.values()}
+        shapes = {slot: _sample_geometry(self._recording.slot_geometries[slot]) for slot in chosen.values()}
+        return {slot: shape for slot, shape in shapes.items() if shape is not None}
 
     def _take_samples(self, frame: Frame) -> None:
+        """Take elements of the sentinel slots, as integers: bits are compared, not values."""
         self._calls += 1
-        if self._calls % self._sentinel_every:
+        if not self._sentinels or self._calls % self._sentinel_every:
             return
         with torch._C._AutoDispatchBelowAutograd():
             for slot in self._sentinels:
                 frame.cells[slot].sample = self._sample(slot, frame.tensors[slot]).clone()
 
     def _sample(self, slot: int, tensor: torch.Tensor) -> torch.Tensor:
-        geometry = self._sentinels[slot]
-        return torch.as_strided(tensor, geometry.size, geometry.stride, tensor.storage_offset())
+        size, stride, offset, integers = self._sentinels[slot]
+        return torch.as_strided(tensor.view(integers), size, stride, offset)
 
     def _copy_inputs(self, inputs: Sequence[torch.Tensor]) -> dict[int, Readable] | None:
         copies: dict[int, Readable] = {}
@@ -368,21 +375,14 @@ class Program:
         )
 
 
-def _sample_geometry(geometry: Geometry) -> Geometry:
-    """Up to 16 elements of a tensor, spread over it, as a one-dimensional view."""
-    count = 1
-    for size in geometry.size:
-        count *= size
+def _sample_geometry(geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype] | None:
+    """Size, stride, offset and integer type of up to 16 elements of a tensor, spread over it where it is dense."""
+    count = math.prod(geometry.size)
+    if count == 0 or geometry.dtype.itemsize not in INTEGER_OF_SIZE or geometry.dtype.is_complex:
+        return None
+    integers = INTEGER_OF_SIZE[geometry.dtype.itemsize]
     span = 1 + sum((size - 1) * stride for size, stride in zip(geometry.size, geometry.stride, strict=True))
-    if count == 0:
-        return Geometry((0,), (1,), 0, geometry.dtype)
     if span == count:
-        step = max(1, count // SAMPLE_SIZE)
-        return Geometry((min(SAMPLE_SIZE, count),), (step,), 0, geometry.dtype)
+        return (min(SAMPLE_SIZE, count),), (max(1, count // SAMPLE_SIZE),), geometry.offset, integers
     size, stride = max(zip(geometry.size, geometry.stride, strict=True))
-    return Geometry((min(SAMPLE_SIZE, size),), (stride,), 0, geometry.dtype)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-    return tensor.contiguous().view(kinds[tensor.element_size()])
+    return (min(SAMPLE_SIZE, size),), (stride,), geometry.offset, integers

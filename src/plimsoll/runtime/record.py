@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.region import Origin
 from plimsoll.recording.calling import call_tensors, output_tensors
-from plimsoll.recording.geometry import Geometry, is_plain
+from plimsoll.recording.geometry import Geometry, has_lazy_bits, is_plain
 from plimsoll.recording.graph import SlotRecord, build_region_graph, default_order
 from plimsoll.recording.modules import ModuleStack
 from plimsoll.recording.recorder import RecordedOp, Ref
@@ -53,8 +53,9 @@ class _RecordingFrame(Frame):
         recorder.suspended, before = True, recorder.suspended
         recorder.points.at_slot(len(self.records))
         recorder.suspended = before
-        storage = recorder.table.find(tensor) if is_plain(tensor) else -1
-        self.records.append(SlotRecord(value=recorder.value_of(tensor), storage=storage))
+        is_known = is_plain(tensor) and not has_lazy_bits(tensor)
+        storage = recorder.table.find(tensor) if is_known else -1
+        self.records.append(SlotRecord(value=recorder.value_of(tensor) if is_known else -1, storage=storage))
         return super().pack(tensor)
 
 

@@ -21,25 +21,40 @@ class SignatureReader:
             for name, value in inner.__dict__.items()
             if isinstance(value, _SCALARS)
         ]
+        self._parameters = [
+            (inner._parameters, name) for inner in module.modules() for name, p in inner._parameters.items() if p is not None
+        ]
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The key of a call that is about to be made."""
+        bases: list[int] = []
         return (
-            tuple(map(describe, args)),
-            tuple((name, describe(value)) for name, value in kwargs.items()),
+            tuple([describe(value, bases) for value in args]),
+            tuple([(name, describe(value, bases)) for name, value in kwargs.items()]),
+            None if len(set(bases)) == len(bases) else tuple(map(bases.index, bases)),
             tuple([holder.get(name) for holder, name in self._scalars]),
+            tuple([(p := holder.get(name)) is not None and p.requires_grad for holder, name in self._parameters]),
             torch.is_autocast_enabled(self._device_type) and torch.get_autocast_dtype(self._device_type),
         )
 
 
-def describe(value: Any) -> Any:
-    """Something hashable that stands for an argument: how a tensor lies, what a scalar is, of which type an object is."""
+def describe(value: Any, bases: list[int]) -> Any:
+    """Something hashable that stands for an argument: how a tensor lies, what a scalar is, of which type an object is.
+
+    The address at which each tensor's storage starts is added to ``bases``: all of them live, so equal addresses mean that
+    two arguments share memory, which decides what a recipe may start from.
+    """
     if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype, value.stride(), value.requires_grad, value.device)
+        if value.layout is not torch.strided:
+            return (value.layout, value.shape, value.dtype, value.requires_grad)
+        offset = value.storage_offset()
+        bases.append(value.data_ptr() - offset * value.element_size())
+        lazy = value.is_neg() or value.is_conj()
+        return (value.shape, value.dtype, value.stride(), offset, value.requires_grad, value.device, lazy)
     if value is None or isinstance(value, _SCALARS):
         return (type(value), value)
     if isinstance(value, tuple | list):
-        return (type(value), *map(describe, value))
+        return (type(value), *[describe(item, bases) for item in value])
     if isinstance(value, dict):
-        return (dict, *((str(name), describe(item)) for name, item in value.items()))
+        return (dict, *[(str(name), describe(item, bases)) for name, item in value.items()])
     return type(value)

@@ -23,6 +23,8 @@ from plimsoll.recording.recorder import OpRecorder, RecordedOp, Signature
 from plimsoll.runtime.randomness import RandomPoints
 
 NOT_EXACT = "gives other bits when it is run again"
+INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types by bytes, to look at bits."""
 _POISON = 0xA5
 
 
@@ -184,10 +186,9 @@ def _whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    return tensor.view(kinds[tensor.element_size()])
+    return tensor.view(INTEGER_OF_SIZE[tensor.element_size()])
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
