@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from fakes import FakePipeline
 from plimsoll.cli.app import app
-from plimsoll.demo import training
+from plimsoll.demo import story, training
 from plimsoll.demo.corpus import Batches, read_corpus
 from plimsoll.reports.demo_terminal import draw_spark
 from samples import make_mismatch, make_receipt
@@ -26,9 +26,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_demo_ends_with_the_proof(runner: CliRunner, pipeline: FakePipeline):
     result = runner.invoke(app, ["demo", "--steps", "3"])
     assert result.exit_code == 0, result.output
-    assert [name for name, _ in pipeline.calls] == ["plan", "plan", "verify", "apply"]
-    floor, peak = pipeline.planned.floor_bytes, pipeline.planned.baseline_peak_bytes
-    assert pipeline.calls[1][1]["budget"] == floor + int(0.4 * (peak - floor))
+    assert [name for name, _ in pipeline.calls] == ["plan", "verify", "apply"]
+    assert pipeline.calls[0][1]["budget"] == story.BUDGET
+    assert pipeline.calls[1][1]["optimizer"].state
     assert "3 losses identical bit for bit" in result.stdout
     assert "12 of 12 gradients equal bit for bit" in result.stdout
     assert "What happened" in result.stdout

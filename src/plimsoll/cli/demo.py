@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plimsoll.cli import options, terminal
+from plimsoll.cli import terminal
+from plimsoll.demo.story import BUDGET
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,11 +18,14 @@ if TYPE_CHECKING:
     from plimsoll.demo.story import OnStep
 
 _LINES_PER_RUN = 6
+DemoBudgetOption = Annotated[
+    str, typer.Option("--budget", "-b", metavar="BYTES", help="Peak of the step; plain training takes about 422 MiB.")
+]
 DemoStepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps, with and without.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of weights and batches.")]
 
 
-def demo(*, budget: options.BudgetOption = None, steps: DemoStepsOption = 30, seed: SeedOption = 0) -> None:
+def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed: SeedOption = 0) -> None:
     """Train a small Llama on Python's own source text, plainly and under a memory budget, and compare.
 
     Takes two to three minutes on a laptop. Exits with 1 if gradients, losses or weights differ anywhere.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -36,9 +35,9 @@ class Run:
     step_seconds: list[float] = field(default_factory=list)
 
     @property
-    def median_seconds(self) -> float:
-        """The step time without the first step, which warms up."""
-        return statistics.median(self.step_seconds[1:] or self.step_seconds)
+    def fastest_seconds(self) -> float:
+        """The fastest step: the one that other programs on the machine disturbed least."""
+        return min(self.step_seconds)
 
 
 def make_model(setup: Setup) -> torch.nn.Module:

@@ -56,12 +56,13 @@ def render_story(story: Story) -> RenderableType:
         table.add_column(column, justify="right" if justify == "right" else "left", header_style="dim")
     table.add_row(" predicted peak", format_bytes(plan.baseline_peak_bytes), format_bytes(plan.predicted_peak_bytes))
     table.add_row(" measured peak", _bytes(receipt.measured_baseline_peak_bytes), _bytes(receipt.measured_peak_bytes))
-    table.add_row(" predicted step", format_seconds(plan.baseline_seconds), format_seconds(plan.predicted_seconds))
+    table.add_row(" predicted step time", "", format_share(plan.predicted_overhead))
     table.add_row(
-        " measured step",
-        format_seconds(story.unmanaged.median_seconds),
-        f"{format_seconds(story.managed.median_seconds)} ({format_share(story.measured_overhead)})",
+        " fastest step",
+        format_seconds(story.unmanaged.fastest_seconds),
+        format_seconds(story.managed.fastest_seconds),
     )
+    table.add_row(" step time, paired median", "", format_share(story.measured_overhead))
     table.add_row(" first and last loss", _ends(story.unmanaged.losses), _ends(story.managed.losses))
     table.add_row(" loss curve", draw_spark(story.unmanaged.losses), draw_spark(story.managed.losses))
     equal = receipt.compared_gradients - len(receipt.gradient_mismatches)
