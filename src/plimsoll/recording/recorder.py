@@ -25,6 +25,8 @@ from plimsoll.recording.storages import StorageTable
 _UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized"}
 )
+_NOT_OF_THE_STEP = frozenset({"profiler", "prim"})
+"""Namespaces of ops that only mark a range or ask a tensor subclass for its device."""
 _READS_A_VALUE = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
 
 
@@ -70,7 +72,9 @@ class RecordedOp:
     random_point: tuple[int, int] | None = None
     """For a random op that can be repeated: which generator, and the point in the region at which its state is taken."""
     scratch: frozenset[int] = frozenset()
-    """Storages that the op writes without declaring it; running it again needs copies of them."""
+    """Buffers that the op writes without declaring it; running it again needs copies of them."""
+    undeclared: tuple[int, ...] = ()
+    """Other storages that it writes without declaring it: each gets a new version, like any write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +150,7 @@ class OpRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.suspended or func.namespace == "profiler":
+        if self.suspended or func.namespace in _NOT_OF_THE_STEP:
             return func(*args, **kwargs)
         signature = self._signatures.get(func)
         if signature is None:
@@ -211,7 +215,7 @@ class OpRecorder(TorchDispatchMode):
         outputs = _flat_tensors(out)
         written = [args[i] for i in signature.written_positions if i < len(args)]
         written += [kwargs[name] for name in signature.written_names if name in kwargs]
-        written_storages = {self.table.add(t) for t in _flat_tensors(written) if is_plain(t)}
+        written_storages = {self.table.add(t) for t in _flat_tensors(written) if is_plain(t)}.union(op.undeclared)
         fresh = [t for t in outputs if is_plain(t) and self.table.find(t) < 0]
         if not written_storages and not fresh and all(is_plain(t) for t in outputs) and outputs:
             return

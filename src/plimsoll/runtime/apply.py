@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
 from plimsoll.artifacts.decision import Engine

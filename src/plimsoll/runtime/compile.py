@@ -4,14 +4,15 @@ Walking a graph of objects for every op costs more than small ops themselves; st
 made of op numbers and value numbers only (nothing from the user reaches it), like the methods that ``dataclasses`` and
 ``attrs`` generate. Equal sources are compiled once.
 
-A segment is called as ``segment(env, leaves, parameters, states)``: the values that cross segments, the cells that the
-slot holds, the parameters and buffers that forward used, and the generator states taken in forward.
+A segment is called as ``segment(env, leaves, parameters, states, versions)``: the values that cross segments, the cells
+that the slot holds, the parameters and buffers that forward used, the generator states taken in forward, and the versions
+that the parameters had.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from plimsoll.artifacts.region import RegionGraph
 from plimsoll.recording.geometry import Geometry
 from plimsoll.recording.recorder import RecordedOp, RecordedValue, Ref
+from plimsoll.runtime.cells import modified_in_place
 from plimsoll.schedule import BOUNDARY, Schedule, Segment, Step
 
 SegmentFunction = Callable[..., torch.Tensor]
@@ -30,11 +32,13 @@ SegmentFunction = Callable[..., torch.Tensor]
 class Sources:
     """Where a recipe finds what it does not make, by graph value id.
 
-    ``parameters``: position in the tuple that is read at the start of a call. ``geometries``: how the cell's tensor lies
-    on its storage, for values that cells hold. ``links``: the input that comes from the region before.
+    ``parameters``: position in the tuple that is read at the start of a call. ``protected``: those positions whose tensor
+    must not have changed since forward, with the tensor's name. ``geometries``: how the cell's tensor lies on its storage,
+    for values that cells hold. ``links``: the input that comes from the region before.
     """
 
     parameters: Mapping[int, int]
+    protected: Mapping[int, str]
     geometries: Mapping[int, Geometry]
     links: frozenset[int]
 
@@ -64,6 +68,7 @@ def compile_segments(
         "as_strided": torch.as_strided,
         "copy_storage": copy_storage,
         "tensors_of": tensors_of,
+        "check_version": functools.partial(check_version, sources.protected),
         **writer.constants,
     }
     exec(_compiled(writer.source), namespace)
@@ -80,6 +85,15 @@ def copy_storage(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     storage = tensor.untyped_storage().clone()
     return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload, no-any-return]
+
+
+def check_version(names: Mapping[int, str], position: int, expected: int, found: int) -> None:
+    """A parameter that a recipe is about to read must still be the one of forward.
+
+    Only what is read is checked, when it is read: an optimizer may step other parameters while backward still runs.
+    """
+    if found != expected:
+        raise modified_in_place(names[position], expected, found)
 
 
 def tensors_of(out: Any) -> list[torch.Tensor]:
@@ -131,7 +145,7 @@ class _Writer:
         link_uses_later: set[int],
     ) -> None:
         """One function: load, run, let go, return."""
-        self._emit(f"def segment_{position}(env, leaves, parameters, states):", 0)
+        self._emit(f"def segment_{position}(env, leaves, parameters, states, versions):", 0)
         self._local = {}
         self._leaves = leaves
         made: set[int] = set()
@@ -144,7 +158,7 @@ class _Writer:
             if value in self._local:
                 self._emit(f"env[{value}] = v{value}")
         if segment.slot == BOUNDARY:
-            results = ", ".join(self._view(ref) for ref in self._recording.output_refs if ref is not None)
+            results = ", ".join("None" if ref is None else self._view(ref) for ref in self._recording.output_refs)
             self._emit(f"result = ({results},)")
         else:
             geometry = self._recording.slot_geometries[segment.slot]
@@ -200,9 +214,7 @@ class _Writer:
             self._local[write] = _geometry(op.outputs[index])
         self._emit("out = None")
         for write in sorted(writes - births.keys()):
-            old = next(
-                (r for r in self._graph.ops[step.op].reads if self._same_storage(r, write)), None
-            )
+            old = next((r for r in self._graph.ops[step.op].reads if self._same_storage(r, write)), None)
             if old is not None:
                 self._emit(f"v{write} = {renamed.get(old, f'v{old}')}")
                 self._local[write] = self._local[old]
@@ -251,7 +263,10 @@ class _Writer:
         if known is not None:
             return known
         if value in self._sources.parameters:
-            self._emit(f"v{value} = parameters[{self._sources.parameters[value]}]")
+            position = self._sources.parameters[value]
+            self._emit(f"v{value} = parameters[{position}]")
+            if position in self._sources.protected:
+                self._emit(f"check_version({position}, versions[{position}], v{value}._version)")
             geometry = self._recording.values[value].base
         elif value in self._leaves:
             position = self._leaves.index(value)

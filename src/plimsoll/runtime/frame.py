@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from plimsoll.runtime.cells import Cell, Readable, modified_in_place
+from plimsoll.runtime.cells import Cell, Readable
 from plimsoll.schedule import BOUNDARY
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ class Frame:
 
     __slots__ = (
         "_bound",
-        "_checked",
         "_code",
         "_early",
         "_position",
         "_seen",
         "_task",
+        "_versions",
         "_waiting",
         "cells",
         "env",
@@ -45,7 +45,7 @@ class Frame:
         self.states: dict[tuple[int, int], torch.Tensor] = {}
         self.env: dict[int, torch.Tensor] = {}
         self._bound: tuple[torch.Tensor, ...] = ()
-        self._checked: tuple[tuple[int, int], ...] = ()
+        self._versions: tuple[int, ...] = ()
         self._code: Code | None = None
         self._seen: list[int] | None = None
         self._waiting: dict[int, weakref.ref[Cell]] = {}
@@ -79,6 +79,8 @@ class Frame:
         if frame.program is None or cell.index < len(frame.tensors):
             return frame.tensors[cell.index]
         value = frame.replay(cell.index, cell.leaves)
+        if frame._seen is not None:
+            frame._observe(cell.index)
         if cell.sample is not None:
             frame.program.check_sample(cell.index, cell.sample, value)
         return value
@@ -94,14 +96,12 @@ class Frame:
         self.cells = []
         self.tensors = []
 
-    def bind(
-        self, parameters: tuple[torch.Tensor, ...], checked: tuple[int, ...], waiting: dict[int, weakref.ref[Cell]]
-    ) -> None:
-        """What forward used as parameters and buffers (``checked``: those that must not change) and the dropped cells."""
+    def bind(self, parameters: tuple[torch.Tensor, ...], waiting: dict[int, weakref.ref[Cell]]) -> None:
+        """What forward used as parameters and buffers, and the dropped cells."""
         program = self.program
         assert program is not None
         self._bound = parameters
-        self._checked = tuple((position, parameters[position]._version) for position in checked)
+        self._versions = tuple([parameter._version for parameter in parameters])
         self._waiting = waiting
         self._code = program.code
         self._seen = [] if program.is_learning else None
@@ -119,8 +119,6 @@ class Frame:
         task = torch._C._current_graph_task_id()
         if task != self._task or task == -1:
             self._start(task)
-        if self._seen is not None and slot != BOUNDARY:
-            self._observe(slot)
         position = self._position
         if position < len(code.order) and code.order[position] == slot:
             self._position = position + 1
@@ -130,18 +128,13 @@ class Frame:
         return self._out_of_order(slot, leaves)
 
     def _start(self, task: int) -> None:
-        """A new backward pass: nothing is rebuilt yet, and the parameters must still be those of forward."""
+        """A new backward pass: nothing is rebuilt yet."""
         self._task = task
         self._position = 0
         self.env.clear()
         self._early.clear()
         if self._seen is not None:
             self._seen.clear()
-        for position, version in self._checked:
-            found = self._bound[position]._version
-            if found != version:
-                assert self.program is not None
-                raise modified_in_place(self.program.describe_parameter(position), version, found)
 
     def _observe(self, slot: int) -> None:
         assert self.program is not None
@@ -156,6 +149,9 @@ class Frame:
         program, code = self.program, self._code
         assert program is not None
         assert code is not None
+        if self._position == 0 and slot != BOUNDARY and code.order[:1] == (BOUNDARY,):
+            self._code = program.code  # the later region turned out not to need this one's outputs
+            return self.replay(slot, leaves)
         place = code.places.get(slot, -1)
         if place >= self._position:
             between = [self._waiting.get(code.order[position]) for position in range(self._position, place)]
@@ -174,9 +170,9 @@ class Frame:
         device_type = self.program.device_type
         with torch._C._AutoDispatchBelowAutograd():
             if not torch.is_autocast_enabled(device_type):
-                return segment(env, leaves, self._bound, self.states)
+                return segment(env, leaves, self._bound, self.states, self._versions)
             with torch.autocast(device_type, enabled=False):
-                return segment(env, leaves, self._bound, self.states)
+                return segment(env, leaves, self._bound, self.states, self._versions)
 
 
 class Link:

@@ -113,7 +113,6 @@ class Program:
         self._node_counts = node_counts
         self._specs = tuple((g.size, g.dtype, g.stride, g.offset) for g in recording.slot_geometries)
         self._parameters = tuple(source for _, source in parameters)
-        self._checked = tuple(i for i, source in enumerate(self._parameters) if source.is_checked)
         self._dropped_slots = tuple(s.index for s in graph.slots if s.is_managed and s.value in choice.dropped)
         dropped = set(self._dropped_slots)
         self._kept_slots = tuple(s.index for s in graph.slots if s.index not in dropped)
@@ -122,6 +121,7 @@ class Program:
         self._cell_of, self._input_of = self._find_sources()
         self._sources = Sources(
             parameters={value: position for position, (value, _) in enumerate(parameters)},
+            protected={i: f"{s.name} of region {name!r}" for i, s in enumerate(self._parameters) if s.is_checked},
             geometries=self._leaf_geometries(),
             links=frozenset() if choice.link is None else frozenset({choice.link}),
         )
@@ -142,11 +142,6 @@ class Program:
     def needs_inputs(self) -> bool:
         """Whether finishing a call needs the tensors that the region was called with."""
         return bool(self._input_of) or self.choice.link is not None
-
-    @property
-    def copies_inputs(self) -> bool:
-        """Whether some input is copied, because a recipe reads it and autograd does not protect it."""
-        return bool(self._input_of)
 
     @property
     def link_position(self) -> int:
@@ -198,9 +193,14 @@ class Program:
         cells = frame.cells
         return all(tensors[index]._version == cells[index].version for index in self._dropped_slots)
 
-    def finish(self, frame: Frame, inputs: Sequence[torch.Tensor], link: Link | None) -> bool:
-        """Turn the open cells of a call that fits into kept and dropped ones. False (and nothing done) if it cannot."""
-        copies = self._copy_inputs(inputs)
+    def finish(
+        self, frame: Frame, inputs: Sequence[torch.Tensor], versions: Sequence[int], link: Link | None
+    ) -> bool:
+        """Turn the open cells of a call that fits into kept and dropped ones. False (and nothing done) if it cannot.
+
+        ``versions`` are those that the inputs had when the region was entered.
+        """
+        copies = self._copy_inputs(inputs, versions)
         if copies is None:
             return False
         cells, tensors = frame.cells, frame.tensors
@@ -218,7 +218,7 @@ class Program:
         self._take_samples(frame)
         waiting = {slot: weakref.ref(cells[slot]) for slot in self._dropped_slots}
         frame.program = self
-        frame.bind(self._read_parameters(), self._checked, waiting)
+        frame.bind(self._read_parameters(), waiting)
         frame.close()
         return True
 
@@ -232,8 +232,10 @@ class Program:
         readable: dict[int, Readable] = {value: cells[slot] for value, slot in self._cell_of.items()}
         if link is not None and self.choice.link is not None:
             readable[self.choice.link] = link
-        wanted = [v for v in schedule.leaves.get(BOUNDARY, ()) if v not in self._sources.parameters]
-        if BOUNDARY not in schedule.leaves or any(value not in readable for value in wanted):
+        if BOUNDARY not in schedule.leaves:
+            return None
+        wanted = self._visible(BOUNDARY, schedule.leaves[BOUNDARY])
+        if any(value not in readable for value in wanted):
             return None
         return tuple(readable[value] for value in wanted)
 
@@ -255,9 +257,6 @@ class Program:
         if order != self.code.order and sorted(order) == sorted(self.code.order):
             self.code = self._compile(order)
             self._boundary = None
-
-    def describe_parameter(self, position: int) -> str:
-        return f"{self._parameters[position].name} of region {self.name!r}"
 
     def check_sample(self, slot: int, sample: torch.Tensor, value: torch.Tensor) -> None:
         """Compare a rebuilt slot with the elements that were taken from it in forward.
@@ -285,13 +284,15 @@ class Program:
         if BOUNDARY in order:
             dropped = dropped | (frozenset(self.graph.outputs) - self.choice.stored)
         schedule = build_schedule(self.graph, self.choice.stored, dropped, order)
-        visible = {
-            slot: tuple(v for v in leaves if v not in self._sources.parameters)
-            for slot, leaves in schedule.leaves.items()
-        }
+        visible = {slot: self._visible(slot, leaves) for slot, leaves in schedule.leaves.items()}
         shown = type(schedule)(segments=schedule.segments, leaves=visible)
         segments = compile_segments(self.graph, self._recording, shown, self._sources)
         return Code(order, {slot: i for i, slot in enumerate(order)}, segments)
+
+    def _visible(self, slot: int, leaves: Iterable[int]) -> tuple[int, ...]:
+        """What a recipe reads from cells; for the boundary also the outputs that are held as they are."""
+        held = set(self.graph.outputs) & self.choice.stored if slot == BOUNDARY else set()
+        return tuple(v for v in sorted(held.union(leaves)) if v not in self._sources.parameters)
 
     def _find_sources(self) -> tuple[dict[int, int], dict[int, int]]:
         """For stored values: the first kept slot that holds it, else the input position that it came in at."""
@@ -319,7 +320,7 @@ class Program:
         schedule = build_schedule(self.graph, self.choice.stored, self.choice.dropped, self.code.order)
         groups: dict[tuple[int, ...], list[int]] = {}
         for slot, leaves in schedule.leaves.items():
-            visible = tuple(v for v in leaves if v not in self._sources.parameters)
+            visible = self._visible(slot, leaves)
             groups.setdefault(visible, []).append(slot)
         self._leaf_groups = tuple((leaves, tuple(slots)) for leaves, slots in groups.items())
         used = {value for leaves, _ in self._leaf_groups for value in leaves}
@@ -359,11 +360,11 @@ class Program:
         size, stride, offset, integers = self._sentinels[slot]
         return torch.as_strided(tensor.view(integers), size, stride, offset)
 
-    def _copy_inputs(self, inputs: Sequence[torch.Tensor]) -> dict[int, Readable] | None:
+    def _copy_inputs(self, inputs: Sequence[torch.Tensor], versions: Sequence[int]) -> dict[int, Readable] | None:
         copies: dict[int, Readable] = {}
         for value, position in self._input_of.items():
             tensor = inputs[position].detach()
-            if Geometry.of(tensor) != self._recording.values[value].base:
+            if tensor._version != versions[position] or Geometry.of(tensor) != self._recording.values[value].base:
                 return None
             copies[value] = Copy(copy_storage(tensor))
         return copies

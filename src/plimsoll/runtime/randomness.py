@@ -43,6 +43,8 @@ class RandomPoints:
     def before(self, op: RecordedOp, device: torch.device) -> torch.Tensor | None:
         """The state from which a random op that runs now can be repeated; ``None`` if no point has it."""
         position = self._index(device)
+        if position is None:
+            return None
         point, state = self._latest[position]
         if not torch.equal(self.generators[position].get_state(), state):
             return None
@@ -50,11 +52,14 @@ class RandomPoints:
         return state
 
     def state(self, device: torch.device) -> torch.Tensor:
-        return self.generators[self._index(device)].get_state()
+        """The state of the device's generator (of the CPU's where the device has none that is watched)."""
+        return self.generators[self._index(device) or 0].get_state()
 
     def restore(self, device: torch.device, state: torch.Tensor) -> None:
-        self.generators[self._index(device)].set_state(state)
+        generator = self.generators[self._index(device) or 0]
+        if not torch.equal(generator.get_state(), state):
+            generator.set_state(state)
 
-    def _index(self, device: torch.device) -> int:
+    def _index(self, device: torch.device) -> int | None:
         wanted = torch.device("cpu") if device.type != "cuda" else torch.device("cuda", device.index or 0)
-        return next(i for i, generator in enumerate(self.generators) if generator.device == wanted)
+        return next((i for i, generator in enumerate(self.generators) if generator.device == wanted), None)

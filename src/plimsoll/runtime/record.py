@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.region import Origin
@@ -27,6 +28,7 @@ from plimsoll.runtime.verifying import VerifyingRecorder
 
 SMALL_BUFFER_BYTES = 1 << 20
 """Buffers up to this size are copied per call; larger ones are held and must not change before backward."""
+_READS_ON_THE_HOST = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,36 +79,74 @@ def record_call(
     recorder = VerifyingRecorder(lambda: stack.path, RandomPoints(generators))
     sources = _register(recorder, module)
     inputs = call_tensors(args, kwargs)
-    input_values = [recorder.add_leaf(t, Origin.INPUT, f"input:{i}") for i, t in enumerate(inputs) if is_plain(t)]
+    input_values = [(i, recorder.add_leaf(t, Origin.INPUT, f"input:{i}")) for i, t in enumerate(inputs) if is_plain(t)]
     versions = [tensor._version for tensor in inputs]
     recorder.mark_outside()
     frame = _RecordingFrame(recorder)
+    reads = _HostReads()
     before = torch._C._autograd._get_sequence_nr()
-    with (
-        torch.compiler.set_stance("force_eager"),
-        stack.watch(module),
-        saved_tensors_hooks(frame.pack, Frame.unpack),
-        recorder,
-    ):
-        output = forward(*args, **kwargs)
+    try:
+        with (
+            torch.compiler.set_stance("force_eager"),
+            stack.watch(module),
+            saved_tensors_hooks(frame.pack, Frame.unpack),
+            reads,
+            recorder,
+        ):
+            output = forward(*args, **kwargs)
+    except BaseException:
+        frame.keep_all()
+        raise
     nodes = torch._C._autograd._get_sequence_nr() - before
     writes_outside = [op for op in recorder.ops if _writes_outside(recorder, op)]
-    if recorder.value_reads:
+    may_rerun = not writes_outside and not any(op.scratch for op in recorder.ops)
+    obstacle = _obstacle(recorder, reads.count, frame, output, input_values, sources)
+    if obstacle:
         frame.keep_all()
-        may_rerun = not writes_outside and not any(op.scratch for op in recorder.ops)
-        return output, Recorded(None, "it reads the value of a tensor (a branch on data)", may_rerun)
+        return output, Recorded(None, obstacle, may_rerun)
     program = _build(
         name, recorder, frame, sources, input_values, output, plan, links, inputs, nodes, device_type, sentinel_every
     )
     link = links.find(program, inputs) if program.choice.link is not None else None
     cells = frame.cells
     frame.states = recorder.points.states
-    has_moved = any(t._version != version for t, version in zip(inputs, versions, strict=True)) and program.copies_inputs
-    if has_moved or not program.finish(frame, inputs, link):
+    if not program.finish(frame, inputs, versions, link):
         frame.keep_all()
         return output, Recorded(None, "an input that it needs again is written in place", False)
     links.offer(program, frame, cells, link, output)
-    return output, Recorded(program)
+    return output, Recorded(program, "", may_rerun)
+
+
+def _obstacle(
+    recorder: VerifyingRecorder,
+    host_reads: int,
+    frame: _RecordingFrame,
+    output: Any,
+    input_values: Sequence[tuple[int, int]],
+    sources: Mapping[int, ParameterSource],
+) -> str:
+    """Why a call that was recorded must not be repeated by recipes."""
+    if recorder.value_reads or host_reads:
+        return "it reads the value of a tensor (a branch on data)"
+    recorder.notice([*frame.tensors, *output_tensors(output)])
+    if recorder.has_hidden_writes:
+        return "it writes to memory in a way that PyTorch does not see (numpy, raw pointers)"
+    if any(value in sources for _, value in input_values):
+        return "it is called with one of its own parameters or buffers"
+    return ""
+
+
+class _HostReads(TorchFunctionMode):
+    """Counts tensors whose contents leave PyTorch without an op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS_ON_THE_HOST:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _register(recorder: VerifyingRecorder, module: nn.Module) -> dict[int, ParameterSource]:
@@ -140,7 +180,7 @@ def _build(
     recorder: VerifyingRecorder,
     frame: _RecordingFrame,
     sources: dict[int, ParameterSource],
-    input_values: Sequence[int],
+    input_values: Sequence[tuple[int, int]],
     output: Any,
     plan: RegionPlan,
     links: LinkTable,
@@ -150,8 +190,10 @@ def _build(
     sentinel_every: int,
 ) -> Program:
     outputs = [(recorder.value_of(t), Geometry.of(t)) for t in output_tensors(output)]
+    scratched = _refuse_readers_of_scratch(recorder)
     leaves = {value: (recorder.values[value].origin, recorder.values[value].name) for value in sources}
-    leaves.update({value: (Origin.INPUT, f"input:{i}") for i, value in enumerate(input_values) if value not in sources})
+    for position, value in input_values:
+        leaves.setdefault(value, (Origin.INPUT, f"input:{position}"))
     records = [
         SlotRecord(value=_managed_value(recorder, record, sources), storage=record.storage) for record in frame.records
     ]
@@ -175,11 +217,10 @@ def _build(
     )
     link_inputs = frozenset[int]()
     if plan.is_boundary_dropped and inputs and links.link_to(inputs[0]) is not None:
-        link_inputs = frozenset({local[input_values[0]]})
+        link_inputs = frozenset({local[input_values[0][1]]})
     not_rebuildable = {local[v]: reason for v, reason in recorder.not_rebuildable.items() if v in local}
     choice = choose(graph, plan.dropped, not_rebuildable, link_inputs)
     casts = sum(op.name == "_to_copy" for op in recorder.ops)
-    scratched = {storage for op in recorder.ops for storage in op.scratch}
     parameters = [
         (local[value], _unchecked(source) if recorder.values[value].storage in scratched else source)
         for value, source in sources.items()
@@ -196,6 +237,15 @@ def _build(
         device_type=device_type,
         sentinel_every=sentinel_every,
     )
+
+
+def _refuse_readers_of_scratch(recorder: VerifyingRecorder) -> set[int]:
+    """Storages that ops write without declaring it; ops that read what is in them cannot run again."""
+    scratched = {storage for op in recorder.ops for storage in op.scratch}
+    for op in recorder.ops:
+        if not op.obstacle and any(recorder.values[read].storage in scratched for read in op.reads):
+            op.obstacle = "reads a buffer that another op writes without declaring it"
+    return scratched
 
 
 def _unchecked(source: ParameterSource) -> ParameterSource:

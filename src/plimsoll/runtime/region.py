@@ -69,20 +69,26 @@ class ManagedRegion:
         self._had_own = "forward" in module.__dict__
         self._device_type = next((p.device.type for p in module.parameters()), "cpu")
         self._reader = SignatureReader(module, self._device_type)
+        self._may_rerun = True
+        self._is_removed = False
         self.obstacle = compiled_inside(module)
 
     def install(self) -> None:
         self.module.forward = self
+        self._is_removed = False
 
     def remove(self) -> None:
-        """Put the module's forward back as it was found."""
+        """Put the module's forward back as it was found; where somebody has wrapped ours, only step aside."""
+        self._is_removed = True
+        if self.module.__dict__.get("forward") is not self:
+            return
         if self._had_own:
             self.module.forward = self._original
         else:
             self.module.__dict__.pop("forward", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self.obstacle:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self.obstacle or self._is_removed:
             return self._original(*args, **kwargs)
         if (
             torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -99,9 +105,7 @@ class ManagedRegion:
             return self._first(key, plan, args, kwargs)
         if service.engine is Engine.RECIPE:
             return self._steady(service, args, kwargs)
-        if service.engine is Engine.RERUN:
-            return checkpoint(self._original, *args, use_reentrant=False, **kwargs)
-        return self._original(*args, **kwargs)
+        return self._whole(service, args, kwargs)
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
         """One entry per call of a step and signature: what serves it, and what was and could be dropped."""
@@ -129,12 +133,10 @@ class ManagedRegion:
         """A pickled module is not managed either."""
         return (_plain_forward, (None, self.module))
 
-    def _first(
-        self, key: tuple[Any, ...], plan: RegionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _first(self, key: tuple[Any, ...], plan: RegionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.services) >= MAX_SIGNATURES:
-            self._serve(key, Service(Engine.RERUN, reason=f"more than {MAX_SIGNATURES} signatures"))
-            return checkpoint(self._original, *args, use_reentrant=False, **kwargs)
+            reason = f"more than {MAX_SIGNATURES} signatures"
+            return self._whole(self._serve(key, Service(self._fallback, reason=reason)), args, kwargs)
         output, recorded = record_call(
             self.name,
             self.module,
@@ -147,6 +149,7 @@ class ManagedRegion:
             device_type=self._device_type,
             sentinel_every=self._sentinel_every,
         )
+        self._may_rerun &= recorded.may_rerun
         if recorded.program is not None:
             self.services[key] = Service(Engine.RECIPE, recorded.program)
         elif recorded.may_rerun:
@@ -155,39 +158,59 @@ class ManagedRegion:
             self._serve(key, Service(Engine.KEEP, reason=recorded.obstacle))
         return output
 
-    def _serve(self, key: tuple[Any, ...], service: Service) -> None:
+    @property
+    def _fallback(self) -> Engine:
+        """What serves calls that recipes cannot: a region that writes buffers or its inputs must not run twice."""
+        return Engine.RERUN if self._may_rerun else Engine.KEEP
+
+    def _whole(self, service: Service, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the region without recipes."""
+        if service.engine is Engine.RERUN:
+            return checkpoint(self._original, *args, use_reentrant=False, **kwargs)
+        return self._original(*args, **kwargs)
+
+    def _serve(self, key: tuple[Any, ...], service: Service) -> Service:
         if all(other.engine is not service.engine for other in self.services.values()):
-            what = (
-                "is re-run as a whole in backward (torch.utils.checkpoint)"
-                if service.engine is Engine.RERUN
-                else "keeps everything"
-            )
-            warnings.warn(f"plimsoll: region {self.name!r} {what}: {service.reason}", stacklevel=4)
+            self._warn(service)
         self.services[key] = service
+        return service
+
+    def _warn(self, service: Service) -> None:
+        what = (
+            "is re-run as a whole in backward (torch.utils.checkpoint)"
+            if service.engine is Engine.RERUN
+            else "keeps everything"
+        )
+        warnings.warn(f"plimsoll: region {self.name!r} {what}: {service.reason}", stacklevel=5)
 
     def _steady(self, service: Service, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program = service.program
         assert program is not None
         if program.has_failed:
-            service.engine = Engine.RERUN
+            service.engine, service.program = self._fallback, None
             service.reason = "a rebuilt value was not what forward made"
-            return checkpoint(self._original, *args, use_reentrant=False, **kwargs)
+            return self._whole(service, args, kwargs)
         frame = Frame(program)
         pack = frame.pack
         if program.needs_states:
             pack = frame.pack_random
             program.take_entry_states(frame)
-        before = torch._C._autograd._get_sequence_nr()
-        with saved_tensors_hooks(pack, Frame.unpack):
-            output = self._original(*args, **kwargs)
-        nodes = torch._C._autograd._get_sequence_nr() - before
         inputs = call_tensors(args, kwargs) if program.needs_inputs else ()
+        versions = [tensor._version for tensor in inputs]
+        before = torch._C._autograd._get_sequence_nr()
+        try:
+            with saved_tensors_hooks(pack, Frame.unpack):
+                output = self._original(*args, **kwargs)
+        except BaseException:
+            frame.keep_all()
+            raise
+        nodes = torch._C._autograd._get_sequence_nr() - before
         link = self._links.find(program, inputs) if program.choice.link is not None else None
         if (program.choice.link is not None and link is None) or not program.fits(frame, nodes):
             self._misfit(service, frame)
             return output
         cells = frame.cells
-        if not program.finish(frame, inputs, link):
+        if not program.finish(frame, inputs, versions, link):
             self._misfit(service, frame)
         else:
             self._links.offer(program, frame, cells, link, output)
@@ -198,14 +221,11 @@ class ManagedRegion:
         frame.keep_all()
         service.misfits += 1
         if service.misfits > MAX_MISFITS:
-            service.engine = Engine.RERUN
-            service.program = None
-            service.reason = "calls with the same signature save different tensors (shapes or control flow depend on data)"
-            warnings.warn(
-                f"plimsoll: region {self.name!r} is re-run as a whole in backward (torch.utils.checkpoint): "
-                f"{service.reason}",
-                stacklevel=4,
+            service.engine, service.program = self._fallback, None
+            service.reason = (
+                "calls with the same signature save different tensors (shapes or control flow depend on data)"
             )
+            self._warn(service)
 
 
 def _first_obstacle(program: Program) -> str:
@@ -216,7 +236,10 @@ def compiled_inside(module: nn.Module) -> str:
     """Why a region with a compiled function in it is left alone: hooks around it would unpack everything at once."""
     for name, inner in module.named_modules():
         forward = inner.__dict__.get("forward", type(inner).forward)
-        if type(inner).__name__ == "OptimizedModule" or getattr(forward, "_torchdynamo_orig_callable", None) is not None:
+        if (
+            type(inner).__name__ == "OptimizedModule"
+            or getattr(forward, "_torchdynamo_orig_callable", None) is not None
+        ):
             return f"{name or 'the module'} is compiled by torch.compile, which decides about its own saved tensors"
         if inner._compiled_call_impl is not None:
             return f"{name or 'the module'} is compiled by torch.compile, which decides about its own saved tensors"

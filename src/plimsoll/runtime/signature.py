@@ -22,7 +22,10 @@ class SignatureReader:
             if isinstance(value, _SCALARS)
         ]
         self._parameters = [
-            (inner._parameters, name) for inner in module.modules() for name, p in inner._parameters.items() if p is not None
+            (inner._parameters, name)
+            for inner in module.modules()
+            for name, p in inner._parameters.items()
+            if p is not None
         ]
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

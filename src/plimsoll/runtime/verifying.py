@@ -8,16 +8,19 @@ one op's outputs on top of the region's own forward.
   does not depend on what it overwrites.
 * ``empty``: what an op writes into unset memory is verified on poisoned memory, or leftovers would verify by accident.
 * Random ops run again from the generator state that the runtime will be able to restore later.
+* What an op made must still be there when the next op, or autograd, takes it: writes that PyTorch does not see (numpy, raw
+  pointers) are noticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from plimsoll.artifacts.region import Origin
 from plimsoll.recording.geometry import Geometry, is_plain
 from plimsoll.recording.recorder import OpRecorder, RecordedOp, Signature
 from plimsoll.runtime.randomness import RandomPoints
@@ -35,6 +38,8 @@ class VerifyingRecorder(OpRecorder):
         super().__init__(current_module)
         self.points = points
         self.not_rebuildable: dict[int, str] = {}
+        self.has_hidden_writes = False
+        self._contents: dict[int, int] = {}
         self._shadows: dict[int, torch.Tensor] = {}
         self._undefined: set[int] = set()
         self._outside: set[int] = set()
@@ -55,18 +60,30 @@ class VerifyingRecorder(OpRecorder):
         state = self.points.before(op, device) if op.is_random else None
         prints = self._fingerprints(args, kwargs, written)
         bases = {storage: self._base(storage, tensor) for storage, tensor in written.items()}
+        earlier = self.points.state(device)
         out = func(*args, **kwargs)
+        later = self.points.state(device)
+        if not op.is_random and not torch.equal(earlier, later):
+            op.obstacle = op.obstacle or "draws random numbers without declaring it"
         changed = [storage for storage, (tensor, before) in prints.items() if fingerprint(tensor) != before]
-        after = self.points.state(device) if state is not None else None
-        self._check(op, args, kwargs, out, bases, changed, state)
-        if after is not None:
-            self.points.restore(device, after)
+        try:
+            self._check(op, args, kwargs, out, bases, changed, state)
+        finally:
+            self.points.restore(device, later)
         return out
+
+    def notice(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Compare tensors that are about to be taken with what the ops left in them."""
+        for tensor in tensors:
+            known = self._contents.get(self.table.find(tensor)) if is_plain(tensor) else None
+            if known is not None and fingerprint(tensor) != known:
+                self.has_hidden_writes = True
 
     def _close(
         self, op: RecordedOp, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
     ) -> None:
         super()._close(op, out, args, kwargs, signature)
+        self._remember(op, args, kwargs, out)
         if op.id >= len(self.ops) or self.ops[op.id] is not op:
             return
         op.reads = tuple(r for r in op.reads if self.values[r].storage not in op.scratch)
@@ -76,6 +93,18 @@ class VerifyingRecorder(OpRecorder):
                 self._undefined.add(storage)
             if storage in self._undefined:
                 self.not_rebuildable[value] = "part of it was never written"
+
+    def _remember(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Note the contents of what the op made or wrote; memory of others is not watched."""
+        written = {self.values[value].storage for value in op.writes} - self._outside
+        for tensor in tree_leaves((out, args, kwargs)):
+            if written and isinstance(tensor, torch.Tensor) and is_plain(tensor):
+                storage = self.table.find(tensor)
+                if storage in written:
+                    written.discard(storage)
+                    self._contents[storage] = fingerprint(tensor)
+                if self.values[self.current[storage]].is_undefined:
+                    self._contents.pop(storage, None)
 
     def _written_storages(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
@@ -99,6 +128,8 @@ class VerifyingRecorder(OpRecorder):
                 storage = self.table.find(tensor)
                 if storage not in written and storage not in prints:
                     prints[storage] = (tensor, fingerprint(tensor))
+                    if self._contents.get(storage, prints[storage][1]) != prints[storage][1]:
+                        self.has_hidden_writes = True
         return prints
 
     def _base(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -121,6 +152,11 @@ class VerifyingRecorder(OpRecorder):
         changed: list[int],
         state: torch.Tensor | None,
     ) -> None:
+        if any(self.values[self.current[storage]].origin is not Origin.BUFFER for storage in changed):
+            op.obstacle = "writes to one of its inputs without declaring it"
+            op.undeclared = tuple(changed)
+            return
+        op.scratch = frozenset(changed)
         if op.obstacle or (op.is_random and state is None):
             op.obstacle = op.obstacle or "draws random numbers at a point that cannot be restored later"
             return
@@ -128,9 +164,6 @@ class VerifyingRecorder(OpRecorder):
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor) and is_plain(tensor) and self.table.find(tensor) in changed:
                 scratch[self.table.find(tensor)] = _whole(tensor, tensor.untyped_storage().clone())
-        if any(storage not in self._outside for storage in scratch):
-            op.obstacle = "writes to one of its inputs without declaring it"
-            return
         replaced = {**bases, **scratch}
 
         def substitute(value: Any) -> Any:
@@ -141,12 +174,14 @@ class VerifyingRecorder(OpRecorder):
 
         if state is not None:
             self.points.restore(_device(args, kwargs), state)
-        again = op.func(*tree_map(substitute, args), **tree_map(substitute, kwargs))
+        try:
+            again = op.func(*tree_map(substitute, args), **tree_map(substitute, kwargs))
+        except Exception as error:  # noqa: BLE001 - whatever the second run raises, forward itself has succeeded
+            op.obstacle = f"raises {type(error).__name__} when it is run again"
+            return
         if not self._same_outputs(out, again, bases):
             op.obstacle = NOT_EXACT
         self._compare_writes(op, args, kwargs, bases)
-        if scratch:
-            op.scratch = frozenset(scratch)
 
     def _same_outputs(self, out: Any, again: Any, bases: dict[int, torch.Tensor]) -> bool:
         pairs = zip(tree_leaves(out), tree_leaves(again), strict=True)

@@ -1,0 +1,230 @@
+"""A way to build a model and a training step in, the proof that managing it changes no bit out.
+
+``assert_unchanged`` runs the same steps on two equal models, one of them managed, and compares everything that a step makes:
+what it returns, every gradient, every buffer, every parameter after an optimizer step, and the state of the generator.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from plimsoll.artifacts.decision import Engine
+from plimsoll.artifacts.receipt import RegionOutcome
+from plimsoll.runtime.apply import Handle
+from plimsoll.runtime.links import LinkTable
+from plimsoll.runtime.randomness import generators_of
+from plimsoll.runtime.region import ManagedRegion
+from plimsoll.tracing.regions import find_regions
+
+Step = Callable[[nn.Module, int], Any]
+"""Runs forward and backward of the given step and returns tensors to compare (the loss, gradients of inputs)."""
+
+LEARNING_RATE = 0.05
+
+
+class Names:
+    """The names of all values but those that contain one of ``kept``."""
+
+    def __init__(self, kept: Sequence[str] = ()) -> None:
+        self._kept = tuple(kept)
+
+    def __contains__(self, name: object) -> bool:
+        return not any(part in str(name) for part in self._kept)
+
+
+@dataclass
+class Drops:
+    """Stands for a ``RegionPlan`` that drops everything but what ``kept`` names, whatever the values are called."""
+
+    kept: tuple[str, ...] = ()
+    is_boundary_dropped: bool = False
+    is_untouched: bool = False
+    dropped: Names = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dropped = Names(self.kept)
+
+
+def manage(
+    model: nn.Module,
+    regions: Iterable[str] | None = None,
+    *,
+    kept: tuple[str, ...] = (),
+    boundaries: Sequence[int] = (),
+    sentinel_every: int = 1,
+) -> Handle:
+    """The model with everything dropped in its regions; ``boundaries`` are regions whose input is dropped too."""
+    modules = dict(model.named_modules())
+    found = find_regions(model) if regions is None else {name: modules[name] for name in regions}
+    links = LinkTable(is_used=bool(boundaries))
+    generators = generators_of([parameter.device for parameter in model.parameters()])
+    managed = {
+        name: ManagedRegion(
+            name,
+            module,
+            (Drops(kept, index in boundaries),),
+            links,
+            sentinel_every=sentinel_every,
+            generators=generators,
+        )
+        for index, (name, module) in enumerate(found.items())
+    }
+    return Handle(model, SimpleNamespace(regions=()), managed, links)
+
+
+def train(model: nn.Module, step: Step, steps: int) -> list[dict[str, torch.Tensor]]:
+    """Everything that ``steps`` training steps make, step by step."""
+    trail = []
+    for index in range(steps):
+        torch.manual_seed(100 + index)
+        made = [leaf for leaf in tree_leaves(step(model, index)) if isinstance(leaf, torch.Tensor)]
+        record = {f"returned {i}": tensor.detach().clone() for i, tensor in enumerate(made)}
+        record["generator"] = torch.get_rng_state()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                record[f"gradient {name}"] = parameter.grad.clone()
+        record.update({f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= LEARNING_RATE * parameter.grad
+        model.zero_grad(set_to_none=True)
+        trail.append(record)
+    return trail
+
+
+def differences(expected: Sequence[dict[str, torch.Tensor]], found: Sequence[dict[str, torch.Tensor]]) -> list[str]:
+    """What differs in any bit (NaN equals NaN), by step."""
+    wrong = []
+    for index, (first, second) in enumerate(zip(expected, found, strict=True)):
+        wrong += [f"step {index}: only one run has {name}" for name in sorted(first.keys() ^ second.keys())]
+        for name in first.keys() & second.keys():
+            if not equal_bits(first[name], second[name]):
+                wrong.append(f"step {index}: {name}")
+    return wrong
+
+
+def equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Equal shape, dtype and values; NaN equals NaN, minus zero is not zero."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if first.is_complex():
+        return equal_bits(torch.view_as_real(first.resolve_conj()), torch.view_as_real(second.resolve_conj()))
+    if not first.is_floating_point():
+        return torch.equal(first, second)
+    same = (first == second) & (first.signbit() == second.signbit())
+    return bool((same | (first.isnan() & second.isnan())).all())
+
+
+@dataclass
+class Report:
+    """How the managed run was served."""
+
+    outcomes: tuple[RegionOutcome, ...]
+    obstacles: dict[str, dict[str, str]]
+
+    @property
+    def engines(self) -> set[Engine]:
+        return {outcome.engine for outcome in self.outcomes}
+
+    @property
+    def dropped_bytes(self) -> int:
+        return sum(outcome.dropped_bytes for outcome in self.outcomes)
+
+    @property
+    def dropped_share(self) -> float:
+        """Bytes of the managed regions' own saved storages that are dropped, as a share."""
+        return self.dropped_bytes / sum(outcome.activation_bytes for outcome in self.outcomes)
+
+
+def assert_unchanged(
+    build: Callable[[], nn.Module],
+    step: Step,
+    *,
+    steps: int = 3,
+    engine: Engine | None = Engine.RECIPE,
+    **settings: Any,
+) -> Report:
+    """Train with and without a plan that drops everything; nothing may differ, and something must have been dropped.
+
+    Args:
+        build: makes the model; called once, under a fixed seed.
+        step: one training step.
+        steps: how many; the first records.
+        engine: what must serve every region (``None``: anything).
+        settings: passed to ``manage``.
+    """
+    torch.manual_seed(0)
+    plain = build()
+    managed = copy.deepcopy(plain)
+    expected = train(plain, step, steps)
+    with manage(managed, **settings) as handle:
+        found = train(managed, step, steps)
+        report = Report(handle.outcomes(), handle.obstacles())
+    assert differences(expected, found) == []
+    assert any("gradient" in name for name in expected[0]), "the step made no gradient, so nothing was compared"
+    if engine is not None:
+        assert report.engines == {engine}, report.outcomes
+    if engine is Engine.RECIPE:
+        assert report.dropped_bytes > 0, report.obstacles
+    return report
+
+
+class Block(nn.Module):
+    """A residual block around whatever is given: enough saved tensors to drop."""
+
+    def __init__(self, inner: nn.Module, width: int = 16) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.inner = inner
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.inner(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    """Blocks between an entrance and a head; the regions are the blocks."""
+
+    def __init__(self, *blocks: nn.Module, width: int = 16) -> None:
+        super().__init__()
+        self.entrance = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.entrance(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def stack_of(inner: Callable[[], nn.Module] = nn.Identity, count: int = 3) -> Callable[[], nn.Module]:
+    """How to build a stack of ``count`` blocks around ``inner()``."""
+    return lambda: Stack(*(Block(inner()) for _ in range(count)))
+
+
+def batch(step: int, *shape: int) -> torch.Tensor:
+    """The same numbers for the same step, whatever the global generator does."""
+    return torch.randn(*(shape or (5, 8)), generator=torch.Generator().manual_seed(1000 + step))
+
+
+def plain_step(model: nn.Module, step: int) -> torch.Tensor:
+    """Forward, a loss that weighs every output differently, backward."""
+    loss = weigh(model(batch(step)))
+    loss.backward()
+    return loss
+
+
+def weigh(*outputs: torch.Tensor) -> torch.Tensor:
+    """A scalar to which every element of every output contributes its own gradient."""
+    return sum((output.float() * torch.linspace(-1, 1, output.numel()).view(output.shape)).sum() for output in outputs)

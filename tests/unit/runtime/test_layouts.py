@@ -1,0 +1,420 @@
+"""Views, shared storages, odd dtypes and odd layouts: what a slot is must not depend on how a tensor lies in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from contracts.harness import Block, Stack, assert_unchanged, batch, plain_step, stack_of, weigh
+
+
+class Inner(nn.Module):
+    """A function of one tensor as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def shared_by_several_ops(x):
+    return x.sigmoid() * x + x.tanh() * x.exp().neg().exp()
+
+
+def views_of_one_storage(x):
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * second, second * first.exp()], -1)
+
+
+def expanded(x):
+    scale = x.mean(-1, keepdim=True).expand_as(x)
+    return x * scale * scale
+
+
+def square_transposes(x):
+    square = x.T @ x
+    return x @ (square * square.T).softmax(-1)
+
+
+def saved_twice_through_different_views(x):
+    folded = x.view(-1, 4, 8).transpose(0, 1)
+    return (folded * folded.exp().reshape(folded.shape)).transpose(0, 1).reshape(x.shape)
+
+
+def base_with_offset(x):
+    padded = F.pad(x, (3, 5))
+    inside = padded[:, 3:-5]
+    return inside * inside.exp()
+
+
+def scans(x):
+    return x.cumsum(-1) * x.sigmoid().cumprod(-1) + x.logcumsumexp(0)
+
+
+def not_contiguous(x):
+    turned = x.t()
+    return (turned.exp() * turned).t().sigmoid()
+
+
+def double_precision(x):
+    wide = x.double()
+    return (wide * wide.exp()).sin().float()
+
+
+def complex_numbers(x):
+    number = torch.complex(x, x.sin())
+    return (number * number.exp()).abs()
+
+
+def conjugates(x):
+    number = torch.complex(x, x.cos())
+    other = torch.complex(x.sin(), x)
+    return (number.conj() * other).real * (number.exp().conj() * other.conj()).imag
+
+
+def spectrum(x):
+    return torch.fft.irfft(torch.fft.rfft(x).exp().mul(0.1), n=x.shape[-1])
+
+
+def viewed_as_other_dtype(x):
+    bits = x.detach().exp().view(torch.int32)
+    return x * (bits >> 3).view(torch.float32).nan_to_num(0.0).sigmoid()
+
+
+def zero_size(x):
+    nothing = x[:0].exp()
+    return x.exp() + (nothing * nothing).sum() + x[:, :0].tanh().sum()
+
+
+def infinities_and_nans(x):
+    wild = torch.where(x > 0.5, x / 0.0, x)
+    return torch.nan_to_num(wild.exp() * wild, nan=0.5, posinf=1.0, neginf=-1.0) + x.sigmoid()
+
+
+def gathered(x):
+    order = x.argsort(-1)
+    return x.gather(-1, order) * x.exp() + x.topk(3, -1).values.sum(-1, keepdim=True)
+
+
+def scattered(x):
+    index = (x > 0).long()
+    return torch.zeros_like(x).scatter_add(0, index, x.exp()) * x
+
+
+def sorted_and_unfolded(x):
+    return x.sort(-1).values.unfold(-1, 4, 4).exp().flatten(-2) * x
+
+
+FUNCTIONS = [
+    shared_by_several_ops,
+    views_of_one_storage,
+    expanded,
+    square_transposes,
+    saved_twice_through_different_views,
+    base_with_offset,
+    scans,
+    not_contiguous,
+    double_precision,
+    complex_numbers,
+    conjugates,
+    spectrum,
+    viewed_as_other_dtype,
+    zero_size,
+    infinities_and_nans,
+    gathered,
+    scattered,
+    sorted_and_unfolded,
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_a_block_around_an_unusual_function_keeps_every_bit(function):
+    report = assert_unchanged(stack_of(lambda: Inner(function), count=2), plain_step)
+    assert report.dropped_share > 0.9 or report.obstacles
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_only_some_values_dropped_keeps_every_bit(function):
+    assert_unchanged(
+        stack_of(lambda: Inner(function), count=2), plain_step, kept=("norm", "exp", "sigmoid", "mul#0"), steps=2
+    )
+
+
+def test_nan_activations_flow_through_recipes():
+    def step(model, index):
+        x = batch(index)
+        x[0, 0] = float("nan")
+        x[1, 1] = float("inf")
+        loss = weigh(model(x))
+        loss.backward()
+        return loss
+
+    assert_unchanged(stack_of(nn.Tanh), step)
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        lambda x: x.t().contiguous().t(),
+        lambda x: torch.cat([x, x], 1)[:, 4:12],
+        lambda x: x[:1].expand(5, 8),
+        lambda x: x.flip(0)[1:],
+    ],
+    ids=["transposed", "with an offset", "expanded", "shorter"],
+)
+def test_inputs_that_lie_oddly_keep_every_bit(lay):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block(nn.GELU(), width=8)
+
+        def forward(self, x):
+            return self.block(x)
+
+    def step(model, index):
+        x = lay(batch(index)).requires_grad_()
+        loss = weigh(model(x))
+        loss.backward()
+        return loss, x.grad
+
+    assert_unchanged(Model, step, regions=["block"])
+
+
+def test_channels_last_convolutions_keep_every_bit():
+    def build():
+        layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 4, 1)) for _ in range(2)]
+        return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+    def step(model, index):
+        x = batch(index, 2, 4, 6, 6).to(memory_format=torch.channels_last).requires_grad_()
+        loss = weigh(model(x))
+        loss.backward()
+        return loss, x.grad
+
+    assert_unchanged(build, step)
+
+
+def test_integer_inputs_and_embeddings_inside_a_region_keep_every_bit():
+    class Lookup(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(11, 16)
+            self.line = nn.Linear(16, 16)
+
+        def forward(self, x, token):
+            return x + self.line(self.table(token).exp() * self.table(token + 1))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Lookup(), Lookup()])
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, token):
+            x = torch.zeros(16)
+            for block in self.blocks:
+                x = block(x, token)
+            return self.head(x)
+
+    def step(model, index):
+        loss = weigh(model(torch.randint(0, 10, (3, 4))))
+        loss.backward()
+        return loss
+
+    assert_unchanged(Model, step)
+
+
+class Branches(nn.Module):
+    """Two inputs that may or may not be one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        return self.line((x + 1).exp() * (y + 2).exp()) + y
+
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Branches()
+
+    def forward(self, x, y):
+        return self.block(x, y)
+
+
+def test_inputs_that_alias_in_the_recorded_call_only_are_told_apart():
+    def step(model, index):
+        x = batch(index).requires_grad_()
+        y = x if index == 0 else batch(index + 50).requires_grad_()
+        loss = weigh(model(x, y))
+        loss.backward()
+        return loss, x.grad, y.grad
+
+    assert_unchanged(Pairs, step, regions=["block"])
+
+
+def test_inputs_that_are_views_of_one_tensor_with_changing_offsets_are_told_apart():
+    def step(model, index):
+        both = batch(index, 5, 24).requires_grad_()
+        start = 2 * index
+        loss = weigh(model(both[:, :8], both[:, start : start + 8]))
+        loss.backward()
+        return loss, both.grad
+
+    assert_unchanged(Pairs, step, regions=["block"])
+
+
+def test_an_input_that_is_a_parameter_of_the_region_in_the_recorded_call_only_is_told_apart():
+    def step(model, index):
+        x = batch(index, 8, 8).requires_grad_()
+        y = model.block.line.weight if index == 0 else batch(index + 50, 8, 8)
+        loss = weigh(model(x, y))
+        loss.backward()
+        return loss, x.grad
+
+    assert_unchanged(Pairs, step, regions=["block"], engine=None)
+
+
+class Outputs(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+        self.shape = shape
+
+    def forward(self, x):
+        made = self.line(x.exp()).tanh()
+        return self.shape(made, x)
+
+
+class OneOutputs(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.block = Outputs(shape)
+
+    def forward(self, x):
+        return self.block(x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pick"),
+    [
+        (lambda y, x: (y, y.exp()), lambda out: out),
+        (lambda y, x: {"a": y, "b": [y * y, None, 3]}, lambda out: (out["a"], out["b"][0])),
+        (lambda y, x: (x[:, 1:4], y), lambda out: out),
+        (lambda y, x: (y.t(), y[:, ::2], x), lambda out: out),
+        (lambda y, x: (y.detach(), y.exp().exp()), lambda out: out[1:]),
+    ],
+    ids=["tuple", "nested", "view of the input", "views", "detached"],
+)
+def test_regions_that_return_more_than_a_tensor_keep_every_bit(shape, pick):
+    def step(model, index):
+        x = batch(index).requires_grad_()
+        loss = weigh(*pick(model(x * 1)))
+        loss.backward()
+        return loss, x.grad
+
+    assert_unchanged(lambda: OneOutputs(shape), step, regions=["block"])
+
+
+def test_a_region_that_returns_nothing_is_harmless():
+    class Silent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(8, 8)
+            self.seen = []
+
+        def forward(self, x):
+            self.seen.append(self.line(x.exp()).tanh())
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Silent()
+
+        def forward(self, x):
+            assert self.block(x) is None
+            return self.block.seen.pop()
+
+    def step(model, index):
+        loss = weigh(model(batch(index)))
+        loss.backward()
+        return loss
+
+    assert_unchanged(Model, step, regions=["block"])
+
+
+class Caller(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, *, pair, options, scale=1.0):
+        (x, (y, z)) = pair
+        return self.line(x.exp() * y + options["bias"]) * z.exp() * scale
+
+
+class Keyworded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Caller()
+
+    def forward(self, **arguments):
+        return self.block(**arguments)
+
+
+def test_keyword_only_calls_with_nested_inputs_keep_every_bit():
+    def step(model, index):
+        x, y, z, bias = (batch(10 * index + i).requires_grad_() for i in range(4))
+        arguments = {"pair": (x, [y, z]), "options": {"bias": bias, "unused": None}}
+        loss = weigh(model(**arguments, scale=0.5))
+        loss.backward()
+        return loss, x.grad, y.grad, z.grad, bias.grad
+
+    assert_unchanged(Keyworded, step, regions=["block"])
+
+
+def test_many_steps_with_changing_shapes_never_confuse_reused_addresses():
+    def step(model, index):
+        rows = (5, 3, 7, 5, 9, 3)[index % 6]
+        loss = weigh(model(batch(index, rows, 8)))
+        loss.backward()
+        return loss
+
+    report = assert_unchanged(stack_of(lambda: Inner(shared_by_several_ops)), step, steps=18)
+    assert len(report.outcomes) == 3 * 4
+
+
+def test_a_sparse_tensor_in_a_region_is_left_to_autograd():
+    class Adjacent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(8, 8)
+
+        def forward(self, x, graph):
+            return self.line(torch.sparse.mm(graph, x.exp())).tanh()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Adjacent()
+
+        def forward(self, x, graph):
+            return self.block(x, graph)
+
+    def step(model, index):
+        x = batch(index).requires_grad_()
+        loss = weigh(model(x, torch.eye(5).to_sparse()))
+        loss.backward()
+        return loss, x.grad
+
+    assert_unchanged(Model, step, regions=["block"])
+
+
+def test_a_root_module_can_be_the_region():
+    assert_unchanged(lambda: Stack(Block(nn.Tanh())), plain_step, regions=[""])
