@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -34,10 +34,13 @@ class Handle:
         self.model = model
         self._plan = plan
         self.regions = dict(regions)
-        self._root_hook: Any = None
-        if self.regions:
-            self._root_hook = model.register_forward_pre_hook(self._new_step, prepend=True)
         self._links = links
+        self._root_hooks: list[Any] = []
+        if self.regions:
+            self._root_hooks = [
+                model.register_forward_pre_hook(_RootHook(self.begin_step), prepend=True),
+                model.register_forward_hook(_RootHook(links.clear), always_call=True),
+            ]
         for region in self.regions.values():
             region.install()
 
@@ -45,9 +48,9 @@ class Handle:
         """Undo everything: the model is as it was before ``apply``. Calling it twice is harmless."""
         for region in self.regions.values():
             region.remove()
-        if self._root_hook is not None:
-            self._root_hook.remove()
-            self._root_hook = None
+        for hook in self._root_hooks:
+            hook.remove()
+        self._root_hooks = []
         self.regions = {}
 
     def pause(self) -> None:
@@ -109,8 +112,22 @@ class Handle:
         for region in self.regions.values():
             region.calls = 0
 
-    def _new_step(self, module: nn.Module, args: Any) -> None:
-        self.begin_step()
+
+class _RootHook:
+    """Runs something when the model is called. Copies and pickles of the model get a hook that does nothing."""
+
+    def __init__(self, run: Callable[[], None] | None = None) -> None:
+        self._run = run
+
+    def __call__(self, *_: Any) -> None:
+        if self._run is not None:
+            self._run()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RootHook:
+        return _RootHook()
+
+    def __reduce__(self) -> tuple[type[_RootHook], tuple[()]]:
+        return (_RootHook, ())
 
 
 def apply_plan(model: nn.Module, plan: Plan, *, sentinel_every: int = 1) -> Handle:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.register_assert_rewrite("contracts.harness")
+
 
 @pytest.fixture(autouse=True, scope="package")
 def _one_thread():

@@ -1,0 +1,124 @@
+"""Normalisation: what a region writes to its buffers happens once, whatever is recomputed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from contracts.harness import assert_unchanged, batch, weigh
+from torch import nn
+
+from plimsoll.artifacts.decision import Engine
+
+
+class Residual(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.first = nn.Conv2d(4, 8, 3, padding=1, bias=False)
+        self.norm = norm(8)
+        self.second = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        return x + self.second(torch.relu(self.norm(self.first(x))))
+
+
+def network(norm):
+    return lambda: nn.Sequential(*(Residual(norm) for _ in range(2)))
+
+
+def images(model, index, size=6):
+    loss = weigh(model(batch(index, 3, 4, size, size)))
+    loss.backward()
+    return loss
+
+
+NORMS = {
+    "batch": nn.BatchNorm2d,
+    "batch without statistics": lambda c: nn.BatchNorm2d(c, track_running_stats=False),
+    "batch without parameters": lambda c: nn.BatchNorm2d(c, affine=False),
+    "batch with cumulative average": lambda c: nn.BatchNorm2d(c, momentum=None),
+    "group": lambda c: nn.GroupNorm(2, c),
+    "instance": nn.InstanceNorm2d,
+    "instance with statistics": lambda c: nn.InstanceNorm2d(c, affine=True, track_running_stats=True),
+    "local response": lambda c: nn.LocalResponseNorm(2),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS.keys())
+def test_training_keeps_every_bit_of_gradients_and_statistics(norm):
+    engine = None if norm is NORMS["batch with cumulative average"] else Engine.RECIPE
+    report = assert_unchanged(network(norm), images, engine=engine)
+    if engine is Engine.RECIPE and norm is not NORMS["instance with statistics"]:
+        assert report.dropped_share > 0.9, report.obstacles
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS.keys())
+def test_evaluation_mode_with_gradients_keeps_every_bit(norm):
+    def step(model, index):
+        model.eval()
+        return images(model, index)
+
+    assert_unchanged(network(norm), step)
+
+
+def test_statistics_move_once_per_forward_however_often_backward_runs():
+    def step(model, index):
+        loss = weigh(model(batch(index, 3, 4, 6, 6)))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return loss
+
+    assert_unchanged(network(nn.BatchNorm2d), step)
+
+
+def test_statistics_move_once_when_shapes_never_stop_changing():
+    """More signatures than are recorded: a region that writes buffers must not be re-run."""
+    report = assert_unchanged(
+        network(nn.BatchNorm2d), lambda model, index: images(model, index, size=4 + index), steps=11, engine=None
+    )
+    assert Engine.KEEP in report.engines
+    assert Engine.RERUN not in report.engines
+
+
+def test_statistics_move_once_when_control_flow_changes():
+    class Branching(Residual):
+        def __init__(self, norm):
+            super().__init__(norm)
+            self.switch = [0]
+
+        def forward(self, x):
+            self.switch[0] += 1
+            y = super().forward(x)
+            return y.exp().tanh() if self.switch[0] % 2 else y
+
+    report = assert_unchanged(
+        lambda: nn.Sequential(*(Branching(nn.BatchNorm2d) for _ in range(2))), images, steps=10, engine=None
+    )
+    assert Engine.RERUN not in report.engines
+
+
+def test_a_module_that_reads_the_statistics_that_it_updates_stays_right():
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+            self.line = nn.Linear(8, 8)
+
+        def forward(self, x):
+            early = (x + self.norm.running_mean).exp().tanh()
+            y = self.norm(x)
+            return self.line(early * (y - self.norm.running_var).exp().sigmoid())
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Reading()
+
+        def forward(self, x):
+            return self.block(x)
+
+    def step(model, index):
+        loss = weigh(model(batch(index)))
+        loss.backward()
+        return loss
+
+    assert_unchanged(Model, step, regions=["block"], engine=None)
