@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Phase
@@ -20,6 +21,8 @@ from plimsoll.tracing.refusals import explain_backward, explain_forward
 from plimsoll.tracing.slots import SlotBook
 from plimsoll.tracing.tracer import StepTracer
 from plimsoll.tracing.workspaces import WorkspaceMeter
+
+_REENTRANT_CHECKPOINT = CheckpointFunction._backward_cls
 
 
 @dataclass(slots=True)
@@ -72,11 +75,18 @@ class StepCapture:
         self._loss = loss
         self._stack = ModuleStack()
         self._progress = progress or (lambda share: None)
-        self.tracer = StepTracer(lambda: self._stack.path, clock=clock, meter=meter, on_node=self._backward_at)
+        self.tracer = StepTracer(
+            lambda: self._stack.path,
+            clock=clock,
+            meter=meter,
+            before_op=self._refuse_hooks_inside,
+            on_node=self._backward_at,
+        )
         self._parameter_storages: set[int] = set()
         self._outside = SlotBook(self.tracer, self._is_parameter)
         self._logs: list[RegionLog] = []
         self._calls: dict[str, int] = {}
+        self._running: RegionLog | None = None
         self._sequence = (0, 0)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepLog:
@@ -142,10 +152,12 @@ class StepCapture:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
-            self._refuse_other_checkpointing(name)
-            log = self._enter(name, module, args, kwargs)
+            if self.tracer.phase is not Phase.FORWARD or not _is_on_top(self._outside):
+                raise self._already_checkpointed(name)
+            log = self._running = self._enter(name, module, args, kwargs)
             with torch.autograd.graph.saved_tensors_hooks(log.book.pack, log.book.unpack):
                 output = original(*args, **kwargs)
+            self._running = None
             self._leave(log, output)
             return output
 
@@ -158,12 +170,14 @@ class StepCapture:
             else:
                 del module.forward
 
-    def _refuse_other_checkpointing(self, name: str) -> None:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        is_ours = top is not None and top[0] == self._outside.pack
-        if is_ours and self.tracer.phase is Phase.FORWARD:
-            return
-        raise InvalidModel(
+    def _refuse_hooks_inside(self) -> None:
+        """Checkpointing inside of a region pushes hooks of its own, and ours do not see what its ops save."""
+        log = self._running
+        if log is not None and torch.is_grad_enabled() and not _is_on_top(log.book):
+            raise self._already_checkpointed(log.name)
+
+    def _already_checkpointed(self, name: str) -> InvalidModel:
+        return InvalidModel(
             f"{type(self._model).__name__} already checkpoints {name}.",
             why="its saved tensors go through hooks of somebody else, so Plimsoll could not decide about them",
             next="switch that off first: model.gradient_checkpointing_disable() in transformers, "
@@ -196,11 +210,20 @@ class StepCapture:
 
     def _leave(self, log: RegionLog, output: Any) -> None:
         tracer = self.tracer
+        tensors = output_tensors(output)
+        if any(isinstance(tensor.grad_fn, _REENTRANT_CHECKPOINT) for tensor in tensors):
+            raise self._already_checkpointed(log.name)
         log.end = tracer.tick
         log.sequence_end = torch._C._autograd._get_sequence_nr()
         log.value_reads += tracer.value_reads
-        log.outputs = [tracer.value_of(tensor) for tensor in output_tensors(output)]
+        log.outputs = [tracer.value_of(tensor) for tensor in tensors]
         log.latest = {record.storage: tracer.current.get(record.storage, -1) for record in log.book.records}
         tracer.forget_names()
         self._logs.append(log)
         self._progress(0.5 * min(1.0, len(self._logs) / len(self._regions)))
+
+
+def _is_on_top(book: SlotBook) -> bool:
+    """Whether what autograd saves now goes to ``book``."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and top[0] == book.pack

@@ -24,10 +24,12 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-_MOST_REAL_NUMBERS = 2**20
-"""Elements up to which a floating-point tensor that depends on nothing fake is real (64 times as many for integers)."""
+_MOST_REAL_FLOAT_BYTES = 4 * 2**20
+_MOST_REAL_INTEGER_BYTES = 64 * 2**20
+"""Up to this size a tensor that depends on nothing fake is real."""
+_DEVICE_OF = torch.ops.prim.device.default
 
 
 @contextlib.contextmanager
@@ -105,8 +107,10 @@ class KnownValues(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked several times per op; the fake mode's way to it is long
         kwargs = kwargs or {}
-        tensors = _tensors((args, kwargs))
+        tensors = _tensors([args, list(kwargs.values())])
         if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         try:
@@ -122,9 +126,14 @@ class KnownValues(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, list | tuple):
+        return [tensor for item in tree for tensor in _tensors(item)]
+    return []
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    most = _MOST_REAL_NUMBERS if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 64 * _MOST_REAL_NUMBERS
-    return tensor.device.type == "cpu" and tensor.numel() <= most
+    is_inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    most_bytes = _MOST_REAL_FLOAT_BYTES if is_inexact else _MOST_REAL_INTEGER_BYTES
+    return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= most_bytes

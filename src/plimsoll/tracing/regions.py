@@ -11,8 +11,10 @@ from torch import nn
 from plimsoll.errors import InvalidRegions
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_COVERED_SHARE = 0.8
-"""Nested repeated blocks replace their parent when they hold at least this share of its parameters."""
+_COVERED_SHARE = 0.6
+"""Nested repeated blocks replace their parents when they hold at least this share of their parameters."""
+_LEAST_MATRICES = 2
+"""A nested block with fewer weight matrices is one layer (a convolution with its norm), part of the block around it."""
 
 
 def find_regions(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
@@ -33,9 +35,7 @@ def find_regions(model: nn.Module, patterns: Sequence[str] | None = None) -> dic
         return _outermost(_matching(model, patterns))
     found = _repeated(model, "")
     if not found:
-        found = {
-            name: child for name, child in model.named_children() if _has_parameters(child) and any(child.children())
-        }
+        found = _children(model, "")
     return _outermost(found or {"": model})
 
 
@@ -45,6 +45,10 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def _parameter_count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _matrix_count(module: nn.Module) -> int:
+    return sum(parameter.dim() > 1 for parameter in module.parameters())
 
 
 def _repeated(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
@@ -59,13 +63,24 @@ def _repeated(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
             and not issubclass(kind, _CONTAINERS)
             and all(_has_parameters(member) and any(member.children()) for _, member in members)
         )
+        nested: dict[str, nn.Module] = {}
         for path, member in members:
-            nested = _repeated(member, path)
-            covered = sum(_parameter_count(inner) for inner in nested.values())
-            if is_block and covered < _COVERED_SHARE * _parameter_count(member):
-                found[path] = member
-            else:
-                found.update(nested)
+            nested.update(_repeated(member, path))
+        inner = sum(_parameter_count(block) for block in nested.values() if _matrix_count(block) >= _LEAST_MATRICES)
+        outer = sum(_parameter_count(member) for _, member in members)
+        found.update(members if is_block and inner < _COVERED_SHARE * outer else nested)
+    return found
+
+
+def _children(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
+    """Children that hold parameters and have children of their own; containers, which are never called, are looked into."""
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found.update(_children(child, path))
+        elif _has_parameters(child) and any(child.children()):
+            found[path] = child
     return found
 
 

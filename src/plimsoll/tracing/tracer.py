@@ -38,7 +38,8 @@ class StepTracer(OpRecorder):
         clock: Clock | None = None,
         meter: WorkspaceMeter | None = None,
         phase: Phase = Phase.FORWARD,
-        on_node: Callable[[int], None] | None = None,
+        before_op: Callable[[], None] = lambda: None,
+        on_node: Callable[[int], None] = lambda sequence: None,
     ) -> None:
         super().__init__(current_module)
         self.phase = phase
@@ -50,7 +51,9 @@ class StepTracer(OpRecorder):
         self._alive: list[int] = []
         self._first: dict[int, int] = {}
         self._clock = clock
+        self._before_op = before_op
         self._on_node = on_node
+        self._seconds = 0.0
         self._meter = meter or WorkspaceMeter()
 
     @property
@@ -78,15 +81,12 @@ class StepTracer(OpRecorder):
         self._new_value(self.table.add(tensor), tensor, Origin.PARAMETER, "stand-in", producer=-1)
 
     def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
+        self._before_op()
         self.note_deaths()
         key = op.cost_key
         if self._clock is None:
-            out = self._meter.run(key, lambda: op.func(*args, **kwargs))
-        else:
-            out, seconds = self._clock.time(lambda: self._meter.run(key, lambda: op.func(*args, **kwargs)))
-            self.timings.setdefault(key, []).append(seconds)
-        if key not in self.specs:
-            self.specs[key] = op_spec(op.func, args, kwargs, out)
+            return self._meter.run(key, lambda: op.func(*args, **kwargs))
+        out, self._seconds = self._clock.time(lambda: self._meter.run(key, lambda: op.func(*args, **kwargs)))
         return out
 
     def first_value(self, storage: int) -> RecordedValue:
@@ -109,15 +109,19 @@ class StepTracer(OpRecorder):
     ) -> None:
         before = len(self.ops)
         super()._close(op, out, args, kwargs, signature)
-        if len(self.ops) == before:
+        if len(self.ops) == before:  # it only made a view
             return
+        if op.cost_key not in self.specs:
+            self.specs[op.cost_key] = op_spec(op.func, args, kwargs, out)
+        if self._clock is not None:
+            self.timings.setdefault(op.cost_key, []).append(self._seconds)
         node: Any = torch._C._current_autograd_node()  # the stub forgets that forward has none
         if node is None:
             self.contexts.append(OpContext(self.phase, -1, ""))
         else:
             sequence = node._sequence_nr()
             self.contexts.append(OpContext(self.phase, sequence, node.name()))
-            if self._on_node is not None and before % _NODES_PER_REPORT == 0:
+            if before % _NODES_PER_REPORT == 0:
                 self._on_node(sequence)
         for storage in op.births:
             self.born[storage] = before
