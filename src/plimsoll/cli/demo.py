@@ -28,7 +28,7 @@ SeedOption = Annotated[int, typer.Option("--seed", help="Of weights and batches.
 def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed: SeedOption = 0) -> None:
     """Train a small Llama on Python's own source text, plainly and under a memory budget, and compare.
 
-    Takes two to three minutes on a laptop. Exits with 1 if gradients, losses or weights differ anywhere.
+    Takes a few minutes on a laptop. Exits with 1 if gradients, losses or weights differ anywhere.
     """
     from plimsoll.cli.hugging_face import quiet_transformers
     from plimsoll.cli.progress import show_progress
