@@ -5,8 +5,11 @@ mask in the activations' type, on a GPU it is one op with a mask of bytes. Which
 torch decomposes before anything else sees them; while the block lasts, those that decide by device are replaced, for
 tensors on the CPU, by what torch does for CUDA tensors (2.9 to 2.13).
 
+Autocast differs too: where the caller's ``torch.autocast("cuda")`` is on, autocast for the CPU is switched on with its dtype and
+with CUDA's list of ops that stay in float32.
+
 Sources: ``aten/src/ATen/native/Dropout.cpp``, ``transformers/attention.cpp`` and ``transformers/cuda/sdp_utils.cpp``,
-``layer_norm.cpp``, ``SoftMax.cpp`` in PyTorch. Known weaknesses: a GPU too old for flash attention, and kernels that were
+``layer_norm.cpp``, ``SoftMax.cpp``, ``autocast_mode.h`` in PyTorch. Known weaknesses: a GPU too old for flash attention, and kernels that were
 switched off by ``torch.backends.cuda``, are not told apart; convolutions and batch norm keep the CPU's form, which saves
 the same tensors as cuDNN's up to its small reserve.
 """
@@ -14,16 +17,39 @@ the same tensors as cuDNN's up to its small reserve.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.library import Library
 
 _ATEN = torch.ops.aten
-_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+_NARROW_DTYPES = (torch.float16, torch.bfloat16)
 _FLASH_MOST_HEAD_SIZE = 256
 _FLASH_ALIGNMENT = 8
+_FLOAT32_UNDER_CUDA_AUTOCAST = (
+    "softmax.int",
+    "log_softmax.int",
+    "layer_norm",
+    "group_norm",
+    "nll_loss",
+    "cross_entropy_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "kl_div",
+    "binary_cross_entropy_with_logits",
+    "exp",
+    "log",
+    "pow.Tensor_Scalar",
+    "rsqrt",
+    "reciprocal",
+    "softplus",
+    "cumsum",
+    "sum",
+    "sum.dim_IntList",
+)
+"""The ops of CUDA's autocast list that models use and that autocast on the CPU leaves in the narrow type."""
 
 
 def runs_gpu_kernels(device_name: str) -> bool:
@@ -46,8 +72,27 @@ def target_kernels(device_name: str) -> Iterator[None]:
         library.impl("softmax.int", _softmax, "AutogradCPU")
         library.impl("log_softmax.int", _log_softmax, "AutogradCPU")
         if torch.is_autocast_enabled("cuda"):
+            for name in _FLOAT32_UNDER_CUDA_AUTOCAST:
+                library.impl(name, _in_float32(name), "AutocastCPU")
             stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda")))
         yield
+
+
+def _in_float32(name: str) -> Callable[..., Any]:
+    """The op called ``name`` with its floating-point tensors cast up, as autocast does it."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(_ATEN, packet), overload or "default")
+    below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def cast(value: Any) -> Any:
+        is_narrow = isinstance(value, torch.Tensor) and value.dtype in _NARROW_DTYPES
+        return value.float() if is_narrow else value
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(below):
+            return op(*map(cast, args), **{key: cast(value) for key, value in kwargs.items()})
+
+    return kernel
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002, FBT001 - aten's signature
@@ -73,7 +118,7 @@ def _attention(
     if (
         is_dense
         and attn_mask is None
-        and query.dtype in _FLASH_DTYPES
+        and query.dtype in _NARROW_DTYPES
         and head_size <= _FLASH_MOST_HEAD_SIZE
         and (has_equal_heads or enable_gqa)
     ):
@@ -83,7 +128,7 @@ def _attention(
         flash = _ATEN._scaled_dot_product_flash_attention.default
         out = flash(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :head_size] if padding else out  # type: ignore[no-any-return]
-    if has_equal_heads and query.dtype in (*_FLASH_DTYPES, torch.float32):
+    if has_equal_heads and query.dtype in (*_NARROW_DTYPES, torch.float32):
         needs_gradient = any(t.requires_grad for t in (query, key, value))
         bias = _attention_bias(attn_mask, query, key)
         efficient = _ATEN._scaled_dot_product_efficient_attention.default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidModel, TracingFailed
+from plimsoll.measuring.timing import one_thread
 from plimsoll.recording.calling import Loss, check_devices, split_batch
 from plimsoll.recording.fingerprint import fingerprint, signature
 from plimsoll.recording.untouched import private_copy, untouched
@@ -126,6 +128,12 @@ class _Job:
         self, device: torch.device, repeats: int
     ) -> tuple[StepLog, WorkspaceMeter, dict[str, tuple[float, ...]]]:
         """Run the step ``repeats`` times: first for structure and workspaces, then for seconds."""
+        with one_thread() if device.type == "cpu" else contextlib.nullcontext():
+            return self._run_real(device, repeats)
+
+    def _run_real(
+        self, device: torch.device, repeats: int
+    ) -> tuple[StepLog, WorkspaceMeter, dict[str, tuple[float, ...]]]:
         meter = meter_for(device)
         with untouched(self._model):
             args, kwargs = private_copy(self._call)
