@@ -5,13 +5,13 @@ mask in the activations' type, on a GPU it is one op with a mask of bytes. Which
 torch decomposes before anything else sees them; while the block lasts, those that decide by device are replaced, for
 tensors on the CPU, by what torch does for CUDA tensors (2.9 to 2.13).
 
-Autocast differs too: where the caller's ``torch.autocast("cuda")`` is on, autocast for the CPU is switched on with its dtype and
-with CUDA's list of ops that stay in float32.
+Autocast differs too: where the caller's autocast is on (for "cuda", or for "cpu" where no CUDA is), it runs with its dtype
+and with CUDA's list of ops that stay in float32.
 
-Sources: ``aten/src/ATen/native/Dropout.cpp``, ``transformers/attention.cpp`` and ``transformers/cuda/sdp_utils.cpp``,
-``layer_norm.cpp``, ``SoftMax.cpp``, ``autocast_mode.h`` in PyTorch. Known weaknesses: a GPU too old for flash attention, and kernels that were
-switched off by ``torch.backends.cuda``, are not told apart; convolutions and batch norm keep the CPU's form, which saves
-the same tensors as cuDNN's up to its small reserve.
+Sources: ``aten/src/ATen/native/Dropout.cpp``, ``transformers/attention.cpp``, ``transformers/cuda/sdp_utils.cpp``,
+``layer_norm.cpp``, ``SoftMax.cpp``, ``autocast_mode.h`` in PyTorch. Known weaknesses: a GPU too old for flash attention, and
+kernels that were switched off by ``torch.backends.cuda``, are not told apart; convolutions and batch norm keep the CPU's
+form, which saves the same tensors as cuDNN's up to its small reserve. None of this was compared with a GPU yet.
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ def target_kernels(device_name: str) -> Iterator[None]:
         library.impl("rms_norm", _rms_norm, "AutogradCPU")
         library.impl("softmax.int", _softmax, "AutogradCPU")
         library.impl("log_softmax.int", _log_softmax, "AutogradCPU")
-        if torch.is_autocast_enabled("cuda"):
+        caller = next((device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)), None)
+        if caller is not None:
             for name in _FLOAT32_UNDER_CUDA_AUTOCAST:
                 library.impl(name, _in_float32(name), "AutocastCPU")
-            stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda")))
+            stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype(caller)))
         yield
 
 

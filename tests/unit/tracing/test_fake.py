@@ -94,6 +94,15 @@ def test_gpu_target_fuses_rms_norm():
     assert {"_fused_rms_norm", "_fused_rms_norm_backward"} <= {op.name for op in step.ops}
 
 
+def test_gpu_target_keeps_norms_in_float32_under_autocast_as_cuda_does():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    with torch.autocast("cpu", torch.bfloat16):
+        step = trace(model, torch.randn(2, 8), loss=torch.sum, device_name="H100")
+    keys = [op.cost_key for op in step.ops]
+    assert any(key.startswith("aten.addmm.default(bf16") for key in keys)
+    assert any(key.startswith("aten.native_layer_norm.default(f32") for key in keys)
+
+
 def test_kernels_of_the_target_are_gone_afterwards():
     model, batch = zoo.vit()
     trace(model, batch, device_name="H100")
