@@ -56,7 +56,8 @@ def confirmed(
         plan = resolve(excess_bytes)
         assert plan.budget_bytes is not None
     return _with_note(
-        plan, f"after {MAX_ATTEMPTS} rounds the measured peak still exceeded the budget; verify it before you rely on it"
+        plan,
+        f"after {MAX_ATTEMPTS} rounds the measured peak still exceeded the budget; verify it before you rely on it",
     )
 
 
@@ -75,8 +76,8 @@ def measure_peak(
         with apply_plan(model, plan):
             recording = step.measure_peak()
             steady = step.measure_peak()
-    missing_bytes = plan.classes.get(Category.OPTIMIZER_STATE, 0) - step.optimizer_bytes()
-    return max(recording.peak_bytes, steady.peak_bytes) + max(0, missing_bytes)
+    absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
+    return max(recording.peak_bytes, steady.peak_bytes) + absent_bytes
 
 
 def _with_note(plan: Plan, note: str) -> Plan:

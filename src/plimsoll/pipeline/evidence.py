@@ -12,6 +12,7 @@ from torch import nn
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
+from plimsoll.artifacts.trace import Category
 from plimsoll.measuring.timing import Interval, Timing, paired_ratio, time_in_turns
 from plimsoll.pipeline.matching import refuse_other_model, refuse_other_signature
 from plimsoll.pipeline.plans import resolve_budget, trace_and_cost
@@ -130,7 +131,9 @@ def compare(
                 is_equal = not mismatches(evidence.gradients, step.gradients(), evidence.spread) and not mismatches(
                     evidence.buffers, step.buffers(), evidence.spread
                 )
-                measured[name] = (step.measure_peak().peak_bytes, is_equal)
+                peak_bytes = step.measure_peak().peak_bytes
+                state_bytes = plans[name].classes.get(Category.OPTIMIZER_STATE, 0)
+                measured[name] = (peak_bytes + step.absent_state_bytes(state_bytes), is_equal)
                 handle.pause()
             report("timing in turns", 0.7)
             timings = time_in_turns(

@@ -128,7 +128,7 @@ def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
 
 def _kept_outside(view: RegionView, pattern: re.Pattern[str]) -> frozenset[int]:
     def module(value: int) -> str:
-        return view.graph.values[value].name.partition("::")[0]
+        return view.graph.values[value].name.rpartition("::")[0]
 
     return frozenset(v for v in view.droppable if not pattern.search(module(v)))
 

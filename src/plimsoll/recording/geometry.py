@@ -18,14 +18,14 @@ class Geometry:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Geometry:
-        return Geometry(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return Geometry(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def view_on(self, base: torch.Tensor) -> torch.Tensor:
         """This geometry on the storage of ``base``."""
         if base.dtype is self.dtype:
             return torch.as_strided(base, self.size, self.stride, self.offset)
         empty = torch.empty(0, dtype=self.dtype, device=base.device)
-        return empty.set_(base.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+        return empty.set_(base.untyped_storage(), self.offset, self.size, self.stride)
 
 
 def has_lazy_bits(tensor: torch.Tensor) -> bool:

@@ -59,41 +59,39 @@ def build_region_graph(
     order = sorted(used, key=lambda v: (v in made, rank.get(v, len(rank)), v))
     local = {log_id: position for position, log_id in enumerate(order)}
     op_ids = {op.id: position for position, op in enumerate(ops)}
-    graph_values = tuple(
-        _value(values[log_id], position, made.get(log_id), op_ids, leaves.get(log_id), storable, prefix)
-        for position, log_id in enumerate(order)
-    )
-    graph_ops = tuple(
-        RegionOp(
-            id=position,
-            name=op.name,
-            reads=tuple(local[v] for v in op.reads),
-            writes=tuple(local[v] for v in op.writes),
-            cost_key=op.cost_key,
-            tick=op.id,
-            obstacle=op.obstacle or obstacles.get(op.id, ""),
-            is_random=op.is_random,
-        )
-        for position, op in enumerate(ops)
-    )
-    graph_slots = tuple(
-        Slot(
-            index=index,
-            value=local.get(slot.value, -1),
-            packed=slot.packed,
-            unpacked=slot.unpacked,
-            released=slot.released,
-        )
-        for index, slot in enumerate(slots)
-    )
     graph = RegionGraph(
-        values=graph_values,
-        ops=graph_ops,
-        slots=graph_slots,
+        values=tuple(
+            _value(values[log_id], position, made.get(log_id), op_ids, leaves.get(log_id), storable, prefix)
+            for position, log_id in enumerate(order)
+        ),
+        ops=tuple(_op(op, position, local, obstacles) for position, op in enumerate(ops)),
+        slots=tuple(
+            Slot(
+                index=index,
+                value=local.get(slot.value, -1),
+                packed=slot.packed,
+                unpacked=slot.unpacked,
+                released=slot.released,
+            )
+            for index, slot in enumerate(slots)
+        ),
         outputs=tuple(local[v] for v in outputs if v in local),
         backward_order=tuple(backward_order),
     )
     return graph, LocalIds(to_local=local, to_log=tuple(order))
+
+
+def _op(op: RecordedOp, position: int, local: Mapping[int, int], obstacles: Mapping[int, str]) -> RegionOp:
+    return RegionOp(
+        id=position,
+        name=op.name,
+        reads=tuple(local[v] for v in op.reads),
+        writes=tuple(local[v] for v in op.writes),
+        cost_key=op.cost_key,
+        tick=op.id,
+        obstacle=op.obstacle or obstacles.get(op.id, ""),
+        is_random=op.is_random,
+    )
 
 
 def _value(
@@ -137,9 +135,7 @@ def relative_name(name: str, prefix: str) -> str:
     """``mlp.act_fn::silu#0`` from ``model.layers.3.mlp.act_fn::silu#0`` and ``model.layers.3``."""
     if not prefix:
         return name
-    if name.startswith(prefix + "::"):
-        return name[len(prefix) :]
-    return name.removeprefix(prefix + ".")
+    return name.removeprefix(prefix + "::").removeprefix(prefix + ".")
 
 
 def default_order(slots: Sequence[SlotRecord]) -> tuple[int, ...]:

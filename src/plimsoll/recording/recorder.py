@@ -223,7 +223,7 @@ class OpRecorder(TorchDispatchMode):
         self.ops.append(op)
         count = self._occurrences.get(occurrence_key, 0)
         self._occurrences[occurrence_key] = count + 1
-        stem = f"{op.module}::{op.name}#{count}"
+        stem = f"{op.module}::{op.name}#{count}" if op.module else f"{op.name}#{count}"
         writes: list[int] = []
         for storage in sorted(written_storages):
             old = self.values[self.current[storage]]

@@ -58,7 +58,7 @@ def private_copy(batch: Any) -> Any:
         if source._cdata not in storages:
             storages[source._cdata] = source.clone()
         fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        fresh.set_(storages[source._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+        fresh.set_(storages[source._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
         return fresh.requires_grad_(tensor.requires_grad)
 
     return tree_map_only(torch.Tensor, copy, batch)

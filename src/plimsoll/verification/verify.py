@@ -12,7 +12,9 @@ import torch
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Mismatch, Receipt, RegionOutcome, finite
+from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.measuring.timing import Timing, time_in_turns
+from plimsoll.units import format_bytes
 from plimsoll.verification.compare_tensors import copies, mismatches
 from plimsoll.verification.step import TrainingStep
 
@@ -82,7 +84,9 @@ def verify_plan(
         step.run()
         report("measuring the managed step's peak", 0.5)
         steady = step.measure_peak()
-        gradient_mismatches = _merged(gradient_mismatches, mismatches(evidence.gradients, step.gradients(), evidence.spread))
+        gradient_mismatches = _merged(
+            gradient_mismatches, mismatches(evidence.gradients, step.gradients(), evidence.spread)
+        )
         buffer_mismatches = _merged(buffer_mismatches, mismatches(evidence.buffers, step.buffers(), evidence.spread))
         outcomes = managed.outcomes()
         plan_losses = _losses(step, steps)
@@ -91,6 +95,7 @@ def verify_plan(
         report("timing both in turns", 0.6)
         baseline, ours = _time(step, managed, steps)
     step.clear_gradients()
+    absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
     return Receipt(
         model=plan.model,
         fingerprint=plan.fingerprint,
@@ -109,9 +114,9 @@ def verify_plan(
         plan_losses=plan_losses,
         predicted_baseline_peak_bytes=plan.baseline_peak_bytes,
         predicted_peak_bytes=plan.predicted_peak_bytes,
-        measured_baseline_peak_bytes=baseline_peaks.peak_bytes,
-        measured_peak_bytes=steady.peak_bytes,
-        measured_recording_peak_bytes=recording.peak_bytes,
+        measured_baseline_peak_bytes=baseline_peaks.peak_bytes + absent_bytes,
+        measured_peak_bytes=steady.peak_bytes + absent_bytes,
+        measured_recording_peak_bytes=recording.peak_bytes + absent_bytes,
         predicted_baseline_seconds=plan.baseline_seconds,
         predicted_seconds=plan.predicted_seconds,
         measured_baseline_seconds=baseline.median_seconds,
@@ -119,6 +124,7 @@ def verify_plan(
         measured_seconds=ours.median_seconds,
         measured_spread_seconds=ours.spread_seconds,
         regions=outcomes,
+        notes=_notes(plan, absent_bytes),
     )
 
 
@@ -128,6 +134,20 @@ def versions() -> dict[str, str]:
     if torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
     return found
+
+
+def _notes(plan: Plan, absent_bytes: int) -> tuple[str, ...]:
+    notes = []
+    if absent_bytes:
+        notes.append(
+            f"measured peaks include {format_bytes(absent_bytes)} of optimizer state, which the optimizer makes in its "
+            "first step"
+        )
+    if Phase.OPTIMIZER in plan.peak.moment:
+        notes.append(
+            "the plan's peak is in the optimizer's step, which verification does not run: it is predicted only"
+        )
+    return tuple(notes)
 
 
 @contextlib.contextmanager
@@ -164,4 +184,3 @@ def _merged(first: tuple[Mismatch, ...], second: tuple[Mismatch, ...]) -> tuple[
         if known is None or (mismatch.max_absolute_difference or 0.0) > (known.max_absolute_difference or 0.0):
             worst[mismatch.name] = mismatch
     return tuple(worst.values())
-
