@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.artifacts.region import Origin
@@ -114,6 +115,9 @@ class OpRecorder(TorchDispatchMode):
     happens. ``suspended`` lets the engine run ops of its own unseen.
     """
 
+    supports_higher_order_operators = True
+    """Operators that take functions (flexible attention, scans) run as they are; what they make comes from outside the log."""
+
     def __init__(self, current_module: Callable[[], str] = lambda: "") -> None:
         super().__init__()
         self.table = StorageTable()
@@ -150,6 +154,8 @@ class OpRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)
         if self.suspended or func.namespace in _NOT_OF_THE_STEP:
             return func(*args, **kwargs)
         signature = self._signatures.get(func)

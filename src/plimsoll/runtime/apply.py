@@ -167,12 +167,10 @@ def apply_plan(model: nn.Module, plan: Plan, *, sentinel_every: int = 1) -> Hand
     links = LinkTable(is_used=any(call.is_boundary_dropped for calls in managed.values() for call in calls))
     generators = generators_of([parameter.device for parameter in model.parameters()])
     regions = {
-        name: ManagedRegion(
-            name, modules[name], calls, links, sentinel_every=sentinel_every, generators=generators
-        )
+        name: ManagedRegion(name, modules[name], calls, links, sentinel_every=sentinel_every, generators=generators)
         for name, calls in managed.items()
     }
-    for region in regions.values():
-        if region.obstacle:
-            warnings.warn(f"plimsoll: region {region.name!r} is left alone: {region.obstacle}", stacklevel=3)
+    for made in regions.values():
+        if made.obstacle:
+            warnings.warn(f"plimsoll: region {made.name!r} is left alone: {made.obstacle}", stacklevel=3)
     return Handle(model, plan, regions, links)

@@ -84,7 +84,7 @@ def copy_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The same view of a private copy of the whole storage."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     storage = tensor.untyped_storage().clone()
-    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload, no-any-return]
+    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def check_version(names: Mapping[int, str], position: int, expected: int, found: int) -> None:

@@ -64,9 +64,7 @@ def choose(
     ``links`` are inputs that the region before can make again (for a dropped boundary).
     """
     slot_values = {slot.value for slot in graph.slots if slot.is_managed}
-    always = {
-        value.id for value in graph.values if value.origin in (Origin.PARAMETER, Origin.BUFFER, Origin.INPUT)
-    }
+    always = {value.id for value in graph.values if value.origin in (Origin.PARAMETER, Origin.BUFFER, Origin.INPUT)}
     wanted = {v for v in slot_values if graph.values[v].name in names and graph.values[v].origin is Origin.OP}
     obstacles = {graph.values[v].name: not_rebuildable[v] for v in sorted(wanted) if v in not_rebuildable}
     dropped = {v for v in wanted if v not in not_rebuildable}
@@ -193,9 +191,7 @@ class Program:
         cells = frame.cells
         return all(tensors[index]._version == cells[index].version for index in self._dropped_slots)
 
-    def finish(
-        self, frame: Frame, inputs: Sequence[torch.Tensor], versions: Sequence[int], link: Link | None
-    ) -> bool:
+    def finish(self, frame: Frame, inputs: Sequence[torch.Tensor], versions: Sequence[int], link: Link | None) -> bool:
         """Turn the open cells of a call that fits into kept and dropped ones. False (and nothing done) if it cannot.
 
         ``versions`` are those that the inputs had when the region was entered.

@@ -6,14 +6,17 @@ mode, two hooks, a guard. What cannot be recorded goes to ``torch.utils.checkpoi
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -90,10 +93,7 @@ class ManagedRegion:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self.obstacle or self._is_removed:
             return self._original(*args, **kwargs)
-        if (
-            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-            or torch._C._functorch.peek_interpreter_stack() is not None
-        ):
+        if _is_somebody_elses_call():
             return self._original(*args, **kwargs)
         plan = self._plans[min(self.calls, len(self._plans) - 1)]
         self.calls += 1
@@ -134,6 +134,10 @@ class ManagedRegion:
         return (_plain_forward, (None, self.module))
 
     def _first(self, key: tuple[Any, ...], plan: RegionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(
+            isinstance(t, FakeTensor) or t.is_meta for t in (*call_tensors(args, kwargs), *self.module.parameters())
+        ):
+            return self._original(*args, **kwargs)
         if len(self.services) >= MAX_SIGNATURES:
             reason = f"more than {MAX_SIGNATURES} signatures"
             return self._whole(self._serve(key, Service(self._fallback, reason=reason)), args, kwargs)
@@ -228,6 +232,17 @@ class ManagedRegion:
             self._warn(service)
 
 
+def _is_somebody_elses_call() -> bool:
+    """Whether saved tensors are not ours to manage: other hooks are active or forbidden, or a transform is at work."""
+    return (
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or not torch._C._autograd._saved_tensors_hooks_is_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    )
+
+
 def _first_obstacle(program: Program) -> str:
     return next((f"{name} is kept: {obstacle}" for name, obstacle in program.choice.obstacles.items()), "")
 
@@ -238,12 +253,27 @@ def compiled_inside(module: nn.Module) -> str:
         forward = inner.__dict__.get("forward", type(inner).forward)
         if (
             type(inner).__name__ == "OptimizedModule"
-            or getattr(forward, "_torchdynamo_orig_callable", None) is not None
+            or inner._compiled_call_impl is not None
+            or any(map(_is_compiled, (forward, *_called_by(forward))))
         ):
             return f"{name or 'the module'} is compiled by torch.compile, which decides about its own saved tensors"
-        if inner._compiled_call_impl is not None:
-            return f"{name or 'the module'} is compiled by torch.compile, which decides about its own saved tensors"
     return ""
+
+
+def _is_compiled(function: Any) -> bool:
+    return getattr(function, "_torchdynamo_orig_callable", None) is not None
+
+
+def _called_by(forward: Any) -> Iterator[Any]:
+    """What a forward may call by name: globals that its code mentions, and what it closes over."""
+    function = inspect.unwrap(getattr(forward, "__func__", forward))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            yield cell.cell_contents
 
 
 def _plain_forward(original: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any]:

@@ -14,7 +14,18 @@ class SignatureReader:
     """Reads everything on the host that may change what a module does: its inputs, its scalars, the modes around it."""
 
     def __init__(self, module: nn.Module, device_type: str) -> None:
+        self._module = module
         self._device_type = device_type
+        self._generation = 0
+        self._scan()
+
+    def _scan(self) -> None:
+        """Find what is read in every call. Done again when submodules were replaced, which makes a new generation."""
+        module = self._module
+        self._generation += 1
+        self._children = [
+            (inner._modules, tuple(inner._modules.values())) for inner in module.modules() if inner._modules
+        ]
         self._scalars = [
             (inner.__dict__, name)
             for inner in module.modules()
@@ -27,18 +38,36 @@ class SignatureReader:
             for name, p in inner._parameters.items()
             if p is not None
         ]
+        first: dict[int, tuple[dict[str, Any], str]] = {}
+        self._ties = []
+        for holder, name in self._parameters:
+            twin = first.setdefault(holder[name].untyped_storage()._cdata, (holder, name))
+            if twin[0] is not holder or twin[1] != name:
+                self._ties.append((*twin, holder, name))
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The key of a call that is about to be made."""
         bases: list[int] = []
+        for modules, children in self._children:
+            if tuple(modules.values()) != children:
+                self._scan()
+                break
         return (
+            self._generation,
             tuple([describe(value, bases) for value in args]),
             tuple([(name, describe(value, bases)) for name, value in kwargs.items()]),
             None if len(set(bases)) == len(bases) else tuple(map(bases.index, bases)),
             tuple([holder.get(name) for holder, name in self._scalars]),
             tuple([(p := holder.get(name)) is not None and p.requires_grad for holder, name in self._parameters]),
+            tuple([_share_memory(one.get(a), other.get(b)) for one, a, other, b in self._ties]),
             torch.is_autocast_enabled(self._device_type) and torch.get_autocast_dtype(self._device_type),
         )
+
+
+def _share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return False
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def describe(value: Any, bases: list[int]) -> Any:
@@ -48,8 +77,10 @@ def describe(value: Any, bases: list[int]) -> Any:
     two arguments share memory, which decides what a recipe may start from.
     """
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            return (value.layout, value.shape, value.dtype, value.requires_grad)
+        kind = type(value)
+        if value.layout is not torch.strided or (kind is not torch.Tensor and kind is not nn.Parameter):
+            bases.append(id(value))
+            return (kind, value.layout, value.shape, value.dtype, value.requires_grad, value.device)
         offset = value.storage_offset()
         bases.append(value.data_ptr() - offset * value.element_size())
         lazy = value.is_neg() or value.is_conj()

@@ -138,7 +138,7 @@ class VerifyingRecorder(OpRecorder):
             return _whole(tensor, tensor.untyped_storage().clone())
         if storage not in self._shadows:
             poisoned = tensor.untyped_storage().clone()
-            torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(poisoned).fill_(_POISON)  # type: ignore[call-overload]
+            torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(poisoned).fill_(_POISON)
             self._shadows[storage] = _whole(tensor, poisoned)
         return self._shadows[storage]
 

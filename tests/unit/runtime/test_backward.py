@@ -6,6 +6,9 @@ import copy
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from contracts.harness import (
     Block,
     Stack,
@@ -17,8 +20,6 @@ from contracts.harness import (
     stack_of,
     weigh,
 )
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Attention(nn.Module):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contracts.harness import assert_unchanged, batch, weigh
 from torch import nn
 
+from contracts.harness import assert_unchanged, batch, weigh
 from plimsoll.artifacts.decision import Engine
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from contracts.harness import Stack, assert_unchanged, batch, plain_step, stack_of, weigh
 from torch import nn
 
+from contracts.harness import Stack, assert_unchanged, batch, plain_step, stack_of, weigh
 from plimsoll.artifacts.decision import Engine
 
 

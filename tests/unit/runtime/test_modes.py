@@ -1,0 +1,409 @@
+"""Everything that can be active around a managed model: autocast, functional calls, transforms, hooks, compilers, modes."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from contracts.harness import Block, Stack, assert_unchanged, batch, manage, plain_step, stack_of, weigh
+from plimsoll.artifacts.decision import Engine
+
+
+class Attention(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x)[None].chunk(3, -1)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)[0]) * x.exp()
+
+
+def test_autocast_keeps_every_bit_and_drops_weight_casts():
+    def step(model, index):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = weigh(model(batch(index)))
+        loss.backward()
+        return loss
+
+    report = assert_unchanged(stack_of(Attention), step)
+    assert report.dropped_share > 0.9, report.obstacles
+
+
+def test_two_calls_in_one_autocast_context_keep_every_bit():
+    def step(model, index):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = weigh(model(batch(index))) + weigh(model(batch(index + 50)))
+        loss.backward()
+        return loss
+
+    assert_unchanged(stack_of(Attention), step)
+    assert_unchanged(stack_of(Attention), step, boundaries=(1,))
+
+
+def test_recording_with_a_warm_weight_cast_cache_and_training_without_keeps_every_bit():
+    def step(model, index):
+        with torch.autocast("cpu", torch.bfloat16):
+            if index == 0:
+                with torch.no_grad():
+                    model(batch(index + 50))
+            loss = weigh(model(batch(index)))
+        loss.backward()
+        return loss
+
+    assert_unchanged(stack_of(Attention), step, steps=6, engine=None)
+
+
+def test_backward_under_autocast_keeps_every_bit():
+    def step(model, index):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = weigh(model(batch(index)))
+            loss.backward()
+        return loss
+
+    assert_unchanged(stack_of(Attention), step)
+    assert_unchanged(stack_of(Attention), step, boundaries=(1, 2))
+
+
+def test_forward_without_and_backward_with_autocast_keeps_every_bit():
+    def step(model, index):
+        loss = weigh(model(batch(index)))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+        return loss
+
+    assert_unchanged(stack_of(Attention), step)
+
+
+def test_autocast_without_a_cache_and_switched_off_inside_keeps_every_bit():
+    class Careful(nn.Module):
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                return (x.float() @ x.float().T).softmax(-1) @ x.float()
+
+    def step(model, index):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=index % 2 == 0):
+            loss = weigh(model(batch(index)))
+        loss.backward()
+        return loss
+
+    assert_unchanged(stack_of(Careful), step, steps=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scaled_gradients_keep_every_bit(dtype):
+    scalers = {}
+
+    def step(model, index):
+        scaler = scalers.setdefault(id(model), torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.autocast("cpu", dtype):
+            loss = weigh(model(batch(index)))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss, torch.tensor(scaler.get_scale())
+
+    assert_unchanged(stack_of(Attention), step, steps=5)
+
+
+def test_a_bfloat16_model_keeps_every_bit():
+    def step(model, index):
+        loss = weigh(model(batch(index).bfloat16()))
+        loss.backward()
+        return loss
+
+    assert_unchanged(lambda: stack_of(Attention)().bfloat16(), step)
+
+
+@pytest.mark.parametrize("boundaries", [(), (1,)])
+def test_functional_calls_with_other_parameters_keep_every_bit(boundaries):
+    def step(model, index):
+        others = {
+            name: (parameter.detach() * (1 + 0.1 * index)).requires_grad_()
+            for name, parameter in model.named_parameters()
+        }
+        loss = weigh(torch.func.functional_call(model, others, (batch(index),)))
+        own = weigh(model(batch(index + 50)))
+        (loss + own).backward()
+        return loss, own, *(parameter.grad for parameter in others.values())
+
+    assert_unchanged(stack_of(nn.Tanh), step, boundaries=boundaries)
+
+
+def test_functional_calls_with_parameters_that_lie_otherwise_keep_every_bit():
+    def step(model, index):
+        others = {}
+        for name, parameter in model.named_parameters():
+            changed = parameter.detach()
+            if index > 0 and parameter.dim() == 2:
+                changed = changed.t().contiguous().t()
+            if index > 0 and name.endswith("bias"):
+                changed = changed[:1].expand(parameter.shape)
+            others[name] = changed.clone(memory_format=torch.preserve_format) if index == 0 else changed
+            others[name].requires_grad_()
+        loss = weigh(torch.func.functional_call(model, others, (batch(index),)))
+        gradients = torch.autograd.grad(loss, list(others.values()))
+        plain_step(model, index)
+        return loss, *gradients
+
+    assert_unchanged(stack_of(nn.Tanh), step, steps=4, engine=None)
+
+
+def test_untying_tied_parameters_in_a_functional_call_keeps_every_bit():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(32, 32)
+            self.second = nn.Linear(32, 32)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.second(self.first(x).exp().tanh()).tanh()
+
+    def step(model, index):
+        loss = plain_step(model, index)
+        others = {
+            name: (parameter.detach() * (0.5 + position / 10)).requires_grad_()
+            for position, (name, parameter) in enumerate(model.named_parameters(remove_duplicate=False))
+        }
+        untied = weigh(torch.func.functional_call(model, others, (batch(index),), tie_weights=False))
+        return loss, untied, *torch.autograd.grad(untied, list(others.values()))
+
+    assert_unchanged(lambda: Stack(Block(Tied()), Block(Tied())), step, engine=None)
+
+
+def test_parameters_that_are_replaced_between_steps_are_seen():
+    def step(model, index):
+        if index % 2:
+            model.blocks[0].up = nn.utils.skip_init(nn.Linear, 16, 32)
+            with torch.no_grad():
+                for parameter in model.blocks[0].up.parameters():
+                    parameter.copy_(torch.randn(parameter.shape))
+            model.blocks[1].down.bias = nn.Parameter(torch.ones(16))
+        return plain_step(model, index)
+
+    assert_unchanged(stack_of(nn.Tanh), step, steps=4, engine=None)
+
+
+def test_parametrised_weights_added_after_apply_keep_every_bit():
+    class Symmetric(nn.Module):
+        def forward(self, weight):
+            return weight.tanh()
+
+    def step(model, index):
+        if index == 2:
+            for block in model.blocks:
+                nn.utils.parametrize.register_parametrization(block.up, "weight", Symmetric())
+        return plain_step(model, index)
+
+    assert_unchanged(stack_of(nn.Tanh), step, steps=5, engine=None)
+
+
+def test_function_transforms_take_the_original_path():
+    torch.manual_seed(0)
+    model = stack_of(nn.Tanh)()
+    parameters = dict(model.named_parameters())
+
+    def loss_of(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    def everything():
+        per_sample = torch.func.vmap(torch.func.grad(loss_of), (None, 0))(parameters, batch(0)[:, None])
+        tangent = torch.func.jvp(model, (batch(1),), (batch(2),))[1]
+        hessian = torch.func.jacrev(torch.func.jacfwd(lambda x: model(x).sum()))(batch(3)[0])
+        return [*per_sample.values(), tangent, hessian]
+
+    expected = everything()
+    with manage(model):
+        plain_step(model, 0)
+        found = everything()
+    assert all(torch.equal(first, second) for first, second in zip(expected, found, strict=True))
+
+
+def test_forward_mode_derivatives_with_dual_numbers_keep_every_bit():
+    forward_ad = torch.autograd.forward_ad
+
+    def step(model, index):
+        loss = plain_step(model, index)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(batch(index), batch(index + 50))
+            tangent = forward_ad.unpack_dual(model(dual)).tangent
+        return loss, tangent
+
+    assert_unchanged(stack_of(nn.Tanh), step)
+
+
+def test_hooks_of_the_user_around_a_managed_model_get_every_tensor():
+    packed = []
+
+    def step(model, index):
+        packed.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
+            loss = weigh(model(batch(index)))
+        loss.backward()
+        return loss, torch.tensor(len(packed))
+
+    assert_unchanged(stack_of(nn.Tanh), step, engine=None)
+
+
+def test_saving_on_the_cpu_around_a_managed_model_keeps_every_bit():
+    def step(model, index):
+        if index == 1:
+            plain_step(model, index + 50)
+        with torch.autograd.graph.save_on_cpu():
+            loss = weigh(model(batch(index)))
+        loss.backward()
+        return loss
+
+    assert_unchanged(stack_of(lambda: nn.Dropout(0.2)), step, engine=None)
+
+
+def test_hooks_that_are_forbidden_are_not_used():
+    def step(model, index):
+        with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+            loss = weigh(model(batch(index)))
+        loss.backward()
+        return loss
+
+    assert_unchanged(stack_of(nn.Tanh), step, engine=None)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_outer_checkpoint_around_managed_blocks_keeps_every_bit(reentrant):
+    class Checkpointed(Stack):
+        def forward(self, x):
+            x = self.entrance(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.head(x)
+
+    assert_unchanged(lambda: Checkpointed(*(Block(nn.Dropout(0.3)) for _ in range(2))), plain_step, engine=None)
+
+
+def test_an_inner_checkpoint_and_a_selective_one_keep_every_bit():
+    class Checkpoints(nn.Module):
+        def __init__(self, **settings):
+            super().__init__()
+            self.inner = Attention()
+            self.settings = settings
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False, **self.settings).exp().tanh()
+
+    assert_unchanged(stack_of(Checkpoints), plain_step, steps=4, engine=None)
+    contexts = lambda: create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])  # noqa: E731
+    assert_unchanged(stack_of(lambda: Checkpoints(context_fn=contexts)), plain_step, steps=4, engine=None)
+
+
+def test_a_checkpoint_around_the_whole_model_keeps_every_bit():
+    def step(model, index):
+        loss = weigh(checkpoint(model, batch(index), use_reentrant=False))
+        loss.backward()
+        return loss
+
+    assert_unchanged(stack_of(lambda: nn.Dropout(0.3)), step, engine=None)
+
+
+def test_a_rerun_region_restores_the_generator_like_checkpoint_does():
+    class Branch(nn.Module):
+        def forward(self, x):
+            y = nn.functional.dropout(x, 0.3)
+            return y.exp() if float(y.sum()) > 0 else y.tanh()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_unchanged(stack_of(Branch), plain_step, engine=Engine.RERUN)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("when", ["submodule", "block", "model", "after apply"])
+def test_compiled_parts_keep_every_bit(backend, when):
+    torch._dynamo.reset()
+
+    def build():
+        model = stack_of(nn.Tanh, count=2)()
+        if when == "submodule":
+            for block in model.blocks:
+                block.inner = torch.compile(block.inner, backend=backend)
+        if when == "block":
+            model.blocks[0].compile(backend=backend)
+        return model
+
+    compiled = {}
+
+    def step(model, index):
+        subject = model
+        if when == "model" or (when == "after apply" and index > 0):
+            subject = compiled.setdefault(id(model), torch.compile(model, backend=backend))
+        return plain_step(subject, index)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_unchanged(build, step, engine=None)
+
+
+def test_a_compiled_function_inside_a_region_keeps_every_bit():
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: (x.exp() * x).tanh(), backend="aot_eager")
+
+    class Compiled(nn.Module):
+        def forward(self, x):
+            return function(x) * x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_unchanged(stack_of(Compiled), plain_step, steps=5, engine=None)
+
+
+def test_recording_does_not_make_the_compiler_skip_the_region_for_ever():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = stack_of(nn.Tanh, count=2)()
+    with manage(model):
+        plain_step(model, 0)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(batch(1)), model(batch(1)))
+
+
+def test_counting_flops_around_a_managed_model_keeps_every_bit():
+    def step(model, index):
+        with FlopCounterMode(display=False) as count:
+            loss = weigh(model(batch(index)))
+        loss.backward()
+        return loss, torch.tensor(count.get_total_flops() * (index > 0))
+
+    assert_unchanged(stack_of(nn.Tanh), step)
+
+
+def test_a_fake_run_of_a_managed_model_does_not_disturb_it():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def step(model, index):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        if index != 1:
+            with mode:
+                assert model(torch.empty(5, 8)).shape == (5, 4)
+        return plain_step(model, index)
+
+    assert_unchanged(stack_of(nn.Tanh), step)
+
+
+def test_flexible_attention_inside_a_region_keeps_every_bit():
+    flex_attention = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
+
+    class Flexible(nn.Module):
+        def forward(self, x):
+            q = x.detach().view(1, 2, -1, 16)  # it has no backward on a CPU
+            return flex_attention(q, q, q.exp()).reshape(x.shape) * x.sigmoid()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_unchanged(stack_of(Flexible, count=2), plain_step, engine=None)
