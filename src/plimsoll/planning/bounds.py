@@ -56,9 +56,7 @@ class LowerBound:
 
     def __init__(self, index: StepIndex, sets: Sequence[ChoiceSet], *, boundaries: bool = False) -> None:
         self.index = index
-        self.regions = [
-            _describe(index, view, choice_set) for view, choice_set in zip(index.views, sets, strict=True)
-        ]
+        self.regions = [_describe(index, view, choice_set) for view, choice_set in zip(index.views, sets, strict=True)]
         self.fixed = (_without_boundaries(index) if boundaries else index.fixed) - _relief(index)
         self.rows, self.room = self._memory_rows()
         self.lines, self.values = self._line_rows()

@@ -9,7 +9,7 @@ budget never has fewer choices.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,8 @@ from plimsoll.planning.step import Ints, RegionView, StepIndex, slot_stop
 _ENUMERATED_VALUES = 9
 _FLIPS_PER_CHOICE = 3
 _PEAK_ROUNDS = 2
+_DESCENTS_AT_MOST = 12
+_PAIRED_VALUES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +59,12 @@ def generate_choices(index: StepIndex, extra: Iterable[tuple[frozenset[int], ...
         if key not in by_likeness:
             regions = [v.call.index for v, k in zip(index.views, keys, strict=True) if k == key]
             given = {kept[region] for kept in wanted for region in regions}
-            by_likeness[key] = _choose(index, view, given)
+            by_likeness[key] = _choose(index, view, given, len(regions))
         sets.append(by_likeness[key])
     return tuple(sets)
 
 
-def _choose(index: StepIndex, view: RegionView, given: set[frozenset[int]]) -> ChoiceSet:
+def _choose(index: StepIndex, view: RegionView, given: set[frozenset[int]], alike: int) -> ChoiceSet:
     prices = prices_of(index, view)
     hull = sweep_prices(view, prices)
     everything = frozenset(view.droppable)
@@ -89,7 +91,31 @@ def _choose(index: StepIndex, view: RegionView, given: set[frozenset[int]]) -> C
     for _ in range(_PEAK_ROUNDS):
         for kept in _variants(index, view, prices, _undominated(list(known.values())), fixed):
             measure(kept)
+    for others in sorted({0, 1, alike}):
+        _descend(view, measure, list(known.values()), fixed, others)
     return ChoiceSet(effects=_undominated(list(known.values())), hull=hull, is_complete=False)
+
+
+def _descend(
+    view: RegionView, measure: Callable[[frozenset[int]], Effect], known: list[Effect], fixed: Ints, others: int
+) -> None:
+    """Flip values, one or a pair, as long as that lowers the peak of a region's backward beside ``others`` of its like."""
+
+    def height(effect: Effect) -> tuple[int, float]:
+        peak = int((fixed + effect.backward).max()) if len(fixed) else 0
+        return peak + others * effect.retained_bytes, effect.seconds
+
+    by_size = sorted(view.droppable, key=lambda v: -view.graph.values[v].bytes)
+    best = min(known, key=height)
+    for _ in range(_DESCENTS_AT_MOST):
+        start = best
+        for flips in (itertools.combinations(by_size, 1), itertools.combinations(by_size[:_PAIRED_VALUES], 2)):
+            best = min((measure(best.kept ^ frozenset(flip)) for flip in flips), key=height, default=best)
+            if height(best) < height(start):
+                break
+            best = start
+        if best is start:
+            return
 
 
 def _fixed_backward(index: StepIndex, view: RegionView) -> Ints:
@@ -137,22 +163,22 @@ def _is_read_by(index: StepIndex, view: RegionView, value: int, instant: int) ->
 
 
 def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
-    """Drop choices that another one beats, or equals, in seconds, in retained bytes and at every instant of backward."""
+    """Drop choices that another one beats, or equals, in seconds and at every instant."""
     order = sorted(effects, key=lambda e: (e.seconds, e.retained_bytes, int(e.backward.sum()), sorted(e.kept)))
-    left: list[Effect] = []
-    for effect in order:
-        if not any(
-            other.copied_bytes <= effect.copied_bytes
-            and _retains_no_more(other, effect)
-            and bool((other.backward <= effect.backward).all())
-            for other in left
-        ):
-            left.append(effect)
-    return tuple(left)
+    figures = np.array([(e.copied_bytes, *_retained_range(e), *e.backward.tolist()) for e in order])
+    least, most = np.delete(figures, 2, axis=1), np.delete(figures, 1, axis=1)
+    left: list[int] = []
+    for position, effect in enumerate(order):
+        alike = [other for other in left if order[other].relief == effect.relief]
+        # Relieved at other times, one's most has to be compared with the other's least.
+        is_beaten = (most[alike] <= most[position]).all(axis=1).any() or (most[left] <= least[position]).all(
+            axis=1
+        ).any()
+        if not is_beaten:
+            left.append(position)
+    return tuple(order[position] for position in left)
 
 
-def _retains_no_more(one: Effect, other: Effect) -> bool:
-    """Whether ``one`` holds no more than ``other`` at any time between forward and backward."""
-    if set(other.relief) <= set(one.relief):
-        return one.retained_bytes <= other.retained_bytes
-    return one.retained_bytes <= other.retained_bytes - sum(size for _, _, size in other.relief)
+def _retained_range(effect: Effect) -> tuple[int, int]:
+    """The least and the most bytes that a choice adds between forward and backward."""
+    return effect.retained_bytes - sum(size for _, _, size in effect.relief), effect.retained_bytes

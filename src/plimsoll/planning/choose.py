@@ -29,13 +29,13 @@ from scipy.sparse import coo_array, csr_array
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.effects import Effect
 from plimsoll.planning.rounding import round_down
-from plimsoll.planning.step import Ints, StepIndex
-from plimsoll.planning.windows import Windows, build_windows
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.windows import build_windows
 
 Floats = npt.NDArray[np.float64]
 
 FINE_GAP = 1e-4
-COARSE_GAP = 1e-3
+COARSE_GAP = 3e-3
 EXACT_GAP = 0.0
 _OPTIMAL, _LIMIT, _INFEASIBLE = 0, 1, 2
 
@@ -71,25 +71,13 @@ class ChoiceProblem:
     """The program for one step: built once, solved for many budgets."""
 
     def __init__(self, index: StepIndex, sets: Sequence[ChoiceSet], time_limit_seconds: float) -> None:
-        windows = build_windows(index, sets)
-        kept = [
-            _undominated(choice_set.effects, added)
-            for choice_set, added in zip(sets, windows.added_bytes, strict=True)
-        ]
-        self.effects = tuple(
-            tuple(choice_set.effects[c] for c in chosen) for choice_set, chosen in zip(sets, kept, strict=True)
-        )
-        self.windows = Windows(
-            spans=windows.spans,
-            fixed_bytes=windows.fixed_bytes,
-            added_bytes=tuple(added[:, c] for added, c in zip(windows.added_bytes, kept, strict=True)),
-            is_between=windows.is_between,
-        )
+        self.windows = build_windows(index, sets)
+        self.effects = self.windows.effects
         self.step_seconds = max(index.base_seconds, 1e-12)
         self.deadline = time.monotonic() + time_limit_seconds
         self.columns = sum(map(len, self.effects))
         self.seconds = np.array([effect.seconds for effects in self.effects for effect in effects])
-        self.unit_bytes = max(float(windows.fixed_bytes.max()) / 1e4, 1.0)
+        self.unit_bytes = max(float(self.windows.fixed_bytes.max()) / 10, 1.0)
         self.matrix = self._rows()
 
     def choose(self, budget_bytes: int, gap_of_step: float = FINE_GAP) -> Selection:
@@ -105,7 +93,7 @@ class ChoiceProblem:
         relaxed = self.relax(budget_bytes)
         if relaxed is None:
             return Selection(effects=None, lower_value=np.inf, is_finished=True)
-        rounded = round_down(self.windows, self.effects, relaxed.shares, budget_bytes)
+        rounded = round_down(self.windows, relaxed.shares, budget_bytes)
         rounded_seconds = sum(effect.seconds for effect in rounded) if rounded is not None else np.inf
         if rounded_seconds - relaxed.seconds <= gap_of_step * self.step_seconds:
             return Selection(rounded, relaxed.seconds, is_finished=True)
@@ -216,14 +204,3 @@ class ChoiceProblem:
         bound = result.mip_dual_bound
         lower_value = float(result.fun if bound is None else bound)
         return Selection(tuple(taken), lower_value, is_finished=result.status == _OPTIMAL)
-
-
-def _undominated(effects: Sequence[Effect], added: Ints) -> list[int]:
-    """Choices that no other one equals or beats in seconds and in every window."""
-    distinct = np.array(list({row.tobytes(): row for row in added}.values()))
-    order = sorted(range(len(effects)), key=lambda c: (effects[c].seconds, int(distinct[:, c].sum())))
-    left: list[int] = []
-    for choice in order:
-        if not left or not (distinct[:, left] <= distinct[:, [choice]]).all(axis=0).any():
-            left.append(choice)
-    return left

@@ -131,7 +131,9 @@ def solve_cut(view: RegionView, prices: Prices, price_seconds_per_byte: float) -
     # Parallel edges add up here; infinite ones are capped again, or the sum would leave 32 bits.
     matrix = csr_array((scaled, (np.array(edges.tails), np.array(edges.heads))), shape=shape)
     matrix.sum_duplicates()
-    matrix = csr_array((np.minimum(matrix.data, _INFINITE).astype(np.int32), matrix.indices, matrix.indptr), shape=shape)
+    matrix = csr_array(
+        (np.minimum(matrix.data, _INFINITE).astype(np.int32), matrix.indices, matrix.indptr), shape=shape
+    )
     flow = maximum_flow(matrix, SOURCE, SINK)
     residual = matrix - flow.flow
     residual.data = np.maximum(residual.data, 0)

@@ -19,7 +19,7 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
 
     Args:
         simulation: the step under its choices.
-        prices_seconds_per_byte: per region, what a byte held between its forward and its backward costs (0: not scarce).
+        prices_seconds_per_byte: per region, what a byte held from its forward to the end of its backward costs (0: not scarce).
     """
     index = simulation.index
     counted: set[int] = set()
@@ -76,7 +76,9 @@ def _decisions(index: StepIndex, view: RegionView, choice: Choice, price: float)
         elif is_kept and not held[value]:
             reason = "free to keep: it is alive until then anyway"
         else:
-            seconds = _seconds_to_rebuild(index, view, value, choice.kept - {value}) if is_kept else shares.get(value, 0.0)
+            seconds = (
+                _seconds_to_rebuild(index, view, value, choice.kept - {value}) if is_kept else shares.get(value, 0.0)
+            )
             reason = _compare(seconds, entry.bytes, price)
         decisions.append(
             ValueDecision(

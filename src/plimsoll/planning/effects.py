@@ -137,9 +137,7 @@ def measure_effect(index: StepIndex, view: RegionView, kept: frozenset[int]) -> 
         change[min(max(b - frame.start, 0), length)] -= size
     curve = np.cumsum(change)[:-1]
     _add_rebuilt(curve, outcome.levels, frame)
-    choices = [Choice(kept=frozenset(v.droppable)) for v in index.views]
-    choices[region] = Choice(kept=kept)
-    seconds = replay_seconds(index, choices, outcome.ops)
+    seconds = replay_seconds(index, {region: Choice(kept=kept)}, outcome.ops)
     return Effect(kept, copied, retained + copied, tuple(sorted(relief)), curve, seconds, is_additive)
 
 

@@ -86,7 +86,6 @@ class _Part:
     segments: dict[int, Segment] = field(default_factory=dict)
 
 
-
 def replay(
     index: StepIndex, kept: Mapping[int, frozenset[int]], linked: Mapping[int, frozenset[int]], watch: int = -1
 ) -> Replay:

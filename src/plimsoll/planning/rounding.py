@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -14,20 +12,18 @@ _SUPPORT = 1e-6
 _PASSES_AT_MOST = 4
 
 
-def round_down(
-    windows: Windows, effects: Sequence[Sequence[Effect]], shares: npt.NDArray[np.float64], budget_bytes: int
-) -> tuple[Effect, ...] | None:
+def round_down(windows: Windows, shares: npt.NDArray[np.float64], budget_bytes: int) -> tuple[Effect, ...] | None:
     """Whole choices near a relaxed optimum.
 
     Args:
-        windows: who adds what, when.
-        effects: the choices of every region.
+        windows: the choices of every region, and what they add when.
         shares: per (region, choice) how much of it the relaxed optimum takes.
         budget_bytes: what no window may exceed.
 
     Returns:
         One effect per region, or ``None`` if rounding leaves the budget.
     """
+    effects = windows.effects
     taken: list[int] = []
     first = 0
     for choices in effects:

@@ -103,15 +103,15 @@ def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
         curve=curve,
         peak_bytes=int(curve[peak_instant]),
         peak_instant=peak_instant,
-        seconds=index.base_seconds + replay_seconds(index, choices, ops),
+        seconds=index.base_seconds + replay_seconds(index, dict(enumerate(choices)), ops),
         replayed=ops,
     )
 
 
-def replay_seconds(index: StepIndex, choices: Sequence[Choice], ops: Sequence[tuple[int, int]]) -> float:
-    """Seconds that replayed ops and the engine's own work add."""
+def replay_seconds(index: StepIndex, choices: Mapping[int, Choice], ops: Sequence[tuple[int, int]]) -> float:
+    """Seconds that replayed ops, (region, op) pairs, and the engine's own work in the given regions add."""
     seconds = sum(index.op_seconds(index.views[r].graph.ops[o].cost_key) + index.costs.replay_seconds for r, o in ops)
-    touched = [v for v, c in zip(index.views, choices, strict=True) if is_touched(v.droppable, c)]
+    touched = [index.views[r] for r, choice in choices.items() if is_touched(index.views[r].droppable, choice)]
     return seconds + sum(view.managed_slots for view in touched) * index.costs.slot_seconds
 
 

@@ -153,7 +153,9 @@ def solve(
         outcome = _optimise(planner, room_bytes)
     if outcome.status is Status.INFEASIBLE and raise_below_floor and budget_bytes is not None:
         if named is not None:
-            raise strategy_error(strategy, budget_bytes, outcome.simulation.peak, planner.floor.peak_bytes + excess_bytes)
+            raise strategy_error(
+                strategy, budget_bytes, outcome.simulation.peak, planner.floor.peak_bytes + excess_bytes
+            )
         raise floor_error(budget_bytes, planner.floor.peak, excess_bytes)
     return _write(planner, outcome, budget_bytes, strategy, room_bytes, started)
 
@@ -201,7 +203,7 @@ def _write(
     if simulation.seconds > baseline.seconds:
         relaxed = planner.problem.relax(room_bytes if room_bytes is not None else simulation.peak_bytes)
         window_prices = window_prices if relaxed is None else relaxed.window_prices
-    region_prices = [float(window_prices[list(between)].sum()) for between in planner.problem.windows.is_between]
+    region_prices = [float(window_prices[list(held)].sum()) for held in planner.problem.windows.is_held]
     overhead = simulation.seconds - baseline.seconds
     gap = max(simulation.seconds - outcome.lower_bound_seconds, 0.0)
     return Plan(

@@ -176,15 +176,11 @@ def _view(trace: Trace, call: RegionCall) -> RegionView:
             slots_of[slot.value] = (*slots_of.get(slot.value, ()), slot)
     saved = tuple(slots_of)
     free = frozenset(v.id for v in graph.values if v.origin in (Origin.PARAMETER, Origin.BUFFER))
-    copied = frozenset(
-        v.id for v in graph.values if v.producer < 0 and v.id not in free and v.id not in slots_of
-    )
+    copied = frozenset(v.id for v in graph.values if v.producer < 0 and v.id not in free and v.id not in slots_of)
     droppable: tuple[int, ...] = ()
     if not call.obstacle and call.backward[0] >= 0:
         droppable = _droppable(trace, call, saved, free | copied)
-    return RegionView(
-        call=call, saved=saved, droppable=droppable, copied=copied, free=free, slots_of=slots_of
-    )
+    return RegionView(call=call, saved=saved, droppable=droppable, copied=copied, free=free, slots_of=slots_of)
 
 
 def _droppable(trace: Trace, call: RegionCall, saved: tuple[int, ...], given: frozenset[int]) -> tuple[int, ...]:
@@ -193,9 +189,7 @@ def _droppable(trace: Trace, call: RegionCall, saved: tuple[int, ...], given: fr
     own = [
         v
         for v in saved
-        if graph.values[v].producer >= 0
-        and trace.storages[graph.values[v].storage].region == call.index
-        and all(slot.packed < call.forward[1] for slot in graph.slots if slot.value == v)
+        if graph.values[v].producer >= 0 and trace.storages[graph.values[v].storage].region == call.index
     ]
     droppable = []
     for value in own:

@@ -8,8 +8,9 @@ two regions are active at once (parallel branches), every instant is a window of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,13 +23,15 @@ from plimsoll.planning.step import Ints, StepIndex
 class Windows:
     """``fixed_bytes[w]`` plus the sum over regions r of ``added_bytes[r][w, choice]`` is the peak of window w.
 
-    ``is_between[r][w]`` says that window w lies between forward and backward of region r.
+    ``effects[r]`` are the choices of region r that no other one equals or beats in seconds and in every window.
+    ``is_held[r][w]`` says that what region r retains is held in window w: from its forward to the end of its backward.
     """
 
     spans: tuple[tuple[int, int], ...]
     fixed_bytes: Ints
+    effects: tuple[tuple[Effect, ...], ...]
     added_bytes: tuple[Ints, ...]
-    is_between: tuple[tuple[bool, ...], ...]
+    is_held: tuple[tuple[bool, ...], ...]
 
 
 def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
@@ -41,13 +44,26 @@ def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
     frames = [frame_of(index, view) for view in index.views]
     spans = _split(index, frames, sets)
     fixed = np.array([int(index.fixed[a:b].max()) for a, b in spans], dtype=np.int64)
-    stacks = {id(choice_set): np.stack([effect.backward for effect in choice_set.effects]) for choice_set in sets}
-    added = tuple(
-        np.stack([_added(index, frame, stacks[id(choice_set)], choice_set.effects, a, b) for a, b in spans])
-        for frame, choice_set in zip(frames, sets, strict=True)
-    )
-    is_between = tuple(tuple(frame.exit <= a and b <= frame.start for a, b in spans) for frame in frames)
-    return Windows(spans=tuple(spans), fixed_bytes=fixed, added_bytes=added, is_between=is_between)
+    stacks = {id(choice_set): _Stack(choice_set.effects) for choice_set in sets}
+    effects, added = [], []
+    for frame, choice_set in zip(frames, sets, strict=True):
+        rows = _Rows(index, frame, stacks[id(choice_set)], spans)
+        left = _undominated(choice_set.effects, np.stack(list(rows.distinct.values())))
+        effects.append(tuple(choice_set.effects[choice] for choice in left))
+        added.append(np.stack([rows.distinct[key][left] for key in rows.keys]))
+    is_held = tuple(tuple(frame.exit <= a and b <= frame.stop for a, b in spans) for frame in frames)
+    return Windows(tuple(spans), fixed, tuple(effects), tuple(added), is_held)
+
+
+def _undominated(effects: Sequence[Effect], rows: Ints) -> list[int]:
+    """Choices (columns of ``rows``) that no other one equals or beats in seconds and in every row."""
+    figures = np.ascontiguousarray(rows.T)
+    order = sorted(range(len(effects)), key=lambda c: (effects[c].seconds, int(figures[c].sum())))
+    left: list[int] = []
+    for choice in order:
+        if not (figures[left] <= figures[choice]).all(axis=1).any():
+            left.append(choice)
+    return left
 
 
 def _split(index: StepIndex, frames: Sequence[Frame], sets: Sequence[ChoiceSet]) -> list[tuple[int, int]]:
@@ -76,20 +92,56 @@ def _settles(effects: Sequence[Effect]) -> int:
     return int(changes[-1]) + 1 if len(changes) else 0
 
 
-def _added(index: StepIndex, frame: Frame, curves: Ints, effects: Sequence[Effect], a: int, b: int) -> Ints:
-    """What each choice adds to the fixed peak of one window; ``curves`` has one row per choice."""
-    if b <= frame.entry or a >= frame.stop:
-        return np.zeros(len(effects), dtype=np.int64)
-    if b <= frame.exit:
-        return np.array([effect.copied_bytes for effect in effects], dtype=np.int64)
-    if b <= frame.start:
-        return np.array([_retained(effect, frame, a, b) for effect in effects], dtype=np.int64)
-    fixed = index.fixed[a:b]
-    # A constant adds itself; only a varying curve meets the fixed bytes instant by instant.
-    peaks: Ints = (curves[:, a - frame.start : b - frame.start] + fixed).max(axis=1) - fixed.max()
-    return peaks
+class _Stack:
+    """The effects of one choice set as arrays with one entry per choice."""
+
+    def __init__(self, effects: Sequence[Effect]) -> None:
+        self.copied = np.array([effect.copied_bytes for effect in effects], dtype=np.int64)
+        self.retained = np.array([effect.retained_bytes for effect in effects], dtype=np.int64)
+        self.curves = np.stack([effect.backward for effect in effects])
+        self.reliefs = [
+            (choice, start, stop, size) for choice, effect in enumerate(effects) for start, stop, size in effect.relief
+        ]
 
 
-def _retained(effect: Effect, frame: Frame, a: int, b: int) -> int:
-    relief = sum(size for start, stop, size in effect.relief if frame.exit + start <= a and b <= frame.exit + stop)
-    return effect.retained_bytes - relief
+class _Rows:
+    """What each choice of one region adds to every window: ``keys`` per window, ``distinct`` the row of each key."""
+
+    def __init__(self, index: StepIndex, frame: Frame, stack: _Stack, spans: Sequence[tuple[int, int]]) -> None:
+        self._frame, self._stack = frame, stack
+        self.keys: list[Hashable] = []
+        self.distinct: dict[Hashable, Ints] = {}
+        for a, b in spans:
+            key = self._key(a, b)
+            self.keys.append(key)
+            if key not in self.distinct:
+                self.distinct[key] = self._row(index, key)
+
+    def _key(self, a: int, b: int) -> Hashable:
+        frame = self._frame
+        if b <= frame.entry or a >= frame.stop:
+            return ("nothing",)
+        if b <= frame.exit:
+            return ("copies",)
+        if b > frame.start:
+            return ("backward", a, b)
+        first, last = a - frame.exit, b - frame.exit
+        return ("between", *(x for x in self._stack.reliefs if x[1] <= first and last <= x[2]))
+
+    def _row(self, index: StepIndex, key: Any) -> Ints:
+        stack = self._stack
+        if key[0] == "nothing":
+            return np.zeros_like(stack.copied)
+        if key[0] == "copies":
+            return stack.copied
+        if key[0] == "between":
+            row = stack.retained.copy()
+            for choice, _, _, size in key[1:]:
+                row[choice] -= size
+            return row
+        _, a, b = key
+        fixed = index.fixed[a:b]
+        # A constant adds itself; only a varying curve meets the fixed bytes instant by instant.
+        curves = stack.curves[:, a - self._frame.start : b - self._frame.start]
+        peaks: Ints = (curves + fixed).max(axis=1) - fixed.max()
+        return peaks

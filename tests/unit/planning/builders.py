@@ -7,6 +7,7 @@ reads it; what slots hold is left out, as a trace leaves it out.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Iterator
@@ -135,6 +136,10 @@ class StepBuilder:
             )
 
     def finish(self) -> tuple[Trace, Costs]:
+        """The step with its backward; the builder itself stays as it is."""
+        return copy.deepcopy(self)._finish()
+
+    def _finish(self) -> tuple[Trace, Costs]:
         forward = len(self.ops)
         trace_ops = [TraceOp(name=op.name.split("|")[0], module=op.module, phase=Phase.FORWARD, cost_key=op.name,
                              region=op.region) for op in self.ops]  # fmt: skip

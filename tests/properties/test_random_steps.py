@@ -1,0 +1,69 @@
+"""A thousand random small steps: the budget holds, the bound holds, and what can be enumerated is optimal."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from plimsoll.artifacts.decision import Status
+from plimsoll.planning.simulate import Choice, Simulation, run_choices, simulate
+from plimsoll.planning.solve import solve
+from plimsoll.planning.step import StepIndex
+from unit.planning.builders import random_step
+
+STEPS = 1000
+BATCH = 100
+ENUMERATED_VALUES = 6
+
+
+def every_choice(index: StepIndex) -> list[Simulation]:
+    """Every subset of the droppable values of every region, simulated."""
+    subsets = [
+        [frozenset(kept) for size in range(len(v.droppable) + 1) for kept in itertools.combinations(v.droppable, size)]
+        for v in index.views
+    ]
+    return [run_choices(index, [Choice(kept) for kept in kepts]) for kepts in itertools.product(*subsets)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, STEPS, BATCH))
+def test_plans_of_random_steps_fit_are_bounded_and_optimal_where_that_can_be_checked(first: int) -> None:
+    checked = 0
+    for seed in range(first, first + BATCH):
+        trace, costs = random_step(seed).finish()
+        index = StepIndex(trace, costs)
+        baseline = run_choices(index, [Choice(frozenset(view.droppable)) for view in index.views])
+        dropped = run_choices(index, [Choice(frozenset()) for _ in index.views])
+        low, high = sorted((baseline.peak_bytes, dropped.peak_bytes))
+        budget_bytes = random.Random(seed).randint(int(0.95 * low), high)
+        plan = solve(trace, costs, budget_bytes=budget_bytes, raise_below_floor=False)
+        replayed = simulate(trace, costs, plan.regions)
+        assert replayed.peak_bytes == plan.predicted_peak_bytes, seed
+        assert replayed.seconds == pytest.approx(plan.predicted_seconds), seed
+        assert plan.lower_bound_seconds <= plan.predicted_seconds, seed
+        if plan.status.is_usable:
+            assert plan.predicted_peak_bytes <= budget_bytes, seed
+        if sum(len(view.droppable) for view in index.views) > ENUMERATED_VALUES:
+            continue
+        checked += 1
+        everything = every_choice(index)
+        assert plan.floor_bytes == min(s.peak_bytes for s in everything), seed
+        fitting = [s.seconds for s in everything if s.peak_bytes <= budget_bytes]
+        assert (plan.status is Status.INFEASIBLE) == (not fitting), seed
+        if fitting:
+            assert plan.predicted_seconds == pytest.approx(min(fitting)), seed
+            assert plan.lower_bound_seconds <= min(fitting) + 1e-9, seed
+    assert checked > BATCH // 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_seconds_do_not_rise_with_the_budget(seed: int) -> None:
+    trace, costs = random_step(seed).finish()
+    free = solve(trace, costs, budget_bytes=None)
+    budgets = range(
+        free.floor_bytes, free.baseline_peak_bytes + 1, max((free.baseline_peak_bytes - free.floor_bytes) // 5, 1)
+    )
+    seconds = [solve(trace, costs, budget_bytes=budget_bytes).predicted_seconds for budget_bytes in budgets]
+    assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(seconds))
