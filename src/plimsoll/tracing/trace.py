@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from plimsoll.recording.fingerprint import fingerprint, signature
 from plimsoll.recording.untouched import private_copy, untouched
 from plimsoll.tracing.assemble import assemble
 from plimsoll.tracing.capture import StepCapture, StepLog
-from plimsoll.tracing.clocks import clock_for
+from plimsoll.tracing.clocks import Clock, clock_for
 from plimsoll.tracing.fake import fake_batch, faked
 from plimsoll.tracing.kernels import runs_gpu_kernels, target_kernels
 from plimsoll.tracing.optimizer import OptimizerLog, trace_optimizer
@@ -43,9 +44,9 @@ def trace(
 ) -> Trace:
     """Trace one training step of ``model`` on ``batch``.
 
-    The step is ``output = model(batch)``, the loss, ``backward()`` with ``output`` held until it ends, then the
-    optimizer's step. A model with real parameters runs for real on its device, holding no saved activations; one on the
-    meta device, or one planned for another device, runs with fake tensors and the target's kernels.
+    It is ``output = model(batch)``, the loss, ``backward()`` with ``output`` held until it ends, then the optimizer's
+    step. On a real device it runs without holding saved activations; for a model on the meta device, or for another
+    device, it runs with fake tensors and the target's kernels.
 
     Args:
         model: in the mode (training, autocast around the call) in which it will be trained.
@@ -61,10 +62,9 @@ def trace(
         The trace. Model, gradients, buffers, random state, batch and optimizer are as before, also after an error.
 
     Raises:
-        InvalidModel: no parameters, nothing to train, already checkpointed, an optimizer of another model.
+        InvalidModel: no parameters, nothing to train, already checkpointed, optimizer of another model.
         InvalidBatch: the model refuses the batch, or it lies on another device.
-        InvalidLoss: there is no scalar loss.
-        InvalidRegions: a pattern matches nothing.
+        InvalidLoss, InvalidRegions: there is no scalar loss; a pattern matches nothing.
         TracingFailed: gradients are off, or the step depends on values that a fake trace does not have.
 
     Example:
@@ -75,29 +75,31 @@ def trace(
     _check_model(model)
     args, kwargs = split_batch(batch)
     found = find_regions(model, regions)
-    on_meta = any(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters())
-    is_fake = on_meta or device_name is not None
-    if not is_fake:
-        check_devices(model, args, kwargs)
-    home = next(model.parameters()).device
-    target = device_name or ("cpu" if on_meta else str(home))
+    home = _home(model)
+    target = device_name or str(home or "cpu")
     job = _Job(model, args, kwargs, found, loss, progress or (lambda stage, share: None))
-    if is_fake:
-        log, meter = job.run_fake(target), WorkspaceMeter()
-        timings: dict[str, tuple[float, ...]] = {}
-    else:
-        log, meter, timings = job.run_real(home, max(1, repeats))
+    run = job.run_fake(target) if device_name or home is None else job.run_real(home, repeats)
     return assemble(
-        log,
+        run.log,
         model=type(model).__name__,
-        fingerprint=fingerprint(model),
+        fingerprint=fingerprint(model, found),
         signature=signature(model, args, kwargs, loss=loss),
         device=target,
-        is_fake=is_fake,
-        timings=timings,
-        workspaces=meter.bytes,
-        optimizer=_optimizer_log(optimizer, model, log, target),
+        is_fake=run.is_fake,
+        timings=run.timings,
+        workspaces=run.workspaces,
+        optimizer=_optimizer_log(optimizer, model, run.log, target),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What running the step gave."""
+
+    log: StepLog
+    timings: Mapping[str, tuple[float, ...]]
+    workspaces: Mapping[str, int]
+    is_fake: bool
 
 
 class _Job:
@@ -118,56 +120,54 @@ class _Job:
         self._loss = loss
         self._progress = progress
 
-    def run_fake(self, target: str) -> StepLog:
+    def run_fake(self, target: str) -> _Run:
         """Run the step once with fake tensors and the target's kernels."""
         with untouched(self._model), faked(self._model) as mode, target_kernels(target):
             args, kwargs = fake_batch(self._call, mode)
-            return self._capture("tracing with fake tensors").run(args, kwargs)
+            return _Run(
+                self._capture("tracing with fake tensors").run(args, kwargs), timings={}, workspaces={}, is_fake=True
+            )
 
-    def run_real(
-        self, device: torch.device, repeats: int
-    ) -> tuple[StepLog, WorkspaceMeter, dict[str, tuple[float, ...]]]:
-        """Run the step ``repeats`` times: first for structure and workspaces, then for seconds."""
-        with one_thread() if device.type == "cpu" else contextlib.nullcontext():
-            return self._run_real(device, repeats)
-
-    def _run_real(
-        self, device: torch.device, repeats: int
-    ) -> tuple[StepLog, WorkspaceMeter, dict[str, tuple[float, ...]]]:
+    def run_real(self, device: torch.device, repeats: int) -> _Run:
+        """Run the step once for structure and workspaces, then for seconds until ``repeats`` runs are made (at least one)."""
+        check_devices(self._model, *self._call)
         meter = meter_for(device)
         with untouched(self._model):
             args, kwargs = private_copy(self._call)
-            with meter.watching():
-                log = self._capture("tracing", device=device, meter=meter).run(args, kwargs)
-        runs = [log.tracer.timings]
-        for count in range(2, repeats + 1):
-            with untouched(self._model):
-                args, kwargs = private_copy(self._call)
-                timed = self._capture(f"timing {count - 1} of {repeats - 1}", device=device).run(args, kwargs)
-            runs.append(timed.tracer.timings)
-        return log, meter, merged_timings(runs)
+            with meter.watching():  # with all threads: some kernels have a workspace for each
+                log = self._capture("tracing", meter=meter).run(args, kwargs)
+        count = max(1, repeats - 1)
+        with one_thread() if device.type == "cpu" else contextlib.nullcontext():
+            runs = [self._timings(f"timing {run} of {count}", device) for run in range(1, count + 1)]
+        return _Run(log, merged_timings(runs), meter.bytes, is_fake=False)
 
-    def _capture(
-        self, stage: str, *, device: torch.device | None = None, meter: WorkspaceMeter | None = None
-    ) -> StepCapture:
+    def _timings(self, stage: str, device: torch.device) -> dict[str, list[float]]:
+        with untouched(self._model):
+            args, kwargs = private_copy(self._call)
+            return self._capture(stage, clock=clock_for(device)).run(args, kwargs).tracer.timings
+
+    def _capture(self, stage: str, *, clock: Clock | None = None, meter: WorkspaceMeter | None = None) -> StepCapture:
         return StepCapture(
             self._model,
             self._regions,
             loss=self._loss,
-            clock=None if device is None else clock_for(device),
+            clock=clock,
             meter=meter,
             progress=lambda share: self._progress(stage, share),
         )
 
 
 def merged_timings(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, tuple[float, ...]]:
-    """The samples of every key. Cold ones are dropped: the first run's where later runs have some, else the first."""
-    merged: dict[str, tuple[float, ...]] = {}
-    for key in dict.fromkeys(key for run in runs for key in run):
-        warm = tuple(sample for run in runs[1:] for sample in run.get(key, ()))
-        cold = tuple(runs[0].get(key, ()))
-        merged[key] = warm or cold[1:] or cold
-    return merged
+    """The samples of every key. None is cold: the untimed run for structure came first."""
+    keys = dict.fromkeys(key for run in runs for key in run)
+    return {key: tuple(sample for run in runs for sample in run.get(key, ())) for key in keys}
+
+
+def _home(model: nn.Module) -> torch.device | None:
+    """The device that the model can run on, ``None`` if some of its parameters have no memory."""
+    if any(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters()):
+        return None
+    return next(model.parameters()).device
 
 
 def _check_model(model: nn.Module) -> None:
