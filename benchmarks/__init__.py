@@ -1,0 +1,1 @@
+"""Plimsoll beside its peers, measured. ``python -m benchmarks --help``."""

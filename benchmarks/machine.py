@@ -1,0 +1,38 @@
+"""This machine and these versions, as a result page names them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+_PACKAGES = ("torch", "transformers", "numpy", "scipy", "plimsoll")
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's with its number of cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    found = re.search(r"model name\s*:\s*(.+)", _CPU_INFO.read_text()) if _CPU_INFO.exists() else None
+    return f"{found.group(1).strip() if found else platform.machine()} CPU, {os.cpu_count()} cores"
+
+
+def device_slug(device: torch.device) -> str:
+    """The device's name as part of a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name(device).partition(",")[0].lower()).strip("-")
+
+
+def versions() -> dict[str, str]:
+    """Python's and every package's version; a package that is only a source tree has none."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "source tree"
+    return found

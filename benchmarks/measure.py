@@ -1,0 +1,146 @@
+"""A case and a way to call its model in; memory, gradients and evidence of one training step out."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.models import Case
+from plimsoll.measuring.memory import PeakMeter, storage_bytes
+
+Forward = Callable[..., Any]
+_SEED = 1234
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMemory:
+    """Bytes of one step of forward and backward that starts without gradients.
+
+    ``activation_*`` leave out parameters, buffers, batch and, on the CPU, gradients (CUDA's counters cannot tell them apart:
+    there they are in). ``total_peak_bytes`` counts everything, which is what a Plimsoll budget bounds.
+    """
+
+    activation_resident_bytes: int
+    activation_peak_bytes: int
+    total_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a step left behind, in the order of the model's parameters and buffers."""
+
+    gradients: tuple[torch.Tensor, ...]
+    buffers: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One way to train a case, on a copy of its model, with what its first and second step showed.
+
+    ``evidence`` of both steps is kept of the baseline alone; the others were compared with it, and with themselves it would
+    be as many gradients as there are variants.
+    """
+
+    name: str
+    case: Case
+    forward: Forward
+    first: StepMemory
+    steady: StepMemory
+    gradients_equal: bool = True
+    buffers_equal: bool = True
+    evidence: tuple[Evidence, ...] = ()
+
+    @property
+    def is_bit_equal(self) -> bool:
+        return self.gradients_equal and self.buffers_equal
+
+    def step(self) -> None:
+        run_step(self.case, self.forward)
+        self.case.model.zero_grad(set_to_none=True)
+
+
+def run_step(case: Case, forward: Forward, meter: PeakMeter | None = None) -> float:
+    """One forward and backward, and the loss as a number; gradients stay on the model.
+
+    The model's output is let go before backward, or a language model's logits would lie there twice.
+    """
+    loss = case.loss(forward(**case.batch))
+    if meter is not None:
+        meter.mark("backward")
+    loss.backward()
+    return loss.item()
+
+
+def measure_step(case: Case, forward: Forward) -> tuple[StepMemory, Evidence]:
+    """One step under the peak meter, from a fixed seed and without gradients at the start; no gradients are left."""
+    case.model.zero_grad(set_to_none=True)
+    torch.manual_seed(_SEED)
+    gc.collect()
+    with PeakMeter(case.device) as meter:
+        run_step(case, forward, meter)
+    gradients = [each.grad for each in case.model.parameters() if each.grad is not None]
+    on_cpu = case.device.type == "cpu"
+    memory = StepMemory(
+        activation_resident_bytes=meter.window("start").resident_bytes,
+        activation_peak_bytes=meter.peak_bytes_without(gradients) if on_cpu else meter.peak_bytes,
+        total_peak_bytes=meter.peak_bytes + fixed_bytes(case),
+    )
+    evidence = Evidence(
+        gradients=tuple(each.detach().clone() for each in gradients),
+        buffers=tuple(each.detach().clone() for each in case.model.buffers()),
+    )
+    case.model.zero_grad(set_to_none=True)
+    return memory, evidence
+
+
+def fixed_bytes(case: Case) -> int:
+    """Parameters, buffers and the batch: there before the step and after it."""
+    batch = [each for each in case.batch.values() if isinstance(each, torch.Tensor)]
+    return storage_bytes([*case.model.parameters(), *case.model.buffers(), *batch], case.device)
+
+
+def prepare(
+    stack: contextlib.ExitStack,
+    name: str,
+    case: Case,
+    apply: Callable[[Any], AbstractContextManager[Forward]],
+    baseline: Variant | None = None,
+) -> Variant:
+    """Apply one way to train to a copy of the case's model until ``stack`` closes, and measure its first two steps.
+
+    Gradients and buffers of both are compared with those of ``baseline``, bit for bit; without one this is the baseline.
+    """
+    copied = dataclasses.replace(case, model=copy.deepcopy(case.model))
+    forward = stack.enter_context(apply(copied.model))
+    first, first_evidence = measure_step(copied, forward)
+    steady, steady_evidence = measure_step(copied, forward)
+    evidence = (first_evidence, steady_evidence)
+    made = Variant(name=name, case=copied, forward=forward, first=first, steady=steady, evidence=evidence)
+    if baseline is None:
+        return made
+    pairs = list(zip(evidence, baseline.evidence, strict=True))
+    return dataclasses.replace(
+        made,
+        gradients_equal=all(bits_equal(mine.gradients, theirs.gradients) for mine, theirs in pairs),
+        buffers_equal=all(bits_equal(mine.buffers, theirs.buffers) for mine, theirs in pairs),
+        evidence=(),
+    )
+
+
+def bits_equal(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> bool:
+    """Whether all tensors are the same bit for bit; a NaN equals the same NaN."""
+    return len(mine) == len(theirs) and all(map(_same_bits, mine, theirs))
+
+
+def _same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return False
+    return torch.equal(mine.contiguous().view(-1).view(torch.uint8), theirs.contiguous().view(-1).view(torch.uint8))

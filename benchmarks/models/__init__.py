@@ -1,0 +1,48 @@
+"""A name and a size in, a model with its batch and loss out. One file per family; a new one is one file and one line here.
+
+Sizes: ``tiny`` takes milliseconds per step, for trying things and for many steps; ``cpu`` takes seconds per step on a
+laptop core; ``h200`` fills an H200 with activations.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+FAMILIES = ("llama", "gpt2", "vit", "clip", "resnet", "mlp", "launch_bound")
+SIZES = ("tiny", "cpu", "h200")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One benchmark: ``loss`` makes a scalar of what ``model(**batch)`` returns."""
+
+    name: str
+    size: str
+    model: nn.Module
+    batch: dict[str, Any]
+    loss: Callable[[Any], torch.Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+
+def build(name: str, size: str = "cpu") -> Case:
+    """Build the family ``name`` at ``size``, in training mode, with the same weights and batch every time."""
+    family = importlib.import_module(f"benchmarks.models.{name}")
+    torch.manual_seed(0)
+    model, batch, loss = family.build(size)
+    device = torch.device("cuda" if size == "h200" else "cpu")
+    dtype = torch.bfloat16 if size == "h200" else torch.float32
+    model = model.to(device=device, dtype=dtype).train()
+    moved = {
+        key: each.to(device, dtype if each.is_floating_point() else None) if isinstance(each, torch.Tensor) else each
+        for key, each in batch.items()
+    }
+    return Case(name, size, model, moved, loss)
