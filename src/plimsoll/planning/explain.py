@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from plimsoll.artifacts.plan import Peak
 from plimsoll.errors import BudgetBelowFloor
-from plimsoll.planning.simulate import Simulation, describe_peak
+from plimsoll.planning.describe import describe_peak
+from plimsoll.planning.simulate import Simulation
 from plimsoll.units import format_bytes
 
 _HOLDERS_NAMED = 3

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from plimsoll.artifacts.costs import Costs
-from plimsoll.artifacts.plan import Holder, Peak, RegionPlan, TimelinePoint
-from plimsoll.artifacts.trace import Category, Trace
+from plimsoll.artifacts.plan import RegionPlan
+from plimsoll.artifacts.trace import Trace
 from plimsoll.planning.replay import Replay, boundary_values, provider_of, replay
 from plimsoll.planning.step import Ints, Span, StepIndex, merge, subtract
 
@@ -41,20 +41,6 @@ class Simulation:
     peak_instant: int
     seconds: float
     replayed: tuple[tuple[int, int], ...]
-
-    @property
-    def peak(self) -> Peak:
-        """The highest moment, with those who hold it."""
-        return describe_peak(self)
-
-    @property
-    def classes(self) -> dict[str, int]:
-        """Bytes per memory category at the peak."""
-        return {name: int(curve[self.peak_instant]) for name, curve in _category_curves(self).items()}
-
-    def timeline(self, points: int = 400) -> tuple[TimelinePoint, ...]:
-        """The bytes over the step at no more than ``points`` ticks: the highest of each stretch, so the peak is in."""
-        return _timeline(self, points)
 
 
 def simulate(trace: Trace, costs: Costs, regions: Sequence[RegionPlan]) -> Simulation:
@@ -89,7 +75,7 @@ def choices_of(index: StepIndex, regions: Sequence[RegionPlan]) -> tuple[Choice,
 
 def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
     """Replay a step under one choice per region."""
-    linked = _links(index, choices)
+    linked = links_of(index, choices)
     replays = [replay(index, kept, linked) for kept in chains(index, choices, linked)]
     change = _storage_changes(index, replays, linked)
     curve = index.fixed + np.cumsum(change)[:-1]
@@ -143,7 +129,7 @@ def chains(
     return found
 
 
-def _links(index: StepIndex, choices: Sequence[Choice]) -> dict[int, frozenset[int]]:
+def links_of(index: StepIndex, choices: Sequence[Choice]) -> dict[int, frozenset[int]]:
     """The inputs that dropped boundaries let go; a boundary that nobody can rebuild stays held."""
     linked = {
         view.call.index: boundary_values(index, view)
@@ -198,100 +184,3 @@ def _add_levels(curve: Ints, outcome: Replay) -> None:
     for instant, following in zip(instants, [*instants[1:], len(curve)][: len(instants)], strict=True):
         if levels[instant]:
             curve[instant:following] += levels[instant]
-
-
-def _watch(simulation: Simulation, instant: int) -> tuple[list[Replay], dict[int, frozenset[int]]]:
-    index = simulation.index
-    linked = _links(index, simulation.choices)
-    return [replay(index, kept, linked, instant) for kept in chains(index, simulation.choices, linked)], linked
-
-
-def describe_peak(simulation: Simulation) -> Peak:
-    """Who is alive at the peak, by label and module, largest first."""
-    index, instant = simulation.index, simulation.peak_instant
-    replays, linked = _watch(simulation, instant)
-    bytes_of: dict[str, int] = {}
-
-    def add(label: str, size: int) -> None:
-        bytes_of[label] = bytes_of.get(label, 0) + size
-
-    holds: dict[int, list[Span]] = {}
-    for outcome in replays:
-        for storage, spans in outcome.holds.items():
-            holds.setdefault(storage, []).extend(spans)
-        for (start, stop), size, label in outcome.copies:
-            if start <= instant < stop:
-                add(label, size)
-        for label, size in outcome.live:
-            add(label, size)
-    for storage_ in index.trace.storages:
-        spans = [*actual_cover(index, storage_.id, linked), *holds.get(storage_.id, ())]
-        if any(start <= instant < stop for start, stop in spans):
-            add(holder_label(storage_.category, storage_.label), storage_.bytes)
-    workspace = int(index.workspace[instant])
-    if workspace:
-        add(f"workspace of {index.trace.ops[instant // 2].name}", workspace)
-    holders = sorted((Holder(label=k, bytes=v) for k, v in bytes_of.items() if v), key=lambda h: (-h.bytes, h.label))
-    return Peak(moment=name_instant(index.trace, instant), bytes=simulation.peak_bytes, holders=tuple(holders))
-
-
-def holder_label(category: Category, label: str) -> str:
-    """State that stays for the whole step is one holder; activations and temporaries are named one by one."""
-    if category in (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.GRADIENT):
-        return {Category.PARAMETER: "parameters", Category.BUFFER: "buffers", Category.GRADIENT: "gradients"}.get(
-            category, category.value
-        )
-    return label or category.value
-
-
-def name_instant(trace: Trace, instant: int) -> str:
-    """Where in the step an instant lies: ``backward of layers.3.mlp (mm)``."""
-    if not trace.ops:
-        return "before the first op"
-    tick = min(instant // 2, len(trace.ops) - 1)
-    op = trace.ops[tick]
-    place = f" of {op.module}" if op.module else ""
-    timing = "before " if instant % 2 == 0 and instant // 2 < len(trace.ops) else ""
-    return f"{op.phase.value}{place} ({timing}{op.name})"
-
-
-def _category_curves(simulation: Simulation) -> dict[str, Ints]:
-    """Bytes per instant by category: rebuilt values and copies are activations, workspaces temporaries."""
-    index = simulation.index
-    replays, linked = _watch(simulation, -1)
-    change = {category: np.zeros(index.instants + 1, dtype=np.int64) for category in Category}
-    holds: dict[int, list[Span]] = {}
-    for outcome in replays:
-        for storage, spans in outcome.holds.items():
-            holds.setdefault(storage, []).extend(spans)
-    for storage_ in index.trace.storages:
-        spans = merge([*actual_cover(index, storage_.id, linked), *holds.get(storage_.id, ())])
-        for start, stop in spans:
-            change[storage_.category][start] += storage_.bytes
-            change[storage_.category][stop] -= storage_.bytes
-    curves = {category.value: np.cumsum(c)[:-1] for category, c in change.items()}
-    curves[Category.TEMPORARY.value] += index.workspace
-    others = sum(curve for name, curve in curves.items() if name != Category.ACTIVATION.value)
-    curves[Category.ACTIVATION.value] = simulation.curve - others
-    return curves
-
-
-def _timeline(simulation: Simulation, points: int) -> tuple[TimelinePoint, ...]:
-    trace = simulation.index.trace
-    curves = _category_curves(simulation)
-    ticks = max(len(trace.ops), 1)
-    stretch = max(-(-ticks // points), 1)
-    found = []
-    for first in range(0, ticks, stretch):
-        last = min(first + stretch, ticks)
-        part = simulation.curve[2 * first : 2 * last if last < ticks else None]
-        instant = 2 * first + int(np.argmax(part))
-        found.append(
-            TimelinePoint(
-                tick=min(instant // 2, ticks - 1),
-                moment=name_instant(trace, instant),
-                bytes=int(simulation.curve[instant]),
-                by_category={name: int(curve[instant]) for name, curve in curves.items() if curve[instant]},
-            )
-        )
-    return tuple(found)

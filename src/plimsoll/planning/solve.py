@@ -21,6 +21,7 @@ from plimsoll.planning.bounds import LowerBound
 from plimsoll.planning.choices import ChoiceSet, generate_choices
 from plimsoll.planning.choose import COARSE_GAP, EXACT_GAP, FINE_GAP, ChoiceProblem, Selection
 from plimsoll.planning.decisions import decide
+from plimsoll.planning.describe import classes_at_peak, describe_peak, describe_timeline
 from plimsoll.planning.explain import floor_error, notes_about, strategy_error
 from plimsoll.planning.simulate import Choice, Simulation, run_choices
 from plimsoll.planning.step import StepIndex
@@ -154,9 +155,9 @@ def solve(
     if outcome.status is Status.INFEASIBLE and raise_below_floor and budget_bytes is not None:
         if named is not None:
             raise strategy_error(
-                strategy, budget_bytes, outcome.simulation.peak, planner.floor.peak_bytes + excess_bytes
+                strategy, budget_bytes, describe_peak(outcome.simulation), planner.floor.peak_bytes + excess_bytes
             )
-        raise floor_error(budget_bytes, planner.floor.peak, excess_bytes)
+        raise floor_error(budget_bytes, describe_peak(planner.floor), excess_bytes)
     return _write(planner, outcome, budget_bytes, strategy, room_bytes, started)
 
 
@@ -226,10 +227,10 @@ def _write(
         gap_of_step=gap / baseline.seconds if baseline.seconds > 0 else 0.0,
         price_seconds_per_byte=float(window_prices.sum()),
         regions=decide(simulation, region_prices),
-        peak=simulation.peak,
-        baseline_peak=baseline.peak,
-        classes=simulation.classes,
-        timeline=simulation.timeline(),
+        peak=describe_peak(simulation),
+        baseline_peak=describe_peak(baseline),
+        classes=classes_at_peak(simulation),
+        timeline=describe_timeline(simulation),
         frontier=planner.frontier(),
         notes=(*trace.notes, *outcome.notes, *notes_about(simulation, baseline)),
         solve_seconds=time.monotonic() - started,

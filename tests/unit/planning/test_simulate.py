@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from plimsoll.planning.describe import classes_at_peak, describe_peak, describe_timeline
 from plimsoll.planning.simulate import Choice, Simulation, run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.schedule import Unreachable, recipe_ops
@@ -101,14 +102,14 @@ def test_holders_and_classes_add_up_to_the_peak() -> None:
     index = StepIndex(*transformer(3).finish())
     for choices in ([Choice(frozenset(v.droppable)) for v in index.views], [Choice(frozenset())] * 3):
         simulation = run_choices(index, choices)
-        assert sum(holder.bytes for holder in simulation.peak.holders) == simulation.peak_bytes
-        assert sum(simulation.classes.values()) == simulation.peak_bytes
+        assert sum(holder.bytes for holder in describe_peak(simulation).holders) == simulation.peak_bytes
+        assert sum(classes_at_peak(simulation).values()) == simulation.peak_bytes
 
 
 def test_the_timeline_is_short_and_contains_the_peak() -> None:
     index = StepIndex(*transformer(12, detail=3).finish())
     simulation = run_choices(index, [Choice(frozenset())] * 12)
-    timeline = simulation.timeline(100)
+    timeline = describe_timeline(simulation, 100)
     assert len(timeline) <= 100
     assert max(point.bytes for point in timeline) == simulation.peak_bytes
     assert all(sum(point.by_category.values()) == point.bytes for point in timeline)
