@@ -16,7 +16,7 @@ from plimsoll.artifacts.trace import Category
 from plimsoll.measuring.timing import Interval, Timing, paired_ratio, time_in_turns
 from plimsoll.pipeline.matching import refuse_other_model, refuse_other_signature
 from plimsoll.pipeline.plans import resolve_budget, trace_and_cost
-from plimsoll.planning.solve import solve
+from plimsoll.planning.solve import Planner, solve
 from plimsoll.recording.calling import Loss, check_devices, split_batch
 from plimsoll.recording.untouched import untouched
 from plimsoll.runtime.apply import Handle, apply_plan
@@ -104,6 +104,7 @@ def compare(
     )
     asked_bytes = None if budget is None or budget == "auto" else parse_bytes(budget)
     budget_bytes = resolve_budget(budget, asked_bytes, costs)
+    planner = Planner(traced, costs)
     plans: dict[str, Plan] = {}
     for name in strategies:
         report(f"planning {name}", 0.4)
@@ -113,6 +114,7 @@ def compare(
             budget_bytes=budget_bytes if name == "auto" else None,
             strategy=name,
             raise_below_floor=False,
+            planner=planner,
         )
     usable = [name for name in strategies if plans[name].status.is_usable]
     with untouched(model):

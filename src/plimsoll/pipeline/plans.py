@@ -19,7 +19,7 @@ from plimsoll.costing.roofline import roofline_costs
 from plimsoll.errors import BudgetAboveDevice
 from plimsoll.pipeline.confirm import confirmed
 from plimsoll.pipeline.matching import refuse_other_model
-from plimsoll.planning.solve import solve
+from plimsoll.planning.solve import Planner, solve
 from plimsoll.recording.calling import Loss, split_batch
 from plimsoll.runtime.apply import Handle, apply_plan
 from plimsoll.tracing.trace import trace as trace_step
@@ -101,7 +101,8 @@ def plan(
     costs = roofline_costs(traced, device or find_device("CPU")) if traced.is_fake else measured_costs(traced)
     budget_bytes = resolve_budget(budget, asked_bytes, costs)
     report("solving", 0.55)
-    solved = solve(traced, costs, budget_bytes=budget_bytes, strategy=strategy)
+    planner = Planner(traced, costs)
+    solved = solve(traced, costs, budget_bytes=budget_bytes, strategy=strategy, planner=planner)
     if budget_bytes is None or traced.is_fake or not solved.status.is_usable:
         report("done", 1.0)
         return solved
@@ -112,7 +113,7 @@ def plan(
         kwargs,
         solved,
         resolve=lambda excess_bytes: solve(
-            traced, costs, budget_bytes=budget_bytes, strategy=strategy, excess_bytes=excess_bytes
+            traced, costs, budget_bytes=budget_bytes, strategy=strategy, excess_bytes=excess_bytes, planner=planner
         ),
         loss=loss,
         optimizer=optimizer,

@@ -27,6 +27,8 @@ from plimsoll.planning.simulate import Choice, Simulation, run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full, choose_none, choose_selective, strategy_choices
 
+TIME_LIMIT_SECONDS = 60.0
+"""What the solver may take in all, unless told otherwise."""
 _FRONTIER_POINTS = 12
 _TIGHTENINGS = 8
 _SMALL_PROGRAM_COLUMNS = 400
@@ -44,7 +46,7 @@ class Found:
 class Planner:
     """Everything about one step that does not depend on the budget: choices, program, floor, ladder."""
 
-    def __init__(self, trace: Trace, costs: Costs, time_limit_seconds: float) -> None:
+    def __init__(self, trace: Trace, costs: Costs, time_limit_seconds: float = TIME_LIMIT_SECONDS) -> None:
         self.index = StepIndex(trace, costs)
         self.baseline = self._run(choose_none(self.index, ""))
         families = [choose_full(self.index, "")]
@@ -122,9 +124,10 @@ def solve(
     *,
     budget_bytes: int | None,
     strategy: str = "auto",
-    time_limit_seconds: float = 60.0,
+    time_limit_seconds: float = TIME_LIMIT_SECONDS,
     excess_bytes: int = 0,
     raise_below_floor: bool = True,
+    planner: Planner | None = None,
 ) -> Plan:
     """Decide for every saved value of a step whether to KEEP or to RECOMPUTE it.
 
@@ -136,6 +139,7 @@ def solve(
         time_limit_seconds: what the solver may take in all.
         excess_bytes: measured minus predicted peak of an earlier plan; taken off the budget.
         raise_below_floor: whether a budget that cannot be met is an error, or a plan with the status ``INFEASIBLE``.
+        planner: made for this trace and these costs, when several plans of one step are wanted; by default a new one.
 
     Returns:
         A plan with every field filled in.
@@ -146,7 +150,7 @@ def solve(
     """
     started = time.monotonic()
     named = None if strategy == "auto" else strategy_choices(StepIndex(trace, costs), strategy)
-    planner = Planner(trace, costs, time_limit_seconds)
+    planner = planner or Planner(trace, costs, time_limit_seconds)
     room_bytes = None if budget_bytes is None else budget_bytes - excess_bytes
     if named is not None:
         outcome = _follow(planner, run_choices(planner.index, named), room_bytes)

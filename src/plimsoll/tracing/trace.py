@@ -82,7 +82,7 @@ def trace(
     return assemble(
         run.log,
         model=type(model).__name__,
-        fingerprint=fingerprint(model, found),
+        fingerprint=fingerprint(model),
         signature=signature(model, args, kwargs, loss=loss),
         device=target,
         is_fake=run.is_fake,
