@@ -11,6 +11,7 @@ from benchmarks.models import Case
 from benchmarks.peers_table import apply_plan
 from benchmarks.progress import say
 from plimsoll.artifacts.plan import Plan
+from plimsoll.errors import PlimsollError
 from plimsoll.measuring.timing import Interval, paired_difference_seconds, paired_ratio, time_in_turns
 
 SHARES = (0.10, 0.25, 0.50, 0.75, 0.90)
@@ -52,7 +53,17 @@ class BudgetRow:
         return abs(self.predicted_extra_seconds - self.measured_extra_seconds.median) <= allowed
 
 
-def budget_rows(case: Case, *, rounds: int, shares: tuple[float, ...] = SHARES) -> tuple[BudgetRow, ...]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetTable:
+    """The rows that could be measured, and a sentence for each budget that could not."""
+
+    floor_bytes: int
+    peak_bytes: int
+    rows: tuple[BudgetRow, ...]
+    failures: tuple[str, ...]
+
+
+def budget_table(case: Case, *, rounds: int, shares: tuple[float, ...] = SHARES) -> BudgetTable:
     """Plan, apply, measure and time one budget per share."""
     import plimsoll
 
@@ -61,16 +72,21 @@ def budget_rows(case: Case, *, rounds: int, shares: tuple[float, ...] = SHARES) 
         peak_bytes = baseline.steady.total_peak_bytes
         floor_bytes = plimsoll.plan(case.model, case.batch, budget=peak_bytes, loss=case.loss).floor_bytes
         made: list[tuple[float, int, Plan, Variant]] = []
+        failures: list[str] = []
         for share in shares:
             budget_bytes = int(floor_bytes + share * (peak_bytes - floor_bytes))
             say(f"{case.name}: budget {share:.0%}, {budget_bytes / 2**20:.1f} MiB")
-            plan = plimsoll.plan(case.model, case.batch, budget=budget_bytes, loss=case.loss)
-            variant = prepare(stack, f"{share:.0%}", case, apply_plan(plan), baseline)
-            made.append((share, budget_bytes, plan, variant))
+            try:
+                plan = plimsoll.plan(case.model, case.batch, budget=budget_bytes, loss=case.loss)
+                variant = prepare(stack, f"{share:.0%}", case, apply_plan(plan), baseline)
+            except PlimsollError as error:
+                failures.append(f"{share:.0%}: {type(error).__name__}: {error.found}")
+            else:
+                made.append((share, budget_bytes, plan, variant))
         steps = {each.name: each.step for each in (baseline, *(variant for *_, variant in made))}
         say(f"{case.name}: {rounds} rounds of {len(steps)} steps")
         timings = time_in_turns(steps, device=case.device, rounds=rounds)
-        return tuple(
+        rows = tuple(
             BudgetRow(
                 share=share,
                 budget_bytes=budget_bytes,
@@ -81,3 +97,4 @@ def budget_rows(case: Case, *, rounds: int, shares: tuple[float, ...] = SHARES) 
             )
             for share, budget_bytes, plan, variant in made
         )
+    return BudgetTable(floor_bytes=floor_bytes, peak_bytes=peak_bytes, rows=rows, failures=tuple(failures))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.budgets_table import BudgetRow
+from benchmarks.budgets_table import BudgetTable
 from benchmarks.measure import StepMemory, Variant
 from benchmarks.peers_table import PeerRow, PeerTable
 from plimsoll.measuring.timing import Interval
@@ -30,7 +30,7 @@ class Section:
     name: str
     eager: PeerTable
     compiled: PeerTable | None = None
-    budgets: Sequence[BudgetRow] = field(default=())
+    budgets: BudgetTable | None = None
 
 
 def write_page(
@@ -57,8 +57,8 @@ def write_page(
         lines += ["", f"## {section.name}", "", f"![time against peak]({plot})", "", *_peer_table(section.eager)]
         if section.compiled is not None:
             lines += ["", "Compiled, over the compiled model without a budget:", "", *_peer_table(section.compiled)]
-        if section.budgets:
-            lines += ["", "Budgets between the floor and the unmanaged peak:", "", *_budget_table(section.budgets)]
+        if section.budgets is not None:
+            lines += ["", *_budget_lines(section.budgets)]
     page = folder / f"{stem}.md"
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return page
@@ -81,8 +81,10 @@ def _peer_cells(row: PeerRow) -> list[str]:
     return [*cells, f"{row.ours_overhead.median:.3f}", _interval(row.ours_by_peer), peak, _equal(row.ours.is_bit_equal)]
 
 
-def _budget_table(rows: Sequence[BudgetRow]) -> list[str]:
-    return _table(
+def _budget_lines(table: BudgetTable) -> list[str]:
+    floor, peak = _mib(table.floor_bytes), _mib(table.peak_bytes)
+    lines = [f"Budgets between the floor, {floor} MiB, and the unmanaged peak, {peak} MiB:", ""]
+    lines += _table(
         _BUDGET_HEAD,
         [
             [
@@ -93,9 +95,10 @@ def _budget_table(rows: Sequence[BudgetRow]) -> list[str]:
                 f"{row.measured_extra_seconds.median * 1e3:.1f} ms", "yes" if row.is_extra_predicted else "**no**",
                 f"{row.plan.gap_of_step:.2%}",
             ]
-            for row in rows
+            for row in table.rows
         ],
     )  # fmt: skip
+    return [*lines, "", *(f"- not measured: {failure}" for failure in table.failures)]
 
 
 def _memory(memory: StepMemory) -> list[str]:
@@ -133,7 +136,8 @@ def _plot(section: Section, path: Path) -> None:
     axes.scatter([_peak(section.eager.baseline)], [1.0], color="black", marker="s", label="unmanaged")
     for i, row in enumerate(section.eager.rows):
         _point(axes, _peak(row.peer), row.overhead, f"C{i}", "o", row.peer.name)
-    ours = [(_peak(row.variant), row.measured_ratio) for row in section.budgets]
+    budgets = section.budgets.rows if section.budgets is not None else ()
+    ours = [(_peak(row.variant), row.measured_ratio) for row in budgets]
     ours += [(_peak(r.ours), r.ours_overhead) for r in section.eager.rows if r.ours and r.ours_overhead]
     for i, (peak, ratio) in enumerate(sorted(ours, key=lambda each: each[0])):
         _point(axes, peak, ratio, "black", "*", "Plimsoll" if not i else None)

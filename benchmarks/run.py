@@ -18,7 +18,7 @@ from pathlib import Path
 # Read when torch is loaded; without it the allocator warns once a second while memory is measured.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from benchmarks.budgets_table import budget_rows
+from benchmarks.budgets_table import budget_table
 from benchmarks.machine import device_name, device_slug, versions
 from benchmarks.models import FAMILIES, SIZES, build
 from benchmarks.page import Section, write_page
@@ -70,7 +70,7 @@ def _section(name: str, options: argparse.Namespace) -> Section:
     return Section(
         name=name,
         eager=eager_peers(case, rounds=options.repeats, with_ours=with_ours),
-        budgets=budget_rows(case, rounds=options.repeats) if with_ours and not options.no_budgets else (),
+        budgets=budget_table(case, rounds=options.repeats) if with_ours and not options.no_budgets else None,
         compiled=compiled_peers(case, rounds=options.repeats) if options.compiled else None,
     )
 
