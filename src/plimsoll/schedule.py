@@ -40,7 +40,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What happens when ``slot`` is read: ``steps``, then the slot's value is handed over, then ``frees`` are forgotten."""
+    """What happens when ``slot`` is read: ``steps``, then the slot's value is handed over, then ``frees`` are forgotten.
+
+    The boundary hands over all outputs; ``value`` is then the first that had to be rebuilt.
+    """
 
     slot: int
     value: int
@@ -109,7 +112,7 @@ def build_schedule(
     held = frozenset(stored)
     gone = frozenset(dropped)
     ran: set[int] = set()
-    parts: list[tuple[int, int, tuple[int, ...]]] = []
+    parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
     leaves: dict[int, tuple[int, ...]] = {}
     for slot in graph.backward_order if order is None else order:
         targets = graph.outputs if slot == BOUNDARY else (graph.slots[slot].value,)
@@ -120,24 +123,25 @@ def build_schedule(
                 target_ops, target_leaves = recipe_ops(graph, target, held)
                 ops.update(target_ops)
                 needs.update(target_leaves)
-        if not any(target in gone for target in targets):
+        rebuilt = tuple(target for target in targets if target in gone)
+        if not rebuilt:
             continue
         leaves[slot] = tuple(sorted(needs))
         fresh = tuple(sorted(ops - ran))
         ran |= ops
-        parts.append((slot, next(t for t in targets if t in gone), fresh))
+        parts.append((slot, rebuilt, fresh))
     return Schedule(segments=_with_frees(graph, parts, held), leaves=leaves)
 
 
 def _with_frees(
-    graph: RegionGraph, parts: list[tuple[int, int, tuple[int, ...]]], held: frozenset[int]
+    graph: RegionGraph, parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]], held: frozenset[int]
 ) -> tuple[Segment, ...]:
     """Add to every step what dies after it. Walks backwards: what nobody later reads is free after its last reader."""
     needed_later: set[int] = set()
     segments: list[Segment] = []
-    for slot, value, ops in reversed(parts):
-        frees = () if value in needed_later else (value,)
-        needed_later.add(value)
+    for slot, values, ops in reversed(parts):
+        frees = tuple(sorted(set(values) - needed_later))
+        needed_later.update(values)
         steps: list[Step] = []
         for op_id in reversed(ops):
             op = graph.ops[op_id]
@@ -148,5 +152,5 @@ def _with_frees(
             copies = tuple(r for r in overwritten if r in needed_later or r in held)
             needed_later.update(r for r in op.reads if r not in held)
             steps.append(Step(op=op_id, copies=copies, frees=tuple(sorted(step_frees))))
-        segments.append(Segment(slot=slot, value=value, steps=tuple(reversed(steps)), frees=frees))
+        segments.append(Segment(slot=slot, value=values[0], steps=tuple(reversed(steps)), frees=frees))
     return tuple(reversed(segments))

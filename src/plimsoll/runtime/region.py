@@ -69,6 +69,7 @@ class ManagedRegion:
         self._sentinel_every = sentinel_every
         self._generators = generators
         self._original: Callable[..., Any] = module.forward
+        self.__wrapped__ = self._original  # so that inspect.signature shows the module's own
         self._had_own = "forward" in module.__dict__
         self._device_type = next((p.device.type for p in module.parameters()), "cpu")
         self._reader = SignatureReader(module, self._device_type)

@@ -29,6 +29,7 @@ NOT_EXACT = "gives other bits when it is run again"
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by bytes, to look at bits."""
 _POISON = 0xA5
+_ROW = 512
 
 
 class VerifyingRecorder(OpRecorder):
@@ -227,7 +228,7 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """A checksum of all bytes of the tensor's storage; needs no memory of that size."""
+    """A checksum of all bytes of the tensor's storage and their places; needs no memory of that size."""
     storage = tensor.untyped_storage()
     count = storage.nbytes()
     if count == 0:
@@ -235,7 +236,10 @@ def fingerprint(tensor: torch.Tensor) -> int:
     width = 8 if count % 8 == 0 else 1
     dtype = torch.int64 if width == 8 else torch.uint8
     flat = torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, (count // width,))  # type: ignore[call-overload]
-    return int(flat.sum(dtype=torch.int64))
+    rest = flat.numel() % _ROW
+    rows = flat[rest:].view(-1, _ROW)
+    parts = (flat[:rest], rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64))
+    return int(sum((part * torch.arange(1, part.numel() + 1, device=part.device)).sum() for part in parts))
 
 
 def same_bits(first: torch.Tensor, second: Any) -> bool:

@@ -1,0 +1,249 @@
+"""Memory: what is dropped is freed when the region returns, what is kept when nobody needs it, nothing by the collector."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from contracts.harness import Block, Stack, batch, manage, stack_of, weigh
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@pytest.fixture(autouse=True)
+def _without_the_collector():
+    """Reference counts alone must free everything."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Births(TorchDispatchMode):
+    """Weak references to every storage that ops make, by op."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self.made.append((func._schema.name, StorageWeakRef(storage), storage.nbytes()))
+        return out
+
+    @property
+    def alive(self):
+        return [(name, size) for name, reference, size in self.made if not reference.expired()]
+
+    @property
+    def alive_bytes(self):
+        return sum(size for _, size in self.alive)
+
+
+class Spacious(nn.Module):
+    """Saves many large tensors, returns a small one."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 256)
+        self.down = nn.Linear(256, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)).exp().sigmoid())
+
+
+def spacious(count=3):
+    torch.manual_seed(0)
+    return Stack(*(Spacious() for _ in range(count)))
+
+
+WIDE = 64 * 256 * 4
+NARROW = 64 * 16 * 4
+
+
+def big(index):
+    return batch(index, 64, 8)
+
+
+def test_dropped_storages_are_freed_when_the_region_returns():
+    model = spacious()
+    with manage(model):
+        weigh(model(big(0))).backward()
+        for index in range(2):
+            with Births() as births:
+                output = model(big(index))
+            assert births.alive_bytes < WIDE
+            weigh(output).backward()
+
+
+def test_the_recording_call_frees_what_it_drops_too():
+    model = spacious()
+    with manage(model):
+        with Births() as births:
+            output = model(big(0))
+        assert births.alive_bytes < WIDE
+        weigh(output).backward()
+
+
+def test_kept_storages_live_until_backward_has_read_them_and_no_longer():
+    model = spacious()
+    with manage(model, kept=("tanh",)):
+        weigh(model(big(0))).backward()
+        with Births() as births:
+            output = model(big(1))
+        wide = [name for name, size in births.alive if size == WIDE]
+        assert wide == ["aten::tanh"] * 3
+        loss = weigh(output)
+        loss.backward()
+        del output, loss
+        assert births.alive_bytes == 0
+
+
+@pytest.mark.parametrize("boundaries", [(), (1, 2)])
+@pytest.mark.parametrize("index", [0, 3])
+def test_nothing_of_a_step_is_alive_after_it(boundaries, index):
+    model = Stack(*(Block(nn.Dropout(0.3)) for _ in range(3)))
+    with manage(model, boundaries=boundaries):
+        for step in range(index):
+            weigh(model(batch(step))).backward()
+        model.zero_grad()
+        with Births() as births:
+            weigh(model(batch(9))).backward()
+            model.zero_grad()
+        assert births.alive == []
+
+
+@pytest.mark.parametrize("boundaries", [(), (1, 2)])
+def test_a_step_leaves_no_reference_cycles(boundaries):
+    model = stack_of(lambda: nn.Dropout(0.3))()
+    with manage(model, boundaries=boundaries):
+        for step in range(3):
+            weigh(model(batch(step))).backward()
+        gc.collect()
+        for step in range(3):
+            weigh(model(batch(step))).backward()
+        found = gc.collect()
+    assert found == 0
+
+
+def test_a_graph_without_backward_is_freed_with_its_output():
+    model = spacious()
+    with manage(model, boundaries=(1,)):
+        for index in range(3):
+            with Births() as births:
+                output = model(big(index))
+                del output
+            assert births.alive_bytes == 0
+
+
+def test_a_forward_that_fails_frees_what_it_made():
+    class Failing(Spacious):
+        def __init__(self):
+            super().__init__()
+            self.is_broken = [False]
+
+        def forward(self, x):
+            y = torch.tanh(self.up(x)).exp()
+            if self.is_broken[0]:
+                raise LookupError
+            return x + self.down(y.sigmoid())
+
+    for recorded in (False, True):
+        model = Stack(Failing(), Failing())
+        with manage(model):
+            if recorded:
+                weigh(model(big(0))).backward()
+                model.zero_grad()
+            model.blocks[1].is_broken[0] = True
+            with Births() as births, contextlib.suppress(LookupError):
+                model(big(1))
+            assert births.alive_bytes == 0
+
+
+def test_a_second_backward_over_a_retained_graph_frees_its_rebuilt_tensors():
+    model = spacious()
+    with manage(model):
+        weigh(model(big(0))).backward()
+        loss = weigh(model(big(1)))
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        with Births() as births:
+            loss.backward(retain_graph=True)
+            model.zero_grad()
+        assert births.alive_bytes < WIDE
+        loss.backward()
+
+
+def test_backward_holds_the_rebuilt_tensors_of_one_region_at_a_time():
+    model = spacious(4)
+    with manage(model):
+        weigh(model(big(0))).backward()
+        model.zero_grad()
+        loss = weigh(model(big(1)))
+        peaks = []
+        for block in model.blocks:
+            block.up.weight.register_post_accumulate_grad_hook(lambda p: peaks.append(births.alive_bytes))
+        with Births() as births:
+            loss.backward()
+        assert len(peaks) == 4
+        assert max(peaks) < 5 * WIDE
+
+
+def test_dropped_boundaries_do_not_hold_the_input():
+    model = spacious()
+    counts = {}
+    for boundaries in ((), (1, 2)):
+        with manage(model, boundaries=boundaries):
+            weigh(model(big(0))).backward()
+            with Births() as births:
+                output = model(big(1))
+            counts[boundaries] = sum(size == NARROW for _, size in births.alive)
+            loss = weigh(output)
+            loss.backward()
+            model.zero_grad()
+            del output, loss
+    assert counts[()] - counts[1, 2] == 2
+
+
+def test_a_storage_shared_by_kept_slots_is_held_once_and_parameters_are_not_copied():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(16, 256)
+            self.back = nn.Linear(256, 16)
+
+        def forward(self, x):
+            wide = self.line(x)
+            turned = wide.t().exp()
+            return x + self.back((wide * wide.view(-1).view(wide.shape)) * turned.t())
+
+    torch.manual_seed(0)
+    model = Stack(Shared(), Shared())
+    with manage(model, kept=("line",)):
+        weigh(model(big(0))).backward()
+        model.zero_grad()
+        with Births() as births:
+            output = model(big(1))
+        assert sum(size == WIDE for _, size in births.alive) == 2
+        weigh(output).backward()
+
+
+def test_removing_frees_every_program():
+    import weakref
+
+    model = spacious()
+    handle = manage(model)
+    weigh(model(big(0))).backward()
+    regions = [weakref.ref(region) for region in handle.regions.values()]
+    handle.remove()
+    del handle
+    gc.collect()
+    assert all(region() is None for region in regions)
