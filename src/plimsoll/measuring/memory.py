@@ -28,7 +28,7 @@ import torch
 from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
 from torch._C._profiler import RecordScope, _ExtraFields_Allocation
 from torch.autograd.profiler import profile
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 _KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 _KINETO_SILENT = "99"
@@ -243,7 +243,7 @@ def _live_tensors() -> list[torch.Tensor]:
 
 
 def _has_cpu_memory(tensor: torch.Tensor) -> bool:
-    if isinstance(tensor, UninitializedTensorMixin):  # a lazy module's parameter, before the first forward
+    if is_lazy(tensor):  # a lazy module's parameter, before the first forward
         return False
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and torch._C._has_storage(tensor)
 
