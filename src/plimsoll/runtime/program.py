@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from plimsoll.runtime.cells import Cell, Copy, Readable
 from plimsoll.runtime.compile import Recording, SegmentFunction, Sources, compile_segments, copy_storage
 from plimsoll.runtime.frame import Frame, Link
 from plimsoll.runtime.randomness import ENTRY
+from plimsoll.runtime.sentinels import DeferredChecks, must_defer
 from plimsoll.runtime.verifying import INTEGER_OF_SIZE, same_bits
 from plimsoll.schedule import BOUNDARY, Unreachable, build_schedule, recipe_ops
 
@@ -106,6 +108,7 @@ class Program:
         self.device_type = device_type
         self.is_learning = True
         self.has_failed = False
+        self._deferred = DeferredChecks()
         self._recording = recording
         self._not_rebuildable = not_rebuildable
         self._node_counts = node_counts
@@ -114,6 +117,7 @@ class Program:
         self._dropped_slots = tuple(s.index for s in graph.slots if s.is_managed and s.value in choice.dropped)
         dropped = set(self._dropped_slots)
         self._kept_slots = tuple(s.index for s in graph.slots if s.index not in dropped)
+        self._twins = self._find_twins()
         self._solo: dict[int, SegmentFunction] = {}
         self._boundary: Code | None = None
         self._cell_of, self._input_of = self._find_sources()
@@ -160,8 +164,8 @@ class Program:
 
     @property
     def dropped_bytes(self) -> int:
-        """Bytes of the distinct storages that only dropped slots held."""
-        return self._bytes_of(self.choice.dropped)
+        """Bytes of the distinct storages made in the region that only dropped slots held."""
+        return self._bytes_of(v for v in self.choice.dropped if self.graph.values[v].origin is Origin.OP)
 
     def _saved_values(self) -> frozenset[int]:
         saved = {slot.value for slot in self.graph.slots if slot.is_managed}
@@ -187,6 +191,9 @@ class Program:
                 or tensor.stride() != stride
                 or tensor.storage_offset() != offset
             ):
+                return False
+        for first, second in self._twins:
+            if tensors[first].untyped_storage()._cdata != tensors[second].untyped_storage()._cdata:
                 return False
         cells = frame.cells
         return all(tensors[index]._version == cells[index].version for index in self._dropped_slots)
@@ -258,14 +265,25 @@ class Program:
         """Compare a rebuilt slot with the elements that were taken from it in forward.
 
         Raises:
-            ReplayMismatch: they differ in any bit.
+            ReplayMismatch: they differ in any bit (on a GPU: when backward ends).
         """
         with torch._C._AutoDispatchBelowAutograd():
             again = self._sample(slot, value)
+            if must_defer(value.device.type):
+                self._deferred.add((sample != again).any(), functools.partial(self._fail, slot))
+                return
             if torch.equal(sample, again):
                 return
         if value.dtype.is_floating_point and same_bits(sample.view(value.dtype), again.clone().view(value.dtype)):
             return
+        self._fail(slot)
+
+    def _fail(self, slot: int) -> None:
+        """Turn the region to the fallback and stop the step.
+
+        Raises:
+            ReplayMismatch: always.
+        """
         self.has_failed = True
         name = self.graph.values[self.graph.slots[slot].value].name
         producer = self.graph.ops[self.graph.values[self.graph.slots[slot].value].producer].name
@@ -303,6 +321,20 @@ class Program:
             if value.origin is Origin.INPUT and value.id not in cell_of and value.id != self.choice.link
         }
         return cell_of, input_of
+
+    def _find_twins(self) -> tuple[tuple[int, int], ...]:
+        """Slots that showed one tensor from outside while recording, and must still do so: recipes read it through the first."""
+        first: dict[int, int] = {}
+        twins = []
+        for index in self._kept_slots:
+            value = self.graph.slots[index].value
+            if (
+                value >= 0
+                and self.graph.values[value].origin is Origin.EXTERNAL
+                and first.setdefault(value, index) != index
+            ):
+                twins.append((first[value], index))
+        return tuple(twins)
 
     def _leaf_geometries(self) -> dict[int, Geometry]:
         geometries = {value: self._recording.slot_geometries[slot] for value, slot in self._cell_of.items()}

@@ -1,0 +1,45 @@
+"""Elements of a dropped slot from forward and from its rebuilt value in; an error if any bit differs out.
+
+On a CPU they are compared on the spot. A comparison on a GPU would make the host wait for the device at every slot, so
+there each one leaves a flag on the device, and all flags of a backward pass are read once, when it ends: still before the
+optimizer can step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Failure = Callable[[], None]
+"""Raises the error that belongs to one comparison."""
+
+
+class DeferredChecks:
+    """Flags of one backward pass, read together when it ends."""
+
+    def __init__(self) -> None:
+        self._flags: list[torch.Tensor] = []
+        self._failures: list[Failure] = []
+        self._task = -1
+
+    def add(self, flag: torch.Tensor, fail: Failure) -> None:
+        """Note a flag (true: the bits differ); ``fail`` raises if it turns out to be set."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._flags, self._failures, self._task = [], [], task
+            torch.autograd.Variable._execution_engine.queue_callback(self._settle)
+        self._flags.append(flag)
+        self._failures.append(fail)
+
+    def _settle(self) -> None:
+        flags, failures = self._flags, self._failures
+        self._flags, self._failures, self._task = [], [], -1
+        if not flags or not bool(torch.stack(flags).any()):
+            return
+        next(fail for flag, fail in zip(flags, failures, strict=True) if bool(flag))()
+
+
+def must_defer(device_type: str) -> bool:
+    """Whether comparing on the spot would make the host wait for the device."""
+    return device_type != "cpu" and torch._C._current_graph_task_id() != -1
