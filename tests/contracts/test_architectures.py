@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from contracts.harness import Report, differences, manage, train
 from torch import nn
 
+from contracts.harness import Report, differences, manage, train
 from plimsoll.artifacts.decision import Engine
 
 transformers = pytest.importorskip("transformers")

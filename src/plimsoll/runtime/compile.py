@@ -109,9 +109,7 @@ def _reads(segment: Segment, graph: RegionGraph) -> set[int]:
 
 def _crossing(schedule: Schedule, graph: RegionGraph) -> dict[int, set[int]]:
     """For every segment position, the values made there or before that a later segment still uses."""
-    uses: list[set[int]] = []
-    for segment in schedule.segments:
-        uses.append(_reads(segment, graph))
+    uses = [_reads(segment, graph) for segment in schedule.segments]
     later: set[int] = set()
     crossing: dict[int, set[int]] = {}
     for position in reversed(range(len(uses))):

@@ -46,6 +46,8 @@ class LinkTable:
         if leaves is None:
             return
         for position, tensor in enumerate(output_tensors(output)):
+            if not program.remakes(position):
+                continue
             self._offers.append(
                 _Offer(
                     StorageWeakRef(tensor.untyped_storage()),
@@ -58,7 +60,7 @@ class LinkTable:
             )
 
     def find(self, program: Program, inputs: Sequence[torch.Tensor]) -> Link | None:
-        """A link to the region's first input, if the region before made it."""
+        """A link to the input that is not held, if the region before made it."""
         return self.link_to(inputs[program.link_position])
 
     def link_to(self, tensor: torch.Tensor) -> Link | None:

@@ -23,6 +23,8 @@ from plimsoll.runtime.verifying import INTEGER_OF_SIZE, same_bits
 from plimsoll.schedule import BOUNDARY, Unreachable, build_schedule, recipe_ops
 
 SAMPLE_SIZE = 16
+NO_OFFSET = -1
+"""The offset of saved tensors that do not lie on one storage (sparse ones)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +190,7 @@ class Program:
             if (
                 tensor.shape != size
                 or tensor.dtype is not dtype
-                or tensor.stride() != stride
-                or tensor.storage_offset() != offset
+                or (offset != NO_OFFSET and (tensor.stride() != stride or tensor.storage_offset() != offset))
             ):
                 return False
         for first, second in self._twins:
@@ -241,6 +242,10 @@ class Program:
         if any(value not in readable for value in wanted):
             return None
         return tuple(readable[value] for value in wanted)
+
+    def remakes(self, position: int) -> bool:
+        """Whether a recipe can make this output again."""
+        return self._recording.output_refs[position] is not None
 
     def boundary_code(self) -> Code:
         """The code for a backward that asks for the outputs before the slots."""
@@ -323,7 +328,7 @@ class Program:
         return cell_of, input_of
 
     def _find_twins(self) -> tuple[tuple[int, int], ...]:
-        """Slots that showed one tensor from outside while recording, and must still do so: recipes read it through the first."""
+        """Slots that showed one tensor from outside while recording; recipes read it through the first of them."""
         first: dict[int, int] = {}
         twins = []
         for index in self._kept_slots:

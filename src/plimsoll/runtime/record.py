@@ -22,7 +22,7 @@ from plimsoll.runtime.cells import Cell
 from plimsoll.runtime.compile import Recording
 from plimsoll.runtime.frame import Frame
 from plimsoll.runtime.links import LinkTable
-from plimsoll.runtime.program import ParameterSource, Program, choose
+from plimsoll.runtime.program import NO_OFFSET, ParameterSource, Program, choose
 from plimsoll.runtime.randomness import RandomPoints
 from plimsoll.runtime.verifying import VerifyingRecorder
 
@@ -55,10 +55,28 @@ class _RecordingFrame(Frame):
         recorder.suspended, before = True, recorder.suspended
         recorder.points.at_slot(len(self.records))
         recorder.suspended = before
-        is_known = is_plain(tensor) and not has_lazy_bits(tensor)
-        storage = recorder.table.find(tensor) if is_known else -1
-        self.records.append(SlotRecord(value=recorder.value_of(tensor) if is_known else -1, storage=storage))
+        if is_plain(tensor) and not has_lazy_bits(tensor):
+            value = recorder.add_leaf(tensor, Origin.EXTERNAL, "external")
+            self.records.append(SlotRecord(value=value, storage=recorder.table.find(tensor)))
+        else:
+            self.records.append(SlotRecord(value=-1))
         return super().pack(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """One call as it was watched: what went in, what came out, and what the recorder saw in between."""
+
+    recorder: VerifyingRecorder
+    frame: _RecordingFrame
+    sources: dict[int, ParameterSource]
+    inputs: list[torch.Tensor]
+    input_values: list[tuple[int, int]]
+    """Position and value of every input that is a plain tensor."""
+    versions: list[int]
+    output: Any
+    nodes: int
+    host_reads: int
 
 
 def record_call(
@@ -75,6 +93,32 @@ def record_call(
     sentinel_every: int,
 ) -> tuple[Any, Recorded]:
     """Run the region once, verifying every op, and drop what the plan drops already in this call."""
+    call = _watch(module, forward, args, kwargs, generators)
+    recorder, frame = call.recorder, call.frame
+    writes_outside = [op for op in recorder.ops if _writes_outside(recorder, op)]
+    may_rerun = not writes_outside and not any(op.scratch for op in recorder.ops)
+    obstacle = _obstacle(call)
+    if obstacle:
+        frame.keep_all()
+        return call.output, Recorded(None, obstacle, may_rerun)
+    program = _build(name, call, plan, links, device_type, sentinel_every)
+    link = links.find(program, call.inputs) if program.choice.link is not None else None
+    cells = frame.cells
+    frame.states = recorder.points.states
+    if not program.finish(frame, call.inputs, call.versions, link):
+        frame.keep_all()
+        return call.output, Recorded(None, "an input that it needs again is written in place", False)
+    links.offer(program, frame, cells, link, call.output)
+    return call.output, Recorded(program, "", may_rerun)
+
+
+def _watch(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    generators: tuple[torch.Generator, ...],
+) -> _Watched:
     stack = ModuleStack()
     recorder = VerifyingRecorder(lambda: stack.path, RandomPoints(generators))
     sources = _register(recorder, module)
@@ -98,40 +142,18 @@ def record_call(
         frame.keep_all()
         raise
     nodes = torch._C._autograd._get_sequence_nr() - before
-    writes_outside = [op for op in recorder.ops if _writes_outside(recorder, op)]
-    may_rerun = not writes_outside and not any(op.scratch for op in recorder.ops)
-    obstacle = _obstacle(recorder, reads.count, frame, output, input_values, sources)
-    if obstacle:
-        frame.keep_all()
-        return output, Recorded(None, obstacle, may_rerun)
-    program = _build(
-        name, recorder, frame, sources, input_values, output, plan, links, inputs, nodes, device_type, sentinel_every
-    )
-    link = links.find(program, inputs) if program.choice.link is not None else None
-    cells = frame.cells
-    frame.states = recorder.points.states
-    if not program.finish(frame, inputs, versions, link):
-        frame.keep_all()
-        return output, Recorded(None, "an input that it needs again is written in place", False)
-    links.offer(program, frame, cells, link, output)
-    return output, Recorded(program, "", may_rerun)
+    return _Watched(recorder, frame, sources, inputs, input_values, versions, output, nodes, reads.count)
 
 
-def _obstacle(
-    recorder: VerifyingRecorder,
-    host_reads: int,
-    frame: _RecordingFrame,
-    output: Any,
-    input_values: Sequence[tuple[int, int]],
-    sources: Mapping[int, ParameterSource],
-) -> str:
+def _obstacle(call: _Watched) -> str:
     """Why a call that was recorded must not be repeated by recipes."""
-    if recorder.value_reads or host_reads:
+    recorder = call.recorder
+    if recorder.value_reads or call.host_reads:
         return "it reads the value of a tensor (a branch on data)"
-    recorder.notice([*frame.tensors, *output_tensors(output)])
+    recorder.notice([*call.frame.tensors, *output_tensors(call.output)])
     if recorder.has_hidden_writes:
         return "it writes to memory in a way that PyTorch does not see (numpy, raw pointers)"
-    if any(value in sources for _, value in input_values):
+    if any(value in call.sources for _, value in call.input_values):
         return "it is called with one of its own parameters or buffers"
     return ""
 
@@ -176,32 +198,23 @@ def _writes_outside(recorder: VerifyingRecorder, op: RecordedOp) -> bool:
 
 
 def _build(
-    name: str,
-    recorder: VerifyingRecorder,
-    frame: _RecordingFrame,
-    sources: dict[int, ParameterSource],
-    input_values: Sequence[tuple[int, int]],
-    output: Any,
-    plan: RegionPlan,
-    links: LinkTable,
-    inputs: Sequence[torch.Tensor],
-    nodes: int,
-    device_type: str,
-    sentinel_every: int,
+    name: str, call: _Watched, plan: RegionPlan, links: LinkTable, device_type: str, sentinel_every: int
 ) -> Program:
-    outputs = [(recorder.value_of(t), Geometry.of(t)) for t in output_tensors(output)]
+    recorder, sources = call.recorder, call.sources
     scratched = _refuse_readers_of_scratch(recorder)
+    outputs = [_reference(recorder, tensor) for tensor in output_tensors(call.output)]
     leaves = {value: (recorder.values[value].origin, recorder.values[value].name) for value in sources}
-    for position, value in input_values:
+    for position, value in call.input_values:
         leaves.setdefault(value, (Origin.INPUT, f"input:{position}"))
     records = [
-        SlotRecord(value=_managed_value(recorder, record, sources), storage=record.storage) for record in frame.records
+        SlotRecord(value=_managed_value(recorder, record, sources), storage=record.storage)
+        for record in call.frame.records
     ]
     graph, ids = build_region_graph(
         recorder.values,
         recorder.ops,
         records,
-        [value for value, _ in outputs if value >= 0],
+        [ref.value for ref in outputs if ref is not None],
         default_order(records),
         leaves,
         "",
@@ -212,14 +225,13 @@ def _build(
         values=tuple(recorder.values[log_id] for log_id in ids.to_log),
         to_local=local,
         generators=recorder.points.generators,
-        slot_geometries=tuple(Geometry.of(tensor) for tensor in frame.tensors),
-        output_refs=tuple(Ref(value, geometry) if value >= 0 else None for value, geometry in outputs),
+        slot_geometries=tuple(map(_slot_geometry, call.frame.tensors)),
+        output_refs=tuple(outputs),
     )
     link_inputs = frozenset[int]()
-    if plan.is_boundary_dropped and inputs and links.link_to(inputs[0]) is not None:
-        link_inputs = frozenset({local[input_values[0][1]]})
+    if plan.is_boundary_dropped and call.input_values and links.link_to(call.inputs[0]) is not None:
+        link_inputs = frozenset({local[call.input_values[0][1]]})
     not_rebuildable = {local[v]: reason for v, reason in recorder.not_rebuildable.items() if v in local}
-    choice = choose(graph, plan.dropped, not_rebuildable, link_inputs)
     casts = sum(op.name == "_to_copy" for op in recorder.ops)
     parameters = [
         (local[value], _unchecked(source) if recorder.values[value].storage in scratched else source)
@@ -230,13 +242,24 @@ def _build(
         name,
         graph,
         recording,
-        choice,
+        choose(graph, plan.dropped, not_rebuildable, link_inputs),
         parameters,
         not_rebuildable=not_rebuildable,
-        node_counts=range(nodes - casts, nodes + 1),
+        node_counts=range(call.nodes - casts, call.nodes + 1),
         device_type=device_type,
         sentinel_every=sentinel_every,
     )
+
+
+def _slot_geometry(tensor: torch.Tensor) -> Geometry:
+    """How a saved tensor lies; sparse ones have no strides and no offset."""
+    return Geometry.of(tensor) if is_plain(tensor) else Geometry(tuple(tensor.shape), (), NO_OFFSET, tensor.dtype)
+
+
+def _reference(recorder: VerifyingRecorder, tensor: torch.Tensor) -> Ref | None:
+    """The output as a view of a value; ``None`` for what no recipe can make again."""
+    value = -1 if has_lazy_bits(tensor) else recorder.value_of(tensor)
+    return Ref(value, Geometry.of(tensor)) if value >= 0 else None
 
 
 def _refuse_readers_of_scratch(recorder: VerifyingRecorder) -> set[int]:

@@ -28,7 +28,7 @@ from plimsoll.runtime.frame import Frame
 from plimsoll.runtime.links import LinkTable
 from plimsoll.runtime.program import Program
 from plimsoll.runtime.record import record_call
-from plimsoll.runtime.signature import SignatureReader
+from plimsoll.runtime.signature import SignatureReader, is_transparent
 
 MAX_SIGNATURES = 8
 """More than this many signatures of one region are not recorded: the region is re-run as a whole."""
@@ -139,9 +139,11 @@ class ManagedRegion:
             isinstance(t, FakeTensor) or t.is_meta for t in (*call_tensors(args, kwargs), *self.module.parameters())
         ):
             return self._original(*args, **kwargs)
+        self._may_rerun &= is_transparent(args) and is_transparent(kwargs)
         if len(self.services) >= MAX_SIGNATURES:
             reason = f"more than {MAX_SIGNATURES} signatures"
             return self._whole(self._serve(key, Service(self._fallback, reason=reason)), args, kwargs)
+        scalars = self._reader.scalars()
         output, recorded = record_call(
             self.name,
             self.module,
@@ -154,18 +156,19 @@ class ManagedRegion:
             device_type=self._device_type,
             sentinel_every=self._sentinel_every,
         )
-        self._may_rerun &= recorded.may_rerun
+        self._may_rerun &= recorded.may_rerun and self._reader.scalars() == scalars
         if recorded.program is not None:
             self.services[key] = Service(Engine.RECIPE, recorded.program)
-        elif recorded.may_rerun:
-            self._serve(key, Service(Engine.RERUN, reason=recorded.obstacle))
         else:
-            self._serve(key, Service(Engine.KEEP, reason=recorded.obstacle))
+            self._serve(key, Service(self._fallback, reason=recorded.obstacle))
         return output
 
     @property
     def _fallback(self) -> Engine:
-        """What serves calls that recipes cannot: a region that writes buffers or its inputs must not run twice."""
+        """What serves calls that recipes cannot: a region that changes anything outside of itself must not run twice.
+
+        It writes buffers or inputs, counts in an attribute, or is given an object (a cache) that it may write to.
+        """
         return Engine.RERUN if self._may_rerun else Engine.KEEP
 
     def _whole(self, service: Service, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -237,7 +240,7 @@ def _is_somebody_elses_call() -> bool:
     """Whether saved tensors are not ours to manage: other hooks are active or forbidden, or a transform is at work."""
     return (
         torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        or not torch._C._autograd._saved_tensors_hooks_is_enabled()
+        or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]  # missing in the stub
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -41,9 +41,15 @@ class SignatureReader:
         first: dict[int, tuple[dict[str, Any], str]] = {}
         self._ties = []
         for holder, name in self._parameters:
-            twin = first.setdefault(holder[name].untyped_storage()._cdata, (holder, name))
+            parameter = holder[name]
+            assert parameter is not None
+            twin = first.setdefault(parameter.untyped_storage()._cdata, (holder, name))
             if twin[0] is not holder or twin[1] != name:
                 self._ties.append((*twin, holder, name))
+
+    def scalars(self) -> tuple[Any, ...]:
+        """The scalar attributes of the region's modules, as they are now."""
+        return tuple([holder.get(name) for holder, name in self._scalars])
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The key of a call that is about to be made."""
@@ -57,17 +63,26 @@ class SignatureReader:
             tuple([describe(value, bases) for value in args]),
             tuple([(name, describe(value, bases)) for name, value in kwargs.items()]),
             None if len(set(bases)) == len(bases) else tuple(map(bases.index, bases)),
-            tuple([holder.get(name) for holder, name in self._scalars]),
+            self.scalars(),
             tuple([(p := holder.get(name)) is not None and p.requires_grad for holder, name in self._parameters]),
             tuple([_share_memory(one.get(a), other.get(b)) for one, a, other, b in self._ties]),
             torch.is_autocast_enabled(self._device_type) and torch.get_autocast_dtype(self._device_type),
         )
 
 
+def is_transparent(value: Any) -> bool:
+    """Whether an argument is made of tensors, scalars and plain containers: nothing that a call could write to unseen."""
+    if isinstance(value, tuple | list):
+        return all(map(is_transparent, value))
+    if isinstance(value, dict):
+        return all(map(is_transparent, value.values()))
+    return value is None or isinstance(value, (torch.Tensor, *_SCALARS))
+
+
 def _share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None:
         return False
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def describe(value: Any, bases: list[int]) -> Any:
@@ -82,7 +97,7 @@ def describe(value: Any, bases: list[int]) -> Any:
             bases.append(id(value))
             return (kind, value.layout, value.shape, value.dtype, value.requires_grad, value.device)
         offset = value.storage_offset()
-        bases.append(value.data_ptr() - offset * value.element_size())
+        bases.append(int(value.data_ptr() - offset * value.element_size()))
         lazy = value.is_neg() or value.is_conj()
         return (value.shape, value.dtype, value.stride(), offset, value.requires_grad, value.device, lazy)
     if value is None or isinstance(value, _SCALARS):

@@ -199,9 +199,7 @@ def test_saved_tensors_may_be_looked_at_outside_of_backward():
             if node is None:
                 continue
             pending += [following for following, _ in node.next_functions]
-            for name in ("_saved_result", "_saved_self"):
-                if hasattr(node, name):
-                    found.append(getattr(node, name))
+            found.extend(getattr(node, name) for name in ("_saved_result", "_saved_self") if hasattr(node, name))
         loss.backward()
         return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 

@@ -418,3 +418,48 @@ def test_a_sparse_tensor_in_a_region_is_left_to_autograd():
 
 def test_a_root_module_can_be_the_region():
     assert_unchanged(lambda: Stack(Block(nn.Tanh())), plain_step, regions=[""])
+
+
+def test_a_sparse_tensor_that_autograd_saves_is_left_to_autograd():
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(8, 8)
+            self.weight = nn.Parameter(torch.randn(5, 5))
+
+        def forward(self, x):
+            return self.line(torch.sparse.mm((self.weight * torch.eye(5)).to_sparse(), x.exp())).tanh()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Weighted()
+
+        def forward(self, x):
+            return self.block(x)
+
+    report = assert_unchanged(Model, plain_step, regions=["block"])
+    assert any("not a plain dense tensor" in why for why in report.obstacles["block"].values())
+
+
+def test_lazily_conjugated_outputs_are_never_linked_and_keep_every_bit():
+    class Conjugated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return torch.complex(self.line(x.real.exp()), x.imag.tanh()).conj()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Conjugated() for _ in range(3))
+
+        def forward(self, x):
+            x = torch.complex(x, x)
+            for block in self.blocks:
+                x = block(x)
+            return (x * x.conj()).real
+
+    assert_unchanged(Model, plain_step, regions=["blocks.0", "blocks.1", "blocks.2"], boundaries=(1, 2))

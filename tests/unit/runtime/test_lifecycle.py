@@ -8,14 +8,14 @@ import types
 
 import pytest
 import torch
-from contracts.harness import Block, Drops, Stack, differences, manage, plain_step, stack_of, train
-from samples import make_plan
 from torch import nn
 
+from contracts.harness import Block, Drops, Stack, differences, manage, plain_step, stack_of, train
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.errors import PlanMismatch
 from plimsoll.runtime.apply import apply_plan
 from plimsoll.runtime.region import ManagedRegion
+from samples import make_plan
 
 
 def build():

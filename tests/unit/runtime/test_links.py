@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contracts.harness import Block, Stack, assert_unchanged, batch, manage, plain_step, stack_of, weigh
 from torch import nn
+
+from contracts.harness import Block, Stack, assert_unchanged, batch, manage, plain_step, stack_of, weigh
 
 
 def links_of(model, *, boundaries):

@@ -7,11 +7,12 @@ import gc
 
 import pytest
 import torch
-from contracts.harness import Block, Stack, batch, manage, stack_of, weigh
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from contracts.harness import Block, Stack, batch, manage, stack_of, weigh
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from contracts.harness import assert_unchanged, plain_step, stack_of
 from torch import nn
 
+from contracts.harness import assert_unchanged, plain_step, stack_of
 from plimsoll.runtime.randomness import RandomPoints
 from plimsoll.runtime.verifying import VerifyingRecorder, fingerprint, same_bits
 
@@ -60,7 +60,7 @@ def library():
 
 @pytest.fixture(autouse=True)
 def _count_from_zero():
-    global CALLS  # noqa: PLW0603 - the ops above read it
+    global CALLS
     CALLS = itertools.count()
 
 
