@@ -70,9 +70,10 @@ class Variant:
 def run_step(case: Case, forward: Forward, meter: PeakMeter | None = None) -> float:
     """One forward and backward, and the loss as a number; gradients stay on the model.
 
-    The model's output is let go before backward, or a language model's logits would lie there twice.
+    The model's output is held until backward ends, as in the usual loop (and as plans assume), for every variant alike.
     """
-    loss = case.loss(forward(**case.batch))
+    output = forward(**case.batch)
+    loss = case.loss(output)
     if meter is not None:
         meter.mark("backward")
     loss.backward()
