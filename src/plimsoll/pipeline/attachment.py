@@ -1,15 +1,17 @@
 """A model and a budget in; the model managed from its first training step on, with no batch at hand, out.
 
 The first call of the model in training is traced on the spot and runs under the plan with the lowest peak that there is.
-What that step allocates in truth (the user's loss, the optimizer's state) is measured until the next call, and the plan
-for the budget is solved with the difference taken off. Later steps run that plan.
+What that step takes in truth (the user's loss, the optimizer's state) is measured until the next call, and the plan for
+the budget is solved with the difference taken off. Later steps run that plan. A batch that is larger than any before it
+starts this over.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -18,14 +20,33 @@ from torch import nn
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.trace import Category, Trace
+from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import BudgetBelowFloor, InvalidLoss
-from plimsoll.measuring.memory import PeakMeter
-from plimsoll.pipeline.plans import resolve_budget, trace_and_cost
-from plimsoll.planning.solve import solve
-from plimsoll.recording.calling import output_tensors
+from plimsoll.pipeline.budgets import resolve_budget
+from plimsoll.pipeline.calibration import MeasuredStep, OptimizerWatch, planned_state_bytes, unseen_bytes
+from plimsoll.pipeline.plans import trace_and_cost
+from plimsoll.pipeline.request import as_patterns, check_model
+from plimsoll.planning.solve import Planner, solve
+from plimsoll.recording.calling import call_tensors, output_tensors
 from plimsoll.runtime.apply import Handle, apply_plan
 from plimsoll.units import format_bytes, parse_bytes
+
+_MOST_TRIES = 3
+"""So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The step that is planned for: its trace, its costs, what does not depend on the budget, and its size."""
+
+    trace: Trace
+    costs: Costs
+    planner: Planner
+    budget_bytes: int
+    batch_bytes: int
+
+    def solve(self, budget_bytes: int, excess_bytes: int = 0) -> Plan:
+        return solve(self.trace, self.costs, budget_bytes=budget_bytes, excess_bytes=excess_bytes, planner=self.planner)
 
 
 class Attachment:
@@ -42,30 +63,40 @@ class Attachment:
         self.model = model
         self.plan: Plan | None = None
         self._budget = budget
-        self._asked_bytes = None if budget == "auto" else parse_bytes(budget)
         self._optimizer = optimizer
         self._regions = regions
+        self._step: _Step | None = None
         self._handle: Handle | None = None
-        self._meter: PeakMeter | None = None
-        self._finished: PeakMeter | None = None
-        self._traced: tuple[Trace, Costs] | None = None
+        self._watch: OptimizerWatch | None = None
+        self._measuring: MeasuredStep | None = None
+        self._measured: MeasuredStep | None = None
+        self._is_calibrating = False
         self._is_tracing = False
-        self._hook: Any = model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
+        self._tries = 0
+        self._excess_bytes = 0
+        self._counted_state_bytes = 0
+        self._hooks: list[Any] = [
+            model.register_forward_pre_hook(_Hook(self._before_forward), with_kwargs=True, prepend=True),
+            model.register_forward_hook(_Hook(self._after_forward), always_call=True),
+        ]
 
     @property
     def is_calibrating(self) -> bool:
-        """Whether the first step is still under way."""
-        return self._meter is not None
+        """Whether the plan for the budget is still to come: the model runs at its lowest peak."""
+        return self._is_calibrating
 
     def remove(self) -> None:
         """Undo everything; harmless when called twice."""
-        self._stop_meter()
+        self._end_measuring()
+        if self._watch is not None:
+            self._watch.remove()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._is_calibrating = False
 
     def __enter__(self) -> Attachment:
         return self
@@ -76,90 +107,135 @@ class Attachment:
         self.remove()
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_tracing or not torch.is_grad_enabled() or not module.training:
+        if self._is_tracing:
             return
-        if self._traced is None:
-            self._begin(args, kwargs)
-        elif self.is_calibrating:
-            self._settle()
+        self._end_measuring()  # whatever is called now, evaluation too, the step is over
+        if not torch.is_grad_enabled() or not module.training:
+            return
+        try:
+            self._manage(args, kwargs)
+        except BaseException:
+            self.remove()
+            raise
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Trace this very call and let it run at the lowest peak, measured."""
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._measuring is not None and not self._is_tracing and output is None:  # it raised
+            self._measuring.has_failed = True
+
+    def _manage(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a training call: plan for it, or for what the one before it showed."""
+        batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in call_tensors(args, kwargs))
+        if self._step is None or batch_bytes > self._step.batch_bytes:
+            self._begin(args, kwargs, batch_bytes)
+        elif self._is_calibrating and self._measured is None and self._tries < _MOST_TRIES:
+            self._measure(args, kwargs)
+        elif self._is_calibrating:
+            self._settle(self._measured)
+        elif self._new_state_bytes():
+            self._run(self._solve(self._new_state_bytes()))
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_bytes: int) -> None:
+        """Trace this very call, and let it run at the lowest peak, measured."""
+        if self._handle is not None:
+            self._handle.remove()
         self._is_tracing = True
         try:
-            self._traced = trace_and_cost(
+            trace, costs = trace_and_cost(
                 self.model,
                 _as_batch(self.model, args, kwargs),
                 loss=_stand_in_loss,
                 optimizer=self._optimizer,
                 regions=self._regions,
-                progress=None,
             )
         finally:
             self._is_tracing = False
-        trace, costs = self._traced
-        budget_bytes = resolve_budget(self._budget, self._asked_bytes, costs)
+        budget_bytes = resolve_budget(self._budget, costs)
         assert budget_bytes is not None
-        self._budget_bytes = budget_bytes
-        self.plan = self._lowest(trace, costs)
-        self._handle = apply_plan(self.model, self.plan)
-        self._handle.begin_step()
-        if torch.autograd.profiler._is_profiler_enabled:
-            warnings.warn("plimsoll: a profiler is running, so the first step is not measured", stacklevel=2)
-            self._settle()
-            return
-        self._meter = PeakMeter(next(self.model.parameters()).device)
-        self._meter.__enter__()
+        self._step = _Step(trace, costs, Planner(trace, costs), budget_bytes, batch_bytes)
+        # Once for the budget itself: where it is below the floor, this step must not begin.
+        floor_bytes = self._step.solve(budget_bytes).floor_bytes
+        self._run(self._step.solve(floor_bytes))
+        self._is_calibrating, self._tries = True, 0
+        self._measure(args, kwargs)
 
-    def _lowest(self, trace: Trace, costs: Costs) -> Plan:
-        """The plan with the smallest peak: the budget's own optimum is at the floor."""
-        probe = solve(trace, costs, budget_bytes=None, strategy="none")
-        return solve(trace, costs, budget_bytes=max(probe.floor_bytes, 1))
+    def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._tries += 1
+        self._measured = None
+        if self._watch is not None:
+            self._watch.remove()
+        self._measuring = step = MeasuredStep(self.model, args, kwargs)
+        self._watch = OptimizerWatch(self.model.parameters(), self._optimizer, step.note_optimizer)
 
-    def _settle(self) -> None:
-        """The first step is over: solve for the budget with what the trace did not see taken off."""
-        assert self._traced is not None
+    def _settle(self, measured: MeasuredStep | None) -> None:
+        """The first step is over: the plan for the budget, with what the trace did not see taken off."""
         assert self.plan is not None
-        trace, costs = self._traced
-        excess_bytes = self._unseen_bytes(self.plan)
+        assert self._watch is not None
+        assert self._step is not None
+        self._counted_state_bytes = max(self._watch.bytes_after, planned_state_bytes(self.plan))
+        if measured is None:
+            warnings.warn(
+                "plimsoll: the first steps could not be measured (they failed, or a profiler was running); the plan "
+                "relies on its trace alone",
+                stacklevel=5,
+            )
+            self._excess_bytes = self._counted_state_bytes - planned_state_bytes(self.plan)
+        else:
+            _refuse_optimizer_above(self._step.budget_bytes, measured.optimizer_peak_bytes + self._watch.bytes_before)
+            self._excess_bytes = unseen_bytes(measured, self._watch, self.plan)
+        self._run(self._solve(0))
+        self._is_calibrating = False
+
+    def _solve(self, more_bytes: int) -> Plan:
+        """The plan for the budget less what was measured, and less ``more_bytes`` from now on."""
+        assert self._step is not None
+        self._excess_bytes += more_bytes
+        self._counted_state_bytes += more_bytes
         try:
-            final = solve(trace, costs, budget_bytes=self._budget_bytes, excess_bytes=excess_bytes)
+            return self._step.solve(self._step.budget_bytes, self._excess_bytes)
         except BudgetBelowFloor as error:
-            self._hook.remove()
-            self._hook = None
             raise BudgetBelowFloor(
                 error.found,
-                why=f"{error.why}; measured in the first step, which ran at the lowest peak"
-                f" and needed {format_bytes(excess_bytes)} more than its trace",
+                why=f"{error.why}; the first step ran at the lowest peak and was measured to take "
+                f"{format_bytes(self._excess_bytes)} more than its trace (the loss, the optimizer's state, gradients "
+                "that stay)",
                 next=error.next,
             ) from error
-        assert self._handle is not None
-        self._handle.remove()
-        self.plan = final
-        self._handle = apply_plan(self.model, final)
+
+    def _new_state_bytes(self) -> int:
+        """Optimizer state that has come up since the plan was made."""
+        if self._watch is None or not self._watch.has_stepped:
+            return 0
+        return max(0, self._watch.bytes_after - self._counted_state_bytes)
+
+    def _run(self, plan: Plan) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self.plan = plan
+        self._handle = apply_plan(self.model, plan)
         self._handle.begin_step()
 
-    def _unseen_bytes(self, calibration: Plan) -> int:
-        """What the first step took beyond its prediction, and what it left behind (optimizer state, kept gradients)."""
-        if self._meter is None:
-            return 0
-        static_bytes = sum(
-            size
-            for category, size in calibration.classes.items()
-            if category in (Category.PARAMETER, Category.BUFFER, Category.INPUT)
-        )
-        self._stop_meter()
-        meter = self._finished
-        assert meter is not None
-        known_state = calibration.classes.get(Category.OPTIMIZER_STATE, 0)
-        left_bytes = max(0, meter.resident_bytes - known_state)
-        over_bytes = static_bytes + known_state + meter.peak_bytes - calibration.predicted_peak_bytes
-        return max(0, over_bytes, left_bytes)
+    def _end_measuring(self) -> None:
+        """Stop the meter, if it runs; the step counts if it was measured from its forward to its end."""
+        step, self._measuring = self._measuring, None
+        if step is not None and step.end():
+            self._measured = step
 
-    def _stop_meter(self) -> None:
-        self._finished, self._meter = self._meter, None
-        if self._finished is not None:
-            self._finished.__exit__(None, None, None)
+
+class _Hook:
+    """Calls a method of an attachment. Copies and pickles of the model get a hook that does nothing."""
+
+    def __init__(self, run: Callable[..., None] | None = None) -> None:
+        self._run = run
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._run is not None:
+            self._run(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return (_Hook, ())
 
 
 def attach(
@@ -172,7 +248,8 @@ def attach(
     """Keep the training of ``model`` under ``budget`` without a batch at hand.
 
     The first training step calibrates at the lowest memory that the engine can reach; from the second on the model runs
-    the plan that is cheapest under the budget. Evaluation (``model.eval()`` or no gradients) is left alone.
+    the plan that is cheapest under the budget. Evaluation (``model.eval()`` or no gradients) is left alone. A batch that
+    is larger than every one before it is traced and calibrated anew.
 
     Args:
         model: the model as it will be trained.
@@ -184,8 +261,9 @@ def attach(
         An attachment with ``plan`` and ``remove()``; also a context manager.
 
     Raises:
-        InvalidBudget: at once.
-        BudgetBelowFloor, InvalidModel, …: in the first training call, with the model unmanaged and unchanged.
+        InvalidBudget, InvalidModel: at once.
+        BudgetBelowFloor, InvalidRegions, …: in the training call that shows it (the first, or the second, when the first
+            step has been measured), with the model unmanaged and unchanged.
 
     Example:
         >>> handle = plimsoll.attach(model, budget="8GiB")  # doctest: +SKIP
@@ -193,13 +271,27 @@ def attach(
         ...     loss = model(**batch).loss
         ...     loss.backward()
     """
-    return Attachment(model, budget, optimizer=optimizer, regions=regions)
+    check_model(model, optimizer)
+    if budget != "auto":
+        parse_bytes(budget)
+    return Attachment(model, budget, optimizer=optimizer, regions=as_patterns(regions))
 
 
 def _as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args and kwargs:
         return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
     return args if args else kwargs
+
+
+def _refuse_optimizer_above(budget_bytes: int, optimizer_peak_bytes: int) -> None:
+    if optimizer_peak_bytes > budget_bytes:
+        raise BudgetBelowFloor(
+            f"budget {format_bytes(budget_bytes)} is below what the optimizer's step takes, "
+            f"{format_bytes(optimizer_peak_bytes)}.",
+            why="parameters, gradients, the optimizer's state and its temporaries are there together in its step, and no "
+            "decision about activations changes that",
+            next=f'budget "{optimizer_peak_bytes}B", or an optimizer with less state, or foreach=False',
+        )
 
 
 def _stand_in_loss(output: Any) -> torch.Tensor:

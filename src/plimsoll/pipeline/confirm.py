@@ -38,9 +38,13 @@ def confirmed(
     """Run the plan and solve again with what it exceeds the budget by, until it keeps to it.
 
     Args:
-        model, args, kwargs, loss, optimizer: the step.
+        model: runs the step.
+        args: positional arguments of its call.
+        kwargs: keyword arguments of its call.
         plan: the plan as solved, with a budget.
         resolve: solves again with so many bytes taken off the budget; raises ``BudgetBelowFloor`` where that is too many.
+        loss: makes a scalar of the output.
+        optimizer: whose state counts.
         progress: told the stage and the share done.
     """
     assert plan.budget_bytes is not None

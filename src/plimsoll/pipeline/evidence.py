@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,18 +11,27 @@ from torch import nn
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
-from plimsoll.artifacts.trace import Category
-from plimsoll.measuring.timing import Interval, Timing, paired_ratio, time_in_turns
+from plimsoll.artifacts.trace import Trace
+from plimsoll.errors import InvalidModel
+from plimsoll.measuring.timing import Interval, paired_ratio
+from plimsoll.pipeline.budgets import read_budget, resolve_budget
 from plimsoll.pipeline.matching import refuse_other_model, refuse_other_signature
-from plimsoll.pipeline.plans import resolve_budget, trace_and_cost
+from plimsoll.pipeline.plans import part_of, trace_and_cost
+from plimsoll.pipeline.request import (
+    as_patterns,
+    as_strategies,
+    check_model,
+    check_plan,
+    explained_loss,
+    split_detached,
+)
+from plimsoll.pipeline.side_by_side import BASELINE, SideBySide, measure_side_by_side
 from plimsoll.planning.solve import Planner, solve
-from plimsoll.recording.calling import Loss, check_devices, split_batch
+from plimsoll.recording.calling import Loss, check_devices
 from plimsoll.recording.untouched import untouched
-from plimsoll.runtime.apply import Handle, apply_plan
-from plimsoll.units import parse_bytes
-from plimsoll.verification.compare_tensors import mismatches
+from plimsoll.runtime.apply import apply_plan
 from plimsoll.verification.step import TrainingStep
-from plimsoll.verification.verify import collect_evidence, verify_plan, versions
+from plimsoll.verification.verify import verify_plan, versions
 
 Progress = Callable[[str, float], None]
 
@@ -45,9 +53,12 @@ def verify(
     never steps.
 
     Args:
-        model, batch, loss, optimizer: as for ``plimsoll.plan``.
+        model: as for ``plimsoll.plan``.
+        batch: as for ``plimsoll.plan``.
         plan: the plan to check.
-        steps: timed runs of each side, interleaved; as many consecutive losses are compared.
+        loss: as for ``plimsoll.plan``.
+        optimizer: as for ``plimsoll.plan``.
+        steps: timed runs of each side, interleaved; as many consecutive losses are compared. At least one.
         progress: told the stage and the share done.
 
     Returns:
@@ -56,19 +67,24 @@ def verify(
     Raises:
         PlanMismatch: the plan was made for another model, batch shape, dtype or mode.
         PlanNotUsable: there is nothing to apply.
+        InvalidModel: a plan is at work on it, or it is on the meta device: nothing could be measured.
 
     Example:
         >>> receipt = plimsoll.verify(model, batch, plan)  # doctest: +SKIP
         >>> receipt.verdict  # doctest: +SKIP
         <Verdict.VERIFIED: 'VERIFIED'>
     """
+    check_model(model, optimizer)
+    _refuse_without_memory(model)
+    check_plan(plan)
     refuse_other_model(model, plan)
-    args, kwargs = split_batch(batch)
+    args, kwargs = split_detached(batch)
     check_devices(model, args, kwargs)
+    loss = explained_loss(loss)
     refuse_other_signature(model, args, kwargs, plan, loss)
     with untouched(model):
         step = TrainingStep(model, args, kwargs, loss=loss, optimizer=optimizer)
-        return verify_plan(step, plan, lambda: apply_plan(model, plan), steps=steps, progress=progress)
+        return verify_plan(step, plan, lambda: apply_plan(model, plan), steps=max(1, steps), progress=progress)
 
 
 def compare(
@@ -86,28 +102,65 @@ def compare(
     """Measure strategies side by side on one model and batch: peak, paired step time, gradients.
 
     Args:
-        model, batch, budget, loss, optimizer, regions: as for ``plimsoll.plan``; ``budget`` goes to ``auto``.
+        model: as for ``plimsoll.plan``.
+        batch: as for ``plimsoll.plan``.
         strategies: names as in ``plimsoll.plan``.
-        steps: timed rounds; in each, every strategy runs once.
+        budget: goes to ``auto``; the others run as they are.
+        loss: as for ``plimsoll.plan``.
+        optimizer: as for ``plimsoll.plan``.
+        regions: as for ``plimsoll.plan``.
+        steps: timed rounds; in each, every strategy runs once. At least one.
         progress: told the stage and the share done.
 
     Returns:
         A comparison with one row per strategy; a strategy that does not fit is a row with its status.
 
     Raises:
-        InvalidStrategy: no such strategy.
+        InvalidStrategy: no such strategy. Others as for ``plimsoll.plan``.
     """
     report = progress or (lambda stage, share: None)
-    args, kwargs = split_batch(batch)
-    traced, costs = trace_and_cost(
-        model, batch, loss=loss, optimizer=optimizer, regions=regions, progress=lambda s, x: report(s, 0.4 * x)
+    check_model(model, optimizer)
+    _refuse_without_memory(model)
+    read_budget(budget)
+    loss, steps = explained_loss(loss), max(1, steps)
+    traced, plans = _plan_all(
+        model,
+        batch,
+        as_strategies(strategies),
+        budget,
+        loss=loss,
+        optimizer=optimizer,
+        regions=as_patterns(regions),
+        report=part_of(report, 0.0, 0.5),
     )
-    asked_bytes = None if budget is None or budget == "auto" else parse_bytes(budget)
-    budget_bytes = resolve_budget(budget, asked_bytes, costs)
+    args, kwargs = split_detached(batch)
+    with untouched(model):
+        step = TrainingStep(model, args, kwargs, loss=loss, optimizer=optimizer)
+        found = measure_side_by_side(step, plans, rounds=steps, report=part_of(report, 0.5, 1.0))
+    report("done", 1.0)
+    return _comparison(traced, str(step.device), steps, plans, found)
+
+
+def _plan_all(
+    model: nn.Module,
+    batch: Any,
+    strategies: tuple[str, ...],
+    budget: int | str | None,
+    *,
+    loss: Loss | None,
+    optimizer: torch.optim.Optimizer | None,
+    regions: tuple[str, ...] | None,
+    report: Progress,
+) -> tuple[Trace, dict[str, Plan]]:
+    """One trace, one plan per strategy; the budget goes to ``auto``."""
+    traced, costs = trace_and_cost(
+        model, batch, loss=loss, optimizer=optimizer, regions=regions, progress=part_of(report, 0.0, 0.8)
+    )
+    budget_bytes = resolve_budget(budget, costs)
     planner = Planner(traced, costs)
     plans: dict[str, Plan] = {}
     for name in strategies:
-        report(f"planning {name}", 0.4)
+        report(f"planning {name}", 0.8)
         plans[name] = solve(
             traced,
             costs,
@@ -116,71 +169,45 @@ def compare(
             raise_below_floor=False,
             planner=planner,
         )
-    usable = [name for name in strategies if plans[name].status.is_usable]
-    with untouched(model):
-        step = TrainingStep(model, args, kwargs, loss=loss, optimizer=optimizer)
-        report("running the unmanaged step", 0.5)
-        evidence = collect_evidence(step)
-        baseline_peak_bytes = step.measure_peak().peak_bytes
-        measured: dict[str, tuple[int, bool]] = {}
-        handles: dict[str, Handle] = {}
-        with contextlib.ExitStack() as stack:
-            for name in usable:
-                report(f"running {name}", 0.6)
-                handle = handles[name] = apply_plan(model, plans[name])
-                stack.callback(handle.remove)
-                step.run()
-                is_equal = not mismatches(evidence.gradients, step.gradients(), evidence.spread) and not mismatches(
-                    evidence.buffers, step.buffers(), evidence.spread
-                )
-                peak_bytes = step.measure_peak().peak_bytes
-                state_bytes = plans[name].classes.get(Category.OPTIMIZER_STATE, 0)
-                measured[name] = (peak_bytes + step.absent_state_bytes(state_bytes), is_equal)
-                handle.pause()
-            report("timing in turns", 0.7)
-            timings = time_in_turns(
-                {"": step.run, **{name: _managed_run(step, handles[name]) for name in usable}},
-                device=step.device,
-                rounds=steps,
-            )
-        step.clear_gradients()
-    report("done", 1.0)
+    return traced, plans
+
+
+def _refuse_without_memory(model: nn.Module) -> None:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InvalidModel(
+            f"{type(model).__name__} is on the meta device.",
+            why="its parameters have no memory, so no step can run and nothing can be measured",
+            next="plimsoll.plan works on the meta device; verify and compare on the device itself",
+        )
+
+
+def _comparison(traced: Trace, device: str, steps: int, plans: dict[str, Plan], found: SideBySide) -> Comparison:
     return Comparison(
         model=traced.model,
         signature=traced.signature,
-        device=str(step.device),
+        device=device,
         versions=versions(),
         steps=steps,
-        baseline_peak_bytes=baseline_peak_bytes,
-        measured_baseline_seconds=timings[""].median_seconds,
-        rows=tuple(_row(name, plans[name], measured.get(name), timings) for name in strategies),
+        baseline_peak_bytes=found.baseline_peak_bytes,
+        measured_baseline_seconds=found.timings[BASELINE].median_seconds,
+        rows=tuple(_row(name, plan, found) for name, plan in plans.items()),
     )
 
 
-def _managed_run(step: TrainingStep, handle: Handle) -> Callable[[], object]:
-    def run() -> None:
-        handle.resume()
-        try:
-            step.run()
-        finally:
-            handle.pause()
-
-    return run
-
-
-def _row(name: str, plan: Plan, measured: tuple[int, bool] | None, timings: dict[str, Timing]) -> ComparisonRow:
-    ratio: Interval | None = paired_ratio(timings[name], timings[""]) if name in timings else None
+def _row(name: str, plan: Plan, found: SideBySide) -> ComparisonRow:
+    measured, timing = found.plans.get(name), found.timings.get(name)
+    ratio: Interval | None = None if timing is None else paired_ratio(timing, found.timings[BASELINE])
     return ComparisonRow(
         strategy=name,
         status=plan.status,
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.predicted_peak_bytes,
-        measured_peak_bytes=None if measured is None else measured[0],
+        measured_peak_bytes=None if measured is None else measured.peak_bytes,
         predicted_seconds=plan.predicted_seconds,
-        measured_seconds=timings[name].median_seconds if name in timings else None,
+        measured_seconds=None if timing is None else timing.median_seconds,
         measured_ratio=None if ratio is None else ratio.median,
         measured_ratio_low=None if ratio is None else ratio.low,
         measured_ratio_high=None if ratio is None else ratio.high,
-        is_bit_equal=None if measured is None else measured[1],
+        is_bit_equal=None if measured is None else measured.is_bit_equal,
         note="" if plan.status.is_usable else plan.status.advice,
     )

@@ -106,8 +106,8 @@ class TrainingStep:
         return 0 if self._optimizer is None else storage_bytes(_tensors_in(self._optimizer.state.values()), self.device)
 
     def absent_state_bytes(self, expected_bytes: int) -> int:
-        """How much of the optimizer's state does not exist yet, of so much that its step will have made."""
-        return 0 if self._optimizer is None else max(0, expected_bytes - self.optimizer_bytes())
+        """How much optimizer state does not exist yet (or is not known here), of so much that a plan counts."""
+        return max(0, expected_bytes - self.optimizer_bytes())
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """The gradients of the last run, by parameter name (aliases, not copies)."""

@@ -20,6 +20,9 @@ from plimsoll.verification.step import TrainingStep
 
 Progress = Callable[[str, float], None]
 
+_STATE_NOISE = 0.01
+"""State that differs by less than this share is the same state."""
+
 
 class Managed(Protocol):
     """A plan at work on a model (the runtime's handle)."""
@@ -55,6 +58,21 @@ def collect_evidence(step: TrainingStep) -> Evidence:
     return Evidence(loss, gradients, buffers, spread)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagedEvidence:
+    """What was seen of the managed model, beside the unmanaged one's losses and seconds taken in turns with it."""
+
+    recording_peak_bytes: int
+    steady_peak_bytes: int
+    gradient_mismatches: tuple[Mismatch, ...]
+    buffer_mismatches: tuple[Mismatch, ...]
+    outcomes: tuple[RegionOutcome, ...]
+    baseline_losses: tuple[float | None, ...]
+    plan_losses: tuple[float | None, ...]
+    baseline: Timing
+    ours: Timing
+
+
 def verify_plan(
     step: TrainingStep,
     plan: Plan,
@@ -78,23 +96,43 @@ def verify_plan(
     baseline_peaks = step.measure_peak()
     report("running the managed step", 0.3)
     with _managed(manage) as managed:
-        recording = step.measure_peak()
-        gradient_mismatches = mismatches(evidence.gradients, step.gradients(), evidence.spread)
-        buffer_mismatches = mismatches(evidence.buffers, step.buffers(), evidence.spread)
-        step.run()
-        report("measuring the managed step's peak", 0.5)
-        steady = step.measure_peak()
-        gradient_mismatches = _merged(
-            gradient_mismatches, mismatches(evidence.gradients, step.gradients(), evidence.spread)
-        )
-        buffer_mismatches = _merged(buffer_mismatches, mismatches(evidence.buffers, step.buffers(), evidence.spread))
-        outcomes = managed.outcomes()
-        plan_losses = _losses(step, steps)
-        with managed.paused():
-            baseline_losses = _losses(step, steps)
-        report("timing both in turns", 0.6)
-        baseline, ours = _time(step, managed, steps)
+        seen = _observe(step, managed, evidence, steps, report)
     step.clear_gradients()
+    return _receipt(step, plan, evidence, baseline_peaks.peak_bytes, seen, steps)
+
+
+def _observe(step: TrainingStep, managed: Managed, evidence: Evidence, steps: int, report: Progress) -> ManagedEvidence:
+    """Run the managed step: the recording call, steady ones, consecutive losses, seconds in turns."""
+    recording = step.measure_peak()
+    gradients = mismatches(evidence.gradients, step.gradients(), evidence.spread)
+    buffers = mismatches(evidence.buffers, step.buffers(), evidence.spread)
+    step.run()
+    report("measuring the managed step's peak", 0.5)
+    steady = step.measure_peak()
+    gradients = _merged(gradients, mismatches(evidence.gradients, step.gradients(), evidence.spread))
+    buffers = _merged(buffers, mismatches(evidence.buffers, step.buffers(), evidence.spread))
+    outcomes = managed.outcomes()
+    plan_losses = _losses(step, steps)
+    with managed.paused():
+        baseline_losses = _losses(step, steps)
+    report("timing both in turns", 0.6)
+    baseline, ours = _time(step, managed, steps)
+    return ManagedEvidence(
+        recording_peak_bytes=recording.peak_bytes,
+        steady_peak_bytes=steady.peak_bytes,
+        gradient_mismatches=gradients,
+        buffer_mismatches=buffers,
+        outcomes=outcomes,
+        baseline_losses=baseline_losses,
+        plan_losses=plan_losses,
+        baseline=baseline,
+        ours=ours,
+    )
+
+
+def _receipt(
+    step: TrainingStep, plan: Plan, evidence: Evidence, baseline_peak_bytes: int, seen: ManagedEvidence, steps: int
+) -> Receipt:
     absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
     return Receipt(
         model=plan.model,
@@ -106,25 +144,25 @@ def verify_plan(
         versions=versions(),
         steps=steps,
         compared_gradients=sum(gradient is not None for gradient in evidence.gradients.values()),
-        gradient_mismatches=gradient_mismatches,
+        gradient_mismatches=seen.gradient_mismatches,
         compared_buffers=len(evidence.buffers),
-        buffer_mismatches=buffer_mismatches,
+        buffer_mismatches=seen.buffer_mismatches,
         is_deterministic=evidence.is_deterministic,
-        baseline_losses=baseline_losses,
-        plan_losses=plan_losses,
+        baseline_losses=seen.baseline_losses,
+        plan_losses=seen.plan_losses,
         predicted_baseline_peak_bytes=plan.baseline_peak_bytes,
         predicted_peak_bytes=plan.predicted_peak_bytes,
-        measured_baseline_peak_bytes=baseline_peaks.peak_bytes + absent_bytes,
-        measured_peak_bytes=steady.peak_bytes + absent_bytes,
-        measured_recording_peak_bytes=recording.peak_bytes + absent_bytes,
+        measured_baseline_peak_bytes=baseline_peak_bytes + absent_bytes,
+        measured_peak_bytes=seen.steady_peak_bytes + absent_bytes,
+        measured_recording_peak_bytes=seen.recording_peak_bytes + absent_bytes,
         predicted_baseline_seconds=plan.baseline_seconds,
         predicted_seconds=plan.predicted_seconds,
-        measured_baseline_seconds=baseline.median_seconds,
-        measured_baseline_spread_seconds=baseline.spread_seconds,
-        measured_seconds=ours.median_seconds,
-        measured_spread_seconds=ours.spread_seconds,
-        regions=outcomes,
-        notes=_notes(plan, absent_bytes),
+        measured_baseline_seconds=seen.baseline.median_seconds,
+        measured_baseline_spread_seconds=seen.baseline.spread_seconds,
+        measured_seconds=seen.ours.median_seconds,
+        measured_spread_seconds=seen.ours.spread_seconds,
+        regions=seen.outcomes,
+        notes=_notes(step, plan, absent_bytes),
     )
 
 
@@ -136,12 +174,18 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _notes(plan: Plan, absent_bytes: int) -> tuple[str, ...]:
+def _notes(step: TrainingStep, plan: Plan, absent_bytes: int) -> tuple[str, ...]:
     notes = []
     if absent_bytes:
         notes.append(
-            f"measured peaks include {format_bytes(absent_bytes)} of optimizer state, which the optimizer makes in its "
-            "first step"
+            f"measured peaks include {format_bytes(absent_bytes)} of optimizer state, which the plan counts and the "
+            "optimizer makes in its first step"
+        )
+    unplanned_bytes = step.optimizer_bytes() - plan.classes.get(Category.OPTIMIZER_STATE, 0)
+    if unplanned_bytes > _STATE_NOISE * step.optimizer_bytes():
+        notes.append(
+            f"measured peaks include {format_bytes(unplanned_bytes)} of optimizer state that the plan does not count: "
+            "it was made without optimizer=, or for another one"
         )
     if Phase.OPTIMIZER in plan.peak.moment:
         notes.append(
