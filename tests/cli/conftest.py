@@ -26,6 +26,10 @@ def broken():
     raise OSError("the data set is gone")
 
 
+def leaves():
+    raise SystemExit(3)
+
+
 number = 3
 """
 

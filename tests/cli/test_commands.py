@@ -183,10 +183,12 @@ def test_the_working_directory_is_importable_only_while_it_is_needed(
     assert sys.path == before
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny", "vit-tiny"])
-def test_a_catalogue_model_trains(name: str, runner: CliRunner, pipeline: FakePipeline):
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("llama-tiny", ["--seq", "16"]), ("gpt2-tiny", ["--seq", "16"]), ("vit-tiny", [])]
+)
+def test_a_catalogue_model_trains(name: str, sizes: list[str], runner: CliRunner, pipeline: FakePipeline):
     pytest.importorskip("transformers")
-    result = runner.invoke(app, ["plan", name, "--batch", "2", "--seq", "16"])
+    result = runner.invoke(app, ["plan", name, "--batch", "2", *sizes])
     assert result.exit_code == 0, result.output
     given = pipeline.calls[0][1]
     assert given["model"](**given["batch"]).loss.isfinite()
@@ -211,6 +213,34 @@ def test_a_configuration_file_builds_its_architecture(runner: CliRunner, pipelin
         assert result.exit_code == 0, result.output
     assert type(pipeline.calls[0][1]["model"]).__name__ == "GPT2LMHeadModel"
     assert pipeline.calls[0][1]["batch"]["input_ids"].shape == (1, 16)
+
+
+def test_a_small_configuration_gets_a_batch_that_fits_it(runner: CliRunner, pipeline: FakePipeline, tmp_path: Path):
+    pytest.importorskip("transformers")
+    fields = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert runner.invoke(app, ["plan", str(tmp_path)]).exit_code == 0
+    assert pipeline.calls[0][1]["batch"]["input_ids"].shape == (1, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["sample_target:step", "--batch", "4"], "--batch would have no effect on sample_target:step."),
+        (["sample_target:step", "--seq", "4", "--device", "cuda"], "--seq and --device would have no effect"),
+        (["vit-tiny", "--seq", "4"], "--seq would have no effect on ViTForImageClassification."),
+        (["llama-tiny", "--device", "abacus"], "There is no device 'abacus' here."),
+        (["sample_target:leaves"], "sample_target:leaves failed."),
+    ],
+)
+def test_an_option_without_effect_is_refused_not_ignored(
+    arguments: list[str], found: str, runner: CliRunner, pipeline: FakePipeline, target: str
+):
+    pytest.importorskip("transformers")
+    result = runner.invoke(app, ["plan", *arguments])
+    assert result.exit_code == 2
+    assert found in result.stderr
+    assert not pipeline.calls
 
 
 def test_missing_transformers_is_said_clearly(

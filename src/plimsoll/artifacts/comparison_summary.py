@@ -6,7 +6,7 @@ from plimsoll.artifacts.columns import align
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.units import format_bytes, format_seconds
 
-COMPARISON_HEADER = ("strategy", "status", "predicted peak", "measured peak", "step time ×", "gradients", "note")
+COMPARISON_HEADER = ("strategy", "status", "predicted peak", "measured peak", "step time ×", "gradients")
 
 
 def summarise_comparison(comparison: Comparison) -> str:
@@ -15,7 +15,7 @@ def summarise_comparison(comparison: Comparison) -> str:
     lines.append(f"  {describe_baseline(comparison)}")
     lines.append("")
     lines += align([list(COMPARISON_HEADER), *(comparison_cells(row) for row in comparison.rows)], right=[2, 3, 4])
-    lines += [f"\nNote: {note}" for note in comparison.notes]
+    lines += [f"\nNote: {note}" for note in comparison_notes(comparison)]
     return "\n".join(lines)
 
 
@@ -37,8 +37,12 @@ def comparison_cells(row: ComparisonRow) -> list[str]:
         measured,
         describe_ratio(row),
         equal,
-        row.note,
     ]
+
+
+def comparison_notes(comparison: Comparison) -> list[str]:
+    """What there is to say about single strategies, and about all."""
+    return [*(f"{row.strategy}: {row.note}" for row in comparison.rows if row.note), *comparison.notes]
 
 
 def describe_ratio(row: ComparisonRow) -> str:

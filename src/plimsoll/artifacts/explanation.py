@@ -5,15 +5,16 @@ from __future__ import annotations
 from plimsoll.artifacts.columns import align
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.grouping import RegionGroup, group_regions
+from plimsoll.artifacts.holder_summary import holder_rows
 from plimsoll.artifacts.plan import Plan, ValueDecision
-from plimsoll.artifacts.summary import describe_price, holder_rows
+from plimsoll.artifacts.summary import describe_price
 from plimsoll.units import MIB, format_bytes, format_seconds, format_share
 
 
 def explain_plan(plan: Plan) -> str:
     """Why each value is kept or recomputed, what more memory would buy, what holds the peak before and after."""
     lines = [f"Why the plan {plan.strategy!r} for {plan.model} decides as it does", ""]
-    lines.append(f"Price of memory: {describe_price(plan)}.")
+    lines.append(f"What memory is worth here: {describe_price(plan)}.")
     lines += _peaks(plan)
     for group in group_regions(plan.regions):
         lines += ["", *_group(group)]
@@ -38,7 +39,7 @@ def _peaks(plan: Plan) -> list[str]:
     lines: list[str] = []
     for title, peak in (("Without a plan", plan.baseline_peak), ("With this plan", plan.peak)):
         lines += ["", f"{title} the peak is {format_bytes(peak.bytes)}, {peak.moment}"]
-        lines += align(holder_rows(peak), right=[1])
+        lines += align(holder_rows(plan, peak), right=[1])
     if plan.predicted_peak_bytes >= plan.baseline_peak_bytes and any(not r.is_untouched for r in plan.regions):
         lines.append(
             "  The plan lowers what is held after forward, but not the peak: it lies where no decision reaches."
@@ -60,6 +61,8 @@ def _group(group: RegionGroup) -> list[str]:
 
 def _value(decision: ValueDecision) -> list[str]:
     reason = decision.reason
-    if not reason and decision.decision is Decision.RECOMPUTE and decision.bytes:
+    if decision.decision is Decision.RECOMPUTE and not decision.seconds:
+        reason = "recompute costs nothing more: it is made on the way to another value"
+    elif not reason and decision.decision is Decision.RECOMPUTE and decision.bytes:
         reason = f"recompute costs {format_seconds(decision.seconds * MIB / decision.bytes)}/MiB"
     return [str(decision.decision), decision.value, format_bytes(decision.bytes), reason]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 from plimsoll.artifacts.columns import align
+from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.grouping import compress_names, name_call
 from plimsoll.artifacts.receipt import Mismatch, Receipt
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 _SHOWN = 5
+_WHY = {str(Engine.UNTOUCHED): "the plan keeps everything"}
 
 
 def summarise_receipt(receipt: Receipt) -> str:
@@ -56,7 +58,7 @@ def receipt_figures(receipt: Receipt) -> tuple[tuple[str, str], ...]:
                 receipt.measured_baseline_spread_seconds,
             ),
         ),
-        ("droppable", f"{receipt.droppable_share:.0%} of the regions' activations replay bit for bit"),
+        ("droppable", describe_droppable(receipt)),
         ("versions", ", ".join(f"{name} {version}" for name, version in sorted(receipt.versions.items()))),
     ]
     return tuple(rows)
@@ -77,6 +79,13 @@ def describe_losses(receipt: Receipt) -> str:
     return f"differ from step {first + 1} on"
 
 
+def describe_droppable(receipt: Receipt) -> str:
+    """How much of what managed regions save could be dropped; regions that nobody touched were not looked at."""
+    if not any(region.activation_bytes for region in receipt.regions):
+        return "not measured: no region is managed by recipes"
+    return f"{receipt.droppable_share:.0%} of the managed regions' activations replay bit for bit"
+
+
 def mismatch_row(mismatch: Mismatch) -> list[str]:
     """One unequal tensor: name, difference, what the unmanaged model itself shows."""
     absolute = _difference(mismatch.max_absolute_difference)
@@ -94,7 +103,7 @@ def engine_rows(receipt: Receipt) -> list[list[str]]:
         groups.setdefault(key, []).append(name_call(region.name, region.call))
         dropped[key] += region.dropped_bytes
     return [
-        [engine, compress_names(names), _dropped(dropped[engine, reason]), reason]
+        [engine, compress_names(names), _dropped(dropped[engine, reason]), reason or _WHY.get(engine, "")]
         for (engine, reason), names in groups.items()
     ]
 

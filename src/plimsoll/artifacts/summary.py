@@ -5,10 +5,9 @@ from __future__ import annotations
 from plimsoll.artifacts.columns import align
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.grouping import RegionGroup, group_regions
-from plimsoll.artifacts.plan import Peak, Plan
+from plimsoll.artifacts.holder_summary import holder_rows
+from plimsoll.artifacts.plan import Plan
 from plimsoll.units import GIB, MIB, format_bytes, format_seconds, format_share
-
-_HOLDERS_SHOWN = 5
 
 
 def summarise_plan(plan: Plan) -> str:
@@ -18,7 +17,7 @@ def summarise_plan(plan: Plan) -> str:
     lines += ["", "At the peak"]
     lines += align(class_rows(plan), right=[1, 2])
     lines += ["", f"Who holds it ({plan.peak.moment})"]
-    lines += align(holder_rows(plan.peak), right=[1])
+    lines += align(holder_rows(plan, plan.peak), right=[1])
     if plan.regions:
         lines += ["", "Decisions"]
         lines += align([decision_row(group) for group in group_regions(plan.regions)])
@@ -56,8 +55,10 @@ def describe_price(plan: Plan) -> str:
     """What memory is worth here, and what one more GiB would buy."""
     if plan.price_seconds_per_byte <= 0:
         return "nothing: more memory would not make this step faster"
-    gain = format_seconds(gib_gain_seconds(plan))
-    return f"{format_seconds(plan.price_seconds_per_byte * MIB)} per MiB: one more GiB would save {gain} a step"
+    price = f"{format_seconds(plan.price_seconds_per_byte * MIB)} per MiB"
+    if plan.strategy != "auto":
+        return f"{price} to the strategy auto at this peak; {plan.strategy} has no use for more"
+    return f"{price}: one more GiB would save {format_seconds(gib_gain_seconds(plan))} a step"
 
 
 def gib_gain_seconds(plan: Plan) -> float:
@@ -74,16 +75,6 @@ def class_rows(plan: Plan) -> list[list[str]]:
         for name, bytes_ in sorted(plan.classes.items(), key=lambda item: -item[1])
         if bytes_
     ]
-
-
-def holder_rows(peak: Peak) -> list[list[str]]:
-    """The largest holders of a peak, the rest summed: label, bytes."""
-    shown = peak.holders[:_HOLDERS_SHOWN]
-    rows = [[holder.label, format_bytes(holder.bytes)] for holder in shown]
-    rest_bytes = sum(holder.bytes for holder in peak.holders[_HOLDERS_SHOWN:])
-    if rest_bytes:
-        rows.append([f"{len(peak.holders) - len(shown)} others", format_bytes(rest_bytes)])
-    return rows
 
 
 def decision_row(group: RegionGroup) -> list[str]:

@@ -60,6 +60,8 @@ def build(fields: dict[str, Any], architecture: str, options: TargetOptions, bat
 
     transformers = _import_transformers()
     quiet_transformers()
+    if not options.is_meta:
+        _refuse_absent(options.device)
     model_type = fields["model_type"]
     try:
         config = transformers.AutoConfig.for_model(**fields)
@@ -70,11 +72,25 @@ def build(fields: dict[str, Any], architecture: str, options: TargetOptions, bat
     except Exception as error:  # transformers raises whatever its configurations run into
         raise InvalidTarget(
             f"transformers {transformers.__version__} cannot build {architecture or model_type!r}.",
-            why=f"{type(error).__name__}: {error}",
+            why=f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}",
             next="check the configuration, or write a function and give package.module:function",
         ) from error
     model.train()
     return Target(model=model, batch=_make_batch(model, options, options.batch or batch, options.sequence or sequence))
+
+
+def _refuse_absent(device: str) -> None:
+    """Refuse a device that torch cannot allocate on here."""
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:  # torch raises AssertionError, RuntimeError or NotImplementedError, by kind of device
+        raise InvalidTarget(
+            f"There is no device {device!r} here.",
+            why=f"torch {torch.__version__} says: {str(error).strip().split(chr(10))[0]}",
+            next="leave --device out for the CPU, or plan for a device that is not here with --device-profile",
+        ) from error
 
 
 def _make_model(transformers: ModuleType, config: Any, architecture: str) -> torch.nn.Module:
@@ -92,6 +108,8 @@ def _make_batch(model: torch.nn.Module, options: TargetOptions, batch: int, sequ
 
     config: Any = model.config
     known = config.to_dict()
+    if options.sequence is None:  # what is too long for a small configuration is not what anybody asked for
+        sequence = min(sequence, getattr(config, "max_position_embeddings", sequence))
     random = torch.Generator().manual_seed(_SEED)
     if "vocab_size" in known:
         tokens = torch.randint(known["vocab_size"], (batch, sequence), generator=random).to(options.device)
@@ -100,6 +118,12 @@ def _make_batch(model: torch.nn.Module, options: TargetOptions, batch: int, sequ
             labels = torch.zeros(batch, dtype=torch.long, device=options.device)
         return {"input_ids": tokens, "labels": labels}
     if "image_size" in known and "ImageClassification" in type(model).__name__:
+        if options.sequence is not None:
+            raise InvalidTarget(
+                f"--seq would have no effect on {type(model).__name__}.",
+                why="its batch is images, whose size the configuration decides",
+                next="leave it out, or change image_size in the configuration",
+            )
         shape = (batch, known.get("num_channels", 3), known["image_size"], known["image_size"])
         pixels = torch.rand(shape, generator=random).to(options.device)
         labels = torch.randint(config.num_labels, (batch,), generator=random).to(options.device)

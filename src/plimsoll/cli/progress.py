@@ -47,7 +47,7 @@ def _line_reporter(console: Console) -> Report:
     def report(stage: str, share: float) -> None:
         nonlocal last_seconds
         now_seconds = time.monotonic()
-        if now_seconds - last_seconds >= _QUIET_SECONDS:
+        if share < 1.0 and now_seconds - last_seconds >= _QUIET_SECONDS:
             last_seconds = now_seconds
             console.print(f"{stage}: {share:.0%}", highlight=False, markup=False)
 

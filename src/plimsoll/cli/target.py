@@ -17,19 +17,20 @@ from plimsoll.errors import InvalidTarget
 if TYPE_CHECKING:
     import torch
 
+_HERE = "cpu"
 _FORMS = "package.module:function, a Hugging Face config.json, or a name from the catalogue"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """How a target from a configuration is built; a function decides for itself and ignores them.
+    """How a target from a configuration is built; a function decides for itself.
 
     With ``is_meta`` the model's parameters take no memory: enough to plan for a device that is not here.
     """
 
     batch: int | None = None
     sequence: int | None = None
-    device: str = "cpu"
+    device: str = _HERE
     is_meta: bool = False
 
 
@@ -62,12 +63,32 @@ def load_target(text: str, options: TargetOptions) -> Target:
     if path.suffix == ".json" or path.is_dir():
         return hugging_face.build_from_file(path / "config.json" if path.is_dir() else path, options)
     if ":" in text:
+        _refuse_sizes(text, options)
         return _load_function(text)
     raise InvalidTarget(
         f"{text!r} is no target.",
         why=f"a target is {_FORMS}",
         next=f"the catalogue has {', '.join(CATALOGUE)}",
     )
+
+
+def _refuse_sizes(text: str, options: TargetOptions) -> None:
+    """A function decides about its batch and its place; what would be ignored is refused."""
+    ignored = [
+        name
+        for name, is_given in (
+            ("--batch", options.batch is not None),
+            ("--seq", options.sequence is not None),
+            ("--device", options.device != _HERE),
+        )
+        if is_given
+    ]
+    if ignored:
+        raise InvalidTarget(
+            f"{' and '.join(ignored)} would have no effect on {text}.",
+            why="the function itself decides about its batch and its device; these options are for configurations",
+            next=f"leave {'it' if len(ignored) == 1 else 'them'} out, and set sizes and device inside the function",
+        )
 
 
 def _load_function(text: str) -> Target:
@@ -82,7 +103,10 @@ def _load_function(text: str) -> Target:
         function = _find_function(text, module_name, function_name)
         try:
             made = function()
-        except Exception as error:  # user code may raise anything; whatever it was belongs into the message
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # user code may raise anything; whatever it was belongs into the message
             raise InvalidTarget(
                 f"{text} failed.",
                 why=f"{type(error).__name__}: {error}",
@@ -94,7 +118,7 @@ def _load_function(text: str) -> Target:
 def _find_function(text: str, module_name: str, function_name: str) -> Callable[[], object]:
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # an import runs user code
+    except (Exception, SystemExit) as error:  # an import runs user code
         raise InvalidTarget(
             f"{module_name} does not import.",
             why=f"{type(error).__name__}: {error}",

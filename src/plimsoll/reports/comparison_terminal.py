@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from plimsoll.artifacts.comparison import Comparison
-from plimsoll.artifacts.comparison_summary import COMPARISON_HEADER, comparison_cells, describe_baseline
+from plimsoll.artifacts.comparison_summary import (
+    COMPARISON_HEADER,
+    comparison_cells,
+    comparison_notes,
+    describe_baseline,
+)
 
 _NUMBERS = ("predicted peak", "measured peak", "step time ×")
 
@@ -17,12 +22,14 @@ def render_comparison(comparison: Comparison) -> RenderableType:
     title = f"Strategies on {comparison.model}, {comparison.device}, {comparison.steps} steps each"
     table = Table(box=None, header_style="dim")
     for column in COMPARISON_HEADER:
-        table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
+        is_narrow = column != "strategy"
+        justify: JustifyMethod = "right" if column in _NUMBERS else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=is_narrow)
     for row in comparison.rows:
         cells = [Text(cell) for cell in comparison_cells(row)]
         if row.is_bit_equal is False:
             cells[COMPARISON_HEADER.index("gradients")] = Text("DIFFER", style="bold red")
         table.add_row(*cells)
     parts: list[RenderableType] = [Text(title, style="bold"), Text(f"  {describe_baseline(comparison)}"), Text(), table]
-    parts += [Text(f"\nNote: {note}") for note in comparison.notes]
+    parts += [Text(f"\nNote: {note}") for note in comparison_notes(comparison)]
     return Group(*parts)

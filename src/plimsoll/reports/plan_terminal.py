@@ -9,8 +9,9 @@ from rich.text import Text
 
 from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.grouping import group_regions
+from plimsoll.artifacts.holder_summary import holder_rows
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.summary import decision_row, holder_rows, plan_figures
+from plimsoll.artifacts.summary import decision_row, plan_figures
 from plimsoll.reports.timeline import Timeline, draw_bar
 from plimsoll.units import format_bytes
 
@@ -79,7 +80,7 @@ def render_holders(plan: Plan) -> Table:
     table = Table(box=None, show_header=False)
     table.add_column(overflow="fold")
     table.add_column(justify="right", no_wrap=True)
-    for label, size in holder_rows(plan.peak):
+    for label, size in holder_rows(plan, plan.peak):
         table.add_row(Text(f" {label}"), size)
     return table
 

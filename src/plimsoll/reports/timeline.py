@@ -16,6 +16,8 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _LABEL_WIDTH = 10
 _BUDGET = " budget"
 _MOST_COLUMNS = 96
+_MOST_ROOM = 2.0
+"""A budget that is more than so many times the peak is not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +39,21 @@ def draw_timeline(
 
     Args:
         points: the timeline of a plan, in order.
-        budget_bytes: drawn as a dashed line where it lies within the picture.
+        budget_bytes: drawn as a dashed line, unless it lies far above the bars.
         width: columns of bars.
         height: rows of bars.
 
     Example:
         >>> draw_timeline([TimelinePoint(tick=0, moment="forward", bytes=8, by_category={})], width=1, height=1).plain
-        '       8 B █\n           ▲ peak 8 B, forward'
+        '       8 B █\n           ▲\n           peak 8 B, forward'
     """
     if not points:
         return Text("no timeline was recorded")
     columns = [max(part, key=lambda point: point.bytes) for part in _split(points, min(width, len(points)))]
-    top_bytes = max(max(point.bytes for point in columns), budget_bytes or 0, 1)
+    highest_bytes = max(point.bytes for point in columns)
+    if budget_bytes is not None and budget_bytes > _MOST_ROOM * highest_bytes:
+        budget_bytes = None  # far above: a line for it would leave no room for the bars
+    top_bytes = max(highest_bytes, budget_bytes or 0, 1)
     picture = Text()
     for row in range(height - 1, -1, -1):
         _draw_row(picture, columns, row=row, row_bytes=top_bytes / height, budget_bytes=budget_bytes)

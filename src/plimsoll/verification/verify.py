@@ -168,7 +168,7 @@ def _receipt(
 
 def versions() -> dict[str, str]:
     """What the figures were measured with."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
+    found = {"python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine()}
     if torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
     return found
