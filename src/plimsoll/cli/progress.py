@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -27,6 +29,28 @@ def show_progress(console: Console) -> Iterator[Report]:
         >>> with show_progress(Console(stderr=True)) as report:
         ...     report("tracing", 0.5)
     """
+    with _solver_output_on_stderr():
+        yield from _show(console)
+
+
+@contextlib.contextmanager
+def _solver_output_on_stderr() -> Iterator[None]:
+    """Libraries in C++ print to the process's stdout, where results go; send them to its stderr."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # no stdout at all
+        yield
+        return
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _show(console: Console) -> Iterator[Report]:
     if not console.is_terminal:
         yield _line_reporter(console)
         return

@@ -25,7 +25,7 @@ from plimsoll.errors import BudgetBelowFloor, InvalidLoss
 from plimsoll.pipeline.budgets import resolve_budget
 from plimsoll.pipeline.calibration import MeasuredStep, OptimizerWatch, planned_state_bytes, unseen_bytes
 from plimsoll.pipeline.plans import trace_and_cost
-from plimsoll.pipeline.request import as_patterns, check_model
+from plimsoll.pipeline.request import as_patterns, check_model, is_profiled
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.recording.calling import call_tensors, output_tensors
 from plimsoll.runtime.apply import Handle, apply_plan
@@ -138,6 +138,11 @@ class Attachment:
         """Trace this very call, and let it run at the lowest peak, measured."""
         if self._handle is not None:
             self._handle.remove()
+        if is_profiled():
+            warnings.warn(
+                "plimsoll: this training call is traced, which takes torch's profiler: yours records nothing of it",
+                stacklevel=5,
+            )
         self._is_tracing = True
         try:
             trace, costs = trace_and_cost(

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.measuring.memory import PeakMeter, storage_bytes
+from plimsoll.pipeline.request import is_profiled
 
 _BEFORE_OPTIMIZER = "start"
 _OPTIMIZER = "optimizer"
@@ -83,7 +84,7 @@ class MeasuredStep:
         self.static_bytes = storage_bytes([*self._parameters, *model.buffers(), *gradients, *batch], self._device)
         self.has_failed = False
         self._meter: PeakMeter | None = None
-        if not _is_profiled():
+        if not is_profiled():
             self._meter = PeakMeter(self._device)
             self._meter.__enter__()
 
@@ -97,7 +98,7 @@ class MeasuredStep:
         meter = self._meter
         if meter is None:
             return False
-        if self._device.type == "cpu" and (_is_profiled() or not torch._C._autograd._profiler_enabled()):
+        if self._device.type == "cpu" and (is_profiled() or not torch._C._autograd._profiler_enabled()):
             self._meter = None  # somebody else's profiler has taken over; stopping ours would stop theirs
             return False
         meter.__exit__(None, None, None)
@@ -159,8 +160,3 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     tensors = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
     devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
     return sum(storage_bytes(tensors, device) for device in {device.type for device in devices})
-
-
-def _is_profiled() -> bool:
-    """Whether a profiler of the user runs (ours does not raise this flag)."""
-    return bool(torch.autograd.profiler._is_profiler_enabled)

@@ -23,6 +23,7 @@ from plimsoll.pipeline.request import (
     check_model,
     check_plan,
     explained_loss,
+    refuse_profiler,
     split_detached,
 )
 from plimsoll.pipeline.side_by_side import BASELINE, SideBySide, measure_side_by_side
@@ -74,8 +75,7 @@ def verify(
         >>> receipt.verdict  # doctest: +SKIP
         <Verdict.VERIFIED: 'VERIFIED'>
     """
-    check_model(model, optimizer)
-    _refuse_without_memory(model)
+    _check_measurable(model, optimizer)
     check_plan(plan)
     refuse_other_model(model, plan)
     args, kwargs = split_detached(batch)
@@ -119,8 +119,7 @@ def compare(
         InvalidStrategy: no such strategy. Others as for ``plimsoll.plan``.
     """
     report = progress or (lambda stage, share: None)
-    check_model(model, optimizer)
-    _refuse_without_memory(model)
+    _check_measurable(model, optimizer)
     read_budget(budget)
     loss, steps = explained_loss(loss), max(1, steps)
     traced, plans = _plan_all(
@@ -172,7 +171,9 @@ def _plan_all(
     return traced, plans
 
 
-def _refuse_without_memory(model: nn.Module) -> None:
+def _check_measurable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    check_model(model, optimizer)
+    refuse_profiler(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InvalidModel(
             f"{type(model).__name__} is on the meta device.",

@@ -26,6 +26,7 @@ from plimsoll.pipeline.request import (
     check_plan,
     detached,
     explained_loss,
+    refuse_profiler,
     split_detached,
 )
 from plimsoll.planning.solve import Planner, solve
@@ -85,6 +86,7 @@ def plan(
     """
     report = progress or (lambda stage, share: None)
     check_model(model, optimizer)
+    refuse_profiler(model)
     read_budget(budget)
     job = _Job(model, batch, explained_loss(loss), optimizer, report)
     made = job.plan(budget, strategy, as_patterns(regions), device_profile)

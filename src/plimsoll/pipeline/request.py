@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.errors import InvalidLoss, InvalidModel, InvalidRegions, PlanNotUsable, PlimsollError
+from plimsoll.errors import InvalidLoss, InvalidModel, InvalidRegions, PlanNotUsable, PlimsollError, TracingFailed
 from plimsoll.recording.calling import Loss, split_batch
 from plimsoll.runtime.region import ManagedRegion
 
@@ -52,6 +52,25 @@ def check_model(model: object, optimizer: object = None) -> None:
             f"optimizer= is a {type(optimizer).__name__}, which is no torch.optim.Optimizer.",
             why="its state and the memory of its step are found by running it",
             next="pass the optimizer itself, or leave it out to budget forward, backward and gradients",
+        )
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of the user runs (our own meters do not raise this flag)."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def refuse_profiler(model: nn.Module) -> None:
+    """Refuse to measure memory while a profiler runs: on a CPU that takes torch's profiler, and there is only one.
+
+    Raises:
+        TracingFailed: a profiler runs, and the model is on a CPU.
+    """
+    if is_profiled() and any(parameter.device.type == "cpu" for parameter in model.parameters()):
+        raise TracingFailed(
+            "A profiler is running.",
+            why="on a CPU memory is measured with torch's profiler, of which there is one: yours would lose its records",
+            next="call Plimsoll before the profiler starts; training under a plan can be profiled",
         )
 
 

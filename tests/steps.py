@@ -1,0 +1,128 @@
+"""Tiny models with a batch and a loss: what tests of the whole path plan, run and measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+Step = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]
+
+
+class Block(nn.Module):
+    """A residual MLP with dropout and a norm."""
+
+    def __init__(self, width: int = 32, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    """Blocks one after the other."""
+
+    def __init__(self, count: int = 3, width: int = 32) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class CheckpointedStack(Stack):
+    """The same with every block checkpointed by hand, where ``is_on``."""
+
+    is_on = True
+    is_reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.is_reentrant) if self.is_on else block(x)
+        return x
+
+
+class ConvBlock(nn.Module):
+    """A residual pair of convolutions with batch norm."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.first_norm = nn.BatchNorm2d(channels)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.second_norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.first_norm(self.first(x)))
+        return torch.relu(x + self.second_norm(self.second(y)))
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    """A loss that weighs every element differently."""
+    return output.square().mean()
+
+
+def stack(rows: int = 48) -> Step:
+    torch.manual_seed(0)
+    return Stack(), torch.randn(rows, 32), mean_square
+
+
+def conv_net() -> Step:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(ConvBlock(16) for _ in range(3)))
+    return model, torch.randn(4, 3, 16, 16), mean_square
+
+
+def llama() -> Step:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=172,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).train(), _text(128), None
+
+
+def gpt2() -> Step:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=128, n_positions=64, use_cache=False)
+    return transformers.GPT2LMHeadModel(config).train(), _text(128), None
+
+
+def vit() -> Step:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=128,
+        image_size=32,
+        patch_size=4,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+    )
+    batch = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(0, 2, (4,))}
+    return transformers.ViTForImageClassification(config).train(), batch, None
+
+
+def _text(vocabulary: int) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, vocabulary, (2, 64))
+    return {"input_ids": tokens, "labels": tokens}
