@@ -16,6 +16,7 @@ depth. The step's own seconds are in the objective, so gaps are relative to the 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +38,11 @@ Floats = npt.NDArray[np.float64]
 FINE_GAP = 1e-4
 COARSE_GAP = 3e-3
 EXACT_GAP = 0.0
-_OPTIMAL, _LIMIT, _INFEASIBLE = 0, 1, 2
+CLOSE_GAP = 2e-3
+"""Equal blocks make a program symmetric, and closing its last thousandth can take minutes: a solution this close ends the
+search when ``MOST_NODES`` are spent."""
+MOST_NODES = 400
+_OPTIMAL, _LIMIT, _INFEASIBLE, _NODES_SPENT = 0, 1, 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,7 @@ class ChoiceProblem:
         slack_seconds = (rounded_seconds - relaxed.seconds) * (1 + 1e-6) + 1e-9 * self.step_seconds
         bounds.ub[: self.columns][relaxed.reduced_seconds > slack_seconds] = 0.0
         aim = np.concatenate([self.seconds / self.step_seconds, np.zeros(len(self.windows.spans)), [1.0]])
-        selection = self._solve(aim, bounds, [], gap_of_step)
+        selection = self._search(aim, bounds, gap_of_step, relaxed.seconds)
         if selection.effects is None and rounded is not None:
             return Selection(rounded, relaxed.seconds, selection.is_finished)
         lower_seconds = max((selection.lower_value - 1.0) * self.step_seconds, relaxed.seconds)
@@ -179,7 +184,28 @@ class ChoiceProblem:
         shape = (regions + windows, self.columns + windows + 1)
         return coo_array((np.concatenate(data), (np.concatenate(rows), np.concatenate(columns))), shape=shape).tocsr()
 
-    def _solve(self, aim: Floats, bounds: Bounds, more: list[LinearConstraint], gap_of_step: float) -> Selection:
+    def _search(self, aim: Floats, bounds: Bounds, gap_of_step: float, relaxed_seconds: float) -> Selection:
+        """Branch over a few nodes; go on to the deadline only while what was found is not close to the bound."""
+        if gap_of_step == EXACT_GAP:
+            return self._solve(aim, bounds, [], gap_of_step)
+        selection = self._solve(aim, bounds, [], gap_of_step, MOST_NODES)
+        if selection.is_finished:
+            return selection
+        if selection.effects is not None:
+            lower_seconds = max((selection.lower_value - 1.0) * self.step_seconds, relaxed_seconds)
+            found_seconds = sum(effect.seconds for effect in selection.effects)
+            if found_seconds - lower_seconds <= CLOSE_GAP * self.step_seconds:
+                return Selection(selection.effects, selection.lower_value, is_finished=True)
+        return self._solve(aim, bounds, [], max(gap_of_step, CLOSE_GAP))
+
+    def _solve(
+        self,
+        aim: Floats,
+        bounds: Bounds,
+        more: list[LinearConstraint],
+        gap_of_step: float,
+        most_nodes: int | None = None,
+    ) -> Selection:
         if np.any(bounds.ub < bounds.lb):
             return Selection(effects=None, lower_value=np.inf, is_finished=True)
         right = self._right_side()
@@ -188,14 +214,18 @@ class ChoiceProblem:
             integrality=np.concatenate([np.ones(self.columns), np.zeros(len(aim) - self.columns)]),
             bounds=bounds,
             constraints=[LinearConstraint(self.matrix, right, right), *more],
-            options={"mip_rel_gap": gap_of_step, "time_limit": max(self.deadline - time.monotonic(), 0.1)},
+            options={
+                "mip_rel_gap": gap_of_step,
+                "time_limit": max(self.deadline - time.monotonic(), 0.1),
+                "node_limit": most_nodes or sys.maxsize >> 32,
+            },
         )
         return self._read(result)
 
     def _read(self, result: Any) -> Selection:
-        assert result.status in (_OPTIMAL, _LIMIT, _INFEASIBLE), f"HiGHS: {result.message}"
+        assert result.status in (_OPTIMAL, _LIMIT, _INFEASIBLE, _NODES_SPENT), f"HiGHS: {result.message}"
         if result.x is None:
-            return Selection(effects=None, lower_value=np.inf, is_finished=result.status != _LIMIT)
+            return Selection(effects=None, lower_value=np.inf, is_finished=result.status == _INFEASIBLE)
         taken = []
         first = 0
         for effects in self.effects:
