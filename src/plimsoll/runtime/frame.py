@@ -78,7 +78,7 @@ class Frame:
         assert frame is not None
         if frame.program is None or cell.index < len(frame.tensors):
             return frame.tensors[cell.index]
-        value = frame.replay(cell.index, cell.leaves)
+        value: torch.Tensor = frame.replay(cell.index, cell.leaves)
         if frame._seen is not None:
             frame._observe(cell.index)
         if cell.sample is not None:
