@@ -162,7 +162,7 @@ class OpRecorder(TorchDispatchMode):
         if signature is None:
             signature = self._signatures[func] = read_schema(func)
         if signature.is_view:
-            for tensor in _flat_tensors(args):
+            for tensor in flat_tensors(args):
                 self._known(tensor)
             return func(*args, **kwargs)
         if signature.is_value_read:
@@ -218,10 +218,10 @@ class OpRecorder(TorchDispatchMode):
         self, op: RecordedOp, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
     ) -> None:
         occurrence_key = (op.module, op.name)
-        outputs = _flat_tensors(out)
+        outputs = flat_tensors(out)
         written = [args[i] for i in signature.written_positions if i < len(args)]
         written += [kwargs[name] for name in signature.written_names if name in kwargs]
-        written_storages = {self.table.add(t) for t in _flat_tensors(written) if is_plain(t)}.union(op.undeclared)
+        written_storages = {self.table.add(t) for t in flat_tensors(written) if is_plain(t)}.union(op.undeclared)
         fresh = [t for t in outputs if is_plain(t) and self.table.find(t) < 0]
         if not written_storages and not fresh and all(is_plain(t) for t in outputs) and outputs:
             return
@@ -282,9 +282,9 @@ class OpRecorder(TorchDispatchMode):
         return value.id
 
 
-def _flat_tensors(tree: Any) -> list[torch.Tensor]:
+def flat_tensors(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, list | tuple):
-        return [tensor for item in tree for tensor in _flat_tensors(item)]
+        return [tensor for item in tree for tensor in flat_tensors(item)]
     return []

@@ -169,6 +169,9 @@ class Frame:
         assert self.program is not None
         device_type = self.program.device_type
         with torch._C._AutoDispatchBelowAutograd():
+            if torch.is_grad_enabled():  # a backward that makes a graph: the ops were verified without
+                with torch.no_grad():
+                    return self._run(segment, leaves, env)
             if not torch.is_autocast_enabled(device_type):
                 return segment(env, leaves, self._bound, self.states, self._versions)
             with torch.autocast(device_type, enabled=False):

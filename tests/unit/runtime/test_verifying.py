@@ -25,6 +25,7 @@ def library():
     lib.define("once(Tensor x) -> Tensor")
     lib.define("leftovers(Tensor x) -> Tensor")
     lib.define("alias(Tensor x) -> Tensor")
+    lib.define("with_workspace(Tensor x) -> (Tensor, Tensor, Tensor)")
 
     def undeclared(x, y):
         result = x * y
@@ -52,6 +53,7 @@ def library():
         "once": once,
         "leftovers": leftovers,
         "alias": lambda x: x,
+        "with_workspace": lambda x: (x.exp(), torch.full((64,), next(CALLS), dtype=torch.uint8), torch.tensor(1)),
     }.items():
         lib.impl(name, function, "CPU")
     yield torch.ops.plimsolltest
@@ -120,6 +122,23 @@ def test_an_op_that_writes_to_memory_of_the_region_without_declaring_it_makes_a_
 def test_a_nondeterministic_op_is_never_repeated_and_the_obstacle_says_why(library):
     recorder = record(lambda x: library.restless(x).exp(), torch.randn(4))
     assert "other bits" in obstacles(recorder)["plimsolltest.restless"]
+
+
+def test_outputs_that_an_op_leaves_unset_are_never_rebuilt_but_its_others_are(library):
+    def uses(x):
+        made, workspace, seed = library.with_workspace(x)
+        return made.sin(), workspace + 1, seed * 2
+
+    recorder = record(uses, torch.randn(64))
+    by_name = {op.name: op for op in recorder.ops}
+    op = by_name["plimsolltest.with_workspace"]
+    assert op.obstacle == ""
+    made, workspace, seed = (ref.value for ref in op.outputs)
+    assert made not in recorder.not_rebuildable
+    assert workspace in recorder.not_rebuildable
+    assert seed not in recorder.not_rebuildable
+    assert by_name["sin"].obstacle == by_name["mul"].obstacle == ""
+    assert by_name["add"].obstacle == "reads memory that was not wholly written"
 
 
 def test_an_op_that_draws_without_saying_so_moves_the_generator_once(library):

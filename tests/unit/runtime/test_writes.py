@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 
 import pytest
 import torch
@@ -354,5 +355,11 @@ def test_memory_written_behind_pytorch_is_never_rebuilt():
         noise.data.copy_(x.detach().exp())
         return x * noise * noise.exp()
 
-    for function in (through_numpy, through_data):
+    def through_a_pointer(x):
+        noise = torch.zeros_like(x)
+        values = x.detach().exp()
+        ctypes.memmove(noise.data_ptr(), values.data_ptr(), values.nbytes)
+        return x * noise * noise.exp()
+
+    for function in (through_numpy, through_data, through_a_pointer):
         assert_unchanged(stack_of(lambda f=function: Inner(f), count=2), plain_step, engine=None)
