@@ -79,7 +79,7 @@ def stack(rows: int = 48) -> Step:
 
 def conv_net() -> Step:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(ConvBlock(16) for _ in range(3)))
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(ConvBlock(16) for _ in range(2)))
     return model, torch.randn(4, 3, 16, 16), mean_square
 
 
@@ -90,7 +90,7 @@ def llama() -> Step:
         vocab_size=128,
         hidden_size=64,
         intermediate_size=172,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
@@ -102,7 +102,10 @@ def llama() -> Step:
 def gpt2() -> Step:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=128, n_positions=64, use_cache=False)
+    config = transformers.GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
+    config.use_cache = False
     return transformers.GPT2LMHeadModel(config).train(), _text(128), None
 
 
@@ -111,7 +114,7 @@ def vit() -> Step:
     torch.manual_seed(0)
     config = transformers.ViTConfig(
         hidden_size=64,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=128,
         image_size=32,

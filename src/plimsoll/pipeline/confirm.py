@@ -21,7 +21,7 @@ from plimsoll.runtime.apply import apply_plan
 from plimsoll.units import format_bytes
 from plimsoll.verification.step import TrainingStep
 
-MAX_ATTEMPTS = 4
+MAX_ATTEMPTS = 6
 
 
 def confirmed(
@@ -55,7 +55,8 @@ def confirmed(
         over_bytes = measured_bytes - plan.budget_bytes
         if over_bytes <= 0:
             return _with_note(plan, f"run once: the measured peak was {format_bytes(measured_bytes)}")
-        excess_bytes += over_bytes
+        # Plans are discrete: less than what this one was off by may give the same plan again.
+        excess_bytes = max(excess_bytes + over_bytes, measured_bytes - plan.predicted_peak_bytes)
         progress("solving again", (attempt + 0.5) / MAX_ATTEMPTS)
         plan = resolve(excess_bytes)
         assert plan.budget_bytes is not None

@@ -1,0 +1,91 @@
+"""Budgets between floor and unmanaged peak: kept to by every measured step, predicted closely, and no bit changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+import plimsoll
+from plimsoll.artifacts.plan import Plan
+from plimsoll.pipeline.confirm import confirmed
+from plimsoll.pipeline.plans import trace_and_cost
+from plimsoll.planning.solve import Planner, solve
+from plimsoll.recording.calling import split_batch
+from steps import Step, conv_net, gpt2, llama, vit
+
+SHARES = (0.10, 0.25, 0.50, 0.75, 0.90)
+
+
+@dataclass
+class Case:
+    """A model, its step, and how far a predicted peak may be off."""
+
+    build: Callable[[], Step]
+    tolerance: float = 0.02
+
+
+CASES = {
+    "llama": Case(llama),
+    "gpt2 with dropout": Case(gpt2),
+    "vit with dropout": Case(vit),
+    "conv net with batch norm": Case(conv_net, tolerance=0.05),
+}
+
+
+class Planned:
+    """One step traced once: every budget's plan is solved, run and solved again as ``plimsoll.plan`` does it."""
+
+    def __init__(self, case: Case) -> None:
+        self.model, self.batch, self.loss = case.build()
+        self.trace, self.costs = trace_and_cost(self.model, self.batch, loss=self.loss, optimizer=None, regions=None)
+        self.planner = Planner(self.trace, self.costs)
+        self.limits = self.solve(None)
+
+    def solve(self, budget_bytes: int | None, excess_bytes: int = 0) -> Plan:
+        return solve(self.trace, self.costs, budget_bytes=budget_bytes, excess_bytes=excess_bytes, planner=self.planner)
+
+    def budget_at(self, share: float) -> int:
+        """The budget at a share of the way from the floor to the unmanaged peak."""
+        return self.limits.floor_bytes + int(share * (self.limits.baseline_peak_bytes - self.limits.floor_bytes))
+
+    def confirmed(self, budget_bytes: int) -> Plan:
+        args, kwargs = split_batch(self.batch)
+        return confirmed(
+            self.model,
+            args,
+            kwargs,
+            self.solve(budget_bytes),
+            resolve=lambda excess_bytes: self.solve(budget_bytes, excess_bytes),
+            loss=self.loss,
+            optimizer=None,
+            progress=lambda stage, share: None,
+        )
+
+
+@pytest.fixture(scope="module", params=CASES)
+def planned(request: pytest.FixtureRequest) -> tuple[Planned, Case]:
+    case = CASES[request.param]
+    return Planned(case), case
+
+
+def test_every_budget_is_kept_and_no_bit_changes(planned: tuple[Planned, Case]):
+    step, case = planned
+    wrong = []
+    for share in SHARES:
+        plan = step.confirmed(step.budget_at(share))
+        receipt = plimsoll.verify(step.model, step.batch, plan, loss=step.loss, steps=1)
+        error = abs(plan.predicted_peak_bytes / receipt.measured_peak_bytes - 1)
+        if not receipt.verdict.is_pass or not receipt.is_bit_equal or error > case.tolerance:
+            wrong.append(f"{share:.0%}: {receipt.verdict}, predicted peak off by {error:.1%}")
+    assert not wrong
+
+
+def test_predicted_seconds_do_not_rise_with_the_budget(planned: tuple[Planned, Case]):
+    step, _ = planned
+    plans = [step.solve(step.budget_at(share)) for share in (0.0, *SHARES, 1.0)]
+    seconds = [plan.predicted_seconds for plan in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    assert all(plan.predicted_peak_bytes <= plan.budget_bytes for plan in plans)
+    assert all(plan.lower_bound_seconds <= plan.predicted_seconds for plan in plans)
