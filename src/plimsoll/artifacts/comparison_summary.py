@@ -6,7 +6,7 @@ from plimsoll.artifacts.columns import align
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.units import format_bytes, format_seconds
 
-COMPARISON_HEADER = ("strategy", "status", "predicted peak", "measured peak", "step time ×", "gradients")
+COMPARISON_HEADER = ("strategy", "status", "predicted", "measured", "step time ×", "gradients")
 
 
 def summarise_comparison(comparison: Comparison) -> str:
@@ -23,7 +23,7 @@ def describe_baseline(comparison: Comparison) -> str:
     """The unmanaged step's peak and time in words."""
     seconds = comparison.measured_baseline_seconds
     time = "" if seconds is None else f", step {format_seconds(seconds)}"
-    return f"unmanaged: peak {format_bytes(comparison.baseline_peak_bytes)}{time}"
+    return f"peaks predicted and measured; unmanaged: peak {format_bytes(comparison.baseline_peak_bytes)}{time}"
 
 
 def comparison_cells(row: ComparisonRow) -> list[str]:

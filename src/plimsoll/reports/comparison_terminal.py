@@ -14,7 +14,9 @@ from plimsoll.artifacts.comparison_summary import (
     describe_baseline,
 )
 
-_NUMBERS = ("predicted peak", "measured peak", "step time ×")
+_NUMBERS = ("predicted", "measured", "step time ×")
+_LEAST_STRATEGY = 10
+"""Columns for the name of a strategy, which is folded where the terminal is narrow."""
 
 
 def render_comparison(comparison: Comparison) -> RenderableType:
@@ -22,9 +24,15 @@ def render_comparison(comparison: Comparison) -> RenderableType:
     title = f"Strategies on {comparison.model}, {comparison.device}, {comparison.steps} steps each"
     table = Table(box=None, header_style="dim")
     for column in COMPARISON_HEADER:
-        is_narrow = column != "strategy"
+        is_name = column == "strategy"
         justify: JustifyMethod = "right" if column in _NUMBERS else "left"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=is_narrow)
+        table.add_column(
+            column,
+            justify=justify,
+            overflow="fold",
+            no_wrap=not is_name,
+            min_width=_LEAST_STRATEGY if is_name else None,
+        )
     for row in comparison.rows:
         cells = [Text(cell) for cell in comparison_cells(row)]
         if row.is_bit_equal is False:
