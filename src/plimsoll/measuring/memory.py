@@ -63,9 +63,8 @@ class PeakMeter:
         >>> with PeakMeter("cpu") as meter:
         ...     meter.mark("forward")
         ...     rows = torch.zeros(1024, 256)
-        ...     total = rows.sum()
         >>> meter.peak_bytes
-        1048580
+        1048576
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

@@ -17,7 +17,7 @@ class StorageTable:
 
     def __init__(self) -> None:
         self._ids: dict[int, int] = {}
-        self._references: list[StorageWeakRef] = []
+        self._references: list[StorageWeakRef | None] = []
 
     def __len__(self) -> int:
         return len(self._references)
@@ -38,5 +38,16 @@ class StorageTable:
         return fresh
 
     def is_alive(self, id_: int) -> bool:
-        """Whether anybody still holds the storage."""
-        return not self._references[id_].expired()
+        """Whether anybody still holds the storage.
+
+        A dead one is let go here: its address may be used again from now on, and the table does not know it any more. (What
+        a weak reference holds is small, but it sits in the C library's heap between tensors and keeps their memory apart.)
+        """
+        reference = self._references[id_]
+        if reference is None:
+            return False
+        if not reference.expired():
+            return True
+        del self._ids[reference.cdata]
+        self._references[id_] = None
+        return False

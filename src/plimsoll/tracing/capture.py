@@ -56,9 +56,16 @@ class StepLog:
     """Names of parameters that the step left without a gradient."""
     backward_end: int
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the distinct storages that autograd saved in forward."""
+        books = [self.outside, *(region.book for region in self.regions)]
+        storages = {record.storage for book in books for record in book.records if record.storage >= 0}
+        return sum(self.tracer.first_value(storage).bytes for storage in storages)
+
 
 class StepCapture:
-    """Runs one step under the tracer, with every region's saved tensors dropped as they are saved."""
+    """Runs one step under the tracer, with saved tensors dropped as they are saved (or held, with ``holds_saved``)."""
 
     def __init__(
         self,
@@ -69,8 +76,10 @@ class StepCapture:
         clock: Clock | None = None,
         meter: WorkspaceMeter | None = None,
         progress: Callable[[float], None] | None = None,
+        holds_saved: bool = False,
     ) -> None:
         self._model = model
+        self._holds_saved = holds_saved
         self._regions = regions
         self._loss = loss
         self._stack = ModuleStack()
@@ -83,7 +92,7 @@ class StepCapture:
             on_node=self._backward_at,
         )
         self._parameter_storages: set[int] = set()
-        self._outside = SlotBook(self.tracer, self._is_parameter)
+        self._outside = SlotBook(self.tracer, self._is_parameter, holds_all=holds_saved)
         self._logs: list[RegionLog] = []
         self._calls: dict[str, int] = {}
         self._running: RegionLog | None = None
@@ -203,7 +212,7 @@ class StepCapture:
             call=call,
             start=tracer.tick,
             sequence_start=torch._C._autograd._get_sequence_nr(),
-            book=SlotBook(tracer, self._is_parameter),
+            book=SlotBook(tracer, self._is_parameter, holds_all=self._holds_saved),
             leaves=leaves,
             value_reads=-tracer.value_reads,
         )

@@ -21,12 +21,15 @@ from plimsoll.tracing.tracer import StepTracer
 class SlotBook:
     """The slots of one region call, or of all that lies outside of regions."""
 
-    def __init__(self, tracer: StepTracer, is_parameter: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(
+        self, tracer: StepTracer, is_parameter: Callable[[torch.Tensor], bool], *, holds_all: bool = False
+    ) -> None:
         self.records: list[SlotRecord] = []
         self.order: list[int] = []
         self.is_parameter_slot: list[bool] = []
         self._tracer = tracer
         self._is_parameter = is_parameter
+        self._holds_all = holds_all
 
     def pack(self, tensor: torch.Tensor) -> _Placeholder:
         """Note the slot; hold the tensor only if a placeholder could not stand for it."""
@@ -37,7 +40,8 @@ class SlotBook:
         self.records.append(SlotRecord(value=value, storage=storage, packed=tracer.tick))
         self.is_parameter_slot.append(is_parameter)
         with tracer.unseen():
-            can_stand_in = tensor.dtype.is_floating_point and is_plain(tensor) and not is_parameter
+            is_value = tensor.dtype.is_floating_point and is_plain(tensor) and not is_parameter
+            can_stand_in = is_value and not self._holds_all
             held = None if can_stand_in else tensor.detach()
         return _Placeholder(self, len(self.records) - 1, Geometry.of(tensor), tensor.device, held)
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidModel, TracingFailed
+from plimsoll.measuring.free import free_bytes, release_free_memory
 from plimsoll.measuring.timing import one_thread
 from plimsoll.recording.calling import Loss, check_devices, split_batch
 from plimsoll.recording.fingerprint import fingerprint, signature
@@ -29,6 +30,10 @@ from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.workspaces import WorkspaceMeter, meter_for
 
 Progress = Callable[[str, float], None]
+
+_ROOM_TO_HOLD = 2
+"""Timed runs hold what autograd saves, as training does, where that many times its bytes are free; memory that is given
+back and asked for again with every op would be counted as the ops' time."""
 
 
 def trace(
@@ -136,17 +141,31 @@ class _Job:
             args, kwargs = private_copy(self._call)
             with meter.watching():  # with all threads: some kernels have a workspace for each
                 log = self._capture("tracing", meter=meter).run(args, kwargs)
+        release_free_memory()
         count = max(1, repeats - 1)
+        holds_saved = log.saved_bytes * _ROOM_TO_HOLD < free_bytes(device)
         with one_thread() if device.type == "cpu" else contextlib.nullcontext():
-            runs = [self._timings(f"timing {run} of {count}", device) for run in range(1, count + 1)]
+            runs = [
+                self._timings(f"timing {run} of {count}", device, holds_saved=holds_saved)
+                for run in range(1, count + 1)
+            ]
+        release_free_memory()
         return _Run(log, merged_timings(runs), meter.bytes, is_fake=False)
 
-    def _timings(self, stage: str, device: torch.device) -> dict[str, list[float]]:
+    def _timings(self, stage: str, device: torch.device, *, holds_saved: bool) -> dict[str, list[float]]:
         with untouched(self._model):
             args, kwargs = private_copy(self._call)
-            return self._capture(stage, clock=clock_for(device)).run(args, kwargs).tracer.timings
+            capture = self._capture(stage, clock=clock_for(device), holds_saved=holds_saved)
+            return capture.run(args, kwargs).tracer.timings
 
-    def _capture(self, stage: str, *, clock: Clock | None = None, meter: WorkspaceMeter | None = None) -> StepCapture:
+    def _capture(
+        self,
+        stage: str,
+        *,
+        clock: Clock | None = None,
+        meter: WorkspaceMeter | None = None,
+        holds_saved: bool = False,
+    ) -> StepCapture:
         return StepCapture(
             self._model,
             self._regions,
@@ -154,6 +173,7 @@ class _Job:
             clock=clock,
             meter=meter,
             progress=lambda share: self._progress(stage, share),
+            holds_saved=holds_saved,
         )
 
 
