@@ -22,6 +22,7 @@ from plimsoll.runtime.apply import Handle
 from plimsoll.runtime.links import LinkTable
 from plimsoll.runtime.randomness import generators_of
 from plimsoll.runtime.region import ManagedRegion
+from plimsoll.runtime.sentinels import SentinelPolicy
 from plimsoll.tracing.regions import find_regions
 
 Step = Callable[[nn.Module, int], Any]
@@ -72,7 +73,7 @@ def manage(
             module,
             (Drops(kept, index in boundaries),),
             links,
-            sentinel_every=sentinel_every,
+            policy=SentinelPolicy(every=sentinel_every),
             generators=generators,
         )
         for index, (name, module) in enumerate(found.items())

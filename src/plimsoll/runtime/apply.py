@@ -17,6 +17,7 @@ from plimsoll.errors import PlanMismatch, PlanNotUsable
 from plimsoll.runtime.links import LinkTable
 from plimsoll.runtime.randomness import generators_of
 from plimsoll.runtime.region import ManagedRegion
+from plimsoll.runtime.sentinels import SentinelPolicy
 
 
 class Handle:
@@ -166,8 +167,9 @@ def apply_plan(model: nn.Module, plan: Plan, *, sentinel_every: int = 1) -> Hand
             )
     links = LinkTable(is_used=any(call.is_boundary_dropped for calls in managed.values() for call in calls))
     generators = generators_of([parameter.device for parameter in model.parameters()])
+    policy = SentinelPolicy(every=sentinel_every)
     regions = {
-        name: ManagedRegion(name, modules[name], calls, links, sentinel_every=sentinel_every, generators=generators)
+        name: ManagedRegion(name, modules[name], calls, links, policy=policy, generators=generators)
         for name, calls in managed.items()
     }
     for made in regions.values():

@@ -18,7 +18,7 @@ from plimsoll.runtime.cells import Cell, Copy, Readable
 from plimsoll.runtime.compile import Recording, SegmentFunction, Sources, compile_segments, copy_storage
 from plimsoll.runtime.frame import Frame, Link
 from plimsoll.runtime.randomness import ENTRY
-from plimsoll.runtime.sentinels import DeferredChecks, must_defer
+from plimsoll.runtime.sentinels import SentinelPolicy, must_defer
 from plimsoll.runtime.verifying import INTEGER_OF_SIZE, same_bits
 from plimsoll.schedule import BOUNDARY, Unreachable, build_schedule, recipe_ops
 
@@ -102,7 +102,7 @@ class Program:
         not_rebuildable: Mapping[int, str],
         node_counts: range,
         device_type: str,
-        sentinel_every: int,
+        policy: SentinelPolicy,
     ) -> None:
         self.name = name
         self.graph = graph
@@ -110,7 +110,6 @@ class Program:
         self.device_type = device_type
         self.is_learning = True
         self.has_failed = False
-        self._deferred = DeferredChecks()
         self._recording = recording
         self._not_rebuildable = not_rebuildable
         self._node_counts = node_counts
@@ -134,7 +133,7 @@ class Program:
         self._plan_leaves()
         self.state_points = self._find_state_points()
         self._sentinels = self._find_sentinels()
-        self._sentinel_every = sentinel_every
+        self._policy = policy
         self._calls = 0
 
     @property
@@ -275,7 +274,7 @@ class Program:
         with torch._C._AutoDispatchBelowAutograd():
             again = self._sample(slot, value)
             if must_defer(value.device.type):
-                self._deferred.add((sample != again).any(), functools.partial(self._fail, slot))
+                self._policy.deferred.add((sample != again).any(), functools.partial(self._fail, slot))
                 return
             if torch.equal(sample, again):
                 return
@@ -383,7 +382,7 @@ class Program:
     def _take_samples(self, frame: Frame) -> None:
         """Take elements of the sentinel slots, as integers: bits are compared, not values."""
         self._calls += 1
-        if not self._sentinels or self._calls % self._sentinel_every:
+        if not self._sentinels or self._calls % self._policy.every:
             return
         with torch._C._AutoDispatchBelowAutograd():
             for slot in self._sentinels:

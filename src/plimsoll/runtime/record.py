@@ -24,6 +24,7 @@ from plimsoll.runtime.frame import Frame
 from plimsoll.runtime.links import LinkTable
 from plimsoll.runtime.program import NO_OFFSET, ParameterSource, Program, choose
 from plimsoll.runtime.randomness import RandomPoints
+from plimsoll.runtime.sentinels import SentinelPolicy
 from plimsoll.runtime.verifying import VerifyingRecorder
 
 SMALL_BUFFER_BYTES = 1 << 20
@@ -90,7 +91,7 @@ def record_call(
     links: LinkTable,
     generators: tuple[torch.Generator, ...],
     device_type: str,
-    sentinel_every: int,
+    policy: SentinelPolicy,
 ) -> tuple[Any, Recorded]:
     """Run the region once, verifying every op, and drop what the plan drops already in this call."""
     call = _watch(module, forward, args, kwargs, generators)
@@ -101,7 +102,7 @@ def record_call(
     if obstacle:
         frame.keep_all()
         return call.output, Recorded(None, obstacle, may_rerun)
-    program = _build(name, call, plan, links, device_type, sentinel_every)
+    program = _build(name, call, plan, links, device_type, policy)
     link = links.find(program, call.inputs) if program.choice.link is not None else None
     cells = frame.cells
     frame.states = recorder.points.states
@@ -198,7 +199,7 @@ def _writes_outside(recorder: VerifyingRecorder, op: RecordedOp) -> bool:
 
 
 def _build(
-    name: str, call: _Watched, plan: RegionPlan, links: LinkTable, device_type: str, sentinel_every: int
+    name: str, call: _Watched, plan: RegionPlan, links: LinkTable, device_type: str, policy: SentinelPolicy
 ) -> Program:
     recorder, sources = call.recorder, call.sources
     scratched = _refuse_readers_of_scratch(recorder)
@@ -247,7 +248,7 @@ def _build(
         not_rebuildable=not_rebuildable,
         node_counts=range(call.nodes - casts, call.nodes + 1),
         device_type=device_type,
-        sentinel_every=sentinel_every,
+        policy=policy,
     )
 
 

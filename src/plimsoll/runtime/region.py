@@ -28,6 +28,7 @@ from plimsoll.runtime.frame import Frame
 from plimsoll.runtime.links import LinkTable
 from plimsoll.runtime.program import Program
 from plimsoll.runtime.record import record_call
+from plimsoll.runtime.sentinels import SentinelPolicy
 from plimsoll.runtime.signature import SignatureReader, is_transparent
 
 MAX_SIGNATURES = 8
@@ -57,7 +58,7 @@ class ManagedRegion:
         plans: tuple[RegionPlan, ...],
         links: LinkTable,
         *,
-        sentinel_every: int,
+        policy: SentinelPolicy,
         generators: tuple[torch.Generator, ...],
     ) -> None:
         self.name = name
@@ -66,7 +67,7 @@ class ManagedRegion:
         self.services: dict[tuple[Any, ...], Service] = {}
         self._plans = plans
         self._links = links
-        self._sentinel_every = sentinel_every
+        self._policy = policy
         self._generators = generators
         self._original: Callable[..., Any] = module.forward
         self.__wrapped__ = self._original  # so that inspect.signature shows the module's own
@@ -154,7 +155,7 @@ class ManagedRegion:
             links=self._links,
             generators=self._generators,
             device_type=self._device_type,
-            sentinel_every=self._sentinel_every,
+            policy=self._policy,
         )
         self._may_rerun &= recorded.may_rerun and self._reader.scalars() == scalars
         if recorded.program is not None:

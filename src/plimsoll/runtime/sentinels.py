@@ -8,6 +8,7 @@ optimizer can step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,6 +39,14 @@ class DeferredChecks:
         if not flags or not bool(torch.stack(flags).any()):
             return
         next(fail for flag, fail in zip(flags, failures, strict=True) if bool(flag))()
+
+
+@dataclass(frozen=True, slots=True)
+class SentinelPolicy:
+    """What the regions of one managed model share: check in every ``every``-th call, and the checks still to be read."""
+
+    every: int = 1
+    deferred: DeferredChecks = field(default_factory=DeferredChecks)
 
 
 def must_defer(device_type: str) -> bool:
