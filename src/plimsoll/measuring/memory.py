@@ -30,6 +30,8 @@ from torch._C._profiler import RecordScope, _ExtraFields_Allocation
 from torch.autograd.profiler import profile
 from torch.nn.parameter import is_lazy
 
+from plimsoll.errors import PlimsollError
+
 _KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 _KINETO_SILENT = "99"
 
@@ -218,7 +220,11 @@ class _CudaMeter:
         return tuple(self._windows)
 
     def peak_bytes_without(self, addresses: set[int]) -> int:
-        raise NotImplementedError("the allocator's counters on CUDA do not tell storages apart")
+        raise PlimsollError(
+            f"Peaks without some tensors cannot be measured on {self.device}.",
+            why="the allocator's counters do not tell storages apart",
+            next="measure the whole peak, or on the CPU",
+        )
 
     def _close(self) -> None:
         peak_bytes = torch.cuda.max_memory_allocated(self.device) - self._start_bytes
