@@ -42,6 +42,11 @@ CLOSE_GAP = 2e-3
 """Equal blocks make a program symmetric, and closing its last thousandth can take minutes: a solution this close ends the
 search when ``MOST_NODES`` are spent."""
 MOST_NODES = 400
+STAGE_SECONDS = 2.0
+"""What those nodes may take; in deep models one node can take longer than a whole search in shallow ones."""
+FLOOR_GAP = 2e-3
+NEAR_FLOOR = 1e-2
+"""The smallest peak is searched for to within ``FLOOR_GAP`` of itself, and to within ``NEAR_FLOOR`` when nodes run out."""
 _OPTIMAL, _LIMIT, _INFEASIBLE, _NODES_SPENT = 0, 1, 2, 4
 
 
@@ -123,8 +128,24 @@ class ChoiceProblem:
         below_peak = coo_array((data, (rows, columns)), shape=(windows, len(aim))).tocsr()
         room = LinearConstraint(below_peak, -np.inf, -self.windows.fixed_bytes / self.unit_bytes)
         bounds = Bounds(*self._limits(np.full(windows, np.inf), (0.0, np.inf)))
-        selection = self._solve(aim, bounds, [room], FINE_GAP)
-        return Selection(selection.effects, selection.lower_value * self.unit_bytes, selection.is_finished)
+        selection = self._solve(aim, bounds, [room], FLOOR_GAP, MOST_NODES)
+        if not selection.is_finished and not self._is_near_floor(selection):
+            selection = self._solve(aim, bounds, [room], NEAR_FLOOR)
+        return Selection(
+            selection.effects,
+            selection.lower_value * self.unit_bytes,
+            selection.is_finished or self._is_near_floor(selection),
+        )
+
+    def _is_near_floor(self, selection: Selection) -> bool:
+        """Whether the peak of the choices found is so close to the bound that looking further does not pay."""
+        if selection.effects is None:
+            return False
+        load = self.windows.fixed_bytes.astype(np.float64)
+        for added, effects, taken in zip(self.windows.added_bytes, self.effects, selection.effects, strict=True):
+            load = load + added[:, next(i for i, effect in enumerate(effects) if effect is taken)]
+        peak_bytes = float(load.max())
+        return peak_bytes - selection.lower_value * self.unit_bytes <= NEAR_FLOOR * peak_bytes
 
     def relax(self, budget_bytes: int) -> Relaxed | None:
         """The program without whole numbers; ``None`` if not even that fits."""
@@ -189,7 +210,7 @@ class ChoiceProblem:
         if gap_of_step == EXACT_GAP:
             return self._solve(aim, bounds, [], gap_of_step)
         selection = self._solve(aim, bounds, [], gap_of_step, MOST_NODES)
-        if selection.is_finished:
+        if selection.is_finished or gap_of_step >= COARSE_GAP:
             return selection
         if selection.effects is not None:
             lower_seconds = max((selection.lower_value - 1.0) * self.step_seconds, relaxed_seconds)
@@ -216,7 +237,7 @@ class ChoiceProblem:
             constraints=[LinearConstraint(self.matrix, right, right), *more],
             options={
                 "mip_rel_gap": gap_of_step,
-                "time_limit": max(self.deadline - time.monotonic(), 0.1),
+                "time_limit": max(self.deadline - time.monotonic(), 0.1) if most_nodes is None else STAGE_SECONDS,
                 "node_limit": most_nodes or sys.maxsize >> 32,
             },
         )
