@@ -51,7 +51,7 @@ class DiskLink:
         OffloadFailed: no file can be made there.
 
     Example:
-        >>> with DiskLink() as link:
+        >>> with DiskLink("/var/tmp") as link:
         ...     ticket = link.store(torch.arange(3))
         ...     ticket.settle()
         ...     ticket.read()
@@ -156,7 +156,6 @@ class DiskTicket:
         if not self._has_left():
             assert self._leaving is not None, "what has not left is held"
             return self._leaving[0]
-        self._transport.check_owner()
         tensor, copy = self._arriving or self._expect()
         copy.finish()
         self._arriving = None
@@ -168,8 +167,8 @@ class DiskTicket:
 
     def _has_left(self) -> bool:
         """Wait for the copy-out; let go of the source if it is out, keep it if the copy failed."""
+        self._transport.check_owner()
         if self._leaving is not None:
-            self._transport.check_owner()
             self._leaving[1].finish()
             if self._leaving[1].error is not None:
                 return False
