@@ -1,0 +1,77 @@
+"""What every codec does: a tensor in, a payload out, and the tensor (or one close to it) back.
+
+What is promised, by all of them:
+
+- ``encode`` never raises for what a tensor holds. It answers None where the codec cannot represent it, and the caller
+  keeps the tensor.
+- NaN and infinity never come back as numbers. On the CPU lossy codecs answer None for them. On CUDA that would have to
+  wait for the device, so there the scale of a block that holds one becomes NaN, and all of the block decodes to NaN.
+- The same tensor and seed give the same payload on the same device, and nobody else's random numbers are touched.
+- Temporaries are bounded by ``workspace_bytes``, however large the tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """An encoded tensor: what the codec wrote, and the size, strides and dtype of what it decodes to."""
+
+    parts: tuple[torch.Tensor, ...]
+    """The codec's own: codes, scales, a bitmap. None shares its storage with anything else."""
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the storages of all parts: scales and constants count."""
+        return sum(part.untyped_storage().nbytes() for part in self.parts)
+
+
+class Codec(Protocol):
+    """One way to store a tensor in fewer bytes. Codecs are frozen, comparable and have no state."""
+
+    is_lossless: ClassVar[bool]
+    """Decoding gives back what backward would have read, bit by bit."""
+    keeps_sign_only: ClassVar[bool] = False
+    """Only where the tensor is positive comes back. Lossless for an op whose backward reads no more, such as ReLU."""
+
+    @property
+    def name(self) -> str:
+        """The canonical name: ``find_codec`` makes an equal codec of it."""
+        ...
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        """Whether tensors of this dtype can be encoded at all."""
+        ...
+
+    def payload_bytes(self, count: int, dtype: torch.dtype) -> int | None:
+        """Exact bytes of the payload of ``count`` elements; None where they depend on what the elements are."""
+        ...
+
+    def workspace_bytes(self, count: int, dtype: torch.dtype) -> int:
+        """Most bytes alive during encode or decode besides the tensor and the payload."""
+        ...
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
+        """The tensor as a payload.
+
+        Args:
+            tensor: any shape and strides, of a dtype that the codec accepts.
+            seed: of stochastic rounding; codecs without it do not look.
+            most_bytes: a payload above this is not made.
+
+        Returns:
+            None where the data cannot be represented, or not in ``most_bytes``.
+        """
+        ...
+
+    def decode(self, payload: Payload) -> torch.Tensor:
+        """A new tensor of the payload's size, strides and dtype, on the payload's device."""
+        ...
