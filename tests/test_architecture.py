@@ -20,6 +20,8 @@ STAGES = {"tracing", "costing", "planning", "runtime", "verification", "reports"
 WIRING = {"pipeline", "cli"}
 WITHOUT_TORCH = {"artifacts", "planning", "reports", "schedule", "units", "errors", "catalogue"}
 BASES = {
+    "codecs": {"costing", "runtime", "pipeline"},
+    "links": {"costing", "runtime", "pipeline"},
     "recording": {"tracing", "runtime", "verification", "pipeline"},
     "measuring": {"tracing", "costing", "runtime", "verification", "pipeline"},
 }

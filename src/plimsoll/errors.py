@@ -17,6 +17,8 @@
     ├── PlanMismatch           a plan for another model, dtype or shape
     ├── PlanNotUsable          a plan that has no decisions to apply
     ├── TracingFailed          the step cannot be traced
+    ├── InvalidCodec           a codec's name or parameters that are not known
+    ├── OffloadFailed          a link cannot take or give back a tensor: disk full, host budget spent, I/O error
     └── ReplayMismatch         backward was about to use a value that is not what forward made
         └── SavedTensorModified    a value that backward needs was written in place
 
@@ -104,6 +106,16 @@ class PlanNotUsable(PlimsollError):
 
 class TracingFailed(PlimsollError):
     """The training step cannot be traced."""
+
+
+class InvalidCodec(PlimsollError):
+    """No codec goes by that name, or not with these parameters."""
+
+
+class OffloadFailed(PlimsollError):
+    """A link cannot take or give back a tensor; the step has changed nothing and can be run again."""
+
+    exit_code = 3
 
 
 class ReplayMismatch(PlimsollError):

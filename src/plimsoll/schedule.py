@@ -29,13 +29,21 @@ class Unreachable(Exception):
         self.obstacle = obstacle
 
 
+NO_OP = -1
+"""The ``op`` of a step that only loads."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Run ``op``; before it copy the values ``copies`` (an in-place op must not touch them); after it forget ``frees``."""
+    """Run ``op``; before it copy the values ``copies`` (an in-place op must not touch them); after it forget ``frees``.
+
+    With ``op`` = ``NO_OP`` the step brings back the packed value ``load`` instead.
+    """
 
     op: int
-    copies: tuple[int, ...]
-    frees: tuple[int, ...]
+    copies: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
+    load: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,8 @@ class Schedule:
     """The replay of one region under one choice of stored values.
 
     ``segments`` has one entry per dropped slot, in the order of reading. ``leaves[slot]`` are the stored values and leaves
-    that the slot's recipe needs, through any number of ops: a dropped slot keeps exactly these alive.
+    that the slot's recipe needs, through any number of ops: a dropped slot keeps exactly these alive. A slot whose value is
+    packed has that value as its leaf.
     """
 
     segments: tuple[Segment, ...]
@@ -65,7 +74,7 @@ class Schedule:
     @property
     def ops(self) -> tuple[int, ...]:
         """Ops that run again, in order."""
-        return tuple(step.op for segment in self.segments for step in segment.steps)
+        return tuple(step.op for segment in self.segments for step in segment.steps if step.op != NO_OP)
 
 
 def recipe_ops(graph: RegionGraph, value: int, stored: frozenset[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -96,54 +105,86 @@ def recipe_ops(graph: RegionGraph, value: int, stored: frozenset[int]) -> tuple[
 
 
 def build_schedule(
-    graph: RegionGraph, stored: Iterable[int], dropped: Iterable[int], order: Sequence[int] | None = None
+    graph: RegionGraph,
+    stored: Iterable[int],
+    dropped: Iterable[int],
+    order: Sequence[int] | None = None,
+    packed: Iterable[int] = (),
 ) -> Schedule:
-    """Schedule the replay of the slots whose value is in ``dropped`` from the values in ``stored``.
+    """Schedule the replay of the slots whose value is in ``dropped`` or ``packed`` from what is held.
 
     Args:
         graph: the region.
         stored: ids of values that are held when backward starts (kept slots, inputs, parameters, buffers).
         dropped: ids of values that are not held and must be rebuilt for their slots.
         order: slot indices in the order of reading (``BOUNDARY`` for the outputs); by default ``graph.backward_order``.
+        packed: ids of values that are held in another form, from which they can be brought back.
 
     Raises:
-        Unreachable: a dropped value cannot be rebuilt from the stored ones.
+        Unreachable: a dropped value cannot be rebuilt from the held ones.
     """
-    held = frozenset(stored)
-    gone = frozenset(dropped)
+    away = frozenset(packed)
+    held = frozenset(stored) - away
+    gone = frozenset(dropped) | away
     ran: set[int] = set()
-    parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+    loaded: set[int] = set()
+    parts: list[_Part] = []
     leaves: dict[int, tuple[int, ...]] = {}
     for slot in graph.backward_order if order is None else order:
         targets = graph.outputs if slot == BOUNDARY else (graph.slots[slot].value,)
-        ops: set[int] = set()
-        needs: set[int] = set()
-        for target in targets:
-            if target in gone:
-                target_ops, target_leaves = recipe_ops(graph, target, held)
-                ops.update(target_ops)
-                needs.update(target_leaves)
         rebuilt = tuple(target for target in targets if target in gone)
         if not rebuilt:
             continue
+        ops: set[int] = set()
+        needs: set[int] = set()
+        for target in rebuilt:
+            target_ops, target_leaves = recipe_ops(graph, target, held | away)
+            ops.update(target_ops)
+            needs.update(target_leaves)
         leaves[slot] = tuple(sorted(needs))
-        fresh = tuple(sorted(ops - ran))
+        # What an op that has run already read is loaded already: only what is new, or a target, is needed now.
+        fresh = ops - ran
+        used = {read for op in fresh for read in graph.ops[op].reads} | set(rebuilt)
+        loads = (needs & away & used) - loaded
+        parts.append(_Part(slot, rebuilt, _in_order(graph, fresh, loads)))
         ran |= ops
-        parts.append((slot, rebuilt, fresh))
+        loaded |= loads
     return Schedule(segments=_with_frees(graph, parts, held), leaves=leaves)
 
 
-def _with_frees(
-    graph: RegionGraph, parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]], held: frozenset[int]
-) -> tuple[Segment, ...]:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A segment before it is known what dies when: ``steps`` are (op, value to load), one of which is -1."""
+
+    slot: int
+    values: tuple[int, ...]
+    steps: tuple[tuple[int, int], ...]
+
+
+def _in_order(graph: RegionGraph, ops: set[int], loads: set[int]) -> tuple[tuple[int, int], ...]:
+    """Ops in program order, every load right before its first reader; what no op reads comes last."""
+    steps: list[tuple[int, int]] = []
+    waiting = set(loads)
+    for op in sorted(ops):
+        due = sorted(waiting.intersection(graph.ops[op].reads))
+        steps += [(NO_OP, value) for value in due]
+        waiting.difference_update(due)
+        steps.append((op, -1))
+    return (*steps, *((NO_OP, value) for value in sorted(waiting)))
+
+
+def _with_frees(graph: RegionGraph, parts: list[_Part], held: frozenset[int]) -> tuple[Segment, ...]:
     """Add to every step what dies after it. Walks backwards: what nobody later reads is free after its last reader."""
     needed_later: set[int] = set()
     segments: list[Segment] = []
-    for slot, values, ops in reversed(parts):
-        frees = tuple(sorted(set(values) - needed_later))
-        needed_later.update(values)
+    for part in reversed(parts):
+        frees = tuple(sorted(set(part.values) - needed_later))
+        needed_later.update(part.values)
         steps: list[Step] = []
-        for op_id in reversed(ops):
+        for op_id, load in reversed(part.steps):
+            if op_id == NO_OP:
+                steps.append(Step(op=NO_OP, load=load))
+                continue
             op = graph.ops[op_id]
             dead = {w for w in op.writes if w not in needed_later}
             step_frees = {r for r in op.reads if r not in needed_later and r not in held} | dead
@@ -152,5 +193,5 @@ def _with_frees(
             copies = tuple(r for r in overwritten if r in needed_later or r in held)
             needed_later.update(r for r in op.reads if r not in held)
             steps.append(Step(op=op_id, copies=copies, frees=tuple(sorted(step_frees))))
-        segments.append(Segment(slot=slot, value=values[0], steps=tuple(reversed(steps)), frees=frees))
+        segments.append(Segment(slot=part.slot, value=part.values[0], steps=tuple(reversed(steps)), frees=frees))
     return tuple(reversed(segments))

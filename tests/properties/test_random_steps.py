@@ -8,7 +8,8 @@ import random
 import pytest
 
 from plimsoll.artifacts.decision import Status
-from plimsoll.planning.simulate import Choice, Simulation, run_choices, simulate
+from plimsoll.planning.choice import Choice
+from plimsoll.planning.simulate import Simulation, run_choices, simulate
 from plimsoll.planning.solve import solve
 from plimsoll.planning.step import StepIndex
 from unit.planning.builders import random_step

@@ -10,6 +10,10 @@ class Decision(enum.StrEnum):
 
     KEEP = "KEEP"
     RECOMPUTE = "RECOMPUTE"
+    COMPRESS = "COMPRESS"
+    """A codec's payload is held; it is decoded when backward needs the value."""
+    OFFLOAD = "OFFLOAD"
+    """The bytes go over a link (to pinned host memory, to disk) and come back before backward needs them."""
 
 
 class Engine(enum.StrEnum):

@@ -16,8 +16,10 @@ SCHEMA_VERSION = 1
 class ValueDecision(msgspec.Struct, frozen=True, kw_only=True):
     """The decision for one saved value of one region.
 
-    ``bytes`` counts the storage once, at the first slot that holds it; ``seconds`` is the share of replay that bringing it
-    back costs (0 for KEEP); ``reason`` is one sentence in terms of the price.
+    ``bytes`` counts the storage once, at the first slot that holds it; ``seconds`` is what bringing it back costs: its share
+    of the replay, or encoding and decoding (0 for KEEP). ``form`` names the codec or the link of COMPRESS and OFFLOAD,
+    ``held_bytes`` what they leave on the device, ``error`` the relative gradient error that they are expected to add.
+    ``reason`` is one sentence in terms of the price.
     """
 
     value: str
@@ -25,6 +27,14 @@ class ValueDecision(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     seconds: float = 0.0
     reason: str = ""
+    form: str = ""
+    held_bytes: int = 0
+    error: float = 0.0
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the value is held in another form."""
+        return self.decision in (Decision.COMPRESS, Decision.OFFLOAD)
 
 
 class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +60,16 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     def dropped(self) -> frozenset[str]:
         """Names of the values that backward gets by running ops again."""
         return frozenset(d.value for d in self.decisions if d.decision is Decision.RECOMPUTE)
+
+    @property
+    def packed(self) -> dict[str, str]:
+        """Codec or link by the name of the value, for values that are held in another form."""
+        return {d.value: d.form for d in self.decisions if d.is_packed}
+
+    @property
+    def has_offload(self) -> bool:
+        """Whether some value of this region goes over a link."""
+        return any(d.decision is Decision.OFFLOAD for d in self.decisions)
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +141,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     frontier: tuple[FrontierPoint, ...] = ()
     notes: tuple[str, ...] = ()
     solve_seconds: float = 0.0
+    allow: tuple[str, ...] = ("recompute",)
+    """What the plan was allowed to do besides keeping: ``recompute``, ``compress``, ``offload``."""
+    max_error: float = 0.0
+    """The relative error of the gradient, ‖Δg‖ / ‖g‖, that the plan may cause."""
+    predicted_error: float = 0.0
+    measured_error: float | None = None
+    """The relative error of the gradient as measured when the plan was run once; ``None`` where it was not."""
+    link: str = ""
+    """Where offloaded values go: ``host`` or ``disk``; empty without any."""
+    offloaded_bytes: int = 0
+    """Bytes at the other end of the link when they are most."""
+    host_budget_bytes: int | None = None
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether gradients are bound to be equal bit for bit."""
+        return self.predicted_error == 0.0
 
     @property
     def predicted_overhead(self) -> float:

@@ -129,7 +129,7 @@ def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Reg
     frame = frame_of(index, view)
     prices = prices_of(index, view)
     length = max(frame.stop - frame.start, 0)
-    own = {v: prices.held_bytes[v] for v in view.droppable}
+    own = {v: prices.held_bytes[v] for v in view.decided}
     held = np.zeros(length + 1, dtype=np.int64)
     read = np.zeros(length + 1, dtype=np.int64)
 
@@ -142,10 +142,10 @@ def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Reg
         first = min((2 * slot.unpacked for slot in view.slots_of[value] if slot.unpacked >= 0), default=frame.start)
         for a, b in subtract([(frame.start, max(first, frame.start))], index.covered(storage)):
             add(held, a, b, int(size))
-    for storage in {view.graph.values[v].storage for v in view.droppable}:
+    for storage in {view.graph.values[v].storage for v in view.decided}:
         spans = [
             (2 * slot.unpacked + 1, slot_stop(index.trace, slot))
-            for v in view.droppable
+            for v in view.decided
             if view.graph.values[v].storage == storage
             for slot in view.slots_of[v]
             if slot.unpacked >= 0
@@ -164,7 +164,7 @@ def _relief(index: StepIndex) -> Ints:
     change = np.zeros(index.instants + 1, dtype=np.int64)
     for view in index.views:
         frame = frame_of(index, view)
-        for storage in {view.graph.values[v].storage for v in view.droppable}:
+        for storage in {view.graph.values[v].storage for v in view.decided}:
             for a, b in relief_spans(index, frame, storage):
                 change[a] += index.trace.storages[storage].bytes
                 change[b] -= index.trace.storages[storage].bytes

@@ -2,24 +2,31 @@
 
 Where there are few droppable values, every subset is one. Otherwise the vertices of the hull, and variants around them,
 because the peak of a region's own backward is not monotone in what it keeps: values that sit at that peak are flipped one
-by one, and the sweep is repeated with those values made dearer or cheaper. Sets do not depend on the budget, so a larger
-budget never has fewer choices.
+by one, and the sweep is repeated with those values made dearer or cheaper. Where values have other forms, the sweep is
+repeated at several prices of error, and with as much on the link as compute hides. Sets do not depend on the budget, so a
+larger budget never has fewer choices.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+import math
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from plimsoll.planning.choice import Choice
 from plimsoll.planning.cut import Prices
 from plimsoll.planning.effects import Effect, frame_of, held_bytes, likeness, measure_effect
 from plimsoll.planning.frontier import Hull, sweep_prices
+from plimsoll.planning.packing import limit_offload, modes_of, packing_prices
+from plimsoll.planning.pins import pinned
 from plimsoll.planning.step import Ints, RegionView, StepIndex, slot_stop
 
-_ENUMERATED_VALUES = 9
+_ENUMERATED_CHOICES = 512
 _FLIPS_PER_CHOICE = 3
 _PEAK_ROUNDS = 2
 _DESCENTS_AT_MOST = 12
@@ -41,15 +48,18 @@ class ChoiceSet:
 def prices_of(index: StepIndex, view: RegionView) -> Prices:
     """What the cut weighs for a region."""
     seconds = tuple(index.op_seconds(op.cost_key) + index.costs.replay_seconds for op in view.graph.ops)
-    return Prices(held_bytes=dict(held_bytes(index, view)), op_seconds=seconds)
+    return Prices(held_bytes=dict(held_bytes(index, view)), op_seconds=seconds, modes=modes_of(view))
 
 
-def generate_choices(index: StepIndex, extra: Iterable[tuple[frozenset[int], ...]] = ()) -> tuple[ChoiceSet, ...]:
+def generate_choices(
+    index: StepIndex, extra: Iterable[tuple[Choice, ...]] = (), most_squared_error: float = 0.0
+) -> tuple[ChoiceSet, ...]:
     """The choice set of every region of a step; regions that are alike share theirs.
 
     Args:
         index: the step.
-        extra: choices to include, one set of kept values per region each (those of the named strategies).
+        extra: choices to include, one per region each (those of the named strategies).
+        most_squared_error: choices that cause more than this alone are left out.
     """
     wanted = list(extra)
     by_likeness: dict[object, ChoiceSet] = {}
@@ -58,64 +68,109 @@ def generate_choices(index: StepIndex, extra: Iterable[tuple[frozenset[int], ...
     for view, key in zip(index.views, keys, strict=True):
         if key not in by_likeness:
             regions = [v.call.index for v, k in zip(index.views, keys, strict=True) if k == key]
-            given = {kept[region] for kept in wanted for region in regions}
-            by_likeness[key] = _choose(index, view, given, len(regions))
+            given = {choices[region] for choices in wanted for region in regions}
+            by_likeness[key] = _Generator(index, view, most_squared_error, len(regions)).generate(given)
         sets.append(by_likeness[key])
     return tuple(sets)
 
 
-def _choose(index: StepIndex, view: RegionView, given: set[frozenset[int]], alike: int) -> ChoiceSet:
-    prices = prices_of(index, view)
-    hull = sweep_prices(view, prices)
-    everything = frozenset(view.droppable)
-    if len(view.droppable) <= _ENUMERATED_VALUES:
-        subsets = itertools.chain.from_iterable(
-            itertools.combinations(view.droppable, size) for size in range(len(view.droppable) + 1)
+class _Generator:
+    """Measures choices of one kind of region, each once."""
+
+    def __init__(self, index: StepIndex, view: RegionView, most_squared_error: float, alike: int) -> None:
+        self.index = index
+        self.view = view
+        self.alike = alike
+        self.most_squared_error = most_squared_error
+        self.prices = prices_of(index, view)
+        self.known: dict[Choice, Effect] = {}
+
+    def measure(self, choice: Choice) -> Effect:
+        choice = pinned(self.view, choice)
+        if choice not in self.known:
+            self.known[choice] = measure_effect(self.index, self.view, choice)
+        return self.known[choice]
+
+    def generate(self, given: set[Choice]) -> ChoiceSet:
+        view = self.view
+        hull = sweep_prices(view, self.prices)
+        every = _every_choice(view)
+        if every is not None:
+            effects = [self.measure(choice) for choice in every]
+            return ChoiceSet(self._usable(), hull, is_complete=all(effect.is_additive for effect in effects))
+        for choice in (Choice(view.everything), Choice(view.nothing), *given, *(cut.choice for cut in hull.cuts)):
+            self.measure(choice)
+        for prices in packing_prices(view, self.prices, self.most_squared_error / self.alike):
+            self._sweep(prices)
+        for prices in limit_offload(self.index, view, self.prices):
+            self._sweep(prices)
+        fixed = _fixed_backward(self.index, view)
+        for _ in range(_PEAK_ROUNDS):
+            for choice in _variants(self.index, view, self.prices, self._usable(), fixed):
+                self.measure(choice)
+        for others in sorted({0, 1, self.alike}):
+            self._descend(fixed, others)
+        return ChoiceSet(self._usable(), hull, is_complete=False)
+
+    def _sweep(self, prices: Prices) -> None:
+        for cut in sweep_prices(self.view, prices).cuts:
+            self.measure(cut.choice)
+
+    def _usable(self) -> tuple[Effect, ...]:
+        """What has been measured, without what causes too large an error and what another choice beats."""
+        return _undominated([e for e in self.known.values() if e.squared_error <= self.most_squared_error])
+
+    def _descend(self, fixed: Ints, others: int) -> None:
+        """Flip values, one or a pair, as long as that lowers the peak of a region's backward beside ``others`` alike."""
+        view = self.view
+
+        def height(effect: Effect) -> tuple[int, float]:
+            if effect.squared_error > self.most_squared_error:
+                return sys.maxsize, effect.seconds
+            peak = int((fixed + effect.backward).max()) if len(fixed) else 0
+            return peak + others * effect.retained_bytes, effect.seconds
+
+        by_size = sorted(view.droppable, key=lambda v: -view.graph.values[v].bytes)
+        best = min(self.known.values(), key=height)
+        for _ in range(_DESCENTS_AT_MOST):
+            start = best
+            for flips in (itertools.combinations(by_size, 1), itertools.combinations(by_size[:_PAIRED_VALUES], 2)):
+                best = min((self.measure(_flip(best.choice, flip)) for flip in flips), key=height, default=best)
+                if height(best) < height(start):
+                    break
+                best = start
+            if best is start:
+                return
+
+
+def _every_choice(view: RegionView) -> Iterable[Choice] | None:
+    """All choices of a region, if they are few."""
+    states = [[("keep", v), *([("drop", v)] if v in view.droppable else [])] for v in view.decided]
+    for value, options in zip(view.decided, states, strict=True):
+        entry = view.forms.get(value)
+        options += [(form.name, value) for form in (entry.forms if entry is not None else ())]
+    if math.prod(map(len, states)) > _ENUMERATED_CHOICES:
+        return None
+    return (
+        Choice(
+            kept=frozenset(v for state, v in combination if state == "keep"),
+            packed=frozenset((v, state) for state, v in combination if state not in ("keep", "drop")),
         )
-        effects = [measure_effect(index, view, frozenset(kept)) for kept in subsets]
-        return ChoiceSet(effects=_undominated(effects), hull=hull, is_complete=all(e.is_additive for e in effects))
-    known: dict[frozenset[int], Effect] = {}
-
-    def measure(kept: frozenset[int]) -> Effect:
-        if kept not in known:
-            known[kept] = measure_effect(index, view, kept)
-        return known[kept]
-
-    measure(everything)
-    measure(frozenset())
-    for kept in given:
-        measure(kept)
-    for cut in hull.cuts:
-        measure(cut.kept)
-    fixed = _fixed_backward(index, view)
-    for _ in range(_PEAK_ROUNDS):
-        for kept in _variants(index, view, prices, _undominated(list(known.values())), fixed):
-            measure(kept)
-    for others in sorted({0, 1, alike}):
-        _descend(view, measure, list(known.values()), fixed, others)
-    return ChoiceSet(effects=_undominated(list(known.values())), hull=hull, is_complete=False)
+        for combination in itertools.product(*states)
+    )
 
 
-def _descend(
-    view: RegionView, measure: Callable[[frozenset[int]], Effect], known: list[Effect], fixed: Ints, others: int
-) -> None:
-    """Flip values, one or a pair, as long as that lowers the peak of a region's backward beside ``others`` of its like."""
+def _keep(choice: Choice, values: Iterable[int]) -> Choice:
+    """The same, but these values are kept."""
+    wanted = frozenset(values)
+    return Choice(choice.without(wanted).kept | wanted, choice.without(wanted).packed)
 
-    def height(effect: Effect) -> tuple[int, float]:
-        peak = int((fixed + effect.backward).max()) if len(fixed) else 0
-        return peak + others * effect.retained_bytes, effect.seconds
 
-    by_size = sorted(view.droppable, key=lambda v: -view.graph.values[v].bytes)
-    best = min(known, key=height)
-    for _ in range(_DESCENTS_AT_MOST):
-        start = best
-        for flips in (itertools.combinations(by_size, 1), itertools.combinations(by_size[:_PAIRED_VALUES], 2)):
-            best = min((measure(best.kept ^ frozenset(flip)) for flip in flips), key=height, default=best)
-            if height(best) < height(start):
-                break
-            best = start
-        if best is start:
-            return
+def _flip(choice: Choice, values: Iterable[int]) -> Choice:
+    """The same, but of these values those that were kept are rebuilt, and the others kept."""
+    wanted = frozenset(values)
+    rest = choice.without(wanted)
+    return Choice(rest.kept | (wanted - choice.kept), rest.packed)
 
 
 def _fixed_backward(index: StepIndex, view: RegionView) -> Ints:
@@ -125,30 +180,29 @@ def _fixed_backward(index: StepIndex, view: RegionView) -> Ints:
 
 def _variants(
     index: StepIndex, view: RegionView, prices: Prices, effects: tuple[Effect, ...], fixed: Ints
-) -> set[frozenset[int]]:
+) -> set[Choice]:
     """Choices near the given ones that differ in values alive at the highest instant of the region's backward."""
     frame = frame_of(index, view)
-    found: set[frozenset[int]] = set()
+    found: set[Choice] = set()
     peaks: dict[int, None] = {}
     for effect in effects:
         if not len(fixed):
             continue
         instant = frame.start + int(np.argmax(fixed[: len(effect.backward)] + effect.backward))
         peaks.setdefault(instant)
-        dropped = [v for v in view.droppable if v not in effect.kept]
-        by_size = sorted(dropped, key=lambda v: -view.graph.values[v].bytes)
-        alive = [v for v in by_size if _is_held(index, view, v, instant)]
-        found.update(effect.kept | {v} for v in alive[:_FLIPS_PER_CHOICE])
-        kept = sorted(effect.kept, key=lambda v: -view.graph.values[v].bytes)
-        waiting = [v for v in kept if _is_held(index, view, v, instant)]
-        found.update(effect.kept - {v} for v in waiting[:_FLIPS_PER_CHOICE])
+        by_size = sorted(view.droppable, key=lambda v: -view.graph.values[v].bytes)
+        alive = [v for v in by_size if v not in effect.choice.kept and _is_held(index, view, v, instant)]
+        found.update(_keep(effect.choice, {v}) for v in alive[:_FLIPS_PER_CHOICE])
+        waiting = [v for v in by_size if v in effect.choice.kept and _is_held(index, view, v, instant)]
+        found.update(effect.choice.without(frozenset({v})) for v in waiting[:_FLIPS_PER_CHOICE])
     for instant in list(peaks)[:4]:
         for factor in (0.0, 0.5, 2.0):
             weighted = {
                 v: bytes_ * (factor if v in view.slots_of and _is_read_by(index, view, v, instant) else 1.0)
                 for v, bytes_ in prices.held_bytes.items()
             }
-            found.update(cut.kept for cut in sweep_prices(view, Prices(weighted, prices.op_seconds)).cuts)
+            cuts = sweep_prices(view, dataclasses.replace(prices, held_bytes=weighted)).cuts
+            found.update(cut.choice for cut in cuts)
     return found
 
 
@@ -163,10 +217,24 @@ def _is_read_by(index: StepIndex, view: RegionView, value: int, instant: int) ->
 
 
 def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
-    """Drop choices that another one beats, or equals, in seconds and at every instant."""
-    order = sorted(effects, key=lambda e: (e.seconds, e.retained_bytes, int(e.backward.sum()), sorted(e.kept)))
-    figures = np.array([(e.copied_bytes, *_retained_range(e), *e.backward.tolist()) for e in order])
-    least, most = np.delete(figures, 2, axis=1), np.delete(figures, 1, axis=1)
+    """Drop choices that another one beats, or equals, in seconds, error, link bytes and at every instant."""
+    order = sorted(
+        effects,
+        key=lambda e: (
+            e.seconds,
+            e.retained_bytes,
+            int(e.backward.sum()),
+            sorted(e.choice.kept),
+            sorted(e.choice.packed),
+        ),
+    )
+    figures = np.array(
+        [
+            (e.squared_error, e.link_bytes, e.copied_bytes, e.exit_bytes, *_retained_range(e), *e.backward.tolist())
+            for e in order
+        ]
+    )
+    least, most = np.delete(figures, 5, axis=1), np.delete(figures, 4, axis=1)
     left: list[int] = []
     for position, effect in enumerate(order):
         alike = [other for other in left if order[other].relief == effect.relief]
@@ -181,4 +249,5 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
 
 def _retained_range(effect: Effect) -> tuple[int, int]:
     """The least and the most bytes that a choice adds between forward and backward."""
-    return effect.retained_bytes - sum(size for _, _, size in effect.relief), effect.retained_bytes
+    least = effect.retained_bytes - sum(size for _, _, size in effect.relief if size > 0)
+    return least, effect.retained_bytes - sum(size for _, _, size in effect.relief if size < 0)

@@ -8,6 +8,7 @@ peak where the peak is minimised. With ``added`` and ``fixed`` from ``windows``:
 2   Σ_c z[r, c] = 1                                                              for every region r
 3   load[w] - load[w - 1] = Σ_r,c (added[r][w, c] - added[r][w - 1, c]) z[r, c]  for every window w
 4   load[w] ≤ budget - fixed[w]                                                  (or ``last`` - fixed[w])
+5   Σ_r,c error²[r, c] · z[r, c] ≤ max_error²; Σ_r,c link[r, c] · z[r, c] ≤ …    where values have other forms
 ==  ===========================================================================  ==================================
 
 Row 3 writes the sums as differences: from one window to the next few regions change, so the matrix stays sparse at any
@@ -29,6 +30,7 @@ from scipy.sparse import coo_array, csr_array
 
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.effects import Effect
+from plimsoll.planning.limits import Limits
 from plimsoll.planning.rounding import round_down
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.windows import build_windows
@@ -80,7 +82,10 @@ class Relaxed:
 class ChoiceProblem:
     """The program for one step: built once, solved for many budgets."""
 
-    def __init__(self, index: StepIndex, sets: Sequence[ChoiceSet], time_limit_seconds: float) -> None:
+    def __init__(
+        self, index: StepIndex, sets: Sequence[ChoiceSet], time_limit_seconds: float, limits: Limits | None = None
+    ) -> None:
+        self.limits = limits or Limits()
         self.windows = build_windows(index, sets)
         self.effects = self.windows.effects
         self.step_seconds = max(index.base_seconds, 1e-12)
@@ -89,6 +94,7 @@ class ChoiceProblem:
         self.seconds = np.array([effect.seconds for effects in self.effects for effect in effects])
         self.unit_bytes = max(float(self.windows.fixed_bytes.max()) / 10, 1.0)
         self.matrix = self._rows()
+        self.shared = self._shared_rows()
 
     def choose(self, budget_bytes: int, gap_of_step: float = FINE_GAP) -> Selection:
         """The choices with the least seconds whose load fits the budget in every window.
@@ -103,7 +109,7 @@ class ChoiceProblem:
         relaxed = self.relax(budget_bytes)
         if relaxed is None:
             return Selection(effects=None, lower_value=np.inf, is_finished=True)
-        rounded = round_down(self.windows, relaxed.shares, budget_bytes)
+        rounded = round_down(self.windows, relaxed.shares, budget_bytes, self.limits)
         rounded_seconds = sum(effect.seconds for effect in rounded) if rounded is not None else np.inf
         if rounded_seconds - relaxed.seconds <= gap_of_step * self.step_seconds:
             return Selection(rounded, relaxed.seconds, is_finished=True)
@@ -156,6 +162,8 @@ class ChoiceProblem:
             np.concatenate([self.seconds / unit_seconds, np.zeros(windows + 1)]),
             A_eq=self.matrix,
             b_eq=self._right_side(),
+            A_ub=self.shared,
+            b_ub=None if self.shared is None else np.ones(self.shared.shape[0]),
             bounds=np.column_stack([bounds.lb, bounds.ub]),
             method="highs",
         )
@@ -205,6 +213,19 @@ class ChoiceProblem:
         shape = (regions + windows, self.columns + windows + 1)
         return coo_array((np.concatenate(data), (np.concatenate(rows), np.concatenate(columns))), shape=shape).tocsr()
 
+    def _shared_rows(self) -> csr_array | None:
+        """Row 5 over the same columns, scaled so that each is at most 1; ``None`` where nothing is shared."""
+        rows = []
+        for limit, spent in (
+            (self.limits.squared_error, [effect.squared_error for effects in self.effects for effect in effects]),
+            (self.limits.link_bytes, [effect.link_bytes for effects in self.effects for effect in effects]),
+        ):
+            if limit is not None and limit > 0 and any(spent):
+                rows.append(
+                    np.concatenate([np.array(spent, dtype=np.float64) / limit, np.zeros(len(self.windows.spans) + 1)])
+                )
+        return csr_array(np.array(rows)) if rows else None
+
     def _search(self, aim: Floats, bounds: Bounds, gap_of_step: float, relaxed_seconds: float) -> Selection:
         """Branch over a few nodes; go on to the deadline only while what was found is not close to the bound."""
         if gap_of_step == EXACT_GAP:
@@ -234,7 +255,7 @@ class ChoiceProblem:
             aim,
             integrality=np.concatenate([np.ones(self.columns), np.zeros(len(aim) - self.columns)]),
             bounds=bounds,
-            constraints=[LinearConstraint(self.matrix, right, right), *more],
+            constraints=[LinearConstraint(self.matrix, right, right), *self._shared_constraints(), *more],
             options={
                 "mip_rel_gap": gap_of_step,
                 "time_limit": max(self.deadline - time.monotonic(), 0.1) if most_nodes is None else STAGE_SECONDS,
@@ -242,6 +263,9 @@ class ChoiceProblem:
             },
         )
         return self._read(result)
+
+    def _shared_constraints(self) -> list[LinearConstraint]:
+        return [] if self.shared is None else [LinearConstraint(self.shared, -np.inf, 1.0)]
 
     def _read(self, result: Any) -> Selection:
         assert result.status in (_OPTIMAL, _LIMIT, _INFEASIBLE, _NODES_SPENT), f"HiGHS: {result.message}"

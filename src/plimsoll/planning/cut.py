@@ -6,13 +6,14 @@ is true. Edges:
 ==  ===============================  ==========================================================
 1   source → x_v, infinite           v is read by backward
 2   y_o → x_u, infinite              op o reads u
-3   x_v → y_producer(v), λ·bytes(v)  v is available without being made again: it is held
+3   x_v → y_producer(v), cost(v)     v is available without being made again: it is held in its cheapest mode
 4   y_o → sink, seconds(o)           op o runs again (infinite if it may not)
-5   x_u → sink, λ·bytes(u)           u is an input that must be copied (0 for parameters and what is held anyway)
+5   x_u → sink, cost(u)              u has no producer: an input that is copied or held (0 for parameters)
 ==  ===============================  ==========================================================
 
-An edge counts when it leaves the source side. All terms are submodular, so the cut is the optimum for this price; what a
-price cannot see is that the replay itself needs memory (``choices`` looks after that).
+``cost(v)`` is the least of λ·bytes + seconds + μ·error² over the modes of v: as it is (its bytes, no seconds), or one of its
+forms; μ is the price of error. An edge counts when it leaves the source side. All terms are submodular, so the cut is the
+optimum for this price; what a price cannot see is that the replay itself needs memory (``choices`` looks after that).
 
 Source: project selection (Picard 1976) as used for rematerialisation by Checkmate's and torch's min-cut partitioners; here
 storing is priced per byte, so that a sweep gives the whole frontier. scipy's ``maximum_flow`` takes 32-bit capacities:
@@ -21,12 +22,13 @@ seconds are scaled so that all finite capacities together stay below 2^29, and `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from plimsoll.planning.choice import Choice, Packed
 from plimsoll.planning.step import RegionView
 
 _FINITE_TOTAL = 2**29
@@ -34,29 +36,57 @@ _INFINITE = 2**30
 
 
 @dataclass(frozen=True, slots=True)
+class Mode:
+    """One form of a value: bytes that stay, seconds that packing and bringing back take at least, squared error."""
+
+    form: str
+    held_bytes: float
+    seconds: float
+    squared_error: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prices:
     """What the cut weighs: bytes that holding a value adds, and seconds that running an op again adds.
 
-    ``held_bytes`` has every droppable value and every copied input of the region; values that are absent cannot be stored.
+    ``held_bytes`` has every decided value and every copied input of the region; values that are absent cannot be stored.
+    ``modes`` are the forms that a value may take besides, ``error_price`` is in seconds per squared relative error.
     """
 
     held_bytes: dict[int, float]
     op_seconds: tuple[float, ...]
+    modes: dict[int, tuple[Mode, ...]] = field(default_factory=dict)
+    error_price: float = 0.0
+
+    def cheapest(self, value: int, price_seconds_per_byte: float) -> tuple[float, Mode | None]:
+        """The least cost of holding a value, and in which form (``None``: as it is)."""
+        best: tuple[float, Mode | None] = (price_seconds_per_byte * self.held_bytes[value], None)
+        for mode in self.modes.get(value, ()):
+            cost = price_seconds_per_byte * mode.held_bytes + mode.seconds + self.error_price * mode.squared_error
+            if cost < best[0]:
+                best = (cost, mode)
+        return best
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """The values kept, the inputs copied and the ops run again at one price.
 
-    ``lower_value`` is a number that no other set of values undercuts in ``price · bytes + seconds``.
+    ``seconds`` are those of ops and of packing, and the price of the error. ``lower_value`` is a number that no other choice
+    undercuts in ``price · bytes + seconds``.
     """
 
     kept: frozenset[int]
+    packed: Packed
     copied: frozenset[int]
     ops: frozenset[int]
     held_bytes: float
     seconds: float
     lower_value: float
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.kept, self.packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +124,14 @@ def build_edges(view: RegionView, prices: Prices, price_seconds_per_byte: float)
         heads.append(head)
         capacities.append(capacity)
 
-    for value in {graph.slots[slot].value for slot in graph.backward_order} & set(view.droppable):
+    for value in {graph.slots[slot].value for slot in graph.backward_order} & set(view.decided):
         add(SOURCE, value_node(value), np.inf)
     held_anyway = view.free | view.forced
     for value_ in graph.values:
         if value_.id in held_anyway:
             continue
-        bytes_ = prices.held_bytes.get(value_.id)
-        capacity = np.inf if bytes_ is None else price_seconds_per_byte * bytes_
+        can_be_held = value_.id in prices.held_bytes
+        capacity = prices.cheapest(value_.id, price_seconds_per_byte)[0] if can_be_held else np.inf
         add(value_node(value_.id), SINK if value_.producer < 0 else op_node(view, value_.producer), capacity)
     for op in graph.ops:
         add(op_node(view, op.id), SINK, np.inf if op.obstacle else prices.op_seconds[op.id])
@@ -140,21 +170,28 @@ def solve_cut(view: RegionView, prices: Prices, price_seconds_per_byte: float) -
     residual.eliminate_zeros()
     reached = set(breadth_first_order(residual, SOURCE, return_predecessors=False).tolist())
     lower_value = max(flow.flow_value - int(is_finite.sum()), 0) * unit
-    return _read_off(view, prices, reached, lower_value)
+    return _read_off(view, prices, price_seconds_per_byte, reached, lower_value)
 
 
-def _read_off(view: RegionView, prices: Prices, reached: set[int], lower_value: float) -> Cut:
+def _read_off(
+    view: RegionView, prices: Prices, price_seconds_per_byte: float, reached: set[int], lower_value: float
+) -> Cut:
     """The choice that the source side of a cut stands for."""
     graph = view.graph
     ops = frozenset(op.id for op in graph.ops if op_node(view, op.id) in reached)
     available = {value.id for value in graph.values if value_node(value.id) in reached}
-    kept = frozenset(v for v in view.droppable if v in available and graph.values[v].producer not in ops)
+    held = {v for v in view.droppable if v in available and graph.values[v].producer not in ops} | set(view.movable)
     copied = frozenset(available & view.copied)
+    mode_of = {v: prices.cheapest(v, price_seconds_per_byte)[1] for v in held}
+    modes = {v: mode for v, mode in mode_of.items() if mode is not None}
+    kept = frozenset(held - modes.keys())
     return Cut(
         kept=kept,
+        packed=frozenset((v, mode.form) for v, mode in modes.items()),
         copied=copied,
         ops=ops,
-        held_bytes=sum(prices.held_bytes[v] for v in kept | copied),
-        seconds=sum(prices.op_seconds[op] for op in ops),
+        held_bytes=sum(prices.held_bytes[v] for v in kept | copied) + sum(m.held_bytes for m in modes.values()),
+        seconds=sum(prices.op_seconds[op] for op in ops)
+        + sum(mode.seconds + prices.error_price * mode.squared_error for mode in modes.values()),
         lower_value=lower_value,
     )

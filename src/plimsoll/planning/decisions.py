@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import RegionPlan, ValueDecision
+from plimsoll.planning.choice import Choice
 from plimsoll.planning.effects import held_bytes
+from plimsoll.planning.errors import sensitivity
 from plimsoll.planning.replay import boundary_values
-from plimsoll.planning.simulate import Choice, Simulation, is_touched
+from plimsoll.planning.simulate import Simulation, is_touched
 from plimsoll.planning.step import RegionView, StepIndex
-from plimsoll.schedule import Unreachable, build_schedule, recipe_ops
+from plimsoll.planning.transfers import forms_of, packing_seconds
+from plimsoll.schedule import NO_OP, Schedule, Unreachable, build_schedule, recipe_ops
 from plimsoll.units import MIB, format_seconds
 
 
@@ -29,7 +33,8 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
         op_seconds[region] = op_seconds.get(region, 0.0) + index.op_seconds(key) + index.costs.replay_seconds
     plans = []
     for view, choice, price in zip(index.views, simulation.choices, prices_seconds_per_byte, strict=True):
-        engine = view.managed_slots * index.costs.slot_seconds if is_touched(view.droppable, choice) else 0.0
+        engine = view.managed_slots * index.costs.slot_seconds if is_touched(view, choice) else 0.0
+        engine += packing_seconds(index, view, choice)
         linked = boundary_values(index, view) if choice.is_boundary_dropped else frozenset()
         plans.append(
             RegionPlan(
@@ -48,20 +53,19 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
 def _retained_bytes(view: RegionView, choice: Choice, linked: frozenset[int], counted: set[int]) -> int:
     """Bytes held between forward and backward; a storage that several regions hold counts at the first one."""
     graph = view.graph
-    total = 0
+    total = sum(form.held_bytes for form in forms_of(view, choice))
     for value in sorted((choice.kept | view.forced) - linked):
         storage = graph.values[value].storage
         if storage not in counted and value not in view.free:
             counted.add(storage)
             total += graph.values[value].bytes
-    schedule = build_schedule(graph, view.leaves | choice.kept, frozenset(view.droppable) - choice.kept)
+    schedule = _schedule(view, choice)
     copied = {leaf for leaves in schedule.leaves.values() for leaf in leaves} & view.copied
     return total + sum(graph.values[leaf].bytes for leaf in copied)
 
 
 def _decisions(index: StepIndex, view: RegionView, choice: Choice, price: float) -> tuple[ValueDecision, ...]:
     graph = view.graph
-    droppable = frozenset(view.droppable)
     held = held_bytes(index, view)
     shares = _replay_shares(index, view, choice)
     seen: set[int] = set()
@@ -70,33 +74,55 @@ def _decisions(index: StepIndex, view: RegionView, choice: Choice, price: float)
         entry = graph.values[value]
         size = 0 if entry.storage in seen else entry.bytes
         seen.add(entry.storage)
-        is_kept = value not in droppable or value in choice.kept
-        if value not in droppable:
+        if value in choice.forms:
+            decisions.append(_packed(index, view, choice, value, size, price))
+            continue
+        is_kept = value not in view.decided or value in choice.kept
+        seconds = shares.get(value, 0.0)
+        if value not in view.decided:
             reason = _obstacle(view, value)
         elif is_kept and not held[value]:
             reason = "free to keep: it is alive until then anyway"
         else:
-            seconds = (
-                _seconds_to_rebuild(index, view, value, choice.kept - {value}) if is_kept else shares.get(value, 0.0)
+            reason = _compare(
+                _seconds_to_rebuild(index, view, value, choice) if is_kept else seconds, entry.bytes, price
             )
-            reason = _compare(seconds, entry.bytes, price)
-        decisions.append(
-            ValueDecision(
-                value=entry.name,
-                decision=Decision.KEEP if is_kept else Decision.RECOMPUTE,
-                bytes=size,
-                seconds=0.0 if is_kept else shares.get(value, 0.0),
-                reason=reason,
-            )
-        )
+        if value in view.pins:
+            reason = "as you decided by an override"
+        decision = Decision.KEEP if is_kept else Decision.RECOMPUTE
+        seconds = 0.0 if is_kept else seconds
+        decisions.append(ValueDecision(value=entry.name, decision=decision, bytes=size, seconds=seconds, reason=reason))
     return tuple(decisions)
+
+
+def _packed(index: StepIndex, view: RegionView, choice: Choice, value: int, size: int, price: float) -> ValueDecision:
+    """A value that is held in another form."""
+    entry, form = view.graph.values[value], view.form(value, choice.forms[value])
+    saved = max(entry.bytes - form.held_bytes, 1)
+    cost = f"{form.name} costs {format_seconds(form.seconds * MIB / saved)}/MiB"
+    worth = f"memory is worth {format_seconds(price * MIB)}/MiB here" if price > 0 else "memory is not scarce here"
+    error = sensitivity(view, value) * form.noise if form.noise else 0.0
+    added = f", gradient error {error:.2g}" if error else ""
+    return ValueDecision(
+        value=entry.name,
+        decision=form.decision,
+        bytes=size,
+        seconds=form.seconds,
+        reason="as you decided by an override" if value in view.pins else f"{cost}, {worth}{added}",
+        form=form.name,
+        held_bytes=form.held_bytes,
+        error=error,
+    )
 
 
 def _compare(seconds: float, bytes_: int, price: float) -> str:
     """``recompute costs 0.8 µs/MiB, memory is worth 2.1 µs/MiB here``."""
     if not bytes_:
         return "it has no bytes"
-    cost = f"recompute costs {format_seconds(seconds * MIB / bytes_)}/MiB"
+    if math.isinf(seconds):
+        cost = "no recipe rebuilds it"
+    else:
+        cost = f"recompute costs {format_seconds(seconds * MIB / bytes_)}/MiB"
     worth = f"memory is worth {format_seconds(price * MIB)}/MiB here" if price > 0 else "memory is not scarce here"
     return f"{cost}, {worth}"
 
@@ -115,19 +141,28 @@ def _obstacle(view: RegionView, value: int) -> str:
     return "its memory comes from outside the region"
 
 
-def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, kept: frozenset[int]) -> float:
-    """What dropping this value too would add, were nothing else run again."""
-    ops, _ = recipe_ops(view.graph, value, view.leaves | kept)
+def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, choice: Choice) -> float:
+    """What dropping this value too would add, were nothing else run again; infinite where no recipe rebuilds it."""
+    if value not in view.droppable:
+        return math.inf
+    ops, _ = recipe_ops(view.graph, value, (view.leaves | choice.kept | choice.forms.keys()) - {value})
     return sum(index.op_seconds(view.graph.ops[op].cost_key) + index.costs.replay_seconds for op in ops)
+
+
+def _schedule(view: RegionView, choice: Choice) -> Schedule:
+    """The replay of one region as if its inputs were held."""
+    inputs = frozenset(view.movable) - choice.kept - choice.forms.keys()
+    dropped = view.everything - choice.kept - choice.forms.keys() - inputs
+    return build_schedule(view.graph, view.leaves | choice.kept | inputs, dropped, packed=choice.forms)
 
 
 def _replay_shares(index: StepIndex, view: RegionView, choice: Choice) -> dict[int, float]:
     """Seconds of the ops that run for each dropped value: those that no value before it in backward has already run."""
     graph = view.graph
-    schedule = build_schedule(graph, view.leaves | choice.kept, frozenset(view.droppable) - choice.kept)
+    schedule = _schedule(view, choice)
     shares: dict[int, float] = {}
     for segment in schedule.segments:
-        keys = [graph.ops[step.op].cost_key for step in segment.steps]
+        keys = [graph.ops[step.op].cost_key for step in segment.steps if step.op != NO_OP]
         seconds = sum(index.op_seconds(key) + index.costs.replay_seconds for key in keys)
         shares[segment.value] = shares.get(segment.value, 0.0) + seconds
     return shares

@@ -14,7 +14,7 @@ from plimsoll.planning.step import Ints, Span, merge
 def _watch(simulation: Simulation, instant: int) -> tuple[list[Replay], dict[int, frozenset[int]]]:
     index = simulation.index
     linked = links_of(index, simulation.choices)
-    return [replay(index, kept, linked, instant) for kept in chains(index, simulation.choices, linked)], linked
+    return [replay(index, chain, linked, instant) for chain in chains(index, simulation.choices, linked)], linked
 
 
 def describe_peak(simulation: Simulation) -> Peak:
@@ -30,7 +30,7 @@ def describe_peak(simulation: Simulation) -> Peak:
     for outcome in replays:
         for storage, spans in outcome.holds.items():
             holds.setdefault(storage, []).extend(spans)
-        for (start, stop), size, label in outcome.copies:
+        for (start, stop), size, label in (*outcome.copies, *outcome.payloads, *outcome.packing):
             if start <= instant < stop:
                 add(label, size)
         for label, size in outcome.live:

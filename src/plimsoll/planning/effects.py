@@ -1,4 +1,4 @@
-"""One region and one set of kept values in, what it adds to the step's memory and time out, relative to the region itself.
+"""One region and one choice in, what it adds to the step's memory and time out, relative to the region itself.
 
 Regions that are *alike* (same graph, same ticks relative to their forward and backward, same storages held anyway) share
 their effects, so a choice of 80 equal blocks is replayed once. The bytes come from ``replay``, the code of the simulator.
@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plimsoll.planning.choice import Choice
+from plimsoll.planning.errors import choice_error
 from plimsoll.planning.replay import replay
-from plimsoll.planning.simulate import Choice, replay_seconds
+from plimsoll.planning.simulate import replay_seconds
 from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, merge, slot_stop, subtract
+from plimsoll.planning.transfers import link_bytes, windows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +33,31 @@ class Frame:
 class Effect:
     """What one choice of one region adds to the fixed bytes.
 
-    ``copied_bytes`` from the region's entry on, ``retained_bytes`` (copies included) between its forward and its backward,
-    less the bytes of each ``relief`` (start and stop counted from the region's exit) while that storage is alive anyway,
-    ``backward`` per instant of its backward. ``seconds`` are those of replay. ``is_additive`` if these figures are exact
-    beside any choices of other regions; otherwise they are no less than what the region adds.
+    ``copied_bytes`` from the region's entry on, ``exit_bytes`` more at the last instant of its forward, ``retained_bytes``
+    (copies included) between its forward and its backward, less the bytes of each ``relief`` (start and stop counted from
+    the region's exit) while that storage is alive anyway, or while a transfer's source or buffer is there (then they are
+    negative), ``backward`` per instant of its backward. ``seconds`` are those of replay and packing, ``squared_error`` and
+    ``link_bytes`` as in a ``Simulation``. ``is_additive`` if these figures are exact beside any choices of other regions;
+    otherwise they are no less than what the region adds.
     """
 
-    kept: frozenset[int]
+    choice: Choice
     copied_bytes: int
+    exit_bytes: int
     retained_bytes: int
     relief: tuple[tuple[int, int, int], ...]
     backward: Ints
     seconds: float
     is_additive: bool
+    squared_error: float = 0.0
+    link_bytes: int = 0
 
 
 def frame_of(index: StepIndex, view: RegionView) -> Frame:
     """The instants of a region in its step."""
     entry, exit_ = view.call.forward
     start, stop = view.call.backward
-    stops = [2 * stop, *(slot_stop(index.trace, slot) for v in view.droppable for slot in view.slots_of[v])]
+    stops = [2 * stop, *(slot_stop(index.trace, slot) for v in view.decided for slot in view.slots_of[v])]
     begin = max(2 * start, 2 * exit_)
     return Frame(2 * entry, 2 * exit_, begin, max(begin, *stops))
 
@@ -90,21 +98,32 @@ def likeness(index: StepIndex, view: RegionView) -> Hashable:
     keys = tuple((op.cost_key, op.reads, op.writes, op.obstacle) for op in graph.ops)
     values = tuple((v.bytes, v.producer, v.origin.value) for v in graph.values)
     span = (frame.exit - frame.entry, frame.stop - frame.start)
-    return (view.droppable, view.copied, slots, covers, keys, values, graph.backward_order, graph.outputs, span)
+    decided = (view.droppable, view.movable, tuple(view.forms.items()), _windows(index, view))
+    return (decided, view.copied, slots, covers, keys, values, graph.backward_order, graph.outputs, span)
+
+
+def _windows(index: StepIndex, view: RegionView) -> Hashable:
+    """Where transfers of this region begin and end, and how much compute hides them."""
+    after = index.neighbour(view.call.index)
+    if after is None or not any(form.link_bytes for entry in view.forms.values() for form in entry.forms):
+        return None
+    call = view.call
+    ticks = (after.forward[1] - call.forward[1], call.backward[0] - after.backward[0])
+    return (ticks, tuple(round(seconds, 9) for seconds in windows_of(index, call, after)))
 
 
 def held_bytes(index: StepIndex, view: RegionView) -> dict[int, int]:
-    """Bytes that holding each droppable value or copying each input adds between the region's forward and backward."""
+    """Bytes that holding each decided value or copying each input adds between the region's forward and backward."""
     frame = frame_of(index, view)
     bytes_ = {}
-    for value in view.droppable:
+    for value in view.decided:
         storage = view.graph.values[value].storage
         is_free = is_between(frame, own_cover(index, frame, storage))
         bytes_[value] = 0 if is_free else view.graph.values[value].bytes
     return bytes_ | {value: view.graph.values[value].bytes for value in view.copied}
 
 
-def measure_effect(index: StepIndex, view: RegionView, kept: frozenset[int]) -> Effect:
+def measure_effect(index: StepIndex, view: RegionView, choice: Choice) -> Effect:
     """Replay one choice of one region alone.
 
     Raises:
@@ -112,33 +131,54 @@ def measure_effect(index: StepIndex, view: RegionView, kept: frozenset[int]) -> 
     """
     frame = frame_of(index, view)
     region = view.call.index
-    outcome = replay(index, {region: kept}, {})
+    outcome = replay(index, {region: choice}, {})
     length = frame.stop - frame.start
     change = np.zeros(length + 1, dtype=np.int64)
     retained = 0
-    copied = 0
     is_additive = True
     relief: list[tuple[int, int, int]] = []
-    own = {view.graph.values[v].storage for v in view.droppable}
+    own = {view.graph.values[v].storage for v in view.decided}
+
+    def add(start: int, stop: int, size: int) -> None:
+        change[min(max(start - frame.start, 0), length)] += size
+        change[min(max(stop - frame.start, 0), length)] -= size
+
     for storage, spans in outcome.holds.items():
         size = index.trace.storages[storage].bytes
         clipped = merge((max(a, frame.exit), b) for a, b in spans)
         covered = own_cover(index, frame, storage)
         for a, b in subtract(clipped, covered):
             is_additive &= storage in own
-            change[min(max(a - frame.start, 0), length)] += size
-            change[min(max(b - frame.start, 0), length)] -= size
+            add(a, b, size)
         if is_between(frame, clipped) and not is_between(frame, covered):
             retained += size
             relief += [(a - frame.exit, b - frame.exit, size) for a, b in relief_spans(index, frame, storage)]
+        elif not is_between(frame, clipped):
+            part = subtract(((a, min(b, frame.start)) for a, b in clipped), covered)
+            relief += [(a - frame.exit, b - frame.exit, -size) for a, b in part if b > a]
+    for (a, b), size, _ in outcome.payloads:
+        add(a, b, size)
+        if a <= frame.exit and b >= frame.start:
+            retained += size
+        elif a < frame.start:
+            relief.append((a - frame.exit, min(b, frame.start) - frame.exit, -size))
+    copied = sum(size for _, size, _ in outcome.copies)
     for (_, b), size, _ in outcome.copies:
-        copied += size
-        change[0] += size
-        change[min(max(b - frame.start, 0), length)] -= size
+        add(frame.start, b, size)
     curve = np.cumsum(change)[:-1]
     _add_rebuilt(curve, outcome.levels, frame)
-    seconds = replay_seconds(index, {region: Choice(kept=kept)}, outcome.ops)
-    return Effect(kept, copied, retained + copied, tuple(sorted(relief)), curve, seconds, is_additive)
+    return Effect(
+        choice=choice,
+        copied_bytes=copied,
+        exit_bytes=sum(size for _, size, _ in outcome.packing),
+        retained_bytes=retained + copied,
+        relief=tuple(sorted(relief)),
+        backward=curve,
+        seconds=replay_seconds(index, {region: choice}, outcome.ops),
+        is_additive=is_additive,
+        squared_error=choice_error(view, choice),
+        link_bytes=link_bytes(view, choice),
+    )
 
 
 def _add_rebuilt(curve: Ints, levels: list[tuple[int, int]], frame: Frame) -> None:

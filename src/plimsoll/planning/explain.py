@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Peak
-from plimsoll.errors import BudgetBelowFloor
+from plimsoll.errors import BudgetBelowFloor, InvalidStrategy
 from plimsoll.planning.describe import describe_peak
+from plimsoll.planning.limits import Limits
 from plimsoll.planning.simulate import Simulation
 from plimsoll.units import format_bytes
 
@@ -36,6 +40,17 @@ def strategy_error(strategy: str, budget_bytes: int, peak: Peak, floor_bytes: in
     )
 
 
+def overrides_error(simulation: Simulation, limits: Limits) -> InvalidStrategy:
+    """The error for overrides that alone spend more than is allowed."""
+    if limits.link_bytes is not None and simulation.link_bytes > limits.link_bytes:
+        found = f"the overrides offload {format_bytes(simulation.link_bytes)}"
+        why = f"the host budget is {format_bytes(limits.link_bytes)}"
+    else:
+        found = f"the overrides are expected to cause a gradient error of {math.sqrt(simulation.squared_error):.2g}"
+        why = f"max_error leaves room for {math.sqrt(limits.squared_error):.2g}"
+    return InvalidStrategy(f"{found}.", why=why, next="raise the limit, or override fewer values")
+
+
 def format_bytes_up(bytes_: int) -> str:
     """Like ``format_bytes``, but never less than the amount, so that it can be used as a budget.
 
@@ -58,13 +73,15 @@ def name_holders(peak: Peak) -> str:
 
 
 def notes_about(simulation: Simulation, baseline: Simulation) -> tuple[str, ...]:
-    """Sentences about a plan that lowers what is resident after forward, but not (or hardly) the peak."""
+    """Sentences about what a plan was allowed and declined, and about a peak that hardly moves."""
+    declined = _declined(simulation)
     resident, before = _resident_bytes(simulation), _resident_bytes(baseline)
     saved = before - resident
     if saved <= 0 or baseline.peak_bytes - simulation.peak_bytes >= saved // 2:
-        return ()
+        return declined
     peak = describe_peak(simulation)
     return (
+        *declined,
         f"The plan lowers what is resident after forward from {format_bytes(before)} to {format_bytes(resident)}, but "
         f"the peak only from {format_bytes(baseline.peak_bytes)} to {format_bytes(simulation.peak_bytes)}: it sits in "
         f"{peak.moment} ({name_holders(peak)}).",
@@ -77,3 +94,23 @@ def _resident_bytes(simulation: Simulation) -> int:
     if not views:
         return 0
     return int(simulation.curve[min(2 * max(view.call.forward[1] for view in views), len(simulation.curve) - 1)])
+
+
+def _declined(simulation: Simulation) -> tuple[str, ...]:
+    """Why a plan that may compress or offload does neither."""
+    index = simulation.index
+    forms = [form for view in index.views for entry in view.forms.values() for form in entry.forms]
+    used = {name for choice in simulation.choices for _, name in choice.packed}
+    notes = []
+    for decision, verb in ((Decision.COMPRESS, "compressed"), (Decision.OFFLOAD, "offloaded")):
+        offered = {form.name for form in forms if form.decision is decision}
+        if offered and not offered & used:
+            why = (
+                "everything fits as it is"
+                if all(
+                    choice.kept == view.everything for view, choice in zip(index.views, simulation.choices, strict=True)
+                )
+                else "keeping and recomputing reach the budget in less time"
+            )
+            notes.append(f"Nothing is {verb} although it was allowed: {why}.")
+    return tuple(notes)

@@ -8,6 +8,7 @@ Source: the parametric-search idea of Eisner and Severance (1976).
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from plimsoll.planning.cut import Cut, Prices, solve_cut
@@ -15,6 +16,7 @@ from plimsoll.planning.step import RegionView
 
 _POINTS_AT_MOST = 48
 _TOLERANCE = 1e-6
+_LEAST_STEP = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,9 @@ class Hull:
 
 
 def sweep_prices(view: RegionView, prices: Prices) -> Hull:
-    """All vertices of a region's hull; ``seconds`` are those of replayed ops alone (without the engine's per-slot share)."""
-    total_seconds = sum(prices.op_seconds)
-    smallest = min((b for b in prices.held_bytes.values() if b > 0), default=0.0)
+    """All vertices of a region's hull; ``seconds`` are those of replayed ops and of packing alone, without the engine's."""
+    total_seconds = sum(prices.op_seconds) + sum(max(mode.seconds for mode in modes) for modes in prices.modes.values())
+    smallest = min((b for b in _steps(prices) if b > 0), default=0.0)
     lines: list[Line] = []
 
     def at(price: float) -> Cut:
@@ -45,8 +47,8 @@ def sweep_prices(view: RegionView, prices: Prices) -> Hull:
         return cut
 
     loose = at(0.0)
-    everything = frozenset(view.droppable)
-    keep = Cut(everything, frozenset(), frozenset(), sum(prices.held_bytes[v] for v in everything), 0.0, 0.0)
+    held_bytes = sum(prices.held_bytes[v] for v in view.everything)
+    keep = Cut(view.everything, frozenset(), frozenset(), frozenset(), held_bytes, 0.0, 0.0)
     if smallest <= 0 or total_seconds <= 0:
         return Hull(cuts=(keep, loose), lines=tuple(lines))
     tight = at(2 * total_seconds / smallest)
@@ -65,3 +67,13 @@ def sweep_prices(view: RegionView, prices: Prices) -> Hull:
         pending += [(more, middle), (middle, less)]
     found.sort(key=lambda cut: (-cut.held_bytes, cut.seconds))
     return Hull(cuts=tuple(found), lines=tuple(lines))
+
+
+def _steps(prices: Prices) -> list[float]:
+    """Bytes by which two ways of holding a value differ, but for differences too small to matter."""
+    steps = list(prices.held_bytes.values())
+    least = sum(steps) * _LEAST_STEP
+    for value, modes in prices.modes.items():
+        levels = sorted({prices.held_bytes[value], *(mode.held_bytes for mode in modes)})
+        steps += [more - less for less, more in itertools.pairwise(levels) if more - less > least]
+    return steps

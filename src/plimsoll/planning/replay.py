@@ -1,4 +1,4 @@
-"""Kept values of one region (or of a chain of linked ones) in, what the replay holds and runs at every instant out.
+"""The choice of one region (or of a chain of linked ones) in, what the replay holds and runs at every instant out.
 
 This is the private memory of a replay: buffers that steps allocate, that in-place steps take over, and that live until both
 the schedule and the slots made of them let go. ``simulate`` adds it to everything else; the choices of the MILP are
@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.forms import Form
 from plimsoll.artifacts.region import Origin
+from plimsoll.planning.choice import Choice
 from plimsoll.planning.step import RegionView, Span, StepIndex, slot_stop
-from plimsoll.schedule import BOUNDARY, Schedule, Segment, build_schedule
+from plimsoll.schedule import BOUNDARY, NO_OP, Schedule, Segment, Step, build_schedule
 
 Level = tuple[int, int]
 """From this instant on, this many bytes."""
@@ -25,15 +28,20 @@ class Replay:
     """What a set of choices adds to the fixed bytes.
 
     ``holds`` are spans of trace storages held for kept values (they may overlap each other and the fixed bytes),
-    ``copies`` private copies of inputs (span, bytes, label), ``levels`` the bytes of rebuilt values: each entry holds from
-    its instant to the next; the level at an even instant is the highest within the replay that runs there.
+    ``copies`` private copies of inputs (span, bytes, label), ``payloads`` what packed values leave on the device, ``packing``
+    what making the payloads takes for the instant at which forward ends, ``levels`` the bytes of rebuilt values: each entry
+    holds from its instant to the next; the level at an even instant is the highest within the replay that runs there.
     """
 
     holds: dict[int, list[Span]] = field(default_factory=dict)
     copies: list[tuple[Span, int, str]] = field(default_factory=list)
+    payloads: list[tuple[Span, int, str]] = field(default_factory=list)
+    packing: list[tuple[Span, int, str]] = field(default_factory=list)
     levels: list[Level] = field(default_factory=list)
     ops: list[tuple[int, int]] = field(default_factory=list)
     """(region, op) in the order of running."""
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    """(region, packed value) in the order of bringing back."""
     live: list[Live] = field(default_factory=list)
     """Rebuilt buffers at the watched instant, at its highest."""
 
@@ -76,6 +84,7 @@ class _Part:
     """One region of the chain: its schedule and which of its values lie in which buffer."""
 
     view: RegionView
+    choice: Choice
     schedule: Schedule
     linked: frozenset[int]
     """Values of inputs that the provider must rebuild."""
@@ -87,20 +96,20 @@ class _Part:
 
 
 def replay(
-    index: StepIndex, kept: Mapping[int, frozenset[int]], linked: Mapping[int, frozenset[int]], watch: int = -1
+    index: StepIndex, choices: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int = -1
 ) -> Replay:
-    """Replay the regions in ``kept`` together.
+    """Replay the regions in ``choices`` together.
 
     Args:
         index: the step.
-        kept: per region the droppable values that are held; all its other droppable values are rebuilt.
+        choices: per region what it does; values that it does not hold are rebuilt.
         linked: per region with a dropped boundary, the input values that the region before it rebuilds.
         watch: an instant whose live buffers shall be listed.
 
     Raises:
         Unreachable: a dropped value cannot be rebuilt.
     """
-    machine = _Machine(index, kept, linked, watch)
+    machine = _Machine(index, choices, linked, watch)
     machine.hold()
     machine.run()
     return machine.out
@@ -108,10 +117,9 @@ def replay(
 
 class _Machine:
     def __init__(
-        self, index: StepIndex, kept: Mapping[int, frozenset[int]], linked: Mapping[int, frozenset[int]], watch: int
+        self, index: StepIndex, choices: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int
     ) -> None:
         self.index = index
-        self.kept = kept
         self.watch = watch
         self.out = Replay()
         self.memory = _Memory()
@@ -119,40 +127,44 @@ class _Machine:
         self.watched = -1
         self.releases: dict[int, list[int]] = {}
         self.parts: dict[int, _Part] = {}
-        for region in sorted(kept, reverse=True):
-            self.parts[region] = self._part(region, linked)
+        for region in sorted(choices, reverse=True):
+            self.parts[region] = self._part(region, choices[region], linked)
 
-    def _part(self, region: int, linked: Mapping[int, frozenset[int]]) -> _Part:
+    def _part(self, region: int, choice: Choice, linked: Mapping[int, frozenset[int]]) -> _Part:
         view = self.index.views[region]
         graph = view.graph
         mine = linked.get(region, frozenset())
         provider = provider_of(self.index, view, mine)
         consumers = [r for r, part in self.parts.items() if part.provider == region]
-        stored = view.leaves | self.kept[region]
-        dropped = frozenset(view.droppable) - self.kept[region]
+        choice = choice.without(mine)
+        stored = view.leaves | choice.kept | mine
+        dropped = view.everything - choice.kept - choice.forms.keys() - mine
         order = graph.backward_order
         if consumers:
             order = (BOUNDARY, *order)
-            dropped |= frozenset(v for v in graph.outputs if v not in stored)
-        schedule = build_schedule(graph, stored, dropped, order)
+            dropped |= frozenset(v for v in graph.outputs if v not in stored and v not in choice.forms)
+        schedule = build_schedule(graph, stored, dropped, order, choice.forms)
         segments = {segment.slot: segment for segment in schedule.segments}
-        return _Part(view, schedule, mine, provider, consumers=consumers, segments=segments)
+        return _Part(view, choice, schedule, mine, provider, consumers=consumers, segments=segments)
 
     # What is held -----------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Note the spans of kept values, of leaves that dropped slots keep alive, and of copied inputs."""
-        for region, part in self.parts.items():
-            for value in self.kept[region]:
+        """Note the spans of kept values, of leaves that dropped slots keep alive, of copied inputs and of payloads."""
+        for part in self.parts.values():
+            for value in part.choice.kept:
                 for slot in part.view.slots_of[value]:
                     self._hold(part, value, 2 * slot.packed, slot_stop(self.index.trace, slot))
             copied: dict[int, int] = {}
+            packed: dict[int, int] = {}
             for slot_index, leaves in part.schedule.leaves.items():
                 stop = self._stop(part, slot_index)
                 for leaf in leaves:
                     if leaf in part.view.free or leaf in part.linked:
                         continue
-                    if leaf in part.view.copied:
+                    if leaf in part.choice.forms:
+                        packed[leaf] = max(packed.get(leaf, 0), stop)
+                    elif leaf in part.view.copied:
                         copied[leaf] = max(copied.get(leaf, 0), stop)
                     else:
                         first = min(slot.packed for slot in part.view.slots_of[leaf])
@@ -162,6 +174,41 @@ class _Machine:
                 value_ = part.view.graph.values[leaf]
                 label = f"{part.view.call.name} copy of {value_.name}"
                 self.out.copies.append(((entry, stop), value_.bytes, label))
+            self._hold_packed(part, packed)
+
+    def _hold_packed(self, part: _Part, stops: Mapping[int, int]) -> None:
+        """What packed values take until their last reader lets go: a payload, or a source and a buffer of a transfer.
+
+        Payloads are made one after the other, the largest saving first, each source being let go at once: so no more than
+        one payload is there beside all that forward saved.
+        """
+        exit_ = 2 * part.view.call.forward[1]
+        most = 0
+        for value, stop in stops.items():
+            form, label = self._form(part, value), part.view.graph.values[value].name
+            label = f"{part.view.call.name} {form.name} of {label}"
+            if form.decision is Decision.OFFLOAD:
+                after = self.index.neighbour(part.view.call.index)
+                assert after is not None, "only regions with a neighbour have forms that go over a link"
+                first = min(slot.packed for slot in part.view.slots_of[value])
+                self._hold(part, value, 2 * first, 2 * after.forward[1])
+                back = self._first_reading(part, value)
+                self.out.payloads.append(((2 * after.backward[0], back), part.view.graph.values[value].bytes, label))
+            else:
+                self.out.payloads.append(((exit_, stop), form.held_bytes, label))
+                most = max(most, form.held_bytes + form.workspace_bytes)
+        if most:
+            self.out.packing.append(((exit_ - 1, exit_), most, f"{part.view.call.name} packing"))
+
+    def _form(self, part: _Part, value: int) -> Form:
+        return part.view.form(value, part.choice.forms[value])
+
+    def _first_reading(self, part: _Part, value: int) -> int:
+        """The instant at which a packed value is brought back."""
+        graph = part.view.graph
+        slots = [s.slot for s in part.schedule.segments if any(step.load == value for step in s.steps)]
+        ticks = [graph.slots[slot].unpacked for slot in slots if slot != BOUNDARY]
+        return 2 * min(ticks, default=part.view.call.backward[0])
 
     def _hold(self, part: _Part, value: int, start: int, stop: int) -> None:
         self.out.holds.setdefault(part.view.graph.values[value].storage, []).append((start, stop))
@@ -262,6 +309,9 @@ class _Machine:
             outputs = [v for v in graph.outputs if graph.values[v].storage in asked]
             wanted = dict.fromkeys(outputs, self._stop(part, BOUNDARY))
         for step in segment.steps:
+            if step.op == NO_OP:
+                self._load(part, step, wanted, instant)
+                continue
             op = graph.ops[step.op]
             self.out.ops.append((part.view.call.index, step.op))
             taken_over = {
@@ -283,6 +333,19 @@ class _Machine:
             self.highest = max(self.highest, self.memory.bytes_now + workspace)
             self._look(instant, (f"{part.view.call.name} workspace of {op.name}", workspace) if workspace else None)
             self._forget(part, step.frees)
+
+    def _load(self, part: _Part, step: Step, wanted: Mapping[int, int], instant: int) -> None:
+        """Bring a packed value back into a buffer of its own."""
+        value = part.view.graph.values[step.load]
+        form = self._form(part, step.load)
+        self.out.loads.append((part.view.call.index, step.load))
+        buffer = self.memory.allocate(value.bytes, f"{part.view.call.name} brought back {value.name}")
+        part.buffer_of[step.load] = buffer
+        if step.load in wanted:
+            self._keep_until(buffer, wanted[step.load])
+        self.highest = max(self.highest, self.memory.bytes_now + form.workspace_bytes)
+        workspace = (f"{part.view.call.name} workspace of {form.name}", form.workspace_bytes)
+        self._look(instant, workspace if form.workspace_bytes else None)
 
     def _keep_until(self, buffer: int, instant: int) -> None:
         self.releases.setdefault(instant, []).append(self.memory.retain(buffer))

@@ -12,18 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.forms import Forms
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.trace import Trace
+from plimsoll.planning.choice import Choice
+from plimsoll.planning.errors import choice_error
 from plimsoll.planning.replay import Replay, boundary_values, provider_of, replay
-from plimsoll.planning.step import Ints, Span, StepIndex, merge, subtract
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What one region does: the droppable values that it keeps (ids of its graph), and whether its boundary is dropped."""
-
-    kept: frozenset[int]
-    is_boundary_dropped: bool = False
+from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, merge, subtract
+from plimsoll.planning.transfers import link_bytes, packing_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +27,8 @@ class Simulation:
     """One step under one plan.
 
     ``curve`` is bytes per instant (two per tick), ``replayed`` the (region, op) pairs that run again, ``peak_instant`` the
-    first instant at which ``peak_bytes`` are alive.
+    first instant at which ``peak_bytes`` are alive. ``squared_error`` is the square of the relative gradient error that
+    packed values are expected to cause, ``link_bytes`` what lies at the other end of the link when it is most.
     """
 
     index: StepIndex
@@ -41,20 +38,23 @@ class Simulation:
     peak_instant: int
     seconds: float
     replayed: tuple[tuple[int, int], ...]
+    squared_error: float = 0.0
+    link_bytes: int = 0
 
 
-def simulate(trace: Trace, costs: Costs, regions: Sequence[RegionPlan]) -> Simulation:
+def simulate(trace: Trace, costs: Costs, regions: Sequence[RegionPlan], forms: Forms | None = None) -> Simulation:
     """Replay a step under the decisions of a plan.
 
     Args:
         trace: the step.
         costs: seconds per op.
         regions: decisions by region name and call; regions that are not named keep everything, and so do values.
+        forms: what packed values take.
 
     Raises:
         Unreachable: a dropped value cannot be rebuilt.
     """
-    index = StepIndex(trace, costs)
+    index = StepIndex(trace, costs, forms)
     return run_choices(index, choices_of(index, regions))
 
 
@@ -65,18 +65,20 @@ def choices_of(index: StepIndex, regions: Sequence[RegionPlan]) -> tuple[Choice,
     for view in index.views:
         plan = plans.get((view.call.name, view.call.call))
         if plan is None:
-            choices.append(Choice(kept=frozenset(view.droppable)))
+            choices.append(Choice(view.everything))
             continue
-        dropped = plan.dropped
-        kept = frozenset(v for v in view.droppable if view.graph.values[v].name not in dropped)
-        choices.append(Choice(kept=kept, is_boundary_dropped=plan.is_boundary_dropped))
+        names = {value: view.graph.values[value].name for value in view.decided}
+        dropped, forms = plan.dropped, plan.packed
+        packed = frozenset((value, forms[name]) for value, name in names.items() if name in forms)
+        kept = frozenset(v for v, name in names.items() if name not in forms and name not in dropped)
+        choices.append(Choice(kept, packed, plan.is_boundary_dropped))
     return tuple(choices)
 
 
 def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
     """Replay a step under one choice per region."""
     linked = links_of(index, choices)
-    replays = [replay(index, kept, linked) for kept in chains(index, choices, linked)]
+    replays = [replay(index, chain, linked) for chain in chains(index, choices, linked)]
     change = _storage_changes(index, replays, linked)
     curve = index.fixed + np.cumsum(change)[:-1]
     for outcome in replays:
@@ -91,40 +93,43 @@ def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
         peak_instant=peak_instant,
         seconds=index.base_seconds + replay_seconds(index, dict(enumerate(choices)), ops),
         replayed=ops,
+        squared_error=sum(choice_error(view, choice) for view, choice in zip(index.views, choices, strict=True)),
+        link_bytes=sum(link_bytes(view, choice) for view, choice in zip(index.views, choices, strict=True)),
     )
 
 
 def replay_seconds(index: StepIndex, choices: Mapping[int, Choice], ops: Sequence[tuple[int, int]]) -> float:
-    """Seconds that replayed ops, (region, op) pairs, and the engine's own work in the given regions add."""
+    """Seconds that replayed ops, (region, op) pairs, packing and the engine's own work in the given regions add."""
     seconds = sum(index.op_seconds(index.views[r].graph.ops[o].cost_key) + index.costs.replay_seconds for r, o in ops)
-    touched = [index.views[r] for r, choice in choices.items() if is_touched(index.views[r].droppable, choice)]
+    seconds += sum(packing_seconds(index, index.views[r], choice) for r, choice in choices.items() if choice.packed)
+    touched = [index.views[r] for r, choice in choices.items() if is_touched(index.views[r], choice)]
     return seconds + sum(view.managed_slots for view in touched) * index.costs.slot_seconds
 
 
-def is_touched(droppable: tuple[int, ...], choice: Choice) -> bool:
+def is_touched(view: RegionView, choice: Choice) -> bool:
     """Whether the engine has anything to do in a region."""
-    return choice.is_boundary_dropped or len(choice.kept) < len(droppable)
+    return choice.is_boundary_dropped or len(choice.kept) < len(view.decided)
 
 
 def chains(
     index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]
-) -> list[dict[int, frozenset[int]]]:
-    """The kept values of the touched regions, those together that are linked by dropped boundaries."""
-    chain_of: dict[int, dict[int, frozenset[int]]] = {}
-    found: list[dict[int, frozenset[int]]] = []
+) -> list[dict[int, Choice]]:
+    """The choices of the touched regions, those together that are linked by dropped boundaries."""
+    chain_of: dict[int, dict[int, Choice]] = {}
+    found: list[dict[int, Choice]] = []
     for view, choice in zip(index.views, choices, strict=True):
         region = view.call.index
         provider = provider_of(index, view, linked.get(region, frozenset()))
         if provider >= 0:
             chain = chain_of.get(provider)
             if chain is None:
-                chain = {provider: choices[provider].kept}
+                chain = {provider: choices[provider]}
                 chain_of[provider] = chain
                 found.append(chain)
-            chain[region] = choice.kept
+            chain[region] = choice
             chain_of[region] = chain
-        elif region not in chain_of and view.droppable:
-            chain_of[region] = {region: choice.kept}
+        elif region not in chain_of and view.decided:
+            chain_of[region] = {region: choice}
             found.append(chain_of[region])
     return found
 
@@ -146,9 +151,9 @@ def _storage_changes(index: StepIndex, replays: Sequence[Replay], linked: Mappin
     for outcome in replays:
         for storage, spans in outcome.holds.items():
             holds.setdefault(storage, []).extend(spans)
-        for (start, stop), size, _ in outcome.copies:
+        for (start, stop), size, _ in (*outcome.copies, *outcome.payloads, *outcome.packing):
             change[start] += size
-            change[stop] -= size
+            change[max(start, stop)] -= size
     for storage in _linked_storages(index, linked):
         holds.setdefault(storage, [])
     for storage, spans in holds.items():

@@ -7,6 +7,7 @@ plan that one of them already beats is never returned.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,17 +16,21 @@ import numpy as np
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Status
+from plimsoll.artifacts.forms import Forms
 from plimsoll.artifacts.plan import FrontierPoint, Plan
 from plimsoll.artifacts.trace import Trace
 from plimsoll.planning.bounds import LowerBound
+from plimsoll.planning.choice import Choice
 from plimsoll.planning.choices import ChoiceSet, generate_choices
 from plimsoll.planning.choose import COARSE_GAP, EXACT_GAP, FINE_GAP, ChoiceProblem, Selection
 from plimsoll.planning.decisions import decide
 from plimsoll.planning.describe import classes_at_peak, describe_peak, describe_timeline
-from plimsoll.planning.explain import floor_error, notes_about, strategy_error
-from plimsoll.planning.simulate import Choice, Simulation, run_choices
+from plimsoll.planning.explain import floor_error, notes_about, overrides_error, strategy_error
+from plimsoll.planning.limits import Limits
+from plimsoll.planning.pins import Override, pin_choices, pin_values
+from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.step import StepIndex
-from plimsoll.planning.strategies import choose_full, choose_none, choose_selective, strategy_choices
+from plimsoll.planning.strategies import choose_form, choose_full, choose_none, choose_selective, strategy_choices
 
 TIME_LIMIT_SECONDS = 60.0
 """What the solver may take in all, unless told otherwise."""
@@ -46,22 +51,37 @@ class Found:
 class Planner:
     """Everything about one step that does not depend on the budget: choices, program, floor, ladder."""
 
-    def __init__(self, trace: Trace, costs: Costs, time_limit_seconds: float = TIME_LIMIT_SECONDS) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        costs: Costs,
+        time_limit_seconds: float = TIME_LIMIT_SECONDS,
+        *,
+        forms: Forms | None = None,
+        overrides: Sequence[Override] = (),
+        limits: Limits | None = None,
+    ) -> None:
         started = time.monotonic()
-        self.index = StepIndex(trace, costs)
+        self.limits = limits or Limits()
+        self.index = pin_values(StepIndex(trace, costs, forms), overrides)
         self.baseline = self._run(choose_none(self.index, ""))
-        families = [choose_full(self.index, "")]
+        self.loosest = self._run(pin_choices(self.index, self.baseline.choices)) if overrides else self.baseline
+        if not self.limits.allow(self.loosest.squared_error, self.loosest.link_bytes):
+            raise overrides_error(self.loosest, self.limits)
+        families = [pin_choices(self.index, choose_full(self.index, ""))]
         families += [choose_selective(self.index, module) for module in ("attention", "mlp", "norm")]
-        extra = [tuple(choice.kept for choice in family) for family in families]
-        self.sets: tuple[ChoiceSet, ...] = generate_choices(self.index, extra)
-        self.problem = ChoiceProblem(self.index, self.sets, time_limit_seconds)
+        if self.limits.squared_error:
+            families += [choose_form(self.index, codec) for codec in ("int8", "int4")]
+        self.sets: tuple[ChoiceSet, ...] = generate_choices(self.index, families, self.limits.squared_error)
+        self.problem = ChoiceProblem(self.index, self.sets, time_limit_seconds, self.limits)
         self.gap = EXACT_GAP if self.problem.columns <= _SMALL_PROGRAM_COLUMNS else FINE_GAP
         self.is_complete = all(choice_set.is_complete for choice_set in self.sets)
         floor = self.problem.minimise_peak()
         self.is_floor_proven = floor.is_finished
-        simulations = [self.baseline, self._run(families[0])]
+        simulations = [self.loosest, self._run(families[0])]
         if floor.effects is not None:
             simulations.append(self._run(_choices(floor)))
+        simulations = [s for s in simulations if self.limits.allow(s.squared_error, s.link_bytes)]
         self.floor = min(simulations, key=lambda s: (s.peak_bytes, s.seconds))
         self.ladder = [*simulations, *self._climb()]
         self.build_seconds = time.monotonic() - started
@@ -71,7 +91,7 @@ class Planner:
 
     def _climb(self) -> list[Simulation]:
         """Plans at budgets spread evenly from the floor to the unmanaged peak: the same ones for every budget."""
-        low, high = self.floor.peak_bytes, self.baseline.peak_bytes
+        low, high = self.floor.peak_bytes, self.loosest.peak_bytes
         budgets = [low + (high - low) * point // (_FRONTIER_POINTS - 1) for point in range(_FRONTIER_POINTS - 1)]
         gap = EXACT_GAP if self.gap == EXACT_GAP else COARSE_GAP
         found = [self.problem.choose(budget, gap) for budget in budgets if high > low]
@@ -79,7 +99,9 @@ class Planner:
 
     def best_within(self, budget_bytes: int) -> Found:
         """The least seconds within a budget, by the simulator's count."""
-        fitting = [s for s in self.ladder if s.peak_bytes <= budget_bytes]
+        fitting = [
+            s for s in self.ladder if s.peak_bytes <= budget_bytes and self.limits.allow(s.squared_error, s.link_bytes)
+        ]
         lower = 0.0
         is_finished = True
         target = budget_bytes
@@ -92,7 +114,8 @@ class Planner:
                 break
             simulation = self._run(_choices(selection))
             if simulation.peak_bytes <= budget_bytes:
-                fitting.append(simulation)
+                if self.limits.allow(simulation.squared_error, simulation.link_bytes):
+                    fitting.append(simulation)
                 break
             target -= simulation.peak_bytes - budget_bytes
         best = min(fitting, key=lambda s: (s.seconds, s.peak_bytes)) if fitting else None
@@ -131,7 +154,7 @@ def solve(
     raise_below_floor: bool = True,
     planner: Planner | None = None,
 ) -> Plan:
-    """Decide for every saved value of a step whether to KEEP or to RECOMPUTE it.
+    """Decide for every saved value of a step whether to KEEP, RECOMPUTE, COMPRESS or OFFLOAD it.
 
     Args:
         trace: the step.
@@ -141,7 +164,8 @@ def solve(
         time_limit_seconds: what the solver may take in all.
         excess_bytes: measured minus predicted peak of an earlier plan; taken off the budget.
         raise_below_floor: whether a budget that cannot be met is an error, or a plan with the status ``INFEASIBLE``.
-        planner: made for this trace and these costs, when several plans of one step are wanted; by default a new one.
+        planner: made for this trace and these costs, when several plans of one step are wanted, or when values may take
+            other forms; by default a new one.
 
     Returns:
         A plan with every field filled in.
@@ -150,8 +174,10 @@ def solve(
         BudgetBelowFloor: nothing fits (see ``raise_below_floor``).
         InvalidStrategy: no such strategy.
     """
-    named = None if strategy == "auto" else strategy_choices(StepIndex(trace, costs), strategy)
+    if strategy != "auto":  # a wrong name is told before any work
+        strategy_choices(StepIndex(trace, costs), strategy)
     planner = planner or Planner(trace, costs, time_limit_seconds)
+    named = None if strategy == "auto" else pin_choices(planner.index, strategy_choices(planner.index, strategy))
     started = time.monotonic()
     room_bytes = None if budget_bytes is None else budget_bytes - excess_bytes
     if named is not None:
@@ -176,8 +202,8 @@ class _Outcome:
 
 
 def _optimise(planner: Planner, room_bytes: int | None) -> _Outcome:
-    if room_bytes is None or room_bytes >= planner.baseline.peak_bytes:
-        return _Outcome(planner.baseline, Status.OPTIMAL, planner.baseline.seconds)
+    if room_bytes is None or room_bytes >= planner.loosest.peak_bytes:
+        return _Outcome(planner.loosest, Status.OPTIMAL, planner.loosest.seconds)
     found = planner.best_within(room_bytes)
     if found.simulation is None:
         is_known = planner.is_floor_proven and found.is_finished
@@ -238,11 +264,20 @@ def _write(
         classes=classes_at_peak(simulation),
         timeline=describe_timeline(simulation),
         frontier=planner.frontier(),
-        notes=(*trace.notes, *outcome.notes, *notes_about(simulation, baseline)),
+        notes=(*trace.notes, *planner.index.forms.notes, *outcome.notes, *notes_about(simulation, baseline)),
         solve_seconds=planner.build_seconds + time.monotonic() - started,
+        predicted_error=math.sqrt(simulation.squared_error),
+        link=link_of(simulation),
+        offloaded_bytes=simulation.link_bytes,
     )
+
+
+def link_of(simulation: Simulation) -> str:
+    """The link that a plan uses, if any."""
+    link = simulation.index.forms.link
+    return link.name if link is not None and simulation.link_bytes else ""
 
 
 def _choices(selection: Selection) -> tuple[Choice, ...]:
     assert selection.effects is not None
-    return tuple(Choice(kept=effect.kept) for effect in selection.effects)
+    return tuple(effect.choice for effect in selection.effects)

@@ -11,13 +11,14 @@ slot until its region's forward ends (the engine keeps real tensors until then).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.forms import Form, Forms, ValueForms
 from plimsoll.artifacts.region import Origin, RegionGraph, Slot
 from plimsoll.artifacts.trace import RegionCall, Trace
 from plimsoll.schedule import Unreachable, recipe_ops
@@ -32,16 +33,20 @@ class RegionView:
     """One region call and what may be decided in it; value ids are those of its graph.
 
     ``saved`` are the distinct values of its managed slots in the order of saving, ``droppable`` those of them that may be
-    RECOMPUTE, ``forced`` the rest. ``copied`` are inputs that no slot holds: a recipe that needs one copies it at entry.
-    ``free`` are parameters and buffers.
+    RECOMPUTE, ``movable`` those that must be held, but may be held in another form, ``forced`` the rest. ``forms`` are
+    what is known of the forms of saved values, ``pins`` what the user has decided. ``copied`` are inputs that no slot
+    holds: a recipe that needs one copies it at entry. ``free`` are parameters and buffers.
     """
 
     call: RegionCall
     saved: tuple[int, ...]
     droppable: tuple[int, ...]
+    movable: tuple[int, ...]
+    forms: dict[int, ValueForms]
     copied: frozenset[int]
     free: frozenset[int]
     slots_of: dict[int, tuple[Slot, ...]]
+    pins: dict[int, str] = field(default_factory=dict)
 
     @property
     def graph(self) -> RegionGraph:
@@ -51,7 +56,26 @@ class RegionView:
     @property
     def forced(self) -> frozenset[int]:
         """Saved values that every choice keeps."""
-        return frozenset(self.saved) - frozenset(self.droppable)
+        return frozenset(self.saved) - frozenset(self.decided)
+
+    @property
+    def decided(self) -> tuple[int, ...]:
+        """Saved values that choices differ in."""
+        return self.droppable + self.movable
+
+    @property
+    def everything(self) -> frozenset[int]:
+        """What a choice keeps that keeps all it can."""
+        return frozenset(self.decided)
+
+    @property
+    def nothing(self) -> frozenset[int]:
+        """What a choice keeps that rebuilds all it can."""
+        return frozenset(self.movable)
+
+    def form(self, value: int, name: str) -> Form:
+        """A form of a value by its name."""
+        return next(form for form in self.forms[value].forms if form.name == name)
 
     @property
     def leaves(self) -> frozenset[int]:
@@ -67,11 +91,13 @@ class RegionView:
 class StepIndex:
     """Everything about one trace that simulations under different plans share. Immutable once built."""
 
-    def __init__(self, trace: Trace, costs: Costs) -> None:
+    def __init__(self, trace: Trace, costs: Costs, forms: Forms | None = None) -> None:
         self.trace = trace
         self.costs = costs
+        self.forms = forms or Forms()
         self.instants = 2 * len(trace.ops) + 2
-        self.views = tuple(_view(trace, call) for call in trace.regions)
+        shared = _saved_by_several(trace)
+        self.views = tuple(_view(trace, call, self.forms.of(call.name, call.call), shared) for call in trace.regions)
         self.base_seconds = sum(self.op_seconds(op.cost_key) for op in trace.ops)
         self.forced_spans = self._forced_spans()
 
@@ -88,6 +114,19 @@ class StepIndex:
     def covered(self, storage: int) -> list[Span]:
         """The instants at which a storage is alive whatever is decided: its life and the spans of forced slots."""
         return merge([self.life(storage), *((start, stop) for _, start, stop in self.forced_spans.get(storage, ()))])
+
+    def neighbour(self, region: int) -> RegionCall | None:
+        """The region call that transfers of ``region`` hide behind: the next one, if its backward comes right before."""
+        if region + 1 >= len(self.views):
+            return None
+        call, after = self.views[region].call, self.views[region + 1].call
+        is_between = after.forward[0] >= call.forward[1] and 0 <= after.backward[0] <= after.backward[1]
+        return after if is_between and after.backward[1] <= call.backward[0] else None
+
+    @cached_property
+    def seconds_before(self) -> npt.NDArray[np.float64]:
+        """Seconds of all ops before each tick."""
+        return np.cumsum([0.0, *(self.op_seconds(op.cost_key) for op in self.trace.ops)])
 
     @cached_property
     def workspace(self) -> Ints:
@@ -111,11 +150,11 @@ class StepIndex:
         """Per storage: (region, start, stop) of every slot that holds it whatever is decided."""
         spans: dict[int, list[tuple[int, int, int]]] = {}
         for view in self.views:
-            droppable = frozenset(view.droppable)
+            decided = frozenset(view.decided)
             for value, slots in view.slots_of.items():
                 for slot in slots:
                     stop = slot_stop(self.trace, slot)
-                    if value in droppable:
+                    if value in decided:
                         stop = min(stop, 2 * view.call.forward[1])
                     spans.setdefault(view.graph.values[value].storage, []).append(
                         (view.call.index, 2 * slot.packed, stop)
@@ -168,7 +207,17 @@ def subtract(spans: Iterable[Span], covered: Iterable[Span]) -> list[Span]:
     return rest
 
 
-def _view(trace: Trace, call: RegionCall) -> RegionView:
+def _saved_by_several(trace: Trace) -> frozenset[int]:
+    """Storages that more than one region call saves."""
+    savers: dict[int, set[int]] = {}
+    for call in trace.regions:
+        for slot in call.graph.slots:
+            if slot.is_managed:
+                savers.setdefault(call.graph.values[slot.value].storage, set()).add(call.index)
+    return frozenset(storage for storage, calls in savers.items() if len(calls) > 1)
+
+
+def _view(trace: Trace, call: RegionCall, forms: dict[str, ValueForms], shared: frozenset[int]) -> RegionView:
     graph = call.graph
     slots_of: dict[int, tuple[Slot, ...]] = {}
     for slot in graph.slots:
@@ -180,7 +229,24 @@ def _view(trace: Trace, call: RegionCall) -> RegionView:
     droppable: tuple[int, ...] = ()
     if not call.obstacle and call.backward[0] >= 0:
         droppable = _droppable(trace, call, saved, free | copied)
-    return RegionView(call=call, saved=saved, droppable=droppable, copied=copied, free=free, slots_of=slots_of)
+    entries: dict[int, ValueForms] = {}
+    if not call.obstacle and call.backward[0] >= 0:
+        names = {value: graph.values[value].name for value in saved if value not in free}
+        entries = {value: forms[name] for value, name in names.items() if name in forms}
+    return RegionView(
+        call=call,
+        saved=saved,
+        droppable=droppable,
+        movable=tuple(
+            value
+            for value, entry in entries.items()
+            if entry.forms and value not in droppable and graph.values[value].storage not in shared
+        ),
+        forms=entries,
+        copied=copied,
+        free=free,
+        slots_of=slots_of,
+    )
 
 
 def _droppable(trace: Trace, call: RegionCall, saved: tuple[int, ...], given: frozenset[int]) -> tuple[int, ...]:

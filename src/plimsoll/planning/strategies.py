@@ -12,6 +12,10 @@
 ``selective:norm``       the same for normalisation modules
 ``selective:mm,sdpa``    torch's selective activation checkpointing: a comma list of op names whose outputs are KEPT;
                          everything else is RECOMPUTE. ``sdpa`` stands for every scaled-dot-product op
+``int8``, ``int4``, ``fp8``  COMPRESS every saved value that takes this form, masks and integers without loss; KEEP the rest
+``offload``              OFFLOAD every saved value that may go over the link; KEEP the rest (the last region has nothing
+                         to hide transfers behind, so it keeps)
+``hybrid:N,k``           the first N regions as under ``int8``, the others as under ``every:k``
 =====================  ================================================================================================
 
 A value that cannot be rebuilt is kept under every strategy, and so are region inputs (but for ``every:k`` and ``sqrt``).
@@ -24,8 +28,9 @@ import math
 import re
 from collections.abc import Callable
 
+from plimsoll.artifacts.decision import Decision
 from plimsoll.errors import InvalidStrategy
-from plimsoll.planning.simulate import Choice
+from plimsoll.planning.choice import Choice
 from plimsoll.planning.step import RegionView, StepIndex
 
 _MODULES = {
@@ -38,12 +43,12 @@ _OP_ALIASES = {"sdpa": "scaled_dot_product"}
 
 def choose_none(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
     """KEEP everything."""
-    return tuple(Choice(kept=frozenset(view.droppable)) for view in index.views)
+    return tuple(Choice(view.everything) for view in index.views)
 
 
 def choose_full(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
     """Keep only region inputs and what cannot be rebuilt."""
-    return tuple(Choice(kept=frozenset()) for _ in index.views)
+    return tuple(Choice(view.nothing) for view in index.views)
 
 
 def choose_every(index: StepIndex, argument: str) -> tuple[Choice, ...]:
@@ -56,7 +61,7 @@ def choose_every(index: StepIndex, argument: str) -> tuple[Choice, ...]:
         )
     size = int(argument)
     return tuple(
-        Choice(kept=frozenset(), is_boundary_dropped=bool(position % size)) for position in range(len(index.views))
+        Choice(view.nothing, is_boundary_dropped=bool(position % size)) for position, view in enumerate(index.views)
     )
 
 
@@ -69,7 +74,7 @@ def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
     """Recompute the values of some modules, or keep the outputs of some ops."""
     pattern = _MODULES.get(argument)
     if pattern is not None:
-        return tuple(Choice(kept=_kept_outside(view, pattern)) for view in index.views)
+        return tuple(Choice(_kept_outside(view, pattern) | view.nothing) for view in index.views)
     names = [name.strip() for name in argument.split(",") if name.strip()]
     present = sorted({op.name for view in index.views for op in view.graph.ops})
     for name in names:
@@ -86,20 +91,73 @@ def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
             why="it wants attention, mlp, norm or a comma list of ops to keep",
             next="write selective:attention or selective:mm,sdpa",
         )
-    return tuple(Choice(kept=_kept_outputs(view, names)) for view in index.views)
+    return tuple(Choice(_kept_outputs(view, names) | view.nothing) for view in index.views)
+
+
+def choose_form(index: StepIndex, name: str) -> tuple[Choice, ...]:
+    """Hold every value in one form where it may take it."""
+    return tuple(_in_form(view, name) for view in index.views)
+
+
+def choose_hybrid(index: StepIndex, argument: str) -> tuple[Choice, ...]:
+    """Compress the first regions, checkpoint the rest in groups."""
+    first, comma, size = argument.partition(",")
+    if not comma or not first.strip().isdecimal() or not size.strip().isdecimal() or int(size) < 1:
+        raise InvalidStrategy(
+            f"'hybrid:{argument}' is not a strategy.",
+            why="hybrid: wants how many regions to compress, and in groups of how many to checkpoint the others",
+            next="write hybrid:10,6",
+        )
+    count = min(int(first), len(index.views))
+    rest = tuple(
+        Choice(view.nothing, is_boundary_dropped=bool(position % int(size)))
+        for position, view in enumerate(index.views[count:])
+    )
+    return (*choose_form(index, "int8")[:count], *rest)
+
+
+def _in_form(view: RegionView, name: str) -> Choice:
+    packed = set()
+    for value in view.decided:
+        entry = view.forms.get(value)
+        forms = [] if entry is None else [form for form in entry.forms if form.name == name]
+        if name != "offload" and entry is not None and not forms:
+            # The cheapest without loss: masks and integers have no lossy form.
+            forms = [f for f in entry.forms if f.decision is Decision.COMPRESS and not f.noise]
+        elif name == "offload" and entry is not None:
+            forms = [form for form in entry.forms if form.decision is Decision.OFFLOAD]
+        if forms:
+            packed.add((value, min(forms, key=lambda f: f.held_bytes).name))
+    return Choice(view.everything - {value for value, _ in packed}, frozenset(packed))
 
 
 STRATEGIES: dict[str, Callable[[StepIndex, str], tuple[Choice, ...]]] = {
     "every": choose_every,
+    "fp8": lambda index, _: choose_form(index, "fp8"),
     "full": choose_full,
+    "hybrid": choose_hybrid,
     "input-only": choose_full,
+    "int4": lambda index, _: choose_form(index, "int4"),
+    "int8": lambda index, _: choose_form(index, "int8"),
     "none": choose_none,
+    "offload": lambda index, _: choose_form(index, "offload"),
     "selective": choose_selective,
     "sqrt": choose_sqrt,
 }
 """One line per strategy; what follows a colon is its argument. ``auto`` is ``solve`` itself."""
 
-_WITH_ARGUMENT = ("every", "selective")
+_WITH_ARGUMENT = ("every", "hybrid", "selective")
+
+
+def codecs_of_strategy(strategy: str) -> tuple[str, ...]:
+    """The lossy codecs that a named strategy holds values in, whatever else is allowed."""
+    name = strategy.partition(":")[0]
+    return {"int8": ("int8",), "int4": ("int4",), "fp8": ("fp8",), "hybrid": ("int8",)}.get(name, ())
+
+
+def uses_link(strategy: str) -> bool:
+    """Whether a named strategy sends values over a link."""
+    return strategy == "offload"
 
 
 def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
@@ -115,8 +173,8 @@ def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
     name, colon, argument = strategy.partition(":")
     choose = STRATEGIES.get(name)
     if choose is None or bool(colon) != (name in _WITH_ARGUMENT):
-        known = ["auto", "every:2", "full", "input-only", "none", "selective:attention", "selective:mlp",
-                 "selective:norm", "selective:mm,sdpa", "sqrt"]  # fmt: skip
+        known = ["auto", "every:2", "fp8", "full", "hybrid:10,6", "input-only", "int4", "int8", "none", "offload",
+                 "selective:attention", "selective:mlp", "selective:norm", "selective:mm,sdpa", "sqrt"]  # fmt: skip
         close = difflib.get_close_matches(strategy, known, n=3, cutoff=0.3) or known
         raise InvalidStrategy(
             f"{strategy!r} is not a strategy.",

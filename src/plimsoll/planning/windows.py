@@ -23,7 +23,8 @@ from plimsoll.planning.step import Ints, StepIndex
 class Windows:
     """``fixed_bytes[w]`` plus the sum over regions r of ``added_bytes[r][w, choice]`` is the peak of window w.
 
-    ``effects[r]`` are the choices of region r that no other one equals or beats in seconds and in every window.
+    ``effects[r]`` are the choices of region r that no other one equals or beats in seconds, error, bytes on the link and in
+    every window.
     ``is_held[r][w]`` says that what region r retains is held in window w: from its forward to the end of its backward.
     """
 
@@ -56,9 +57,10 @@ def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
 
 
 def _undominated(effects: Sequence[Effect], rows: Ints) -> list[int]:
-    """Choices (columns of ``rows``) that no other one equals or beats in seconds and in every row."""
-    figures = np.ascontiguousarray(rows.T)
-    order = sorted(range(len(effects)), key=lambda c: (effects[c].seconds, int(figures[c].sum())))
+    """Choices (columns of ``rows``) that no other one equals or beats in seconds, error, link bytes and in every row."""
+    more = np.array([(effect.squared_error, effect.link_bytes) for effect in effects])
+    figures = np.ascontiguousarray(np.concatenate([rows.T, more], axis=1))
+    order = sorted(range(len(effects)), key=lambda c: (effects[c].seconds, float(figures[c].sum())))
     left: list[int] = []
     for choice in order:
         if not (figures[left] <= figures[choice]).all(axis=1).any():
@@ -72,6 +74,8 @@ def _split(index: StepIndex, frames: Sequence[Frame], sets: Sequence[ChoiceSet])
     for frame, choice_set in zip(frames, sets, strict=True):
         settled = frame.start + _settles(choice_set.effects)
         cuts |= {frame.entry, frame.exit, frame.start, settled, frame.stop}
+        if any(effect.exit_bytes for effect in choice_set.effects):
+            cuts.add(frame.exit - 1)
         cuts |= {frame.exit + at for effect in choice_set.effects for a, b, _ in effect.relief for at in (a, b)}
         if settled > frame.start:
             varying.append((frame.start, settled))
@@ -97,6 +101,7 @@ class _Stack:
 
     def __init__(self, effects: Sequence[Effect]) -> None:
         self.copied = np.array([effect.copied_bytes for effect in effects], dtype=np.int64)
+        self.exit = self.copied + np.array([effect.exit_bytes for effect in effects], dtype=np.int64)
         self.retained = np.array([effect.retained_bytes for effect in effects], dtype=np.int64)
         self.curves = np.stack([effect.backward for effect in effects])
         self.reliefs = [
@@ -122,7 +127,7 @@ class _Rows:
         if b <= frame.entry or a >= frame.stop:
             return ("nothing",)
         if b <= frame.exit:
-            return ("copies",)
+            return ("exit",) if a >= frame.exit - 1 else ("copies",)
         if b > frame.start:
             return ("backward", a, b)
         first, last = a - frame.exit, b - frame.exit
@@ -134,6 +139,8 @@ class _Rows:
             return np.zeros_like(stack.copied)
         if key[0] == "copies":
             return stack.copied
+        if key[0] == "exit":
+            return stack.exit
         if key[0] == "between":
             row = stack.retained.copy()
             for choice, _, _, size in key[1:]:

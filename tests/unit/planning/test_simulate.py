@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from plimsoll.planning.choice import Choice
 from plimsoll.planning.describe import classes_at_peak, describe_peak, describe_timeline
-from plimsoll.planning.simulate import Choice, Simulation, run_choices
+from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.schedule import Unreachable, recipe_ops
 from unit.planning.builders import OUT, StepBuilder, transformer

@@ -1,0 +1,73 @@
+"""In which other forms values can be held between forward and backward, and what each form costs. No torch in here.
+
+A *form* is a codec's payload or a place at the other end of a link. ``noise`` is the relative error of the value that
+backward then sees, ‖decoded - value‖ / ‖value‖; ``sensitivity`` is the relative error of the whole gradient per unit of
+that noise. Independent errors add as squares.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from plimsoll.artifacts.decision import Decision
+
+
+class Form(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to hold one value other than as it is.
+
+    ``held_bytes`` stay on the device, ``link_bytes`` go over the link and stay at its other end. ``encode_seconds`` are
+    spent when the region's forward ends, ``decode_seconds`` when backward needs the value; transfers that compute does
+    not hide come on top. ``workspace_bytes`` are alive while encoding or decoding.
+    """
+
+    name: str
+    decision: Decision
+    held_bytes: int
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    noise: float = 0.0
+    workspace_bytes: int = 0
+    link_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.encode_seconds + self.decode_seconds
+
+
+class ValueForms(msgspec.Struct, frozen=True, kw_only=True):
+    """The forms that one saved value may take. ``obstacle`` says why it has fewer than others, for the report."""
+
+    value: str
+    sensitivity: float = 0.0
+    forms: tuple[Form, ...] = ()
+    obstacle: str = ""
+
+
+class RegionForms(msgspec.Struct, frozen=True, kw_only=True):
+    """The forms of one region call."""
+
+    name: str
+    call: int
+    values: tuple[ValueForms, ...]
+
+
+class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a link carries, as measured; ``latency_seconds`` per transfer."""
+
+    name: str
+    out_bytes_per_second: float
+    in_bytes_per_second: float
+    latency_seconds: float = 0.0
+
+
+class Forms(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a plan may do with values besides keeping and recomputing them."""
+
+    regions: tuple[RegionForms, ...] = ()
+    link: LinkCost | None = None
+    notes: tuple[str, ...] = ()
+
+    def of(self, name: str, call: int) -> dict[str, ValueForms]:
+        """The forms of one region call, by the value's name."""
+        found = next((region for region in self.regions if region.name == name and region.call == call), None)
+        return {} if found is None else {entry.value: entry for entry in found.values}
