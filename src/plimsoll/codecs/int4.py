@@ -17,8 +17,8 @@ from plimsoll.codecs.quantize import Grid, dequantize, quantize
 class Int4(Codec):
     """Whole numbers of 4 bits; the defaults are what measured best (docs/lab-notes.md)."""
 
-    block: int = number(128, least=16, most=WIDEST)
-    mode: str = word("symmetric", "affine")
+    block: int = number(64, least=16, most=WIDEST)
+    mode: str = word("affine", "symmetric")
     rounding: str = word("nearest", "stochastic")
 
     is_lossless: ClassVar[bool] = False

@@ -18,7 +18,7 @@ class Int8(Codec):
     """Whole numbers of 8 bits; the defaults are what measured best (docs/lab-notes.md)."""
 
     block: int = number(128, least=16, most=WIDEST)
-    mode: str = word("symmetric", "affine")
+    mode: str = word("affine", "symmetric")
     rounding: str = word("nearest", "stochastic")
 
     is_lossless: ClassVar[bool] = False

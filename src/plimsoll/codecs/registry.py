@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from plimsoll.codecs.bf16 import BFloat16
 from plimsoll.codecs.bits import Bits
+from plimsoll.codecs.fp8 import Float8
 from plimsoll.codecs.int4 import Int4
 from plimsoll.codecs.int8 import Int8
 from plimsoll.codecs.narrow import Narrow
@@ -26,6 +27,7 @@ _FAMILIES: dict[str, Callable[[str], Codec]] = {
     "sign": partial(parse, Sign),
     "zeros": partial(parse, Zeros),
     "bf16": partial(parse, BFloat16),
+    "fp8": partial(parse, Float8),
     "int8": partial(parse, Int8),
     "int4": partial(parse, Int4),
 }

@@ -13,13 +13,14 @@ from plimsoll.measuring.memory import PeakMeter
 
 FAMILIES = [codec.name for codec in (*lossless_codecs(), *lossy_codecs())]
 VARIANTS = [
-    "int8:affine",
-    "int8:block=32:stochastic",
-    "int8:affine:stochastic",
-    "int4:affine",
+    "fp8:block=32",
+    "int8:symmetric",
+    "int8:block=32:symmetric:stochastic",
+    "int8:stochastic",
+    "int4:symmetric",
     "int4:block=16",
-    "int4:stochastic",
-    "int4:block=32:affine:stochastic",
+    "int4:symmetric:stochastic",
+    "int4:block=32:stochastic",
 ]
 NAMES = [*FAMILIES, *(name for name in VARIANTS if find_codec(name).name not in FAMILIES)]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -99,6 +100,13 @@ def error_bound(name: str, flat: torch.Tensor) -> torch.Tensor:
     most = rows.nan_to_num(-torch.inf).amax(1, keepdim=True)
     least = rows.nan_to_num(torch.inf).amin(1, keepdim=True)
     farthest = torch.maximum(most, -least)
+    if name.startswith("fp8"):
+        step = farthest / 448 * (1 + 2**-7)
+        return (
+            bound * 1.01
+            + wide * 2**-4 * 1.001
+            + (step * 2**-9).clamp(min=2.0**-126).expand_as(rows).reshape(-1)[: flat.numel()]
+        )
     levels = 2 ** int(name[3])
     if codec.mode == "affine":
         step = (most - least + farthest * 2**-7) / (levels - 1)
