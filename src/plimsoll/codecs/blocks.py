@@ -7,6 +7,7 @@ NaN, infinity, or values so close to the end of the dtype's range that decoding 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -46,6 +47,12 @@ def spans(count: int, width: int) -> Iterator[Span]:
         yield Span(whole, count, whole // width, whole // width + 1, count - whole)
 
 
+def largest_of(dtype: torch.dtype) -> float:
+    """The largest magnitude that certainly decodes to a number of ``dtype``."""
+    limits = torch.finfo(dtype)
+    return min(limits.max * _HEADROOM, torch.finfo(torch.float32).max / 4)  # the reach of a block is up to twice that
+
+
 def block_count(count: int, width: int) -> int:
     """Blocks of ``count`` elements."""
     return -(-count // width)
@@ -59,28 +66,26 @@ def blocks_of(elements: Elements, span: Span, scratch: torch.Tensor) -> torch.Te
     return run.view(-1, span.width)
 
 
-def symmetric_scales(rows: torch.Tensor, last_code: float, dtype: torch.dtype) -> torch.Tensor:
+def symmetric_scales(rows: torch.Tensor, last_code: float, largest: float) -> torch.Tensor:
     """The scale of each row, whose codes go from ``-last_code`` to ``last_code``."""
     farthest = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
-    return _scales(farthest, farthest, last_code, dtype)
+    return _scales(farthest, farthest, last_code, largest)
 
 
-def affine_scales(rows: torch.Tensor, codes: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def affine_scales(rows: torch.Tensor, codes: int, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale of each row and the value of its lowest code, for ``codes`` codes."""
     most, least = rows.amax(1, keepdim=True), rows.amin(1, keepdim=True)
     farthest = torch.maximum(most, -least)
     lows = (least - least.abs().mul_(_UP - 1)).to(SCALE_DTYPE)
-    return _scales(most.sub_(lows), farthest, codes - 1, dtype), lows
+    return _scales(most.sub_(lows), farthest, codes - 1, largest), lows
 
 
-def _scales(reach: torch.Tensor, farthest: torch.Tensor, steps: float, dtype: torch.dtype) -> torch.Tensor:
-    """``reach / steps`` rounded up; NaN where ``farthest`` is not well within the dtype, or ``reach`` not within float32."""
-    is_within = farthest <= torch.finfo(dtype).max * _HEADROOM
-    is_within.logical_and_(reach <= torch.finfo(torch.float32).max * _HEADROOM)
-    scales = reach.div(steps).mul_(_UP).clamp_(min=_LEAST_SCALE)
-    return scales.masked_fill_(is_within.logical_not_(), torch.nan).to(SCALE_DTYPE)
+def _scales(reach: torch.Tensor, farthest: torch.Tensor, steps: float, largest: float) -> torch.Tensor:
+    """``reach / steps`` rounded up; NaN where ``farthest`` is above ``largest``."""
+    scales = reach.mul(_UP / steps).clamp_(min=_LEAST_SCALE)  # NaN stays NaN
+    return scales.masked_fill_(farthest > largest, torch.nan).to(SCALE_DTYPE)
 
 
 def are_representable(scales: torch.Tensor) -> bool:
     """Whether no scale is NaN. On CUDA the answer is True unseen: decode gives NaN for such blocks."""
-    return scales.device.type != "cpu" or not bool(scales.amax().isnan())
+    return scales.device.type != "cpu" or not math.isnan(scales.amax().item())

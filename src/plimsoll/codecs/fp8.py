@@ -18,6 +18,7 @@ from plimsoll.codecs.blocks import (
     are_representable,
     block_count,
     blocks_of,
+    largest_of,
     spans,
     symmetric_scales,
 )
@@ -33,7 +34,7 @@ LAST = 448.0
 class Float8(Codec):
     """float8_e4m3fn with block scales."""
 
-    block: int = number(128, least=16, most=WIDEST)
+    block: int = number(128, least=32, most=WIDEST)
 
     is_lossless: ClassVar[bool] = False
 
@@ -61,7 +62,7 @@ class Float8(Codec):
         for span in spans(elements.count, self.block):
             rows = blocks_of(elements, span, scratch)
             here = slice(span.first_block, span.last_block)
-            scales[here] = symmetric_scales(rows, LAST, elements.dtype)
+            scales[here] = symmetric_scales(rows, LAST, largest_of(elements.dtype))
             if not are_representable(scales[here]):
                 return None
             values = scratch[: span.stop - span.start].view(rows.shape)

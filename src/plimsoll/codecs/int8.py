@@ -17,8 +17,9 @@ from plimsoll.codecs.quantize import Grid, dequantize, quantize
 class Int8(Codec):
     """Whole numbers of 8 bits; the defaults are what measured best (docs/lab-notes.md)."""
 
-    block: int = number(128, least=16, most=WIDEST)
-    mode: str = word("affine", "symmetric")
+    block: int = number(64, least=32, most=WIDEST)
+    mode: str = word("symmetric", "affine")
+    basis: str = word("rotated", "unrotated")
     rounding: str = word("nearest", "stochastic")
 
     is_lossless: ClassVar[bool] = False
@@ -29,7 +30,7 @@ class Int8(Codec):
 
     @property
     def grid(self) -> Grid:
-        return Grid(8, self.block, self.mode == "affine", self.rounding == "stochastic")
+        return Grid(8, self.block, self.mode == "affine", self.basis == "rotated", self.rounding == "stochastic")
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in FLOATS

@@ -1,8 +1,8 @@
 """Elements in, whole-number codes with a scale per block out, and back: the codec behind int8 and int4.
 
 Symmetric: ``x = code * scale``; zero stays zero. Affine: ``x = code * scale + low``, which wastes no codes where a block lies
-on one side of zero. Rounding to nearest is off by at most half a scale, stochastic rounding by less than one.
-Where the scale comes from: `blocks`.
+on one side of zero. Either in the basis of `rotation`, where outliers do not stretch the scale of their block, or as it is.
+Rounding to nearest is off by at most half a scale, stochastic rounding by less than one. Where the scale comes from: `blocks`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from plimsoll.codecs.blocks import (
     are_representable,
     block_count,
     blocks_of,
+    largest_of,
     spans,
     symmetric_scales,
 )
 from plimsoll.codecs.layout import CHUNK, Elements, empty_decoded
 from plimsoll.codecs.packing import pack_nibbles, packed_nibbles_bytes, unpack_nibbles
 from plimsoll.codecs.protocol import Payload
+from plimsoll.codecs.rotation import GAIN, hadamard, rotate
 from plimsoll.codecs.rounding import StochasticRounding
 
 
@@ -35,6 +37,7 @@ class Grid:
     bits: int
     block: int
     is_affine: bool
+    is_rotated: bool
     is_stochastic: bool
 
     @property
@@ -49,6 +52,13 @@ class Grid:
             return -128 if self.is_affine else 0
         return 0 if self.is_affine else 1 << (self.bits - 1)
 
+    def largest(self, dtype: torch.dtype) -> float:
+        """The largest magnitude that a block of ``dtype`` may have in the basis that it is quantised in."""
+        if not self.is_rotated:
+            return largest_of(dtype)
+        # Rotating back may bring as much again; float16 is clamped then.
+        return largest_of(torch.float32) / (2 * GAIN)
+
     def codes_bytes(self, count: int) -> int:
         return count if self.bits == 8 else packed_nibbles_bytes(count)
 
@@ -60,18 +70,21 @@ class Grid:
         most = min(count, CHUNK)
         per_block = 40 * (block_count(most, self.block) + 1)
         noise = StochasticRounding.scratch_bytes(most) if self.is_stochastic else 0
-        return most * (4 + dtype.itemsize) + 2 * (most + 1) + per_block + noise + 256
+        floats = 8 if self.is_rotated else 4
+        return most * (floats + dtype.itemsize) + 2 * (most + 1) + per_block + noise + 256
 
 
 class _Scratch:
     """Memory that every span of one call uses again."""
 
-    __slots__ = ("codes", "moved", "values")
+    __slots__ = ("codes", "matrix", "moved", "rotated", "values")
 
     def __init__(self, grid: Grid, count: int, device: torch.device) -> None:
         most = min(count, CHUNK)
         even = most + most % 2
         self.values = torch.empty(most, dtype=torch.float32, device=device)
+        self.rotated = torch.empty(most if grid.is_rotated else 0, dtype=torch.float32, device=device)
+        self.matrix = torch.from_numpy(hadamard()).to(device) if grid.is_rotated else None
         self.codes = torch.empty(even if grid.bits == 4 else 0, dtype=torch.int8, device=device)
         self.moved = torch.empty(even // 2 if grid.bits == 4 else 0, dtype=torch.int16, device=device)
 
@@ -90,11 +103,13 @@ def quantize(tensor: torch.Tensor, grid: Grid, seed: int) -> Payload | None:
         round_ = StochasticRounding(seed, min(count, CHUNK), device).round_
     for span in spans(count, grid.block):
         rows = blocks_of(elements, span, scratch.values)
+        if scratch.matrix is not None:
+            rows = rotate(rows, scratch.matrix, out=scratch.rotated)
         here = slice(span.first_block, span.last_block)
         if grid.is_affine:
-            scales[here], lows[here] = affine_scales(rows, 2**grid.bits, elements.dtype)
+            scales[here], lows[here] = affine_scales(rows, 2**grid.bits, grid.largest(elements.dtype))
         else:
-            scales[here] = symmetric_scales(rows, grid.last_code, elements.dtype)
+            scales[here] = symmetric_scales(rows, grid.last_code, grid.largest(elements.dtype))
         if not are_representable(scales[here]):
             return None
         values = scratch.values[: span.stop - span.start].view(rows.shape)
@@ -116,11 +131,11 @@ def dequantize(payload: Payload, grid: Grid) -> torch.Tensor:
     tensor, flat = empty_decoded(payload)
     codes, scales = payload.parts[:2]
     scratch = _Scratch(grid, flat.numel(), flat.device)
-    is_direct = flat.dtype is torch.float32
+    is_float32 = flat.dtype is torch.float32
     for span in spans(flat.numel(), grid.block):
         here = slice(span.first_block, span.last_block)
         out = flat[span.start : span.stop]
-        rows = (out if is_direct else scratch.values[: out.numel()]).view(-1, span.width)
+        rows = (out if is_float32 and not grid.is_rotated else scratch.values[: out.numel()]).view(-1, span.width)
         rows.copy_(_load(codes, span, scratch).view(rows.shape))
         step = scales[here].float()
         if grid.is_affine:
@@ -129,7 +144,11 @@ def dequantize(payload: Payload, grid: Grid) -> torch.Tensor:
             if grid.bias:
                 rows.sub_(grid.bias)
             rows.mul_(step)
-        if not is_direct:
+        if scratch.matrix is not None:
+            rows = rotate(rows, scratch.matrix, out=out if is_float32 else scratch.rotated)
+            if flat.dtype is torch.float16:
+                rows.clamp_(torch.finfo(flat.dtype).min, torch.finfo(flat.dtype).max)
+        if not is_float32:
             out.copy_(rows.view(-1))
     return tensor
 

@@ -16,6 +16,9 @@ from plimsoll.codecs.packing import BitPacker, packed_bits_bytes
 from plimsoll.codecs.patterns import has_patterns, patterns_of
 from plimsoll.codecs.protocol import Codec, Payload
 
+_CHUNK = CHUNK // 4
+"""Selecting by a mask needs up to 16 bytes of temporaries per element."""
+
 
 @dataclass(frozen=True, slots=True)
 class Zeros(Codec):
@@ -34,21 +37,22 @@ class Zeros(Codec):
         return None
 
     def workspace_bytes(self, count: int, dtype: torch.dtype) -> int:
-        most = min(count, CHUNK)
-        # Selecting by a mask counts its bits in int64 first, in two tensors.
-        return BitPacker.scratch_bytes(most) + most * (2 * dtype.itemsize + 17) + 256
+        most = min(count, _CHUNK)
+        return BitPacker.scratch_bytes(most) + most * (dtype.itemsize + 17) + min(count, CHUNK) * dtype.itemsize + 256
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
         elements = Elements(tensor)
-        kept = sum(int(torch.count_nonzero(patterns_of(elements.run(*ends)))) for ends in chunks(elements.count))
+        kept = sum(
+            int(torch.count_nonzero(patterns_of(elements.run(*ends)))) for ends in chunks(elements.count, _CHUNK)
+        )
         payload_bytes = packed_bits_bytes(elements.count) + kept * elements.dtype.itemsize
         if most_bytes is not None and payload_bytes > most_bytes:
             return None
         packed = torch.empty(packed_bits_bytes(elements.count), dtype=torch.uint8, device=elements.device)
         values = torch.empty(kept, dtype=elements.dtype, device=elements.device)
-        packer = BitPacker(min(CHUNK, elements.count), elements.device)
+        packer = BitPacker(min(_CHUNK, elements.count), elements.device)
         end = 0
-        for start, stop in chunks(elements.count):
+        for start, stop in chunks(elements.count, _CHUNK):
             patterns = patterns_of(elements.run(start, stop))
             bits = packer.bits(stop - start).copy_(patterns)
             found = torch.masked_select(patterns, bits)
@@ -60,9 +64,9 @@ class Zeros(Codec):
     def decode(self, payload: Payload) -> torch.Tensor:
         tensor, flat = empty_decoded(payload)
         packed, values = payload.parts
-        packer = BitPacker(min(CHUNK, flat.numel()), flat.device)
+        packer = BitPacker(min(_CHUNK, flat.numel()), flat.device)
         end = 0
-        for start, stop in chunks(flat.numel()):
+        for start, stop in chunks(flat.numel(), _CHUNK):
             bits = packer.unpack(packed[start // 8 : packed_bits_bytes(stop)], stop - start)
             begin, end = end, end + int(torch.count_nonzero(bits))
             patterns_of(flat[start:stop]).zero_().masked_scatter_(bits, patterns_of(values[begin:end]))
