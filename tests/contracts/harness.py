@@ -7,7 +7,7 @@ what it returns, every gradient, every buffer, every parameter after an optimize
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +17,17 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.artifacts.decision import Engine
+from plimsoll.artifacts.plan import ValueDecision
 from plimsoll.artifacts.receipt import RegionOutcome
+from plimsoll.links.protocol import Link
 from plimsoll.runtime.apply import Handle
 from plimsoll.runtime.links import LinkTable
+from plimsoll.runtime.packed import Packer
 from plimsoll.runtime.randomness import generators_of
 from plimsoll.runtime.region import ManagedRegion
 from plimsoll.runtime.sentinels import SentinelPolicy
+from plimsoll.runtime.shared import Shared
+from plimsoll.runtime.traffic import Traffic
 from plimsoll.tracing.regions import find_regions
 
 Step = Callable[[nn.Module, int], Any]
@@ -41,17 +46,38 @@ class Names:
         return not any(part in str(name) for part in self._kept)
 
 
+class FormOf:
+    """The form of every value whose name contains a part: a mapping without an end."""
+
+    def __init__(self, packs: Mapping[str, str]) -> None:
+        self._packs = packs
+
+    def __bool__(self) -> bool:
+        return bool(self._packs)
+
+    def __contains__(self, name: object) -> bool:
+        return any(part in str(name) for part in self._packs)
+
+    def __getitem__(self, name: str) -> str:
+        return next(form for part, form in self._packs.items() if part in name)
+
+
 @dataclass
 class Drops:
-    """Stands for a ``RegionPlan`` that drops everything but what ``kept`` names, whatever the values are called."""
+    """Stands for a ``RegionPlan`` that drops everything but what it keeps or packs, whatever the values are called."""
 
     kept: tuple[str, ...] = ()
+    packs: Mapping[str, str] = field(default_factory=dict)
     is_boundary_dropped: bool = False
     is_untouched: bool = False
+    call: int = 0
+    decisions: tuple[ValueDecision, ...] = ()
     dropped: Names = field(init=False)
+    packed: FormOf = field(init=False)
 
     def __post_init__(self) -> None:
-        self.dropped = Names(self.kept)
+        self.dropped = Names((*self.kept, *self.packs))
+        self.packed = FormOf(self.packs)
 
 
 def manage(
@@ -59,26 +85,29 @@ def manage(
     regions: Iterable[str] | None = None,
     *,
     kept: tuple[str, ...] = (),
+    packs: Mapping[str, str] | None = None,
     boundaries: Sequence[int] = (),
     sentinel_every: int = 1,
+    link: Link | None = None,
 ) -> Handle:
-    """The model with everything dropped in its regions; ``boundaries`` are regions whose input is dropped too."""
+    """The model with everything dropped in its regions, but for what is kept or packed.
+
+    ``packs`` maps parts of values' names to codecs or the link; ``boundaries`` are regions whose input is dropped too.
+    """
     modules = dict(model.named_modules())
     found = find_regions(model) if regions is None else {name: modules[name] for name in regions}
-    links = LinkTable(is_used=bool(boundaries))
-    generators = generators_of([parameter.device for parameter in model.parameters()])
+    shared = Shared(
+        links=LinkTable(is_used=bool(boundaries)),
+        packer=Packer(link),
+        traffic=Traffic(),
+        policy=SentinelPolicy(every=sentinel_every),
+        generators=generators_of([parameter.device for parameter in model.parameters()]),
+    )
     managed = {
-        name: ManagedRegion(
-            name,
-            module,
-            (Drops(kept, index in boundaries),),
-            links,
-            policy=SentinelPolicy(every=sentinel_every),
-            generators=generators,
-        )
+        name: ManagedRegion(name, module, (Drops(kept, packs or {}, index in boundaries),), shared)
         for index, (name, module) in enumerate(found.items())
     }
-    return Handle(model, SimpleNamespace(regions=()), managed, links)
+    return Handle(model, SimpleNamespace(regions=()), managed, shared)
 
 
 def train(model: nn.Module, step: Step, steps: int) -> list[dict[str, torch.Tensor]]:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import Plan, RegionPlan
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.errors import PlanMismatch, PlanNotUsable
+from plimsoll.links.open import open_link
+from plimsoll.links.protocol import Link
 from plimsoll.runtime.links import LinkTable
+from plimsoll.runtime.packed import Packer
 from plimsoll.runtime.randomness import generators_of
 from plimsoll.runtime.region import ManagedRegion
+from plimsoll.runtime.sensing import Sensor
 from plimsoll.runtime.sentinels import SentinelPolicy
+from plimsoll.runtime.shared import Shared
+from plimsoll.runtime.traffic import Traffic
 
 
 class Handle:
@@ -31,16 +39,16 @@ class Handle:
         ...     model(torch.randn(4, 8)).sum().backward()
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, regions: Mapping[str, ManagedRegion], links: LinkTable) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, regions: Mapping[str, ManagedRegion], shared: Shared) -> None:
         self.model = model
         self._plan = plan
         self.regions = dict(regions)
-        self._links = links
+        self._shared = shared
         self._root_hooks: list[Any] = []
         if self.regions:
             self._root_hooks = [
                 model.register_forward_pre_hook(_RootHook(self.begin_step), prepend=True),
-                model.register_forward_hook(_RootHook(links.clear), always_call=True),
+                model.register_forward_hook(_RootHook(shared.links.clear), always_call=True),
             ]
         for region in self.regions.values():
             region.install()
@@ -109,7 +117,8 @@ class Handle:
 
     def begin_step(self) -> None:
         """A new call of the model begins: calls of its regions are counted from zero."""
-        self._links.clear()
+        self._shared.links.clear()
+        self._shared.traffic.clear()
         for region in self.regions.values():
             region.calls = 0
 
@@ -131,48 +140,79 @@ class _RootHook:
         return (_RootHook, ())
 
 
-def apply_plan(model: nn.Module, plan: Plan, *, sentinel_every: int = 1) -> Handle:
+def apply_plan(
+    model: nn.Module, plan: Plan, *, sentinel_every: int = 1, link: Link | None = None, sensor: Sensor | None = None
+) -> Handle:
     """Manage the model's regions as the plan says. A region that keeps everything is not touched at all.
 
     Args:
         model: the model that the plan was made for.
         plan: a usable plan.
         sentinel_every: check rebuilt values against samples in every n-th call of a region.
+        link: where offloaded values go; by default the plan's own link is opened.
+        sensor: watches the first call of every region.
 
     Raises:
         PlanNotUsable: the plan's status says that it holds no decisions.
         PlanMismatch: a region of the plan is not in the model, or the model is managed already.
+        OffloadFailed: the link cannot be opened.
     """
     if not plan.status.is_usable:
         raise PlanNotUsable(
             f"This plan is {plan.status}.", why=plan.status.advice, next="plan again with a larger budget"
         )
     modules = dict(model.named_modules())
-    grouped: dict[str, list[RegionPlan]] = {}
-    for region in plan.regions:
-        if region.name not in modules:
-            raise PlanMismatch(
-                f"The plan decides about {region.name!r}, which {type(model).__name__} does not have.",
-                why="it was made for another model",
-                next="plan this model",
-            )
-        grouped.setdefault(region.name, []).append(region)
-    managed = {name: tuple(calls) for name, calls in grouped.items() if not all(c.is_untouched for c in calls)}
-    for name in managed:
-        if isinstance(modules[name].__dict__.get("forward"), ManagedRegion):
-            raise PlanMismatch(
-                f"{name!r} is managed by a plan already.",
-                why="two plans cannot decide about the same tensors",
-                next="call handle.remove() on the first one",
-            )
-    links = LinkTable(is_used=any(call.is_boundary_dropped for calls in managed.values() for call in calls))
-    generators = generators_of([parameter.device for parameter in model.parameters()])
-    policy = SentinelPolicy(every=sentinel_every)
-    regions = {
-        name: ManagedRegion(name, modules[name], calls, links, policy=policy, generators=generators)
-        for name, calls in managed.items()
-    }
+    managed = _managed_regions(plan) if sensor is None else _regions(plan)
+    for name in {region.name for region in plan.regions}:
+        _check_module(model, modules, name, is_managed=name in managed)
+    parameters = list(model.parameters())
+    if link is None and plan.link:
+        device = parameters[0].device if parameters else torch.device("cpu")
+        link = open_link(plan.link, device, host_budget=plan.host_budget_bytes, directory=None)
+    shared = Shared(
+        links=LinkTable(is_used=any(call.is_boundary_dropped for calls in managed.values() for call in calls)),
+        packer=Packer(link),
+        traffic=Traffic(),
+        policy=SentinelPolicy(every=sentinel_every),
+        generators=generators_of([parameter.device for parameter in parameters]),
+        sensor=sensor,
+    )
+    regions = {name: ManagedRegion(name, modules[name], calls, shared) for name, calls in managed.items()}
     for made in regions.values():
         if made.obstacle:
             warnings.warn(f"plimsoll: region {made.name!r} is left alone: {made.obstacle}", stacklevel=3)
-    return Handle(model, plan, regions, links)
+    return Handle(model, plan, regions, shared)
+
+
+def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
+    """All calls of each region."""
+    grouped: dict[str, list[RegionPlan]] = {}
+    for region in plan.regions:
+        grouped.setdefault(region.name, []).append(region)
+    return {name: tuple(calls) for name, calls in grouped.items()}
+
+
+def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
+    """The regions that get a wrapper: those that do not keep everything, and those behind which transfers hide."""
+    hides = {after.name for region, after in itertools.pairwise(plan.regions) if region.has_offload}
+    return {
+        name: calls
+        for name, calls in _regions(plan).items()
+        if name in hides or not all(call.is_untouched for call in calls)
+    }
+
+
+def _check_module(model: nn.Module, modules: Mapping[str, nn.Module], name: str, *, is_managed: bool) -> None:
+    """Refuse a plan whose region the model does not have, or has under another plan."""
+    if name not in modules:
+        raise PlanMismatch(
+            f"The plan decides about {name!r}, which {type(model).__name__} does not have.",
+            why="it was made for another model",
+            next="plan this model",
+        )
+    if is_managed and isinstance(modules[name].__dict__.get("forward"), ManagedRegion):
+        raise PlanMismatch(
+            f"{name!r} is managed by a plan already.",
+            why="two plans cannot decide about the same tensors",
+            next="call handle.remove() on the first one",
+        )

@@ -23,7 +23,7 @@ from plimsoll.artifacts.region import RegionGraph
 from plimsoll.recording.geometry import Geometry
 from plimsoll.recording.recorder import RecordedOp, RecordedValue, Ref
 from plimsoll.runtime.cells import modified_in_place
-from plimsoll.schedule import BOUNDARY, Schedule, Segment, Step
+from plimsoll.schedule import BOUNDARY, NO_OP, Schedule, Segment, Step
 
 SegmentFunction = Callable[..., torch.Tensor]
 
@@ -34,13 +34,15 @@ class Sources:
 
     ``parameters``: position in the tuple that is read at the start of a call. ``protected``: those positions whose tensor
     must not have changed since forward, with the tensor's name. ``geometries``: how the cell's tensor lies on its storage,
-    for values that cells hold. ``links``: the input that comes from the region before.
+    for values that cells hold. ``links``: the input that comes from the region before. ``packed``: values that are held in
+    another form; each is brought back by a step of its own.
     """
 
     parameters: Mapping[int, int]
     protected: Mapping[int, str]
     geometries: Mapping[int, Geometry]
     links: frozenset[int]
+    packed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,8 @@ def tensors_of(out: Any) -> list[torch.Tensor]:
 
 
 def _reads(segment: Segment, graph: RegionGraph) -> set[int]:
-    return {segment.value, *(r for step in segment.steps for r in graph.ops[step.op].reads)}
+    ops = [graph.ops[step.op] for step in segment.steps if step.op != NO_OP]
+    return {segment.value, *(r for op in ops for r in op.reads)}
 
 
 def _crossing(schedule: Schedule, graph: RegionGraph) -> dict[int, set[int]]:
@@ -148,6 +151,10 @@ class _Writer:
         self._leaves = leaves
         made: set[int] = set()
         for step in segment.steps:
+            if step.op == NO_OP:
+                self._bring_back(step.load)
+                made.add(step.load)
+                continue
             self._step(step, segment)
             made.update(self._graph.ops[step.op].writes)
             for value in step.frees:
@@ -180,6 +187,11 @@ class _Writer:
         else:
             self._random(op, call)
         self._bind(step, op, renamed)
+
+    def _bring_back(self, value: int) -> None:
+        """Decode or fetch a packed value; from here on it is private memory, like what an op made."""
+        self._emit(f"v{value} = leaves[{self._leaves.index(value)}].read()")
+        self._local[value] = self._sources.geometries[value]
 
     def _random(self, op: RecordedOp, call: str) -> None:
         assert op.random_point is not None
@@ -266,6 +278,9 @@ class _Writer:
             if position in self._sources.protected:
                 self._emit(f"check_version({position}, versions[{position}], v{value}._version)")
             geometry = self._recording.values[value].base
+        elif value in self._sources.packed:
+            self._emit(f"v{value} = env[{value}]")
+            geometry = self._sources.geometries[value]
         elif value in self._leaves:
             position = self._leaves.index(value)
             if value in self._sources.links:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from plimsoll.runtime.cells import Cell, Readable
+from plimsoll.runtime.packed import check_reader_of_sign
 from plimsoll.schedule import BOUNDARY
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class Frame:
         assert frame is not None
         if frame.program is None or cell.index < len(frame.tensors):
             return frame.tensors[cell.index]
+        if frame.program.signs:
+            check_reader_of_sign(frame.program.signs, cell.index)
         value: torch.Tensor = frame.replay(cell.index, cell.leaves)
         if frame._seen is not None:
             frame._observe(cell.index)

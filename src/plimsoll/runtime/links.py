@@ -6,7 +6,7 @@ object may change on the way (FSDP wraps it), the storage does not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +37,19 @@ class LinkTable:
         self._is_used = is_used
         self._offers: list[_Offer] = []
 
-    def offer(self, program: Program, frame: Frame, cells: Sequence[Cell], link: Link | None, output: Any) -> None:
+    def offer(
+        self,
+        program: Program,
+        frame: Frame,
+        cells: Sequence[Cell],
+        packed: Mapping[int, Readable],
+        link: Link | None,
+        output: Any,
+    ) -> None:
         """A region has returned: its outputs may be asked for again."""
         if not self._is_used:
             return
-        leaves = program.boundary_leaves(cells, link)
+        leaves = program.boundary_leaves(cells, packed, link)
         self._offers = []
         if leaves is None:
             return

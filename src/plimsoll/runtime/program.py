@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import math
 import weakref
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +15,17 @@ from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.errors import ReplayMismatch
 from plimsoll.recording.geometry import Geometry
 from plimsoll.runtime.cells import Cell, Copy, Readable
+from plimsoll.runtime.choosing import Choice, choose
 from plimsoll.runtime.compile import Recording, SegmentFunction, Sources, compile_segments, copy_storage
 from plimsoll.runtime.frame import Frame, Link
+from plimsoll.runtime.packed import Packer, Refused, is_exact, plan_packing, whole_storage
 from plimsoll.runtime.randomness import ENTRY
-from plimsoll.runtime.sentinels import SentinelPolicy, must_defer
-from plimsoll.runtime.verifying import INTEGER_OF_SIZE, same_bits
-from plimsoll.schedule import BOUNDARY, Unreachable, build_schedule, recipe_ops
+from plimsoll.runtime.sentinels import SentinelPolicy, must_defer, sample_geometry
+from plimsoll.runtime.verifying import same_bits
+from plimsoll.schedule import BOUNDARY, Unreachable, build_schedule
 
-SAMPLE_SIZE = 16
+_GONE = torch.empty(0)
+"""Stands where a packed tensor was."""
 NO_OFFSET = -1
 """The offset of saved tensors that do not lie on one storage (sparse ones)."""
 
@@ -50,44 +53,6 @@ class ParameterSource:
     is_checked: bool
 
 
-@dataclass(slots=True)
-class Choice:
-    """What to drop, resolved to ids of the region's graph."""
-
-    dropped: frozenset[int]
-    stored: frozenset[int]
-    link: int | None
-    obstacles: dict[str, str] = field(default_factory=dict)
-
-
-def choose(
-    graph: RegionGraph, names: frozenset[str], not_rebuildable: Mapping[int, str], links: frozenset[int]
-) -> Choice:
-    """Resolve the names that a plan drops. What cannot be rebuilt is kept, and ``obstacles`` says why.
-
-    ``links`` are inputs that the region before can make again (for a dropped boundary).
-    """
-    slot_values = {slot.value for slot in graph.slots if slot.is_managed}
-    always = {value.id for value in graph.values if value.origin in (Origin.PARAMETER, Origin.BUFFER, Origin.INPUT)}
-    wanted = {v for v in slot_values if graph.values[v].name in names and graph.values[v].origin is Origin.OP}
-    obstacles = {graph.values[v].name: not_rebuildable[v] for v in sorted(wanted) if v in not_rebuildable}
-    dropped = {v for v in wanted if v not in not_rebuildable}
-    while True:
-        stored = always | (slot_values - dropped)
-        failed: set[int] = set()
-        for value in sorted(dropped):
-            try:
-                recipe_ops(graph, value, frozenset(stored))
-            except Unreachable as unreachable:
-                failed.add(value)
-                obstacles[graph.values[value].name] = unreachable.obstacle
-        if not failed:
-            break
-        dropped -= {min(failed)}
-    gone = dropped | (links & slot_values)
-    return Choice(frozenset(gone), frozenset(stored), next(iter(links), None), obstacles)
-
-
 class Program:
     """The steady state of one region under one signature."""
 
@@ -103,6 +68,8 @@ class Program:
         node_counts: range,
         device_type: str,
         policy: SentinelPolicy,
+        packer: Packer,
+        payload_bytes: Mapping[str, int],
     ) -> None:
         self.name = name
         self.graph = graph
@@ -115,7 +82,10 @@ class Program:
         self._node_counts = node_counts
         self._specs = tuple((g.size, g.dtype, g.stride, g.offset) for g in recording.slot_geometries)
         self._parameters = tuple(source for _, source in parameters)
-        self._dropped_slots = tuple(s.index for s in graph.slots if s.is_managed and s.value in choice.dropped)
+        self._packer = packer
+        self._packing = plan_packing(graph, choice, payload_bytes)
+        self._codecs = {value: packer.codec(form) for value, form in choice.packed.items()}
+        self._dropped_slots = tuple(s.index for s in graph.slots if s.is_managed and s.value in choice.gone)
         dropped = set(self._dropped_slots)
         self._kept_slots = tuple(s.index for s in graph.slots if s.index not in dropped)
         self._twins = self._find_twins()
@@ -127,6 +97,7 @@ class Program:
             protected={i: f"{s.name} of region {name!r}" for i, s in enumerate(self._parameters) if s.is_checked},
             geometries=self._leaf_geometries(),
             links=frozenset() if choice.link is None else frozenset({choice.link}),
+            packed=frozenset(choice.packed),
         )
         order = tuple(slot for slot in graph.backward_order if slot in dropped)
         self.code = self._compile(order)
@@ -135,6 +106,12 @@ class Program:
         self._sentinels = self._find_sentinels()
         self._policy = policy
         self._calls = 0
+        self.refused: dict[str, int] = {}
+        self.signs = {
+            slot.index: graph.values[slot.value].name
+            for slot in graph.slots
+            if (codec := self._codecs.get(slot.value)) is not None and codec.keeps_sign_only
+        }
 
     @property
     def needs_states(self) -> bool:
@@ -198,19 +175,28 @@ class Program:
         cells = frame.cells
         return all(tensors[index]._version == cells[index].version for index in self._dropped_slots)
 
-    def finish(self, frame: Frame, inputs: Sequence[torch.Tensor], versions: Sequence[int], link: Link | None) -> bool:
-        """Turn the open cells of a call that fits into kept and dropped ones. False (and nothing done) if it cannot.
+    def finish(
+        self, frame: Frame, inputs: Sequence[torch.Tensor], versions: Sequence[int], link: Link | None
+    ) -> dict[int, Readable] | None:
+        """Turn the open cells of a call that fits into kept and dropped ones; ``None`` (and nothing done) if it cannot.
 
-        ``versions`` are those that the inputs had when the region was entered.
+        ``versions`` are those that the inputs had when the region was entered. Returns what is held instead of packed
+        values.
+
+        Raises:
+            OffloadFailed: the link has no room; nothing is done.
         """
         copies = self._copy_inputs(inputs, versions)
         if copies is None:
-            return False
+            return None
+        samples = self._take_samples(frame)
+        packed = self._pack(frame)
         cells, tensors = frame.cells, frame.tensors
         for index in self._kept_slots:
             cells[index].keep(tensors[index])
         readable: dict[int, Readable] = {value: cells[slot] for value, slot in self._needed_cells}
         readable.update(copies)
+        readable.update(packed)
         if self.choice.link is not None:
             assert link is not None
             readable[self.choice.link] = link
@@ -218,21 +204,47 @@ class Program:
             sources = tuple(readable[value] for value in leaves)
             for slot in slots:
                 cells[slot].drop(sources)
-        self._take_samples(frame)
+        for slot, sample in samples.items():
+            cells[slot].sample = sample
         waiting = {slot: weakref.ref(cells[slot]) for slot in self._dropped_slots}
         frame.program = self
         frame.bind(self._read_parameters(), waiting)
         frame.close()
-        return True
+        return packed
 
-    def boundary_leaves(self, cells: Sequence[Cell], link: Link | None) -> tuple[Readable, ...] | None:
+    def _pack(self, frame: Frame) -> dict[int, Readable]:
+        """Encode or send packed values, letting go of each at once."""
+        packed: dict[int, Readable] = {}
+        if not self._packing:
+            return packed
+        tensors = frame.tensors
+        with torch._C._AutoDispatchBelowAutograd():
+            for packing in self._packing:
+                whole = whole_storage(tensors[packing.slots[0]])
+                seed = zlib.crc32(f"{self.name}/{packing.value}/{self._calls}".encode())
+                packed[packing.value] = self._packer.pack(
+                    whole, packing.form, seed=seed, most_bytes=packing.most_bytes or None
+                )
+                if isinstance(packed[packing.value], Refused):
+                    name = self.graph.values[packing.value].name
+                    self.refused[name] = self.refused.get(name, 0) + 1
+                del whole
+                for slot in packing.slots:
+                    tensors[slot] = _GONE
+        return packed
+
+    def boundary_leaves(
+        self, cells: Sequence[Cell], packed: Mapping[int, Readable], link: Link | None
+    ) -> tuple[Readable, ...] | None:
         """What remaking the outputs starts from, for a region whose boundary is dropped; ``None`` if they cannot be."""
         outputs = frozenset(self.graph.outputs)
+        dropped = outputs - self.choice.stored - self.choice.packed.keys()
         try:
-            schedule = build_schedule(self.graph, self.choice.stored, outputs - self.choice.stored, (BOUNDARY,))
+            schedule = build_schedule(self.graph, self.choice.stored, dropped, (BOUNDARY,), packed=self.choice.packed)
         except Unreachable:
             return None
         readable: dict[int, Readable] = {value: cells[slot] for value, slot in self._cell_of.items()}
+        readable.update(packed)
         if link is not None and self.choice.link is not None:
             readable[self.choice.link] = link
         if BOUNDARY not in schedule.leaves:
@@ -300,8 +312,8 @@ class Program:
     def _compile(self, order: tuple[int, ...]) -> Code:
         dropped = self.choice.dropped
         if BOUNDARY in order:
-            dropped = dropped | (frozenset(self.graph.outputs) - self.choice.stored)
-        schedule = build_schedule(self.graph, self.choice.stored, dropped, order)
+            dropped = dropped | (frozenset(self.graph.outputs) - self.choice.stored - self.choice.packed.keys())
+        schedule = build_schedule(self.graph, self.choice.stored, dropped, order, self.choice.packed)
         visible = {slot: self._visible(slot, leaves) for slot, leaves in schedule.leaves.items()}
         shown = type(schedule)(segments=schedule.segments, leaves=visible)
         segments = compile_segments(self.graph, self._recording, shown, self._sources)
@@ -322,7 +334,10 @@ class Program:
         input_of = {
             value.id: int(value.name.split(":")[1])
             for value in self.graph.values
-            if value.origin is Origin.INPUT and value.id not in cell_of and value.id != self.choice.link
+            if value.origin is Origin.INPUT
+            and value.id not in cell_of
+            and value.id != self.choice.link
+            and value.id not in self.choice.packed
         }
         return cell_of, input_of
 
@@ -346,10 +361,16 @@ class Program:
             geometries[value] = self._recording.values[value].base
         if self.choice.link is not None:
             geometries[self.choice.link] = self._recording.values[self.choice.link].base
+        for packing in self._packing:
+            dtype = self._recording.slot_geometries[packing.slots[0]].dtype
+            count = self.graph.values[packing.value].bytes // dtype.itemsize
+            geometries[packing.value] = Geometry((count,), (1,), 0, dtype)
         return geometries
 
     def _plan_leaves(self) -> None:
-        schedule = build_schedule(self.graph, self.choice.stored, self.choice.dropped, self.code.order)
+        schedule = build_schedule(
+            self.graph, self.choice.stored, self.choice.dropped, self.code.order, self.choice.packed
+        )
         groups: dict[tuple[int, ...], list[int]] = {}
         for slot, leaves in schedule.leaves.items():
             visible = self._visible(slot, leaves)
@@ -369,24 +390,28 @@ class Program:
         return {slot: tuple(found.items()) for slot, found in points.items()}
 
     def _find_sentinels(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]]:
-        """The last slot of every chain: dropped values that no replayed op reads, each sampled at its first slot."""
+        """The last slot of every chain: dropped values that no replayed op reads, each sampled at its first slot.
+
+        What comes from a lossy form is not equal to what forward made, and not compared.
+        """
+        lossy = {v for v, codec in self._codecs.items() if codec is not None and not is_exact(codec)}
+        from_lossy = {slot for leaves, slots in self._leaf_groups if lossy.intersection(leaves) for slot in slots}
         read = {value for op in self._replayed for value in self.graph.ops[op].reads}
         chosen: dict[int, int] = {}
         for slot in self._dropped_slots:
             value = self.graph.slots[slot].value
-            if value not in read and self.graph.values[value].origin is Origin.OP:
+            if value not in read and slot not in from_lossy and self.graph.values[value].origin is Origin.OP:
                 chosen.setdefault(value, slot)
-        shapes = {slot: _sample_geometry(self._recording.slot_geometries[slot]) for slot in chosen.values()}
+        shapes = {slot: sample_geometry(self._recording.slot_geometries[slot]) for slot in chosen.values()}
         return {slot: shape for slot, shape in shapes.items() if shape is not None}
 
-    def _take_samples(self, frame: Frame) -> None:
-        """Take elements of the sentinel slots, as integers: bits are compared, not values."""
+    def _take_samples(self, frame: Frame) -> dict[int, torch.Tensor]:
+        """Elements of the sentinel slots, as integers: bits are compared, not values."""
         self._calls += 1
         if not self._sentinels or self._calls % self._policy.every:
-            return
+            return {}
         with torch._C._AutoDispatchBelowAutograd():
-            for slot in self._sentinels:
-                frame.cells[slot].sample = self._sample(slot, frame.tensors[slot]).clone()
+            return {slot: self._sample(slot, frame.tensors[slot]).clone() for slot in self._sentinels}
 
     def _sample(self, slot: int, tensor: torch.Tensor) -> torch.Tensor:
         size, stride, offset, integers = self._sentinels[slot]
@@ -406,16 +431,3 @@ class Program:
             source.holder[source.key].detach().clone() if source.is_copied else source.holder[source.key]
             for source in self._parameters
         )
-
-
-def _sample_geometry(geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype] | None:
-    """Size, stride, offset and integer type of up to 16 elements of a tensor, spread over it where it is dense."""
-    count = math.prod(geometry.size)
-    if count == 0 or geometry.dtype.itemsize not in INTEGER_OF_SIZE or geometry.dtype.is_complex:
-        return None
-    integers = INTEGER_OF_SIZE[geometry.dtype.itemsize]
-    span = 1 + sum((size - 1) * stride for size, stride in zip(geometry.size, geometry.stride, strict=True))
-    if span == count:
-        return (min(SAMPLE_SIZE, count),), (max(1, count // SAMPLE_SIZE),), geometry.offset, integers
-    size, stride = max(zip(geometry.size, geometry.stride, strict=True))
-    return (min(SAMPLE_SIZE, size),), (stride,), geometry.offset, integers

@@ -19,12 +19,12 @@ from plimsoll.recording.graph import SlotRecord, build_region_graph, default_ord
 from plimsoll.recording.modules import ModuleStack
 from plimsoll.recording.recorder import RecordedOp, Ref
 from plimsoll.runtime.cells import Cell
+from plimsoll.runtime.choosing import choose
 from plimsoll.runtime.compile import Recording
 from plimsoll.runtime.frame import Frame
-from plimsoll.runtime.links import LinkTable
-from plimsoll.runtime.program import NO_OFFSET, ParameterSource, Program, choose
+from plimsoll.runtime.program import NO_OFFSET, ParameterSource, Program
 from plimsoll.runtime.randomness import RandomPoints
-from plimsoll.runtime.sentinels import SentinelPolicy
+from plimsoll.runtime.shared import Shared
 from plimsoll.runtime.verifying import VerifyingRecorder
 
 SMALL_BUFFER_BYTES = 1 << 20
@@ -76,6 +76,8 @@ class _Watched:
     """Position and value of every input that is a plain tensor."""
     versions: list[int]
     output: Any
+    first_node: int
+    """Sequence number of the first autograd node."""
     nodes: int
     host_reads: int
 
@@ -88,13 +90,17 @@ def record_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    links: LinkTable,
-    generators: tuple[torch.Generator, ...],
+    shared: Shared,
     device_type: str,
-    policy: SentinelPolicy,
 ) -> tuple[Any, Recorded]:
-    """Run the region once, verifying every op, and drop what the plan drops already in this call."""
-    call = _watch(module, forward, args, kwargs, generators)
+    """Run the region once, verifying every op, and drop what the plan drops already in this call.
+
+    A sensor is shown the region's saved values while all of them are there.
+    """
+    links, sensor = shared.links, shared.sensor
+    unpack = Frame.unpack if sensor is None else sensor.unpack(name, plan.call)
+    call = _watch(module, forward, args, kwargs, shared.generators, unpack)
+    shared.traffic.leave(call.output)
     recorder, frame = call.recorder, call.frame
     writes_outside = [op for op in recorder.ops if _writes_outside(recorder, op)]
     may_rerun = not writes_outside and not any(op.scratch for op in recorder.ops)
@@ -102,14 +108,18 @@ def record_call(
     if obstacle:
         frame.keep_all()
         return call.output, Recorded(None, obstacle, may_rerun)
-    program = _build(name, call, plan, links, device_type, policy)
+    program = _build(name, call, plan, shared, device_type)
+    if sensor is not None:
+        sensor.saw(name, plan.call, program.graph, frame.tensors, call.output, call.first_node)
     link = links.find(program, call.inputs) if program.choice.link is not None else None
     cells = frame.cells
     frame.states = recorder.points.states
-    if not program.finish(frame, call.inputs, call.versions, link):
+    packed = program.finish(frame, call.inputs, call.versions, link)
+    if packed is None:
         frame.keep_all()
         return call.output, Recorded(None, "an input that it needs again is written in place", False)
-    links.offer(program, frame, cells, link, call.output)
+    shared.traffic.send(packed.values())
+    links.offer(program, frame, cells, packed, link, call.output)
     return call.output, Recorded(program, "", may_rerun)
 
 
@@ -119,6 +129,7 @@ def _watch(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     generators: tuple[torch.Generator, ...],
+    unpack: Callable[[Cell], torch.Tensor],
 ) -> _Watched:
     stack = ModuleStack()
     recorder = VerifyingRecorder(lambda: stack.path, RandomPoints(generators))
@@ -134,7 +145,7 @@ def _watch(
         with (
             torch.compiler.set_stance("force_eager"),
             stack.watch(module),
-            saved_tensors_hooks(frame.pack, Frame.unpack),
+            saved_tensors_hooks(frame.pack, unpack),
             reads,
             recorder,
         ):
@@ -143,7 +154,7 @@ def _watch(
         frame.keep_all()
         raise
     nodes = torch._C._autograd._get_sequence_nr() - before
-    return _Watched(recorder, frame, sources, inputs, input_values, versions, output, nodes, reads.count)
+    return _Watched(recorder, frame, sources, inputs, input_values, versions, output, before, nodes, reads.count)
 
 
 def _obstacle(call: _Watched) -> str:
@@ -199,7 +210,11 @@ def _writes_outside(recorder: VerifyingRecorder, op: RecordedOp) -> bool:
 
 
 def _build(
-    name: str, call: _Watched, plan: RegionPlan, links: LinkTable, device_type: str, policy: SentinelPolicy
+    name: str,
+    call: _Watched,
+    plan: RegionPlan,
+    shared: Shared,
+    device_type: str,
 ) -> Program:
     recorder, sources = call.recorder, call.sources
     scratched = _refuse_readers_of_scratch(recorder)
@@ -230,7 +245,7 @@ def _build(
         output_refs=tuple(outputs),
     )
     link_inputs = frozenset[int]()
-    if plan.is_boundary_dropped and call.input_values and links.link_to(call.inputs[0]) is not None:
+    if plan.is_boundary_dropped and call.input_values and shared.links.link_to(call.inputs[0]) is not None:
         link_inputs = frozenset({local[call.input_values[0][1]]})
     not_rebuildable = {local[v]: reason for v, reason in recorder.not_rebuildable.items() if v in local}
     casts = sum(op.name == "_to_copy" for op in recorder.ops)
@@ -243,12 +258,14 @@ def _build(
         name,
         graph,
         recording,
-        choose(graph, plan.dropped, not_rebuildable, link_inputs),
+        choose(graph, plan.dropped, not_rebuildable, link_inputs, plan.packed),
         parameters,
         not_rebuildable=not_rebuildable,
         node_counts=range(call.nodes - casts, call.nodes + 1),
         device_type=device_type,
-        policy=policy,
+        policy=shared.policy,
+        packer=shared.packer,
+        payload_bytes={d.value: d.held_bytes for d in plan.decisions if d.is_packed},
     )
 
 

@@ -25,10 +25,9 @@ from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.recording.calling import call_tensors
 from plimsoll.runtime.frame import Frame
-from plimsoll.runtime.links import LinkTable
 from plimsoll.runtime.program import Program
 from plimsoll.runtime.record import record_call
-from plimsoll.runtime.sentinels import SentinelPolicy
+from plimsoll.runtime.shared import Shared
 from plimsoll.runtime.signature import SignatureReader, is_transparent
 
 MAX_SIGNATURES = 8
@@ -56,19 +55,14 @@ class ManagedRegion:
         name: str,
         module: nn.Module,
         plans: tuple[RegionPlan, ...],
-        links: LinkTable,
-        *,
-        policy: SentinelPolicy,
-        generators: tuple[torch.Generator, ...],
+        shared: Shared,
     ) -> None:
         self.name = name
         self.module = module
         self.calls = 0
         self.services: dict[tuple[Any, ...], Service] = {}
         self._plans = plans
-        self._links = links
-        self._policy = policy
-        self._generators = generators
+        self._shared = shared
         self._original: Callable[..., Any] = module.forward
         self.__wrapped__ = self._original  # so that inspect.signature shows the module's own
         self._had_own = "forward" in module.__dict__
@@ -99,8 +93,14 @@ class ManagedRegion:
             return self._original(*args, **kwargs)
         plan = self._plans[min(self.calls, len(self._plans) - 1)]
         self.calls += 1
-        if plan.is_untouched:
-            return self._original(*args, **kwargs)
+        return self._managed(plan, args, kwargs)
+
+    def _managed(self, plan: RegionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run under the plan; what a region before has sent over the link is ended when this one's forward is through."""
+        if plan.is_untouched and self._shared.sensor is None:
+            output = self._original(*args, **kwargs)
+            self._shared.traffic.leave(output)
+            return output
         key = (id(plan), *self._reader.read(args, kwargs))
         service = self.services.get(key)
         if service is None:
@@ -152,10 +152,8 @@ class ManagedRegion:
             plan,
             args,
             kwargs,
-            links=self._links,
-            generators=self._generators,
+            shared=self._shared,
             device_type=self._device_type,
-            policy=self._policy,
         )
         self._may_rerun &= recorded.may_rerun and self._reader.scalars() == scalars
         if recorded.program is not None:
@@ -175,8 +173,11 @@ class ManagedRegion:
     def _whole(self, service: Service, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region without recipes."""
         if service.engine is Engine.RERUN:
-            return checkpoint(self._original, *args, use_reentrant=False, **kwargs)
-        return self._original(*args, **kwargs)
+            output = checkpoint(self._original, *args, use_reentrant=False, **kwargs)
+        else:
+            output = self._original(*args, **kwargs)
+        self._shared.traffic.leave(output)
+        return output
 
     def _serve(self, key: tuple[Any, ...], service: Service) -> Service:
         if all(other.engine is not service.engine for other in self.services.values()):
@@ -214,15 +215,18 @@ class ManagedRegion:
             frame.keep_all()
             raise
         nodes = torch._C._autograd._get_sequence_nr() - before
-        link = self._links.find(program, inputs) if program.choice.link is not None else None
+        link = self._shared.links.find(program, inputs) if program.choice.link is not None else None
+        self._shared.traffic.leave(output)
         if (program.choice.link is not None and link is None) or not program.fits(frame, nodes):
             self._misfit(service, frame)
             return output
         cells = frame.cells
-        if not program.finish(frame, inputs, versions, link):
+        packed = program.finish(frame, inputs, versions, link)
+        if packed is None:
             self._misfit(service, frame)
         else:
-            self._links.offer(program, frame, cells, link, output)
+            self._shared.traffic.send(packed.values())
+            self._shared.links.offer(program, frame, cells, packed, link, output)
         return output
 
     def _misfit(self, service: Service, frame: Frame) -> None:
@@ -249,6 +253,9 @@ def _is_somebody_elses_call() -> bool:
 
 
 def _first_obstacle(program: Program) -> str:
+    if program.refused:
+        name, times = next(iter(program.refused.items()))
+        return f"{name} is kept: its codec could not represent the data ({times} times)"
     return next((f"{name} is kept: {obstacle}" for name, obstacle in program.choice.obstacles.items()), "")
 
 

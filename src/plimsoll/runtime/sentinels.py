@@ -7,10 +7,16 @@ optimizer can step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+
+from plimsoll.recording.geometry import Geometry
+from plimsoll.runtime.verifying import INTEGER_OF_SIZE
+
+SAMPLE_SIZE = 16
 
 Failure = Callable[[], None]
 """Raises the error that belongs to one comparison."""
@@ -52,3 +58,16 @@ class SentinelPolicy:
 def must_defer(device_type: str) -> bool:
     """Whether comparing on the spot would make the host wait for the device."""
     return device_type != "cpu" and torch._C._current_graph_task_id() != -1
+
+
+def sample_geometry(geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype] | None:
+    """Size, stride, offset and integer type of up to 16 elements of a tensor, spread over it where it is dense."""
+    count = math.prod(geometry.size)
+    if count == 0 or geometry.dtype.itemsize not in INTEGER_OF_SIZE or geometry.dtype.is_complex:
+        return None
+    integers = INTEGER_OF_SIZE[geometry.dtype.itemsize]
+    span = 1 + sum((size - 1) * stride for size, stride in zip(geometry.size, geometry.stride, strict=True))
+    if span == count:
+        return (min(SAMPLE_SIZE, count),), (max(1, count // SAMPLE_SIZE),), geometry.offset, integers
+    size, stride = max(zip(geometry.size, geometry.stride, strict=True))
+    return (min(SAMPLE_SIZE, size),), (stride,), geometry.offset, integers

@@ -1,0 +1,25 @@
+"""What all regions of one managed model share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from plimsoll.runtime.links import LinkTable
+from plimsoll.runtime.packed import Packer
+from plimsoll.runtime.sensing import Sensor
+from plimsoll.runtime.sentinels import SentinelPolicy
+from plimsoll.runtime.traffic import Traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """``links`` between regions, what packs values and moves them, who checks, and who watches (``None``: nobody)."""
+
+    links: LinkTable
+    packer: Packer
+    traffic: Traffic
+    policy: SentinelPolicy
+    generators: tuple[torch.Generator, ...]
+    sensor: Sensor | None = None

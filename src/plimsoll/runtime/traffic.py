@@ -1,0 +1,59 @@
+"""When transfers over a link end and begin again, as plans count on it.
+
+What a region sends is settled (its memory is free) when the *next* region's forward ends, and is fetched again when that
+region's backward begins. So transfers have one region's compute to hide behind, in both directions, and never more than two
+regions' tensors are on their way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from plimsoll.recording.calling import output_tensors
+from plimsoll.runtime.cells import Readable
+from plimsoll.runtime.packed import Sent
+
+
+class Traffic:
+    """The transfers of one managed model."""
+
+    def __init__(self) -> None:
+        self._under_way: list[Sent] = []
+
+    def send(self, packed: Iterable[Readable]) -> None:
+        """A region has packed these; what went over the link is under way until the next region returns."""
+        self._under_way.extend(one for one in packed if isinstance(one, Sent))
+
+    def leave(self, output: Any) -> None:
+        """A region has returned: end what the one before sent, and fetch it when this one's backward begins.
+
+        Raises:
+            OffloadFailed: a copy-out failed; its source is still held.
+        """
+        if not self._under_way:
+            return
+        under_way, self._under_way = self._under_way, []
+        for sent in under_way:
+            sent.ticket.settle()
+        node = next((t.grad_fn for t in output_tensors(output) if t.grad_fn is not None), None)
+        if node is not None:
+            node.register_prehook(_Fetch(under_way))
+
+    def clear(self) -> None:
+        """A new step begins; what a step that failed had sent is forgotten."""
+        self._under_way = []
+
+
+class _Fetch:
+    """Begins to fetch what somebody still waits for."""
+
+    def __init__(self, sent: list[Sent]) -> None:
+        self._sent = [weakref.ref(one) for one in sent]
+
+    def __call__(self, *_: Any) -> None:
+        for reference in self._sent:
+            sent = reference()
+            if sent is not None:
+                sent.ticket.prefetch()
