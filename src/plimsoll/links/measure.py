@@ -1,10 +1,11 @@
 """A link and a device in, how fast the link is both ways out, with the CPU time that its copies take.
 
 Keeps several tensors on the link, 32 MiB in all by default so that the processor's caches flatter it little, fetches the
-oldest and stores the next until half a second has passed, and takes medians. Storing the first ones is not counted: it makes
-room in the file that later ones use again, as later training steps do. A disk is therefore measured through the system's page cache; one that is asked to
-hold more than there is free memory falls to the speed of the device itself, which this does not see. Nor does it see what the
-system takes to make memory for single tensors of 32 MiB and more, which no process keeps for the next one.
+oldest and stores the next until half a second has passed, and takes medians. Storing the first ones is not counted: it
+makes room in the file that later ones use again, as later training steps do. A disk is therefore measured through the
+system's page cache; one that is asked to hold more than there is free memory falls to the speed of the device itself, which
+this does not see. Nor does it see what the system takes to make memory for single tensors of 32 MiB and more, which no
+process keeps for the next one.
 """
 
 from __future__ import annotations
