@@ -24,14 +24,15 @@ class OpCost(msgspec.Struct, frozen=True, kw_only=True):
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds per ``cost_key`` of a trace on ``device``.
 
-    ``slot_seconds`` is what the engine itself adds per managed slot (pack, guard, unpack); ``replay_seconds`` what it adds
-    per op that it runs again, on top of the op.
+    What the engine itself adds: ``region_seconds`` per call of a region that it touches, ``slot_seconds`` per tensor that
+    autograd saves in there (parameters too), ``replay_seconds`` per op that runs again, on top of the op.
     """
 
     schema_version: int = SCHEMA_VERSION
     device: str
     source: CostSource
     ops: dict[str, OpCost]
+    region_seconds: float = 0.0
     slot_seconds: float = 0.0
     replay_seconds: float = 0.0
     memory_bytes: int | None = None

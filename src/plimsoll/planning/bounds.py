@@ -29,7 +29,7 @@ from plimsoll.planning.choices import ChoiceSet, prices_of
 from plimsoll.planning.effects import Frame, frame_of, relief_spans
 from plimsoll.planning.frontier import Hull
 from plimsoll.planning.replay import boundary_values
-from plimsoll.planning.simulate import actual_cover
+from plimsoll.planning.simulate import actual_cover, engine_seconds
 from plimsoll.planning.step import Ints, RegionView, StepIndex, merge, slot_stop, subtract
 
 Floats = npt.NDArray[np.float64]
@@ -154,7 +154,7 @@ def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Reg
             add(read, a, b, index.trace.storages[storage].bytes)
     all_bytes = float(sum(own.values()))
     copies = sum(prices.held_bytes[v] for v in view.copied)
-    touch = view.managed_slots * index.costs.slot_seconds
+    touch = engine_seconds(index, view)
     past = int(all_bytes + copies) - np.cumsum(held)[:-1]
     return _Region(frame, choice_set.hull, all_bytes, all_bytes + copies, touch, np.cumsum(read)[:-1], past)
 

@@ -11,7 +11,7 @@ from plimsoll.planning.choice import Choice
 from plimsoll.planning.effects import held_bytes
 from plimsoll.planning.errors import sensitivity
 from plimsoll.planning.replay import boundary_values
-from plimsoll.planning.simulate import Simulation, is_touched
+from plimsoll.planning.simulate import Simulation, engine_seconds, is_touched
 from plimsoll.planning.step import RegionView, StepIndex
 from plimsoll.planning.transfers import forms_of, packing_seconds
 from plimsoll.schedule import NO_OP, Schedule, Unreachable, build_schedule, recipe_ops
@@ -33,7 +33,7 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
         op_seconds[region] = op_seconds.get(region, 0.0) + index.op_seconds(key) + index.costs.replay_seconds
     plans = []
     for view, choice, price in zip(index.views, simulation.choices, prices_seconds_per_byte, strict=True):
-        engine = view.managed_slots * index.costs.slot_seconds if is_touched(view, choice) else 0.0
+        engine = engine_seconds(index, view) if is_touched(view, choice) else 0.0
         engine += packing_seconds(index, view, choice)
         linked = boundary_values(index, view) if choice.is_boundary_dropped else frozenset()
         plans.append(

@@ -103,7 +103,12 @@ def replay_seconds(index: StepIndex, choices: Mapping[int, Choice], ops: Sequenc
     seconds = sum(index.op_seconds(index.views[r].graph.ops[o].cost_key) + index.costs.replay_seconds for r, o in ops)
     seconds += sum(packing_seconds(index, index.views[r], choice) for r, choice in choices.items() if choice.packed)
     touched = [index.views[r] for r, choice in choices.items() if is_touched(index.views[r], choice)]
-    return seconds + sum(view.managed_slots for view in touched) * index.costs.slot_seconds
+    return seconds + sum(engine_seconds(index, view) for view in touched)
+
+
+def engine_seconds(index: StepIndex, view: RegionView) -> float:
+    """What the engine itself takes in one call of a region that it touches: everything saved in there passes its hooks."""
+    return index.costs.region_seconds + len(view.graph.slots) * index.costs.slot_seconds
 
 
 def is_touched(view: RegionView, choice: Choice) -> bool:
