@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from plimsoll.codecs.kernels import are_usable
 from plimsoll.codecs.layout import CHUNK, Elements, chunks, empty_decoded
 from plimsoll.codecs.packing import BitPacker, packed_bits_bytes
 from plimsoll.codecs.patterns import has_patterns, patterns_of
@@ -42,6 +43,11 @@ class Bits(Codec):
         if most_bytes is not None and self.payload_bytes(elements.count, elements.dtype) > most_bytes:
             return None
         packed = torch.empty(packed_bits_bytes(elements.count), dtype=torch.uint8, device=elements.device)
+        if elements.dtype is torch.bool and elements.flat is not None and are_usable(elements.device):
+            from plimsoll.codecs.kernels import bits as kernels
+
+            kernels.pack_nonzero(patterns_of(elements.flat), packed)
+            return elements.payload(packed, torch.ones(1, dtype=torch.bool, device=elements.device))
         packer = BitPacker(min(CHUNK, elements.count), elements.device)
         constant = 1 if elements.dtype is torch.bool else 0  # 0 until an element says otherwise
         for start, stop in chunks(elements.count):
@@ -60,8 +66,13 @@ class Bits(Codec):
     def decode(self, payload: Payload) -> torch.Tensor:
         tensor, flat = empty_decoded(payload)
         packed, value = payload.parts
-        packer = BitPacker(min(CHUNK, flat.numel()), flat.device)
         constant = patterns_of(value)
+        if are_usable(flat.device):
+            from plimsoll.codecs.kernels import bits as kernels
+
+            kernels.unpack(packed, constant, patterns_of(flat))
+            return tensor
+        packer = BitPacker(min(CHUNK, flat.numel()), flat.device)
         for start, stop in chunks(flat.numel()):
             bits = packer.unpack(packed[start // 8 : packed_bits_bytes(stop)], stop - start)
             patterns_of(flat[start:stop]).copy_(bits.view(torch.int8)).mul_(constant)

@@ -22,6 +22,7 @@ from plimsoll.codecs.blocks import (
     spans,
     symmetric_scales,
 )
+from plimsoll.codecs.kernels import are_usable
 from plimsoll.codecs.layout import CHUNK, Elements, empty_decoded
 from plimsoll.codecs.options import number, spell
 from plimsoll.codecs.protocol import Codec, Payload
@@ -58,6 +59,11 @@ class Float8(Codec):
             return None
         codes = torch.empty(elements.count, dtype=torch.float8_e4m3fn, device=elements.device)
         scales = torch.empty(block_count(elements.count, self.block), 1, dtype=SCALE_DTYPE, device=elements.device)
+        if elements.flat is not None and are_usable(elements.device):
+            from plimsoll.codecs.kernels import fp8 as kernels
+
+            kernels.encode(elements.flat, codes.view(torch.uint8), scales, self.block)
+            return elements.payload(codes, scales)
         scratch = torch.empty(min(CHUNK, elements.count), dtype=torch.float32, device=elements.device)
         for span in spans(elements.count, self.block):
             rows = blocks_of(elements, span, scratch)
@@ -73,6 +79,11 @@ class Float8(Codec):
     def decode(self, payload: Payload) -> torch.Tensor:
         tensor, flat = empty_decoded(payload)
         codes, scales = payload.parts
+        if are_usable(flat.device):
+            from plimsoll.codecs.kernels import fp8 as kernels
+
+            kernels.decode(codes.view(torch.uint8), scales, flat, self.block)
+            return tensor
         most = min(CHUNK, flat.numel())
         halves = torch.empty(most, dtype=torch.int16, device=flat.device)
         scratch = torch.empty(0 if flat.dtype is torch.float32 else most, dtype=torch.float32, device=flat.device)

@@ -23,35 +23,30 @@ CHUNK = 2**18
 class Elements:
     """The elements of ``tensor`` in one order, to be read in runs."""
 
-    __slots__ = ("_copy", "_flat", "_tensor", "count", "size", "stride")
+    __slots__ = ("_copy", "_tensor", "count", "flat", "size", "stride")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()
         self.count = tensor.numel()
         self.size = tuple(tensor.shape)
         self._tensor = tensor
-        self._flat: torch.Tensor | None = None
+        self.flat: torch.Tensor | None = None  # all of them as one dimension, where that takes no copy
         self._copy: torch.Tensor | None = None
         if is_dense(tensor.shape, tensor.stride()):
             self.stride = tuple(tensor.stride())
-            self._flat = tensor.as_strided((self.count,), (1,))
+            self.flat = tensor.as_strided((self.count,), (1,))
         else:
             self.stride = contiguous_stride(self.size)
             self._copy = tensor.new_empty(min(CHUNK, self.count))
 
     def run(self, start: int, stop: int) -> torch.Tensor:
         """Elements ``start`` to ``stop``, at most ``CHUNK``, as one dimension: a view, or a copy until the next call."""
-        if self._flat is not None:
-            return self._flat[start:stop]
+        if self.flat is not None:
+            return self.flat[start:stop]
         assert self._copy is not None
         out = self._copy[: stop - start]
         _gather(self._tensor, start, stop, out)
         return out
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of the copy that runs of a tensor with gaps need."""
-        return 0 if self._copy is None else self._copy.untyped_storage().nbytes()
 
     def payload(self, *parts: torch.Tensor) -> Payload:
         """The payload of this tensor, of these parts."""

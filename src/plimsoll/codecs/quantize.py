@@ -23,6 +23,7 @@ from plimsoll.codecs.blocks import (
     spans,
     symmetric_scales,
 )
+from plimsoll.codecs.kernels import are_usable
 from plimsoll.codecs.layout import CHUNK, Elements, empty_decoded
 from plimsoll.codecs.packing import pack_nibbles, packed_nibbles_bytes, unpack_nibbles
 from plimsoll.codecs.protocol import Payload
@@ -97,6 +98,12 @@ def quantize(tensor: torch.Tensor, grid: Grid, seed: int) -> Payload | None:
     codes = torch.empty(grid.codes_bytes(count), dtype=torch.int8 if grid.bits == 8 else torch.uint8, device=device)
     scales = torch.empty(blocks, 1, dtype=SCALE_DTYPE, device=device)
     lows = torch.empty(blocks if grid.is_affine else 0, 1, dtype=SCALE_DTYPE, device=device)
+    payload = elements.payload(*((codes, scales, lows) if grid.is_affine else (codes, scales)))
+    if elements.flat is not None and are_usable(device):
+        from plimsoll.codecs.kernels import quantize as kernels
+
+        kernels.encode(elements.flat, codes, scales, lows, grid, seed)
+        return payload
     scratch = _Scratch(grid, count, device)
     round_: Callable[[torch.Tensor], torch.Tensor] = torch.round_
     if grid.is_stochastic:
@@ -123,13 +130,18 @@ def quantize(tensor: torch.Tensor, grid: Grid, seed: int) -> Payload | None:
             if grid.bias:
                 values.add_(grid.bias)
         _store(values.view(-1), span, codes, scratch)
-    return elements.payload(*((codes, scales, lows) if grid.is_affine else (codes, scales)))
+    return payload
 
 
 def dequantize(payload: Payload, grid: Grid) -> torch.Tensor:
     """The tensor of a payload that ``quantize`` made with this grid."""
     tensor, flat = empty_decoded(payload)
     codes, scales = payload.parts[:2]
+    if are_usable(flat.device):
+        from plimsoll.codecs.kernels import quantize as kernels
+
+        kernels.decode(codes, scales, payload.parts[-1], flat, grid)
+        return tensor
     scratch = _Scratch(grid, flat.numel(), flat.device)
     is_float32 = flat.dtype is torch.float32
     for span in spans(flat.numel(), grid.block):

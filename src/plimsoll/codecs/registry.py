@@ -15,6 +15,7 @@ from plimsoll.codecs.int8 import Int8
 from plimsoll.codecs.narrow import Narrow
 from plimsoll.codecs.options import parse
 from plimsoll.codecs.sign import Sign
+from plimsoll.codecs.topk import TopK
 from plimsoll.codecs.zeros import Zeros
 from plimsoll.errors import InvalidCodec
 
@@ -30,6 +31,7 @@ _FAMILIES: dict[str, Callable[[str], Codec]] = {
     "fp8": partial(parse, Float8),
     "int8": partial(parse, Int8),
     "int4": partial(parse, Int4),
+    "topk": partial(parse, TopK),
 }
 
 

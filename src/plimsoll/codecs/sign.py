@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from plimsoll.codecs.kernels import are_usable
 from plimsoll.codecs.layout import CHUNK, Elements, chunks, empty_decoded
 from plimsoll.codecs.packing import BitPacker, packed_bits_bytes
 from plimsoll.codecs.protocol import Codec, Payload
@@ -43,6 +44,11 @@ class Sign(Codec):
             return None
         packed = torch.empty(packed_bits_bytes(elements.count), dtype=torch.uint8, device=elements.device)
         one = torch.ones(1, dtype=elements.dtype, device=elements.device)
+        if elements.flat is not None and are_usable(elements.device):
+            from plimsoll.codecs.kernels import bits as kernels
+
+            kernels.pack_positive(elements.flat, packed, one)
+            return elements.payload(packed, one)
         packer = BitPacker(min(CHUNK, elements.count), elements.device)
         clamped = torch.empty(min(CHUNK, elements.count), dtype=elements.dtype, device=elements.device)
         for start, stop in chunks(elements.count):
@@ -58,6 +64,11 @@ class Sign(Codec):
     def decode(self, payload: Payload) -> torch.Tensor:
         tensor, flat = empty_decoded(payload)
         packed, one = payload.parts
+        if are_usable(flat.device):
+            from plimsoll.codecs.kernels import bits as kernels
+
+            kernels.unpack(packed, one, flat)
+            return tensor
         packer = BitPacker(min(CHUNK, flat.numel()), flat.device)
         for start, stop in chunks(flat.numel()):
             bits = packer.unpack(packed[start // 8 : packed_bits_bytes(stop)], stop - start)

@@ -11,13 +11,10 @@ from typing import ClassVar
 
 import torch
 
-from plimsoll.codecs.layout import CHUNK, Elements, chunks, empty_decoded
-from plimsoll.codecs.packing import BitPacker, packed_bits_bytes
+from plimsoll.codecs.layout import Elements, chunks
 from plimsoll.codecs.patterns import has_patterns, patterns_of
 from plimsoll.codecs.protocol import Codec, Payload
-
-_CHUNK = CHUNK // 4
-"""Selecting by a mask needs up to 16 bytes of temporaries per element."""
+from plimsoll.codecs.sparse import SPARSE_CHUNK, gather, scatter, sparse_bytes, sparse_workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,37 +34,15 @@ class Zeros(Codec):
         return None
 
     def workspace_bytes(self, count: int, dtype: torch.dtype) -> int:
-        most = min(count, _CHUNK)
-        return BitPacker.scratch_bytes(most) + most * (dtype.itemsize + 17) + min(count, CHUNK) * dtype.itemsize + 256
+        return sparse_workspace_bytes(count, dtype)
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
         elements = Elements(tensor)
-        kept = sum(
-            int(torch.count_nonzero(patterns_of(elements.run(*ends)))) for ends in chunks(elements.count, _CHUNK)
-        )
-        payload_bytes = packed_bits_bytes(elements.count) + kept * elements.dtype.itemsize
-        if most_bytes is not None and payload_bytes > most_bytes:
+        ends = chunks(elements.count, SPARSE_CHUNK)
+        kept = sum(int(torch.count_nonzero(patterns_of(elements.run(start, stop)))) for start, stop in ends)
+        if most_bytes is not None and sparse_bytes(elements.count, kept, elements.dtype) > most_bytes:
             return None
-        packed = torch.empty(packed_bits_bytes(elements.count), dtype=torch.uint8, device=elements.device)
-        values = torch.empty(kept, dtype=elements.dtype, device=elements.device)
-        packer = BitPacker(min(_CHUNK, elements.count), elements.device)
-        end = 0
-        for start, stop in chunks(elements.count, _CHUNK):
-            patterns = patterns_of(elements.run(start, stop))
-            bits = packer.bits(stop - start).copy_(patterns)
-            found = torch.masked_select(patterns, bits)
-            begin, end = end, end + found.numel()
-            patterns_of(values[begin:end]).copy_(found)
-            packer.pack(stop - start, out=packed[start // 8 : packed_bits_bytes(stop)])
-        return elements.payload(packed, values)
+        return gather(elements, kept, lambda patterns, bits: bits.copy_(patterns))
 
     def decode(self, payload: Payload) -> torch.Tensor:
-        tensor, flat = empty_decoded(payload)
-        packed, values = payload.parts
-        packer = BitPacker(min(_CHUNK, flat.numel()), flat.device)
-        end = 0
-        for start, stop in chunks(flat.numel(), _CHUNK):
-            bits = packer.unpack(packed[start // 8 : packed_bits_bytes(stop)], stop - start)
-            begin, end = end, end + int(torch.count_nonzero(bits))
-            patterns_of(flat[start:stop]).zero_().masked_scatter_(bits, patterns_of(values[begin:end]))
-        return tensor
+        return scatter(payload)
