@@ -1,123 +1,91 @@
-"""What the engine itself costs on this machine: seconds per managed slot and per replayed op, measured in under 0.2 s.
+"""Laps around the links of a small chain of ops, with the engine at work and without it, in; what the engine adds out.
 
-The stand-ins do what the engine does per slot and per op, and nothing else: a pack hook that keeps a reference and returns
-a handle, an unpack hook that compares shape, strides and dtype, a replayed op that is called from Python and has its result
-put into a table. Both are host work: on an accelerator they cost time only where the host is the bottleneck.
+Each link is one small op that saves its input, so a lap is one op and what the engine does around it. Laps are compared
+where they belong together and medians are taken of each kind, so that a pause of the machine in a few of them does not
+count. Whoever may run the engine takes the laps; this stage only reads them.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-_SLOTS = 100
-_ROUNDS = 9
+_OPS_PER_LINK = 3
+"""An op in forward, and in backward its derivative and a product."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOverhead:
-    """Seconds that the engine adds per managed slot (pack, guard, unpack) and per op that it runs again, beyond the op."""
+    """Host seconds that the engine adds to a step, beside the ops that it runs again.
 
-    slot_seconds: float
-    replay_seconds: float
+    ``region_seconds``: per call of a region that it touches (signature, hooks, guard, closing the call).
+    ``slot_seconds``: per tensor that autograd saves in there (pack, its place in a cell and in the guard, unpack).
+    ``replay_seconds``: per op that runs again, for a recipe of one op (the call below autograd, the sentinel's sample and
+    comparison of every second one; the small op itself, about a microsecond, is in it).
+    ``host_op_seconds``: no cost of the engine: what the host takes for any op, to tell whether a device waits for it.
+    """
 
-
-def measure_engine_overhead() -> EngineOverhead:
-    """Time the engine's own work on this machine. RNG, grad mode and the number of threads are left as they are."""
-    return EngineOverhead(slot_seconds=measure_slot_seconds(), replay_seconds=measure_replay_seconds())
-
-
-def measure_slot_seconds() -> float:
-    """Seconds that one saved tensor takes to go through a pair of Python hooks, on top of autograd's own work."""
-    with torch.enable_grad():
-        start = torch.ones(1, requires_grad=True)
-
-        def run() -> None:
-            value = start
-            for _ in range(_SLOTS):
-                value = value.sin()  # saves one tensor, its input
-            value.backward(inputs=[start])
-            start.grad = None
-
-        def run_hooked() -> None:
-            with torch.autograd.graph.saved_tensors_hooks(_Handle, _unpack):
-                run()
-
-        return _extra_seconds(run_hooked, run) / _SLOTS
+    region_seconds: float = 0.0
+    slot_seconds: float = 0.0
+    replay_seconds: float = 0.0
+    host_op_seconds: float = 0.0
 
 
-def measure_replay_seconds() -> float:
-    """Seconds around one replayed op, beyond what timing that op from inside a dispatch mode already contains."""
-    one = torch.ones(1)
-    func = torch.ops.aten.add.Tensor
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainLaps:
+    """Seconds of one step of a chain: into the region, through every link, out of the region, and back through every link.
 
-    def replay(table: list[Any]) -> None:
-        for i in range(1, _SLOTS + 1):
-            table[i] = func(table[i - 1], table[0])
+    Both tuples are in the order of forward.
+    """
 
-    def run() -> None:
-        with torch.no_grad():
-            replay([one] + [None] * _SLOTS)
+    entry_seconds: float
+    forward_seconds: tuple[float, ...]
+    exit_seconds: float
+    backward_seconds: tuple[float, ...]
 
-    run()
-    whole = min(_seconds(run) for _ in range(_ROUNDS)) / _SLOTS
-    with _TimedOps() as timed:
-        for _ in range(_SLOTS):
-            func(one, one)
-    inside: float = statistics.median(timed.seconds)
-    return max(0.0, whole - inside)
+    def __post_init__(self) -> None:
+        assert len(self.forward_seconds) == len(self.backward_seconds)
 
 
-class _Handle:
-    """What the pack hook returns: a reference and what the guard compares."""
+def overhead_of(
+    unmanaged: Sequence[ChainLaps],
+    short: Sequence[ChainLaps],
+    long: Sequence[ChainLaps],
+    rebuilt: Collection[int],
+) -> EngineOverhead:
+    """Tell the engine's seconds from the laps of some steps; none is negative.
 
-    __slots__ = ("dtype", "shape", "strides", "tensor")
+    Args:
+        unmanaged: steps of the long chain without the engine.
+        short: managed steps of a chain with fewer links: a region returns the later, the more was saved in it.
+        long: managed steps of the long chain.
+        rebuilt: links of the managed chains whose saved tensor is rebuilt.
+    """
+    links = len(long[0].forward_seconds)
+    kept = [link for link in range(links) if link not in rebuilt]
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.shape = tensor.shape
-        self.strides = tensor.stride()
-        self.dtype = tensor.dtype
+    def extra(of: Callable[[ChainLaps], Iterable[float]]) -> float:
+        return _median(long, of) - _median(unmanaged, of)
 
-
-def _unpack(handle: _Handle) -> torch.Tensor:
-    tensor = handle.tensor
-    assert tensor.shape == handle.shape
-    assert tensor.stride() == handle.strides
-    assert tensor.dtype == handle.dtype
-    return tensor
-
-
-class _TimedOps(TorchDispatchMode):
-    """Times every op from where the tracer times it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        start = time.perf_counter()
-        out = func(*args, **(kwargs or {}))
-        self.seconds.append(time.perf_counter() - start)
-        return out
-
-
-def _seconds(run: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+    pack = extra(lambda laps: laps.forward_seconds)
+    unpack = extra(lambda laps: [laps.backward_seconds[link] for link in kept])
+    rebuild = extra(lambda laps: [laps.backward_seconds[link] for link in rebuilt])
+    entry = extra(lambda laps: [laps.entry_seconds])
+    exit_ = extra(lambda laps: [laps.exit_seconds])
+    exits = [_median(steps, lambda laps: [laps.exit_seconds]) for steps in (short, long)]
+    closing = max(0.0, exits[1] - exits[0]) / (links - len(short[0].forward_seconds))
+    return EngineOverhead(
+        region_seconds=max(0.0, entry + exit_ - closing * links),
+        slot_seconds=max(0.0, pack + unpack) + closing,
+        replay_seconds=max(0.0, rebuild - unpack),
+        host_op_seconds=_median(
+            unmanaged,
+            lambda laps: map(sum, zip(laps.forward_seconds, laps.backward_seconds, strict=True)),
+        )
+        / _OPS_PER_LINK,
+    )
 
 
-def _extra_seconds(run: Callable[[], None], baseline: Callable[[], None]) -> float:
-    """Least seconds of ``run`` less least seconds of ``baseline``, taken in turns; never negative."""
-    run()
-    baseline()
-    pairs = [(_seconds(run), _seconds(baseline)) for _ in range(_ROUNDS)]
-    least, baseline_least = min(first for first, _ in pairs), min(second for _, second in pairs)
-    return max(0.0, least - baseline_least)
+def _median(steps: Sequence[ChainLaps], of: Callable[[ChainLaps], Iterable[float]]) -> float:
+    return statistics.median(seconds for laps in steps for seconds in of(laps))

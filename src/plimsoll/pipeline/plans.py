@@ -18,6 +18,7 @@ from plimsoll.costing.measured import measured_costs
 from plimsoll.costing.roofline import roofline_costs
 from plimsoll.pipeline.budgets import read_budget, resolve_budget
 from plimsoll.pipeline.confirm import confirmed
+from plimsoll.pipeline.engine import measure_engine
 from plimsoll.pipeline.matching import refuse_other_model
 from plimsoll.pipeline.request import (
     as_patterns,
@@ -215,8 +216,9 @@ def trace_and_cost(
         progress=part_of(report, 0.0, 0.9),
     )
     report("costing", 0.9)
-    costs = roofline_costs(traced, device or find_device("CPU")) if traced.is_fake else measured_costs(traced)
-    return traced, costs
+    if traced.is_fake:
+        return traced, roofline_costs(traced, device or find_device("CPU"))
+    return traced, measured_costs(traced, measure_engine(traced))
 
 
 def part_of(report: Progress, start: float, end: float) -> Progress:
