@@ -1,7 +1,7 @@
 """A tensor that is mostly zeros in, a bitmap and the other values out.
 
-Activations behind ReLU or dropout. Exact by bit pattern: -0.0 and NaN are values like any other. How many values there
-are has to be waited for, in both directions.
+Activations behind ReLU. Exact by bit pattern: -0.0 and NaN are values like any other; dropout, which multiplies by zero,
+makes -0.0 of half of what it drops. How many values there are has to be waited for, in both directions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Codecs on activations of small random-weight transformers: error, bytes and seconds, as in docs/lab-notes.md.
 
-Run as ``python tests/unit/codecs/measure.py``. Also has what was tried and not kept: a rotation of each block by a Hadamard
-matrix, and keeping the largest entries in full.
+Run as ``python tests/unit/codecs/measure.py``. Also has the experiments that decided: rotations by Hadamard matrices of several
+orders, of which that of order 32 was kept, and keeping the largest entries in full, which was not.
 """
 
 import time
@@ -12,15 +12,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from plimsoll.codecs.registry import find_codec
 
+BASES = ("", ":unrotated")
 NAMES = (
     "bf16",
     "fp8",
     "fp8:block=32",
-    *(f"int8:block={block}{mode}" for mode in ("", ":symmetric") for block in (32, 64, 128, 256)),
-    *(f"int4:block={block}{mode}" for mode in ("", ":symmetric") for block in (16, 32, 64, 128)),
+    *(f"int8:block={block}{mode}{basis}" for basis in BASES for mode in ("", ":affine") for block in (32, 64, 128)),
+    *(f"int4:block={block}{mode}{basis}" for basis in BASES for mode in ("", ":symmetric") for block in (32, 64, 128)),
     "topk",
 )
-EXPERIMENTS = ("int8", "int8:symmetric", "int8:block=64", "int4", "int4:symmetric", "int4:block=32", "int4:block=128")
+EXPERIMENTS = ("int8:unrotated", "int8:block=128:affine:unrotated", "int4:unrotated", "int4:block=32:unrotated")
 
 
 def activations(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -124,9 +125,20 @@ def speed() -> None:
     print(f"\nns per element, {count} elements, one thread\n{'':36}{'B/element':>10}{'encode':>10}{'decode':>10}")
     data = torch.randn(count)
     mask = torch.rand(count) < 0.1
-    masks = {"bits": mask * 1.25, "narrow": torch.randint(-300, 300, (count,)), "zeros": data * mask}
-    names = ("bits", "narrow", "sign", "zeros", "bf16", "fp8", "int8", "int8:symmetric", "int8:stochastic", "int4")
-    for name in (*names, "int4:symmetric", "int4:stochastic", "topk"):
+    masks = {"bits": mask * 1.25, "narrow": torch.randint(-300, 300, (count,)), "zeros": torch.where(mask, data, 0)}
+    names = (
+        "bits",
+        "narrow",
+        "sign",
+        "zeros",
+        "bf16",
+        "fp8",
+        "int8",
+        "int8:unrotated",
+        "int8:affine",
+        "int8:stochastic",
+    )
+    for name in (*names, "int4", "int4:unrotated", "int4:symmetric", "int4:stochastic", "topk"):
         codec, tensor = find_codec(name), masks.get(name, data)
         payload = codec.encode(tensor)
         assert payload is not None
@@ -151,14 +163,16 @@ def main() -> None:
         kinds = activations(dtype)
         names = [name for name in NAMES if find_codec(name).accepts(dtype)]
         table(f"codecs, {dtype}", {name: lambda t, n=name: coded(n, t) for name in names}, kinds)
-        ways: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, int]]] = {}
-        for name in EXPERIMENTS:
-            ways[name] = lambda t, n=name: coded(n, t)
-            for width in (16, 32, 128):
-                ways[f"  {name}, rotated by {width}"] = lambda t, n=name, w=width: rotated(n, t, w)
-            for share in (0.001, 0.005, 0.01):
-                ways[f"  {name}, {share:.1%} kept"] = lambda t, n=name, s=share: with_outliers(n, t, s)
-        table(f"experiments, {dtype}", ways, kinds)
+    kinds = activations(torch.float32)
+    ways: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, int]]] = {}
+    for name in EXPERIMENTS:
+        ways[name] = lambda t, n=name: coded(n, t)
+        for width in (16, 32, 128):
+            ways[f"  rotated by {width}"] = lambda t, n=name, w=width: rotated(n, t, w)
+        for share in (0.001, 0.005, 0.01):
+            ways[f"  {share:.1%} kept"] = lambda t, n=name, s=share: with_outliers(n, t, s)
+        table("experiments, torch.float32", ways, kinds)
+        ways.clear()
     speed()
 
 
