@@ -2,7 +2,8 @@
 
 Multiplies by an orthogonal Hadamard matrix: an outlier becomes 32 entries of a sixth of its size, so that the scale of
 its block is small again, and the error made in the new basis has the same L2 norm in the old one. Normally distributed
-blocks stay what they are. An exact zero comes back as a small number.
+blocks stay what they are. An exact zero comes back as a small number. Outside of the kernels it is a float32 matrix
+product of torch's: where the user lets those be less precise, so is this.
 
 Source: the idea is that of QuaRot (Ashkboos et al., NeurIPS 2024), section 4, which rotates the weights' channels; here it
 is a group of neighbours in memory, whatever they are. Why 32, and what it brings: docs/lab-notes.md.
