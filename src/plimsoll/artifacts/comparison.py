@@ -30,7 +30,15 @@ class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
     measured_ratio_low: float | None = None
     measured_ratio_high: float | None = None
     is_bit_equal: bool | None = None
+    is_lossless: bool = True
+    gradient_error: float | None = None
+    """The measured relative error of the gradient, for strategies with lossy forms."""
     note: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether gradients differ although nothing is held in a lossy form."""
+        return self.is_lossless and self.is_bit_equal is False
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +60,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def exit_code(self) -> int:
         """1 where a strategy changed the gradients, else 0."""
-        return 1 if any(row.is_bit_equal is False for row in self.rows) else 0
+        return 1 if any(row.is_wrong for row in self.rows) else 0
 
     def save(self, path: str | Path) -> None:
         """Write the comparison as JSON, whole or not at all."""

@@ -29,15 +29,23 @@ def describe_baseline(comparison: Comparison) -> str:
 def comparison_cells(row: ComparisonRow) -> list[str]:
     """One strategy as the cells of ``COMPARISON_HEADER``."""
     measured = "–" if row.measured_peak_bytes is None else format_bytes(row.measured_peak_bytes)
-    equal = {None: "–", True: "equal", False: "DIFFER"}[row.is_bit_equal]
     return [
         row.strategy,
         str(row.status),
         format_bytes(row.predicted_peak_bytes),
         measured,
         describe_ratio(row),
-        equal,
+        _describe_gradients(row),
     ]
+
+
+def _describe_gradients(row: ComparisonRow) -> str:
+    """Equal or not; for lossy forms by how much not."""
+    if row.is_bit_equal is None or row.is_bit_equal:
+        return "–" if row.is_bit_equal is None else "equal"
+    if row.is_lossless:
+        return "DIFFER"
+    return "not finite" if row.gradient_error is None else f"error {row.gradient_error:.2%}"
 
 
 def comparison_notes(comparison: Comparison) -> list[str]:

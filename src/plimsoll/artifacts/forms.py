@@ -28,6 +28,8 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     noise: float = 0.0
     workspace_bytes: int = 0
     link_bytes: int = 0
+    is_private: bool = False
+    """Whether only the value's own slots may be made of it: what comes back is not the value itself."""
 
     @property
     def seconds(self) -> float:

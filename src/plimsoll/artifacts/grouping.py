@@ -43,7 +43,8 @@ def group_regions(regions: Iterable[RegionPlan]) -> tuple[RegionGroup, ...]:
     """Group region calls that are of one kind and share all decisions, in the order of first appearance."""
     groups: dict[tuple[object, ...], list[RegionPlan]] = {}
     for region in regions:
-        key = (region.kind, region.dropped, region.is_boundary_dropped, len(region.decisions))
+        packed = tuple(sorted(region.packed.items()))
+        key = (region.kind, region.dropped, packed, region.is_boundary_dropped, len(region.decisions))
         groups.setdefault(key, []).append(region)
     return tuple(
         RegionGroup(

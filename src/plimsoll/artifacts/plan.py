@@ -30,6 +30,7 @@ class ValueDecision(msgspec.Struct, frozen=True, kw_only=True):
     form: str = ""
     held_bytes: int = 0
     error: float = 0.0
+    is_lossy: bool = False
 
     @property
     def is_packed(self) -> bool:
@@ -143,8 +144,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     solve_seconds: float = 0.0
     allow: tuple[str, ...] = ("recompute",)
     """What the plan was allowed to do besides keeping: ``recompute``, ``compress``, ``offload``."""
-    max_error: float = 0.0
-    """The relative error of the gradient, ‖Δg‖ / ‖g‖, that the plan may cause."""
+    max_error: float | None = 0.0
+    """The relative error of the gradient, ‖Δg‖ / ‖g‖, that the plan may cause; ``None``: a named strategy, any."""
     predicted_error: float = 0.0
     measured_error: float | None = None
     """The relative error of the gradient as measured when the plan was run once; ``None`` where it was not."""
@@ -156,8 +157,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether gradients are bound to be equal bit for bit."""
-        return self.predicted_error == 0.0
+        """Whether no value is held in a lossy form, so that gradients are bound to be equal bit for bit."""
+        return not any(decision.is_lossy for region in self.regions for decision in region.decisions)
 
     @property
     def predicted_overhead(self) -> float:

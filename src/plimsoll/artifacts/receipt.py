@@ -29,6 +29,7 @@ class Verdict(enum.StrEnum):
     BUFFERS_DIFFER = "BUFFERS_DIFFER"
     LOSSES_DIFFER = "LOSSES_DIFFER"
     OVER_BUDGET = "OVER_BUDGET"
+    WITHIN_ERROR = "WITHIN_ERROR"
     WITHIN_SPREAD = "WITHIN_SPREAD"
     VERIFIED = "VERIFIED"
 
@@ -40,7 +41,7 @@ class Verdict(enum.StrEnum):
     @property
     def is_pass(self) -> bool:
         """Whether training may rely on the plan."""
-        return self in (Verdict.VERIFIED, Verdict.WITHIN_SPREAD)
+        return self in (Verdict.VERIFIED, Verdict.WITHIN_SPREAD, Verdict.WITHIN_ERROR)
 
 
 _ADVICE = {
@@ -48,6 +49,7 @@ _ADVICE = {
     Verdict.BUFFERS_DIFFER: "Do not train with this plan: buffers after the step differ from the unmanaged step's.",
     Verdict.LOSSES_DIFFER: "Do not train with this plan: the managed forward gives another loss.",
     Verdict.OVER_BUDGET: "Gradients are right, but the step needs more than the budget: plan again with a lower budget.",
+    Verdict.WITHIN_ERROR: "Values are held in lossy forms: the gradient's error is within what was allowed.",
     Verdict.WITHIN_SPREAD: "The model differs from itself from run to run; the plan stays within that spread.",
     Verdict.VERIFIED: "Gradients and buffers are equal bit for bit, and the peak keeps to the budget.",
 }
@@ -112,6 +114,13 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     gradient_mismatches: tuple[Mismatch, ...] = ()
     compared_buffers: int = 0
     buffer_mismatches: tuple[Mismatch, ...] = ()
+    is_lossless: bool = True
+    """Whether the plan holds no value in a lossy form."""
+    max_error: float | None = 0.0
+    """The relative error of the gradient that the plan was allowed; ``None``: any."""
+    predicted_error: float = 0.0
+    gradient_error: float | None = 0.0
+    """The measured relative error of the whole gradient, ‖Δg‖ / ‖g‖; ``None`` where it is not finite."""
     is_deterministic: bool
     """Whether two unmanaged runs of the step gave the same bits."""
     baseline_losses: tuple[float | None, ...]
@@ -156,6 +165,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> Verdict:
         """What the receipt comes to."""
+        if not self.is_lossless:
+            return self._verdict_of_lossy()
         if not all(mismatch.is_within_spread for mismatch in self.gradient_mismatches):
             return Verdict.GRADIENTS_DIFFER
         if not all(mismatch.is_within_spread for mismatch in self.buffer_mismatches):
@@ -165,6 +176,17 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         if self.is_over_budget:
             return Verdict.OVER_BUDGET
         return Verdict.VERIFIED if self.is_bit_equal else Verdict.WITHIN_SPREAD
+
+    def _verdict_of_lossy(self) -> Verdict:
+        """The same for a plan whose gradients cannot be equal: their error counts, everything else must still be exact."""
+        is_small = self.gradient_error is not None and (self.max_error is None or self.gradient_error <= self.max_error)
+        if not is_small:
+            return Verdict.GRADIENTS_DIFFER
+        if not all(mismatch.is_within_spread for mismatch in self.buffer_mismatches):
+            return Verdict.BUFFERS_DIFFER
+        if self.is_deterministic and self.baseline_losses != self.plan_losses:
+            return Verdict.LOSSES_DIFFER
+        return Verdict.OVER_BUDGET if self.is_over_budget else Verdict.WITHIN_ERROR
 
     @property
     def exit_code(self) -> int:

@@ -38,6 +38,7 @@ def receipt_figures(receipt: Receipt) -> tuple[tuple[str, str], ...]:
     equal_buffers = receipt.compared_buffers - len(receipt.buffer_mismatches)
     deterministic = "yes" if receipt.is_deterministic else "no: two unmanaged runs differ"
     rows = [
+        *_error_row(receipt),
         ("gradients", f"{equal_gradients} of {receipt.compared_gradients} equal bit for bit"),
         ("buffers", f"{equal_buffers} of {receipt.compared_buffers} equal bit for bit"),
         ("deterministic", deterministic),
@@ -62,6 +63,15 @@ def receipt_figures(receipt: Receipt) -> tuple[tuple[str, str], ...]:
         ("versions", ", ".join(f"{name} {version}" for name, version in sorted(receipt.versions.items()))),
     ]
     return tuple(rows)
+
+
+def _error_row(receipt: Receipt) -> list[tuple[str, str]]:
+    """The gradient's error, for plans with lossy forms."""
+    if receipt.is_lossless:
+        return []
+    measured = "not finite" if receipt.gradient_error is None else f"{receipt.gradient_error:.2%}"
+    allowed = "any is allowed" if receipt.max_error is None else f"{receipt.max_error:.2%} is allowed"
+    return [("gradient error", f"expected {receipt.predicted_error:.2%}, measured {measured}; {allowed}")]
 
 
 def describe_losses(receipt: Receipt) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from plimsoll.artifacts.columns import align
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.grouping import RegionGroup, group_regions
 from plimsoll.artifacts.holder_summary import holder_rows
-from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.plan import Plan, ValueDecision
 from plimsoll.units import GIB, MIB, format_bytes, format_seconds, format_share
 
 
@@ -47,8 +50,22 @@ def plan_figures(plan: Plan) -> tuple[tuple[str, str], ...]:
             f"{plan.gap_of_overhead:.1%} of the overhead",
         ),
         ("price of memory", describe_price(plan)),
+        *_packing_figures(plan),
         ("costs", f"{plan.cost_source} on {plan.cost_device}; solved in {format_seconds(plan.solve_seconds)}"),
     )
+
+
+def _packing_figures(plan: Plan) -> list[tuple[str, str]]:
+    """What lossy forms and links add to the figures."""
+    rows = []
+    if not plan.is_lossless:
+        measured = "" if plan.measured_error is None else f", measured {plan.measured_error:.2%}"
+        allowed = "any is allowed" if plan.max_error is None else f"{plan.max_error:.2%} is allowed"
+        rows.append(("gradient error", f"expected {plan.predicted_error:.2%}{measured}; {allowed}"))
+    if plan.offloaded_bytes:
+        limit = "" if plan.host_budget_bytes is None else f" of {format_bytes(plan.host_budget_bytes)}"
+        rows.append(("offloaded", f"{format_bytes(plan.offloaded_bytes)}{limit} to {plan.link}"))
+    return rows
 
 
 def describe_price(plan: Plan) -> str:
@@ -77,16 +94,21 @@ def class_rows(plan: Plan) -> list[list[str]]:
     ]
 
 
+def describe_decisions(decisions: Sequence[ValueDecision]) -> str:
+    """How many values are not kept as they are: ``RECOMPUTE 6, COMPRESS 4 (int8), OFFLOAD 2 (disk)``."""
+    counts = Counter((d.decision, d.form) for d in decisions if d.decision is not Decision.KEEP)
+    words = [f"{decision} {count}{f' ({form})' if form else ''}" for (decision, form), count in sorted(counts.items())]
+    return ", ".join(words) or f"{Decision.RECOMPUTE} 0"
+
+
 def decision_row(group: RegionGroup) -> list[str]:
     """One group of regions: name, what is decided, what stays, what it costs."""
     if group.first.is_untouched:
         return [group.label, f"{Decision.KEEP} everything", f"holds {format_bytes(group.retained_bytes)}", "no replay"]
-    decisions = group.first.decisions
-    dropped = sum(decision.decision is Decision.RECOMPUTE for decision in decisions)
     boundary = ", input dropped" if group.first.is_boundary_dropped else ""
     return [
         group.label,
-        f"{Decision.RECOMPUTE} {dropped} of {len(decisions)} values{boundary}",
+        f"{describe_decisions(group.first.decisions)} of {len(group.first.decisions)} values{boundary}",
         f"holds {format_bytes(group.retained_bytes)} of {format_bytes(group.saved_bytes)}",
         f"replay {format_seconds(group.replay_seconds)}",
     ]

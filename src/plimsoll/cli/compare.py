@@ -25,6 +25,11 @@ def compare(
     strategy: StrategiesOption = None,
     budget: options.BudgetOption = None,
     regions: options.RegionsOption = None,
+    allow: options.AllowOption = "recompute",
+    max_error: options.MaxErrorOption = "0",
+    host_budget: options.HostBudgetOption = None,
+    override: options.OverrideOption = None,
+    link: options.LinkOption = None,
     optimizer: options.OptimizerOption = options.OptimizerName.ADAMW,
     device: options.DeviceOption = "cpu",
     batch: options.BatchOption = None,
@@ -55,6 +60,11 @@ def compare(
                 optimizer=loaded.optimizer,
                 regions=tuple(regions) if regions else None,
                 steps=steps,
+                allow=allow,
+                max_error=max_error,
+                host_budget=host_budget,
+                overrides=tuple(override or ()),
+                link=link,
                 progress=report,
             )
         if output is not None:

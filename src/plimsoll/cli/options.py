@@ -38,7 +38,8 @@ StrategyOption = Annotated[
     typer.Option(
         "--strategy",
         "-s",
-        help="auto, none, full, every:K, sqrt, input-only, or selective:attention|mlp|norm|<op list>.",
+        help="auto, none, full, every:K, sqrt, input-only, selective:attention|mlp|norm|<op list>, int8, int4, fp8, "
+        "offload, or hybrid:N,K.",
     ),
 ]
 RegionsOption = Annotated[
@@ -56,6 +57,27 @@ DeviceOption = Annotated[str, typer.Option("--device", help="Where configuration
 BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="Examples per batch, for configurations.")]
 SequenceOption = Annotated[int | None, typer.Option("--seq", min=1, help="Tokens per example, for configurations.")]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps to measure.")]
+AllowOption = Annotated[
+    str, typer.Option("--allow", metavar="LIST", help="What auto may do: recompute,compress,offload or some of them.")
+]
+MaxErrorOption = Annotated[
+    str,
+    typer.Option(
+        "--max-error", metavar="SHARE", help="Relative error that lossy codecs may cause in the gradient: 1%."
+    ),
+]
+HostBudgetOption = Annotated[
+    str | None, typer.Option("--host-budget", metavar="BYTES", help="What offloaded values may take: 64GiB.")
+]
+OverrideOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--override",
+        metavar="PATTERN=DECISION",
+        help="Decide by pattern, such as 'layers.*.mlp::silu=compress:int8'; may be repeated.",
+    ),
+]
+LinkOption = Annotated[str | None, typer.Option("--link", help="Where offloaded values go: host (from a GPU) or disk.")]
 OutputOption = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the result as JSON.", dir_okay=False)
 ]

@@ -1,4 +1,4 @@
-"""``plimsoll plan TARGET``: trace one step, decide what to keep and what to recompute, show it, save it."""
+"""``plimsoll plan TARGET``: trace one step, decide what to keep, recompute, compress and offload, show it, save it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def plan(
     regions: options.RegionsOption = None,
     optimizer: options.OptimizerOption = options.OptimizerName.ADAMW,
     device_profile: options.DeviceProfileOption = None,
+    allow: options.AllowOption = "recompute",
+    max_error: options.MaxErrorOption = "0",
+    host_budget: options.HostBudgetOption = None,
+    override: options.OverrideOption = None,
+    link: options.LinkOption = None,
     device: options.DeviceOption = "cpu",
     batch: options.BatchOption = None,
     seq: options.SequenceOption = None,
@@ -32,7 +37,13 @@ def plan(
         how = TargetOptions(batch=batch, sequence=seq, device=device, is_meta=device_profile is not None)
         loaded = work.load(target, how, optimizer)
         request = work.PlanRequest(
-            budget=budget, strategy=strategy, regions=tuple(regions or ()), device_profile=device_profile
+            budget=budget,
+            strategy=strategy,
+            regions=tuple(regions or ()),
+            device_profile=device_profile,
+            allowed=work.Allowed(
+                allow=allow, max_error=max_error, host_budget=host_budget, overrides=tuple(override or ()), link=link
+            ),
         )
         made = work.make_plan(loaded, request)
         if output is not None:

@@ -21,6 +21,11 @@ def verify(
     budget: options.BudgetOption = None,
     strategy: options.StrategyOption = "auto",
     regions: options.RegionsOption = None,
+    allow: options.AllowOption = "recompute",
+    max_error: options.MaxErrorOption = "0",
+    host_budget: options.HostBudgetOption = None,
+    override: options.OverrideOption = None,
+    link: options.LinkOption = None,
     optimizer: options.OptimizerOption = options.OptimizerName.ADAMW,
     device: options.DeviceOption = "cpu",
     batch: options.BatchOption = None,
@@ -43,7 +48,14 @@ def verify(
     with terminal.exit_codes(is_json=json):
         saved = load_plan(plan) if plan is not None else None
         loaded = work.load(target, TargetOptions(batch=batch, sequence=seq, device=device), optimizer)
-        request = work.PlanRequest(budget=budget, strategy=strategy, regions=tuple(regions or ()))
+        request = work.PlanRequest(
+            budget=budget,
+            strategy=strategy,
+            regions=tuple(regions or ()),
+            allowed=work.Allowed(
+                allow=allow, max_error=max_error, host_budget=host_budget, overrides=tuple(override or ()), link=link
+            ),
+        )
         checked = saved or work.make_plan(loaded, request)
         with show_progress(terminal.stderr()) as report:
             receipt = plimsoll.verify(

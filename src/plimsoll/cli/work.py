@@ -20,6 +20,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """What a plan may do besides keeping, as written on the command line."""
+
+    allow: str = "recompute"
+    max_error: str = "0"
+    host_budget: str | None = None
+    overrides: tuple[str, ...] = ()
+    link: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """What the command line asks of a plan."""
 
@@ -27,6 +38,7 @@ class PlanRequest:
     strategy: str
     regions: tuple[str, ...] = ()
     device_profile: str | None = None
+    allowed: Allowed = Allowed()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +69,11 @@ def make_plan(loaded: Loaded, request: PlanRequest) -> Plan:
             strategy=request.strategy,
             regions=request.regions or None,
             device_profile=request.device_profile,
+            allow=request.allowed.allow,
+            max_error=request.allowed.max_error,
+            host_budget=request.allowed.host_budget,
+            overrides=request.allowed.overrides,
+            link=request.allowed.link,
             progress=report,
         )
 

@@ -1,88 +1,149 @@
-"""A solved plan in; the same plan run once and measured, or a tighter one where the measured peak was over the budget, out.
+"""A solved plan in; the same plan run once and measured, or one solved again because of what was measured, out.
 
 The bound certifies the model of the machine, not the machine. So the plan runs: the recording step and a steady one. What
-the measured peak exceeds the budget by is taken off the budget, and the plan is solved again.
+the measured peak exceeds the budget by is taken off the budget, and the plan is solved again. Where values are held in
+lossy forms, the gradient of the steady step is compared with the unmanaged one's: if it errs by more than is allowed, or by
+so much less that a cheaper plan may do, expectations are scaled to what was measured, and the plan is solved again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 import torch
-from torch import nn
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Category
-from plimsoll.recording.calling import Loss
+from plimsoll.errors import BudgetBelowFloor
 from plimsoll.recording.untouched import untouched
 from plimsoll.runtime.apply import apply_plan
 from plimsoll.units import format_bytes
+from plimsoll.verification.compare_tensors import relative_error
 from plimsoll.verification.step import TrainingStep
 
 MAX_ATTEMPTS = 6
+_ERROR_MARGIN = 0.95
+"""The share of the allowed error that plans aim at once the scale of their expectation is known."""
+_WORTH_LOOSENING = 0.7
+"""A plan that errs by less than this share of what is allowed may be cheaper."""
+_MOST_LOOSENING = 4.0
+
+Gradients = Mapping[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a plan took when it was run: bytes, and the relative error of the gradient (``None``: not compared)."""
+
+    peak_bytes: int
+    error: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How to run the step, and what its gradients are without a plan (``None``: they need not be compared)."""
+
+    step: TrainingStep
+    gradients: Gradients | None = None
+
+    def measure(self, plan: Plan) -> Measured:
+        """Run a plan: the larger peak of the recording step and a steady one, and the gradient's error.
+
+        Optimizer state that is not there yet is added to the peak.
+        """
+        error = None
+        step = self.step
+        with untouched(step.model), apply_plan(step.model, plan):
+            recording = step.measure_peak()
+            steady = step.measure_peak()
+            if self.gradients is not None and not plan.is_lossless:
+                error = relative_error(self.gradients, step.gradients())
+        absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
+        return Measured(max(recording.peak_bytes, steady.peak_bytes) + absent_bytes, error)
 
 
 def confirmed(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
     plan: Plan,
+    trial: Trial,
     *,
-    resolve: Callable[[int], Plan],
-    loss: Loss | None,
-    optimizer: torch.optim.Optimizer | None,
+    resolve: Callable[[int, float], Plan],
+    max_error: float | None,
     progress: Callable[[str, float], None],
 ) -> Plan:
-    """Run the plan and solve again with what it exceeds the budget by, until it keeps to it.
+    """Run the plan and solve again with what was measured, until it keeps to its budget and to its error.
 
     Args:
-        model: runs the step.
-        args: positional arguments of its call.
-        kwargs: keyword arguments of its call.
-        plan: the plan as solved, with a budget.
-        resolve: solves again with so many bytes taken off the budget; raises ``BudgetBelowFloor`` where that is too many.
-        loss: makes a scalar of the output.
-        optimizer: whose state counts.
+        plan: the plan as solved.
+        trial: runs it.
+        resolve: solves again with so many bytes taken off the budget, and with errors expected so many times larger;
+            raises ``BudgetBelowFloor`` where nothing fits any more.
+        max_error: the relative error of the gradient that is allowed; ``None``: any.
         progress: told the stage and the share done.
     """
-    assert plan.budget_bytes is not None
-    excess_bytes = 0
+    excess_bytes, scale = 0, 1.0
+    best: Plan | None = None
     for attempt in range(MAX_ATTEMPTS):
         progress("running the plan once", attempt / MAX_ATTEMPTS)
-        measured_bytes = measure_peak(model, args, kwargs, plan, loss=loss, optimizer=optimizer)
-        over_bytes = measured_bytes - plan.budget_bytes
-        if over_bytes <= 0:
-            return _with_note(plan, f"run once: the measured peak was {format_bytes(measured_bytes)}")
-        # Plans are discrete: less than what this one was off by may give the same plan again.
-        excess_bytes = max(excess_bytes + over_bytes, measured_bytes - plan.predicted_peak_bytes)
+        measured = trial.measure(plan)
+        over_bytes = 0 if plan.budget_bytes is None else measured.peak_bytes - plan.budget_bytes
+        is_wrong = max_error is not None and measured.error is not None and measured.error > max_error
+        if over_bytes <= 0 and not is_wrong:
+            if best is None or plan.predicted_seconds < best.predicted_seconds:
+                best = _with_measured(plan, measured, scale)
+            looser = None if max_error is None else _looser(plan, measured, scale, max_error)
+            if looser is None or attempt + 1 == MAX_ATTEMPTS:
+                return best
+            scale = looser
+        elif is_wrong:
+            scale = max(scale, _scale_of(plan, measured)) / _ERROR_MARGIN
+        if over_bytes > 0:
+            # Plans are discrete: less than what this one was off by may give the same plan again.
+            excess_bytes = max(excess_bytes + over_bytes, measured.peak_bytes - plan.predicted_peak_bytes)
         progress("solving again", (attempt + 0.5) / MAX_ATTEMPTS)
-        plan = resolve(excess_bytes)
-        assert plan.budget_bytes is not None
+        try:
+            plan = resolve(excess_bytes, scale)
+        except BudgetBelowFloor:
+            if best is None:
+                raise
+            return best
+        if best is not None and plan.predicted_seconds >= best.predicted_seconds:
+            return best
+    if best is not None:
+        return best
     return _with_note(
         plan,
-        f"after {MAX_ATTEMPTS} rounds the measured peak still exceeded the budget; verify it before you rely on it",
+        f"after {MAX_ATTEMPTS} rounds the measured peak or error still exceeded what is allowed; verify the plan before you "
+        "rely on it",
     )
 
 
-def measure_peak(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    plan: Plan,
-    *,
-    loss: Loss | None,
-    optimizer: torch.optim.Optimizer | None,
-) -> int:
-    """The larger peak of the recording step and a steady one; optimizer state that is not there yet is added."""
-    with untouched(model):
-        step = TrainingStep(model, args, kwargs, loss=loss, optimizer=optimizer)
-        with apply_plan(model, plan):
-            recording = step.measure_peak()
-            steady = step.measure_peak()
-    absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
-    return max(recording.peak_bytes, steady.peak_bytes) + absent_bytes
+def _looser(plan: Plan, measured: Measured, scale: float, max_error: float) -> float | None:
+    """The scale at which a cheaper plan may be found; ``None`` if errors are not what holds this plan back."""
+    if measured.error is None or not plan.predicted_error:
+        return None
+    is_binding = plan.predicted_error * scale >= _WORTH_LOOSENING * max_error
+    if not is_binding or measured.error >= _WORTH_LOOSENING * max_error:
+        return None
+    return max(_scale_of(plan, measured) / _ERROR_MARGIN, scale / _MOST_LOOSENING)
+
+
+def _scale_of(plan: Plan, measured: Measured) -> float:
+    """How many times larger the measured error is than the expected one."""
+    assert measured.error is not None
+    if not math.isfinite(measured.error):
+        return 2 * _MOST_LOOSENING
+    return measured.error / plan.predicted_error
+
+
+def _with_measured(plan: Plan, measured: Measured, scale: float) -> Plan:
+    note = f"run once: the measured peak was {format_bytes(measured.peak_bytes)}"
+    if measured.error is not None:
+        note += f", the gradient's relative error {measured.error:.2%}"
+    plan = msgspec.structs.replace(plan, measured_error=measured.error, predicted_error=plan.predicted_error * scale)
+    return _with_note(plan, note)
 
 
 def _with_note(plan: Plan, note: str) -> Plan:

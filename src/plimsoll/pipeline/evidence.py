@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
+from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.receipt import Receipt
+from plimsoll.artifacts.receipt import Receipt, finite
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidModel
 from plimsoll.measuring.timing import Interval, paired_ratio
+from plimsoll.pipeline.allowance import Allowance, read_allowance
 from plimsoll.pipeline.budgets import read_budget, resolve_budget
+from plimsoll.pipeline.making import make_maker
 from plimsoll.pipeline.matching import refuse_other_model, refuse_other_signature
 from plimsoll.pipeline.plans import part_of, trace_and_cost
 from plimsoll.pipeline.request import (
@@ -27,7 +30,6 @@ from plimsoll.pipeline.request import (
     split_detached,
 )
 from plimsoll.pipeline.side_by_side import BASELINE, SideBySide, measure_side_by_side
-from plimsoll.planning.solve import Planner, solve
 from plimsoll.recording.calling import Loss, check_devices
 from plimsoll.recording.untouched import untouched
 from plimsoll.runtime.apply import apply_plan
@@ -97,6 +99,11 @@ def compare(
     optimizer: torch.optim.Optimizer | None = None,
     regions: Sequence[str] | None = None,
     steps: int = 5,
+    allow: Collection[str] | str = ("recompute",),
+    max_error: float | str = 0.0,
+    host_budget: int | str | None = None,
+    overrides: Sequence[str] = (),
+    link: str | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Measure strategies side by side on one model and batch: peak, paired step time, gradients.
@@ -110,6 +117,12 @@ def compare(
         optimizer: as for ``plimsoll.plan``.
         regions: as for ``plimsoll.plan``.
         steps: timed rounds; in each, every strategy runs once. At least one.
+        allow: what ``auto`` may do, as for ``plimsoll.plan``, and so for ``max_error``, ``host_budget``, ``overrides`` and
+            ``link``.
+        max_error: the relative error of the gradient that ``auto`` may cause.
+        host_budget: bytes at the other end of the link.
+        overrides: decisions by pattern.
+        link: ``host`` or ``disk``.
         progress: told the stage and the share done.
 
     Returns:
@@ -122,53 +135,47 @@ def compare(
     _check_measurable(model, optimizer)
     read_budget(budget)
     loss, steps = explained_loss(loss), max(1, steps)
-    traced, plans = _plan_all(
+    allowance = read_allowance(
+        strategies=as_strategies(strategies),
+        allow=allow,
+        max_error=max_error,
+        host_budget=host_budget,
+        overrides=overrides,
+        link=link,
+    )
+    args, kwargs = split_detached(batch)
+    step = TrainingStep(model, args, kwargs, loss=loss, optimizer=optimizer)
+    traced, costs = trace_and_cost(
         model,
         batch,
-        as_strategies(strategies),
-        budget,
         loss=loss,
         optimizer=optimizer,
         regions=as_patterns(regions),
-        report=part_of(report, 0.0, 0.5),
+        progress=part_of(report, 0.0, 0.35),
     )
-    args, kwargs = split_detached(batch)
+    plans = _plan_all(traced, costs, step, allowance, budget, part_of(report, 0.35, 0.5))
     with untouched(model):
-        step = TrainingStep(model, args, kwargs, loss=loss, optimizer=optimizer)
         found = measure_side_by_side(step, plans, rounds=steps, report=part_of(report, 0.5, 1.0))
     report("done", 1.0)
     return _comparison(traced, str(step.device), steps, plans, found)
 
 
 def _plan_all(
-    model: nn.Module,
-    batch: Any,
-    strategies: tuple[str, ...],
+    traced: Trace,
+    costs: Costs,
+    step: TrainingStep,
+    allowance: Allowance,
     budget: int | str | None,
-    *,
-    loss: Loss | None,
-    optimizer: torch.optim.Optimizer | None,
-    regions: tuple[str, ...] | None,
     report: Progress,
-) -> tuple[Trace, dict[str, Plan]]:
-    """One trace, one plan per strategy; the budget goes to ``auto``."""
-    traced, costs = trace_and_cost(
-        model, batch, loss=loss, optimizer=optimizer, regions=regions, progress=part_of(report, 0.0, 0.8)
-    )
+) -> dict[str, Plan]:
+    """One plan per strategy; the budget goes to ``auto``."""
     budget_bytes = resolve_budget(budget, costs)
-    planner = Planner(traced, costs)
+    maker = make_maker(traced, costs, allowance, budget_bytes, lambda: step, report)
     plans: dict[str, Plan] = {}
-    for name in strategies:
+    for name in allowance.strategies:
         report(f"planning {name}", 0.8)
-        plans[name] = solve(
-            traced,
-            costs,
-            budget_bytes=budget_bytes if name == "auto" else None,
-            strategy=name,
-            raise_below_floor=False,
-            planner=planner,
-        )
-    return traced, plans
+        plans[name] = maker.solve(budget_bytes if name == "auto" else None, name, raise_below_floor=False)
+    return plans
 
 
 def _check_measurable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -210,5 +217,7 @@ def _row(name: str, plan: Plan, found: SideBySide) -> ComparisonRow:
         measured_ratio_low=None if ratio is None else ratio.low,
         measured_ratio_high=None if ratio is None else ratio.high,
         is_bit_equal=None if measured is None else measured.is_bit_equal,
+        is_lossless=plan.is_lossless,
+        gradient_error=None if measured is None or plan.is_lossless else finite(measured.gradient_error),
         note="" if plan.status.is_usable else plan.status.advice,
     )

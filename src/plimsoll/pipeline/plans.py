@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from plimsoll.artifacts.trace import Trace
 from plimsoll.costing.devices import find_device
 from plimsoll.costing.measured import measured_costs
 from plimsoll.costing.roofline import roofline_costs
+from plimsoll.pipeline.allowance import Allowance, read_allowance
 from plimsoll.pipeline.budgets import read_budget, resolve_budget
-from plimsoll.pipeline.confirm import confirmed
+from plimsoll.pipeline.confirm import Trial, confirmed
 from plimsoll.pipeline.engine import measure_engine
+from plimsoll.pipeline.making import make_maker
 from plimsoll.pipeline.matching import refuse_other_model
 from plimsoll.pipeline.request import (
     as_patterns,
@@ -30,10 +32,10 @@ from plimsoll.pipeline.request import (
     refuse_profiler,
     split_detached,
 )
-from plimsoll.planning.solve import Planner, solve
 from plimsoll.recording.calling import Loss
 from plimsoll.runtime.apply import Handle, apply_plan
 from plimsoll.tracing.trace import trace as trace_step
+from plimsoll.verification.step import TrainingStep
 
 Progress = Callable[[str, float], None]
 
@@ -48,13 +50,19 @@ def plan(
     strategy: str = "auto",
     regions: Sequence[str] | None = None,
     device_profile: str | None = None,
+    allow: Collection[str] | str = ("recompute",),
+    max_error: float | str = 0.0,
+    host_budget: int | str | None = None,
+    overrides: Sequence[str] = (),
+    link: str | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Decide for every saved activation whether to keep or recompute it, so that the training step fits ``budget``.
+    """Decide for every saved activation what to do with it until backward, so that the training step fits ``budget``.
 
     One step is traced on the model's own device at the lowest memory (with fake tensors for a model on the meta device or
     a ``device_profile``); with a budget and a real device the plan is then run once, and solved again with less where it
-    takes more than predicted. Model, gradients, buffers, optimizer and random state are left as they were.
+    takes more than predicted. Where ``allow`` opens other forms, one more step shows what they take and lose. Model,
+    gradients, buffers, optimizer and random state are left as they were.
 
     Args:
         model: any eager PyTorch model, on its device, in the mode in which it trains.
@@ -64,9 +72,16 @@ def plan(
         loss: from the model's output to a scalar; by default ``output.loss``, or the output itself if it is a scalar.
         optimizer: with it the budget also holds its state and its step; without it, forward, backward and gradients.
         strategy: ``auto`` (the budgeted optimum), or ``none``, ``full``, ``every:k``, ``sqrt``, ``input-only``,
-            ``selective:attention|mlp|norm|<op list>``.
+            ``selective:attention|mlp|norm|<op list>``, ``int8``, ``int4``, ``fp8``, ``offload``, ``hybrid:N,k``.
         regions: module paths, ``*`` for one level (``"model.layers.*"``); by default the repeated blocks.
         device_profile: plan for a device that is not here, from the catalogue (``"H100-SXM"``).
+        allow: what the plan may do besides keeping: ``recompute``, ``compress`` (codecs), ``offload`` (to pinned host memory
+            from a GPU, else to disk).
+        max_error: the relative error ‖Δg‖ / ‖g‖ that lossy codecs may cause in the gradient (``0.01`` or ``"1%"``); 0
+            allows lossless codecs only. It is measured before the plan is returned.
+        host_budget: bytes that offloaded values may take at the other end of the link.
+        overrides: decisions by pattern that ``auto`` respects: ``"layers.*.mlp::silu=compress:int8"``, ``"*attn*=keep"``.
+        link: ``host`` or ``disk``; by default what the device calls for.
         progress: told the stage and the share done.
 
     Returns:
@@ -89,8 +104,16 @@ def plan(
     check_model(model, optimizer)
     refuse_profiler(model)
     read_budget(budget)
+    allowance = read_allowance(
+        strategies=(strategy,),
+        allow=allow,
+        max_error=max_error,
+        host_budget=host_budget,
+        overrides=overrides,
+        link=link,
+    )
     job = _Job(model, batch, explained_loss(loss), optimizer, report)
-    made = job.plan(budget, strategy, as_patterns(regions), device_profile)
+    made = job.plan(budget, strategy, as_patterns(regions), device_profile, allowance)
     report("done", 1.0)
     return made
 
@@ -113,7 +136,12 @@ class _Job:
         self._report = report
 
     def plan(
-        self, budget: int | str | None, strategy: str, regions: tuple[str, ...] | None, device_profile: str | None
+        self,
+        budget: int | str | None,
+        strategy: str,
+        regions: tuple[str, ...] | None,
+        device_profile: str | None,
+        allowance: Allowance,
     ) -> Plan:
         traced, costs = trace_and_cost(
             self._model,
@@ -122,31 +150,28 @@ class _Job:
             optimizer=self._optimizer,
             regions=regions,
             device_profile=device_profile,
-            progress=part_of(self._report, 0.0, 0.55),
+            progress=part_of(self._report, 0.0, 0.5),
         )
         budget_bytes = resolve_budget(budget, costs)
-        self._report("solving", 0.55)
-        planner = Planner(traced, costs)
-
-        def resolve(excess_bytes: int) -> Plan:
-            return solve(
-                traced, costs, budget_bytes=budget_bytes, strategy=strategy, excess_bytes=excess_bytes, planner=planner
-            )
-
-        solved = resolve(0)
-        if budget_bytes is None or traced.is_fake or not solved.status.is_usable:
+        maker = make_maker(traced, costs, allowance, budget_bytes, self._step, part_of(self._report, 0.5, 0.7))
+        solved = maker.solve(budget_bytes, strategy)
+        if traced.is_fake or not solved.status.is_usable or (budget_bytes is None and maker.gradients is None):
             return solved
-        args, kwargs = split_detached(self._batch)
+
+        def resolve(excess_bytes: int, error_scale: float) -> Plan:
+            return maker.solve(budget_bytes, strategy, excess_bytes=excess_bytes, error_scale=error_scale)
+
         return confirmed(
-            self._model,
-            args,
-            kwargs,
             solved,
+            Trial(self._step(), maker.gradients),
             resolve=resolve,
-            loss=self._loss,
-            optimizer=self._optimizer,
+            max_error=allowance.most_error(strategy),
             progress=part_of(self._report, 0.7, 1.0),
         )
+
+    def _step(self) -> TrainingStep:
+        args, kwargs = split_detached(self._batch)
+        return TrainingStep(self._model, args, kwargs, loss=self._loss, optimizer=self._optimizer)
 
 
 def apply(model: nn.Module, plan: Plan, *, sentinel_every: int = 1) -> Handle:

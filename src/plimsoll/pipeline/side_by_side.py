@@ -10,7 +10,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Category
 from plimsoll.measuring.timing import Timing, time_in_turns
 from plimsoll.runtime.apply import Handle, apply_plan
-from plimsoll.verification.compare_tensors import mismatches
+from plimsoll.verification.compare_tensors import mismatches, relative_error
 from plimsoll.verification.step import TrainingStep
 from plimsoll.verification.verify import Evidence, collect_evidence
 
@@ -26,6 +26,7 @@ class Measured:
 
     peak_bytes: int
     is_bit_equal: bool
+    gradient_error: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +71,16 @@ def measure_side_by_side(step: TrainingStep, plans: Mapping[str, Plan], *, round
 
 def _measure(step: TrainingStep, evidence: Evidence, absent_bytes: int) -> Measured:
     """The larger peak of the recording run and a steady one; equal only if both are."""
-    peaks, is_equal = [], True
+    peaks, is_equal, error = [], True, 0.0
     for _ in range(2):
         peaks.append(step.measure_peak().peak_bytes + absent_bytes)
+        error = max(error, relative_error(evidence.gradients, step.gradients()))
         apart = (
             *mismatches(evidence.gradients, step.gradients(), evidence.spread),
             *mismatches(evidence.buffers, step.buffers(), evidence.spread),
         )
         is_equal = is_equal and all(mismatch.is_within_spread for mismatch in apart)
-    return Measured(peak_bytes=max(peaks), is_bit_equal=is_equal)
+    return Measured(peak_bytes=max(peaks), is_bit_equal=is_equal, gradient_error=error)
 
 
 def _managed_run(step: TrainingStep, handle: Handle) -> Callable[[], object]:

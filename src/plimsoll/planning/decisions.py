@@ -112,6 +112,7 @@ def _packed(index: StepIndex, view: RegionView, choice: Choice, value: int, size
         form=form.name,
         held_bytes=form.held_bytes,
         error=error,
+        is_lossy=form.noise > 0,
     )
 
 

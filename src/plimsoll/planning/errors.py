@@ -15,9 +15,15 @@ from plimsoll.schedule import recipe_ops
 
 
 def choice_error(view: RegionView, choice: Choice) -> float:
-    """The squared error; infinite where a value that must be exact (an index, a mask) would be rebuilt from a lossy form."""
-    noise = {value: view.form(value, form).noise for value, form in choice.packed}
-    if not any(noise.values()):
+    """The squared error.
+
+    Infinite where a value that must be exact (an index, a mask) would be rebuilt from a lossy form, or where anything would
+    be rebuilt from a form that only its own slots can use.
+    """
+    forms = {value: view.form(value, form) for value, form in choice.packed}
+    noise = {value: form.noise for value, form in forms.items()}
+    private = {value for value, form in forms.items() if form.is_private}
+    if not any(noise.values()) and not private:
         return 0.0
     held = view.leaves | choice.kept | noise.keys()
     total = 0.0
@@ -25,6 +31,8 @@ def choice_error(view: RegionView, choice: Choice) -> float:
         if value in choice.kept or value in view.forced:
             continue
         leaves = (value,) if value in noise else recipe_ops(view.graph, value, held)[1]
+        if private.intersection(leaves) - {value}:
+            return math.inf
         squared_noise = sum(noise.get(leaf, 0.0) ** 2 for leaf in leaves)
         if squared_noise:
             total += sensitivity(view, value) ** 2 * squared_noise

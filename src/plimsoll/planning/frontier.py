@@ -37,7 +37,7 @@ class Hull:
 
 def sweep_prices(view: RegionView, prices: Prices) -> Hull:
     """All vertices of a region's hull; ``seconds`` are those of replayed ops and of packing alone, without the engine's."""
-    total_seconds = sum(prices.op_seconds) + sum(max(mode.seconds for mode in modes) for modes in prices.modes.values())
+    total_seconds = sum(prices.op_seconds) + sum(mode.seconds for modes in prices.modes.values() for mode in modes)
     smallest = min((b for b in _steps(prices) if b > 0), default=0.0)
     lines: list[Line] = []
 

@@ -8,6 +8,7 @@ forms, and with the link open to some values only.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Set
 
 from plimsoll.artifacts.decision import Decision
@@ -24,7 +25,8 @@ _WINDOW_SHARES = (1.0, 0.5)
 
 def modes_of(view: RegionView) -> dict[int, tuple[Mode, ...]]:
     """The forms of every value as the cut sees them; transfers count as hidden."""
-    return {v: tuple(_mode(view, v, f) for f in view.forms[v].forms) for v in view.decided if v in view.forms}
+    entries = {value: view.forms[value].forms for value in view.decided if value in view.forms}
+    return {value: tuple(_mode(view, value, form) for form in forms) for value, forms in entries.items() if forms}
 
 
 def _mode(view: RegionView, value: int, form: Form) -> Mode:
@@ -38,6 +40,8 @@ def packing_prices(view: RegionView, prices: Prices, squared_error: float) -> It
         return
     lossy = {(v, mode.form) for v, modes in prices.modes.items() for mode in modes if mode.squared_error}
     yield _without(prices, lossy)
+    if math.isinf(squared_error):
+        return
     total_seconds = sum(prices.op_seconds)
     for share in _ERROR_PRICES:
         yield dataclasses.replace(prices, error_price=share * total_seconds / max(squared_error, 1e-30))

@@ -7,6 +7,7 @@ plan that one of them already beats is never returned.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ TIME_LIMIT_SECONDS = 60.0
 _FRONTIER_POINTS = 12
 _TIGHTENINGS = 8
 _SMALL_PROGRAM_COLUMNS = 400
+_ERROR_ROOM = 4.0
+"""Choices are made for limits that may turn out so much wider, when a plan is measured to err less than expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +63,11 @@ class Planner:
         forms: Forms | None = None,
         overrides: Sequence[Override] = (),
         limits: Limits | None = None,
+        may_recompute: bool = True,
     ) -> None:
         started = time.monotonic()
         self.limits = limits or Limits()
-        self.index = pin_values(StepIndex(trace, costs, forms), overrides)
+        self.index = pin_values(StepIndex(trace, costs, forms, may_recompute=may_recompute), overrides)
         self.baseline = self._run(choose_none(self.index, ""))
         self.loosest = self._run(pin_choices(self.index, self.baseline.choices)) if overrides else self.baseline
         if not self.limits.allow(self.loosest.squared_error, self.loosest.link_bytes):
@@ -72,19 +76,32 @@ class Planner:
         families += [choose_selective(self.index, module) for module in ("attention", "mlp", "norm")]
         if self.limits.squared_error:
             families += [choose_form(self.index, codec) for codec in ("int8", "int4")]
-        self.sets: tuple[ChoiceSet, ...] = generate_choices(self.index, families, self.limits.squared_error)
+        self._extremes = [self.loosest, self._run(families[0])]
+        squared_error = self.limits.squared_error * _ERROR_ROOM**2
+        self.sets: tuple[ChoiceSet, ...] = generate_choices(self.index, families, squared_error)
+        self.is_complete = all(choice_set.is_complete for choice_set in self.sets)
+        self._search(time_limit_seconds)
+        self.build_seconds = time.monotonic() - started
+
+    def relimited(self, limits: Limits, time_limit_seconds: float = TIME_LIMIT_SECONDS) -> Planner:
+        """A planner for the same step and the same choices, with other limits."""
+        other = copy.copy(self)
+        other.limits = limits
+        other._search(time_limit_seconds)
+        return other
+
+    def _search(self, time_limit_seconds: float) -> None:
+        """Program, floor and ladder under the limits."""
         self.problem = ChoiceProblem(self.index, self.sets, time_limit_seconds, self.limits)
         self.gap = EXACT_GAP if self.problem.columns <= _SMALL_PROGRAM_COLUMNS else FINE_GAP
-        self.is_complete = all(choice_set.is_complete for choice_set in self.sets)
         floor = self.problem.minimise_peak()
         self.is_floor_proven = floor.is_finished
-        simulations = [self.loosest, self._run(families[0])]
+        simulations = list(self._extremes)
         if floor.effects is not None:
             simulations.append(self._run(_choices(floor)))
         simulations = [s for s in simulations if self.limits.allow(s.squared_error, s.link_bytes)]
         self.floor = min(simulations, key=lambda s: (s.peak_bytes, s.seconds))
         self.ladder = [*simulations, *self._climb()]
-        self.build_seconds = time.monotonic() - started
 
     def _run(self, choices: Sequence[Choice]) -> Simulation:
         return run_choices(self.index, choices)

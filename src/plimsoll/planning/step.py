@@ -91,13 +91,16 @@ class RegionView:
 class StepIndex:
     """Everything about one trace that simulations under different plans share. Immutable once built."""
 
-    def __init__(self, trace: Trace, costs: Costs, forms: Forms | None = None) -> None:
+    def __init__(self, trace: Trace, costs: Costs, forms: Forms | None = None, *, may_recompute: bool = True) -> None:
         self.trace = trace
         self.costs = costs
         self.forms = forms or Forms()
         self.instants = 2 * len(trace.ops) + 2
         shared = _saved_by_several(trace)
-        self.views = tuple(_view(trace, call, self.forms.of(call.name, call.call), shared) for call in trace.regions)
+        self.views = tuple(
+            _view(trace, call, self.forms.of(call.name, call.call), shared, may_recompute=may_recompute)
+            for call in trace.regions
+        )
         self.base_seconds = sum(self.op_seconds(op.cost_key) for op in trace.ops)
         self.forced_spans = self._forced_spans()
 
@@ -217,7 +220,9 @@ def _saved_by_several(trace: Trace) -> frozenset[int]:
     return frozenset(storage for storage, calls in savers.items() if len(calls) > 1)
 
 
-def _view(trace: Trace, call: RegionCall, forms: dict[str, ValueForms], shared: frozenset[int]) -> RegionView:
+def _view(
+    trace: Trace, call: RegionCall, forms: dict[str, ValueForms], shared: frozenset[int], *, may_recompute: bool
+) -> RegionView:
     graph = call.graph
     slots_of: dict[int, tuple[Slot, ...]] = {}
     for slot in graph.slots:
@@ -227,7 +232,7 @@ def _view(trace: Trace, call: RegionCall, forms: dict[str, ValueForms], shared: 
     free = frozenset(v.id for v in graph.values if v.origin in (Origin.PARAMETER, Origin.BUFFER))
     copied = frozenset(v.id for v in graph.values if v.producer < 0 and v.id not in free and v.id not in slots_of)
     droppable: tuple[int, ...] = ()
-    if not call.obstacle and call.backward[0] >= 0:
+    if may_recompute and not call.obstacle and call.backward[0] >= 0:
         droppable = _droppable(trace, call, saved, free | copied)
     entries: dict[int, ValueForms] = {}
     if not call.obstacle and call.backward[0] >= 0:

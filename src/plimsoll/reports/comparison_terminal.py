@@ -35,7 +35,7 @@ def render_comparison(comparison: Comparison) -> RenderableType:
         )
     for row in comparison.rows:
         cells = [Text(cell) for cell in comparison_cells(row)]
-        if row.is_bit_equal is False:
+        if row.is_wrong:
             cells[COMPARISON_HEADER.index("gradients")] = Text("DIFFER", style="bold red")
         table.add_row(*cells)
     parts: list[RenderableType] = [Text(title, style="bold"), Text(f"  {describe_baseline(comparison)}"), Text(), table]

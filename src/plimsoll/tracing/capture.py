@@ -14,9 +14,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Phase
 from plimsoll.errors import InvalidModel
+from plimsoll.measuring.clocks import Clock
 from plimsoll.recording.calling import Loss, call_tensors, output_tensors, scalar_loss
 from plimsoll.recording.modules import ModuleStack
-from plimsoll.tracing.clocks import Clock
 from plimsoll.tracing.refusals import explain_backward, explain_forward
 from plimsoll.tracing.slots import SlotBook
 from plimsoll.tracing.tracer import StepTracer

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidModel, TracingFailed
+from plimsoll.measuring.clocks import Clock, clock_for
 from plimsoll.measuring.free import free_bytes, release_free_memory
 from plimsoll.measuring.timing import one_thread
 from plimsoll.recording.calling import Loss, check_devices, split_batch
@@ -22,7 +23,6 @@ from plimsoll.recording.fingerprint import fingerprint, signature
 from plimsoll.recording.untouched import private_copy, untouched
 from plimsoll.tracing.assemble import assemble
 from plimsoll.tracing.capture import StepCapture, StepLog
-from plimsoll.tracing.clocks import Clock, clock_for
 from plimsoll.tracing.fake import fake_batch, faked
 from plimsoll.tracing.kernels import runs_gpu_kernels, target_kernels
 from plimsoll.tracing.optimizer import OptimizerLog, trace_optimizer

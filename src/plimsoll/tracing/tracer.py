@@ -11,9 +11,9 @@ import torch
 
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import OpSpec, Phase
+from plimsoll.measuring.clocks import Clock
 from plimsoll.recording.opkey import op_spec
 from plimsoll.recording.recorder import OpRecorder, RecordedOp, RecordedValue, Signature
-from plimsoll.tracing.clocks import Clock
 from plimsoll.tracing.workspaces import WorkspaceMeter
 
 _NODES_PER_REPORT = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -68,3 +69,20 @@ def difference(first: torch.Tensor, second: torch.Tensor) -> tuple[float | None,
     size = first.double().abs().max() if first.numel() else torch.tensor(0.0)
     absolute = float(apart)
     return finite(absolute), finite(absolute / float(size)) if float(size) else None
+
+
+def relative_error(expected: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None]) -> float:
+    """‖found - expected‖ / ‖expected‖ over all tensors together; infinite where one of them is not finite or missing."""
+    squared_error, squared_norm = 0.0, 0.0
+    for name, reference in expected.items():
+        other = found.get(name)
+        if reference is None and other is None:
+            continue
+        if reference is None or other is None:
+            return math.inf
+        one, two = reference.detach().float().flatten(), other.detach().to(reference.device).float().flatten()
+        squared_error += float(torch.linalg.vector_norm(one - two)) ** 2
+        squared_norm += float(torch.linalg.vector_norm(one)) ** 2
+    if not math.isfinite(squared_error):
+        return math.inf
+    return math.sqrt(squared_error / squared_norm) if squared_norm else (math.inf if squared_error else 0.0)

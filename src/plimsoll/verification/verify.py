@@ -15,7 +15,7 @@ from plimsoll.artifacts.receipt import Mismatch, Receipt, RegionOutcome, finite
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.measuring.timing import Timing, time_in_turns
 from plimsoll.units import format_bytes
-from plimsoll.verification.compare_tensors import copies, mismatches
+from plimsoll.verification.compare_tensors import copies, mismatches, relative_error
 from plimsoll.verification.step import TrainingStep
 
 Progress = Callable[[str, float], None]
@@ -66,6 +66,7 @@ class ManagedEvidence:
     steady_peak_bytes: int
     gradient_mismatches: tuple[Mismatch, ...]
     buffer_mismatches: tuple[Mismatch, ...]
+    gradient_error: float
     outcomes: tuple[RegionOutcome, ...]
     baseline_losses: tuple[float | None, ...]
     plan_losses: tuple[float | None, ...]
@@ -106,11 +107,13 @@ def _observe(step: TrainingStep, managed: Managed, evidence: Evidence, steps: in
     recording = step.measure_peak()
     gradients = mismatches(evidence.gradients, step.gradients(), evidence.spread)
     buffers = mismatches(evidence.buffers, step.buffers(), evidence.spread)
+    error = relative_error(evidence.gradients, step.gradients())
     step.run()
     report("measuring the managed step's peak", 0.5)
     steady = step.measure_peak()
     gradients = _merged(gradients, mismatches(evidence.gradients, step.gradients(), evidence.spread))
     buffers = _merged(buffers, mismatches(evidence.buffers, step.buffers(), evidence.spread))
+    error = max(error, relative_error(evidence.gradients, step.gradients()))
     outcomes = managed.outcomes()
     plan_losses = _losses(step, steps)
     with managed.paused():
@@ -122,6 +125,7 @@ def _observe(step: TrainingStep, managed: Managed, evidence: Evidence, steps: in
         steady_peak_bytes=steady.peak_bytes,
         gradient_mismatches=gradients,
         buffer_mismatches=buffers,
+        gradient_error=error,
         outcomes=outcomes,
         baseline_losses=baseline_losses,
         plan_losses=plan_losses,
@@ -147,6 +151,10 @@ def _receipt(
         gradient_mismatches=seen.gradient_mismatches,
         compared_buffers=len(evidence.buffers),
         buffer_mismatches=seen.buffer_mismatches,
+        is_lossless=plan.is_lossless,
+        max_error=plan.max_error,
+        predicted_error=plan.predicted_error,
+        gradient_error=finite(seen.gradient_error),
         is_deterministic=evidence.is_deterministic,
         baseline_losses=seen.baseline_losses,
         plan_losses=seen.plan_losses,

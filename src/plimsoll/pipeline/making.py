@@ -1,0 +1,96 @@
+"""A traced and costed step and what is allowed in, a planner that knows the forms of values (where they are wanted) out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.trace import Trace
+from plimsoll.pipeline.allowance import Allowance
+from plimsoll.pipeline.confirm import Gradients
+from plimsoll.pipeline.forms import sense_forms
+from plimsoll.planning.solve import Planner, solve
+from plimsoll.verification.step import TrainingStep
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes plans of one step. ``gradients`` are the unmanaged ones, where lossy plans have to be compared with them."""
+
+    trace: Trace
+    costs: Costs
+    allowance: Allowance
+    planner: Planner
+    gradients: Gradients | None = None
+
+    def solve(
+        self,
+        budget_bytes: int | None,
+        strategy: str = "auto",
+        *,
+        excess_bytes: int = 0,
+        error_scale: float = 1.0,
+        raise_below_floor: bool = True,
+    ) -> Plan:
+        """A plan for a budget.
+
+        Args:
+            budget_bytes: ``None`` for as much as it takes.
+            strategy: as for ``plimsoll.plan``.
+            excess_bytes: taken off the budget.
+            error_scale: how many times larger than expected errors are.
+            raise_below_floor: whether a budget that cannot be met is an error.
+        """
+        limits = self.allowance.limits(strategy, error_scale)
+        planner = self.planner if limits == self.planner.limits else self.planner.relimited(limits)
+        made = solve(
+            self.trace,
+            self.costs,
+            budget_bytes=budget_bytes,
+            strategy=strategy,
+            excess_bytes=excess_bytes,
+            raise_below_floor=raise_below_floor,
+            planner=planner,
+        )
+        return self.allowance.written_into(made)
+
+
+def make_maker(
+    trace: Trace,
+    costs: Costs,
+    allowance: Allowance,
+    budget_bytes: int | None,
+    step: Callable[[], TrainingStep],
+    report: Callable[[str, float], None],
+) -> Maker:
+    """Build the planner of a step; where other forms are allowed and needed, run it once to see which there are.
+
+    Args:
+        trace: the step.
+        costs: seconds of its ops.
+        allowance: what plans may do.
+        budget_bytes: where everything fits, other forms are not looked for.
+        step: makes the step that is run.
+        report: told the stage and the share done.
+    """
+    report("solving", 0.0)
+    plain = Planner(trace, costs, overrides=allowance.overrides_without_forms, may_recompute=allowance.may_recompute)
+    fits = budget_bytes is not None and budget_bytes >= plain.baseline.peak_bytes
+    if not allowance.wants_forms or (fits and not allowance.insists_on_forms):
+        return Maker(trace, costs, allowance, plain)
+    report("trying codecs and links", 0.3)
+    lowest_planner = plain if allowance.may_recompute and not allowance.overrides else Planner(trace, costs)
+    lowest = solve(trace, costs, budget_bytes=lowest_planner.floor.peak_bytes, planner=lowest_planner)
+    sensed = sense_forms(step(), trace, costs, lowest, allowance)
+    report("solving with other forms", 0.7)
+    planner = Planner(
+        trace,
+        costs,
+        forms=sensed.forms,
+        overrides=allowance.overrides,
+        limits=allowance.limits("auto"),
+        may_recompute=allowance.may_recompute,
+    )
+    return Maker(trace, costs, allowance, planner, sensed.gradients if allowance.wants_lossy else None)
