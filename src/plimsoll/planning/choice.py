@@ -31,3 +31,10 @@ class Choice:
             return self
         packed = frozenset((value, form) for value, form in self.packed if value not in values)
         return Choice(self.kept - values, packed, self.is_boundary_dropped)
+
+    def as_is(self, values: frozenset[int]) -> Choice:
+        """The same choice, but these values, if they are packed, are kept."""
+        packed = frozenset((value, form) for value, form in self.packed if value not in values)
+        if len(packed) == len(self.packed):
+            return self
+        return Choice(self.kept | (self.forms.keys() & values), packed, self.is_boundary_dropped)

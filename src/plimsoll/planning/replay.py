@@ -7,12 +7,13 @@ measured with the same code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.forms import Form
 from plimsoll.artifacts.region import Origin
+from plimsoll.artifacts.trace import RegionCall
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.step import RegionView, Span, StepIndex, slot_stop
 from plimsoll.schedule import BOUNDARY, NO_OP, Schedule, Segment, Step, build_schedule
@@ -177,38 +178,51 @@ class _Machine:
             self._hold_packed(part, packed)
 
     def _hold_packed(self, part: _Part, stops: Mapping[int, int]) -> None:
-        """What packed values take until their last reader lets go: a payload, or a source and a buffer of a transfer.
+        """What packed values take until their last reader lets go: a payload, or the source of a transfer.
 
-        Payloads are made one after the other, the largest saving first, each source being let go at once: so no more than
-        one payload is there beside all that forward saved.
+        Payloads are made one after the other, the largest saving first, each source being let go at once: so what counts
+        beside all that forward saved is the highest moment of that.
         """
         exit_ = 2 * part.view.call.forward[1]
-        most = 0
         for value, stop in stops.items():
-            form, label = self._form(part, value), part.view.graph.values[value].name
-            label = f"{part.view.call.name} {form.name} of {label}"
+            form = self._form(part, value)
             if form.decision is Decision.OFFLOAD:
-                after = self.index.neighbour(part.view.call.index)
-                assert after is not None, "only regions with a neighbour have forms that go over a link"
                 first = min(slot.packed for slot in part.view.slots_of[value])
-                self._hold(part, value, 2 * first, 2 * after.forward[1])
-                back = self._first_reading(part, value)
-                self.out.payloads.append(((2 * after.backward[0], back), part.view.graph.values[value].bytes, label))
+                self._hold(part, value, 2 * first, 2 * self._neighbour(part).forward[1])
             else:
-                self.out.payloads.append(((exit_, stop), form.held_bytes, label))
-                most = max(most, form.held_bytes + form.workspace_bytes)
+                self.out.payloads.append(((exit_, stop), form.held_bytes, self._label(part, value)))
+        most = self._packing_bytes(part, stops)
         if most:
             self.out.packing.append(((exit_ - 1, exit_), most, f"{part.view.call.name} packing"))
+
+    def _packing_bytes(self, part: _Part, values: Collection[int]) -> int:
+        """The most that payloads and workspaces take beside what forward saved, less the sources that are gone by then."""
+        forms = {v: self._form(part, v) for v in part.view.saved if v in values}
+        entries = part.view.graph.values
+        waiting = [v for v, form in forms.items() if form.decision is not Decision.OFFLOAD]
+        waiting.sort(key=lambda v: forms[v].held_bytes - entries[v].bytes)
+        exit_ = 2 * part.view.call.forward[1]
+        now = most = 0
+        for at, value in enumerate(waiting):
+            now += forms[value].held_bytes
+            most = max(most, now + forms[value].workspace_bytes)
+            storage = entries[value].storage
+            spans = (*self.index.covered(storage), *self.out.holds.get(storage, ()))
+            is_shared = any(entries[v].storage == storage for v in waiting[at + 1 :])
+            if not is_shared and not any(start <= exit_ < stop for start, stop in spans):
+                now -= entries[value].bytes
+        return most
 
     def _form(self, part: _Part, value: int) -> Form:
         return part.view.form(value, part.choice.forms[value])
 
-    def _first_reading(self, part: _Part, value: int) -> int:
-        """The instant at which a packed value is brought back."""
-        graph = part.view.graph
-        slots = [s.slot for s in part.schedule.segments if any(step.load == value for step in s.steps)]
-        ticks = [graph.slots[slot].unpacked for slot in slots if slot != BOUNDARY]
-        return 2 * min(ticks, default=part.view.call.backward[0])
+    def _label(self, part: _Part, value: int) -> str:
+        return f"{part.view.call.name} {part.choice.forms[value]} of {part.view.graph.values[value].name}"
+
+    def _neighbour(self, part: _Part) -> RegionCall:
+        after = self.index.neighbour(part.view.call.index)
+        assert after is not None, "only regions with a neighbour have forms that go over a link"
+        return after
 
     def _hold(self, part: _Part, value: int, start: int, stop: int) -> None:
         self.out.holds.setdefault(part.view.graph.values[value].storage, []).append((start, stop))
@@ -335,9 +349,12 @@ class _Machine:
             self._forget(part, step.frees)
 
     def _load(self, part: _Part, step: Step, wanted: Mapping[int, int], instant: int) -> None:
-        """Bring a packed value back into a buffer of its own."""
+        """Bring a packed value back into a buffer of its own; that of a transfer is there since the next region's backward."""
         value = part.view.graph.values[step.load]
         form = self._form(part, step.load)
+        if form.decision is Decision.OFFLOAD:
+            since = 2 * self._neighbour(part).backward[0]
+            self.out.payloads.append(((since, max(since, instant)), value.bytes, self._label(part, step.load)))
         self.out.loads.append((part.view.call.index, step.load))
         buffer = self.memory.allocate(value.bytes, f"{part.view.call.name} brought back {value.name}")
         part.buffer_of[step.load] = buffer

@@ -76,8 +76,9 @@ def choices_of(index: StepIndex, regions: Sequence[RegionPlan]) -> tuple[Choice,
 
 
 def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
-    """Replay a step under one choice per region."""
+    """Replay a step under one choice per region; an input that a dropped boundary lets go takes no other form."""
     linked = links_of(index, choices)
+    choices = [choice.as_is(linked.get(region, frozenset())) for region, choice in enumerate(choices)]
     replays = [replay(index, chain, linked) for chain in chains(index, choices, linked)]
     change = _storage_changes(index, replays, linked)
     curve = index.fixed + np.cumsum(change)[:-1]
