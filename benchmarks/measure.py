@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.models import Case
 from plimsoll.measuring.memory import PeakMeter, storage_bytes
+from plimsoll.verification.compare_tensors import relative_error
 
 Forward = Callable[..., Any]
 _SEED = 1234
@@ -56,6 +57,8 @@ class Variant:
     steady: StepMemory
     gradients_equal: bool = True
     buffers_equal: bool = True
+    gradient_error: float = 0.0
+    """The larger of both steps' relative errors of the gradient, against the baseline's."""
     evidence: tuple[Evidence, ...] = ()
 
     @property
@@ -132,7 +135,14 @@ def prepare(
         made,
         gradients_equal=all(bits_equal(mine.gradients, theirs.gradients) for mine, theirs in pairs),
         buffers_equal=all(bits_equal(mine.buffers, theirs.buffers) for mine, theirs in pairs),
+        gradient_error=max(_error(mine.gradients, theirs.gradients) for mine, theirs in pairs),
         evidence=(),
+    )
+
+
+def _error(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> float:
+    return relative_error(
+        {str(i): each for i, each in enumerate(theirs)}, {str(i): each for i, each in enumerate(mine)}
     )
 
 

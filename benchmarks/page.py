@@ -67,31 +67,38 @@ def write_page(
 def _peer_table(table: PeerTable) -> list[str]:
     seconds = f"1.00 ({table.timing.median_seconds:.3f} s ± {table.timing.spread_seconds:.3f})"
     first = [table.baseline.name, seconds, *_memory(table.baseline.steady), "", "", "", "", "", ""]
-    return _table(_PEER_HEAD, [first, *map(_peer_cells, table.rows)])
+    return format_table(_PEER_HEAD, [first, *map(_peer_cells, table.rows)])
 
 
 def _peer_cells(row: PeerRow) -> list[str]:
     cells = [
-        row.peer.name, _interval(row.overhead), *_memory(row.peer.steady),
+        row.peer.name, format_interval(row.overhead), *_memory(row.peer.steady),
         _equal(row.peer.gradients_equal), _equal(row.peer.buffers_equal),
     ]  # fmt: skip
     if row.ours is None or row.ours_overhead is None or row.ours_by_peer is None:
         return [*cells, row.note, "", "", ""]
-    peak = _mib(max(row.ours.first.total_peak_bytes, row.ours.steady.total_peak_bytes))
-    return [*cells, f"{row.ours_overhead.median:.3f}", _interval(row.ours_by_peer), peak, _equal(row.ours.is_bit_equal)]
+    peak = format_mib(max(row.ours.first.total_peak_bytes, row.ours.steady.total_peak_bytes))
+    return [
+        *cells,
+        f"{row.ours_overhead.median:.3f}",
+        format_interval(row.ours_by_peer),
+        peak,
+        _equal(row.ours.is_bit_equal),
+    ]
 
 
 def _budget_lines(table: BudgetTable) -> list[str]:
-    floor, peak = _mib(table.floor_bytes), _mib(table.peak_bytes)
+    floor, peak = format_mib(table.floor_bytes), format_mib(table.peak_bytes)
     lines = [f"Budgets between the floor, {floor} MiB, and the unmanaged peak, {peak} MiB:", ""]
-    lines += _table(
+    lines += format_table(
         _BUDGET_HEAD,
         [
             [
-                f"{row.share:.0%}", _mib(row.budget_bytes), row.plan.status, _mib(row.variant.first.total_peak_bytes),
-                _mib(row.variant.steady.total_peak_bytes), "yes" if row.is_within_budget else "**no**",
-                _mib(row.plan.predicted_peak_bytes), f"{row.peak_error:+.1%}", _equal(row.variant.is_bit_equal),
-                _interval(row.measured_ratio), f"{row.predicted_extra_seconds * 1e3:.1f} ms",
+                f"{row.share:.0%}", format_mib(row.budget_bytes), row.plan.status,
+                format_mib(row.variant.first.total_peak_bytes),
+                format_mib(row.variant.steady.total_peak_bytes), "yes" if row.is_within_budget else "**no**",
+                format_mib(row.plan.predicted_peak_bytes), f"{row.peak_error:+.1%}", _equal(row.variant.is_bit_equal),
+                format_interval(row.measured_ratio), f"{row.predicted_extra_seconds * 1e3:.1f} ms",
                 f"{row.measured_extra_seconds.median * 1e3:.1f} ms", "yes" if row.is_extra_predicted else "**no**",
                 f"{row.plan.gap_of_step:.2%}",
             ]
@@ -103,22 +110,25 @@ def _budget_lines(table: BudgetTable) -> list[str]:
 
 def _memory(memory: StepMemory) -> list[str]:
     return [
-        _mib(memory.activation_resident_bytes),
-        _mib(memory.activation_peak_bytes),
-        _mib(memory.total_peak_bytes),
+        format_mib(memory.activation_resident_bytes),
+        format_mib(memory.activation_peak_bytes),
+        format_mib(memory.total_peak_bytes),
     ]
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table: the first column is text, the others are numbers."""
     rule = ["---", *["--:"] * (len(head) - 1)]
     return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
 
 
-def _mib(bytes_: int) -> str:
+def format_mib(bytes_: int) -> str:
+    """Bytes in MiB, one decimal."""
     return f"{bytes_ / MIB:.1f}"
 
 
-def _interval(interval: Interval) -> str:
+def format_interval(interval: Interval) -> str:
+    """A median and its 95% interval."""
     return f"{interval.median:.3f} ({interval.low:.3f}–{interval.high:.3f})"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.peers import checkpointing, compiled, none, selective
+from benchmarks.peers import checkpointing, compiled, int8_hook, none, selective
 
 Apply = Callable[[nn.Module], AbstractContextManager[Callable[..., Any]]]
 
@@ -35,6 +35,8 @@ EAGER = (
     Peer("SAC, save matmul + sdpa", selective.apply_save_list),
     Peer("SAC, torchtitan's every second matmul", selective.apply_every_second_matmul),
 )
+
+LOSSY = (Peer("int8 hook on everything, a scale per row", int8_hook.apply),)
 
 COMPILED_NONE = Peer("compile", partial(compiled.apply, memory_budget=1.0), is_compiled=True)
 

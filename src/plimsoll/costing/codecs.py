@@ -1,12 +1,13 @@
 """A codec, a dtype and a number of elements in, the seconds that it takes on this device out.
 
 Timed on data of the dtype: normal numbers, coin flips for booleans, small counts for integers. Tensors above 4 Mi elements
-are scaled up from there, because a codec works through any tensor in the same chunks. Median of three runs, on the clock
-that ops are timed with.
+are scaled up from there, because a codec works through any tensor in the same chunks. Median of three runs on one
+thread, on the clock that ops are timed with.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from plimsoll.codecs.protocol import Codec
 from plimsoll.codecs.registry import find_codec
 from plimsoll.measuring.clocks import clock_for
+from plimsoll.measuring.timing import one_thread
 
 _MOST_ELEMENTS = 1 << 22
 _RUNS = 3
@@ -43,7 +45,8 @@ def measure_codec(name: str, dtype: torch.dtype, count: int, device: str) -> Cod
     measured = min(count, _MOST_ELEMENTS)
     tensor = _data(codec, dtype, measured, device)
     encode, decode = [], []
-    with torch.no_grad():
+    threads = one_thread() if torch.device(device).type == "cpu" else contextlib.nullcontext()
+    with torch.no_grad(), threads:
         for run in range(_RUNS + 1):
             payload, encode_seconds = clock.time(functools.partial(codec.encode, tensor))
             decode_seconds = 0.0 if payload is None else clock.time(functools.partial(codec.decode, payload))[1]

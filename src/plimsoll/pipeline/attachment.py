@@ -8,9 +8,10 @@ starts this over.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -18,18 +19,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import BudgetBelowFloor, InvalidLoss
+from plimsoll.pipeline.allowance import Allowance, read_allowance
 from plimsoll.pipeline.budgets import resolve_budget
 from plimsoll.pipeline.calibration import MeasuredStep, OptimizerWatch, planned_state_bytes, unseen_bytes
+from plimsoll.pipeline.confirm import Trial, error_scale
+from plimsoll.pipeline.making import Maker, make_maker
 from plimsoll.pipeline.plans import trace_and_cost
-from plimsoll.pipeline.request import as_patterns, check_model, is_profiled
-from plimsoll.planning.solve import Planner, solve
+from plimsoll.pipeline.request import as_patterns, check_model, is_profiled, split_detached
 from plimsoll.recording.calling import call_tensors, output_tensors
 from plimsoll.runtime.apply import Handle, apply_plan
 from plimsoll.units import format_bytes, parse_bytes
+from plimsoll.verification.step import TrainingStep
 
 _MOST_TRIES = 3
 """So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
@@ -37,16 +39,15 @@ _MOST_TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The step that is planned for: its trace, its costs, what does not depend on the budget, and its size."""
+    """The step that is planned for: what makes its plans, its size, and how much larger than expected errors are."""
 
-    trace: Trace
-    costs: Costs
-    planner: Planner
+    maker: Maker
     budget_bytes: int
     batch_bytes: int
+    error_scale: float
 
     def solve(self, budget_bytes: int, excess_bytes: int = 0) -> Plan:
-        return solve(self.trace, self.costs, budget_bytes=budget_bytes, excess_bytes=excess_bytes, planner=self.planner)
+        return self.maker.solve(budget_bytes, excess_bytes=excess_bytes, error_scale=self.error_scale)
 
 
 class Attachment:
@@ -59,12 +60,14 @@ class Attachment:
         *,
         optimizer: torch.optim.Optimizer | None,
         regions: Sequence[str] | None,
+        allowance: Allowance,
     ) -> None:
         self.model = model
         self.plan: Plan | None = None
         self._budget = budget
         self._optimizer = optimizer
         self._regions = regions
+        self._allowance = allowance
         self._step: _Step | None = None
         self._handle: Handle | None = None
         self._watch: OptimizerWatch | None = None
@@ -145,23 +148,33 @@ class Attachment:
             )
         self._is_tracing = True
         try:
-            trace, costs = trace_and_cost(
-                self.model,
-                _as_batch(self.model, args, kwargs),
-                loss=_stand_in_loss,
-                optimizer=self._optimizer,
-                regions=self._regions,
-            )
+            self._step = self._plan_for(_as_batch(self.model, args, kwargs), batch_bytes)
         finally:
             self._is_tracing = False
-        budget_bytes = resolve_budget(self._budget, costs)
-        assert budget_bytes is not None
-        self._step = _Step(trace, costs, Planner(trace, costs), budget_bytes, batch_bytes)
         # Once for the budget itself: where it is below the floor, this step must not begin.
-        floor_bytes = self._step.solve(budget_bytes).floor_bytes
+        floor_bytes = self._step.solve(self._step.budget_bytes).floor_bytes
         self._run(self._step.solve(floor_bytes))
         self._is_calibrating, self._tries = True, 0
         self._measure(args, kwargs)
+
+    def _plan_for(self, batch: Any, batch_bytes: int) -> _Step:
+        """Trace the step, look for other forms of its values where they are allowed, and see how far off errors are."""
+        trace, costs = trace_and_cost(
+            self.model, batch, loss=_stand_in_loss, optimizer=self._optimizer, regions=self._regions
+        )
+        budget_bytes = resolve_budget(self._budget, costs)
+        assert budget_bytes is not None
+
+        def step() -> TrainingStep:
+            args, kwargs = split_detached(batch)
+            return TrainingStep(self.model, args, kwargs, loss=_stand_in_loss)
+
+        maker = make_maker(trace, costs, self._allowance, budget_bytes, step, lambda stage, share: None)
+        made = _Step(maker, budget_bytes, batch_bytes, 1.0)
+        if maker.gradients is None:
+            return made
+        scale = error_scale(made.solve(budget_bytes), Trial(step(), maker.gradients))
+        return dataclasses.replace(made, error_scale=scale)
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._tries += 1
@@ -249,6 +262,11 @@ def attach(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     regions: Sequence[str] | None = None,
+    allow: Collection[str] | str = ("recompute",),
+    max_error: float | str = 0.0,
+    host_budget: int | str | None = None,
+    overrides: Sequence[str] = (),
+    link: str | None = None,
 ) -> Attachment:
     """Keep the training of ``model`` under ``budget`` without a batch at hand.
 
@@ -261,6 +279,12 @@ def attach(
         budget: as for ``plimsoll.plan``.
         optimizer: lets the plan count its state before it exists; without it the first step measures it.
         regions: as for ``plimsoll.plan``.
+        allow: as for ``plimsoll.plan``; and so are ``max_error``, ``host_budget``, ``overrides`` and ``link``. Where they
+            open other forms, the first training call takes one or two more steps' time to try them.
+        max_error: the relative error of the gradient; expectations are scaled to what one trial step measures.
+        host_budget: bytes at the other end of the link.
+        overrides: decisions by pattern.
+        link: ``host`` or ``disk``.
 
     Returns:
         An attachment with ``plan`` and ``remove()``; also a context manager.
@@ -279,7 +303,10 @@ def attach(
     check_model(model, optimizer)
     if budget != "auto":
         parse_bytes(budget)
-    return Attachment(model, budget, optimizer=optimizer, regions=as_patterns(regions))
+    allowance = read_allowance(
+        allow=allow, max_error=max_error, host_budget=host_budget, overrides=overrides, link=link
+    )
+    return Attachment(model, budget, optimizer=optimizer, regions=as_patterns(regions), allowance=allowance)
 
 
 def _as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

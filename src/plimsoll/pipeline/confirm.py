@@ -120,6 +120,13 @@ def confirmed(
     )
 
 
+def error_scale(plan: Plan, trial: Trial) -> float:
+    """How many times larger than expected the errors of a plan are, run once, with a margin; 1 for a lossless one."""
+    if plan.is_lossless or not plan.predicted_error:
+        return 1.0
+    return _scale_of(plan, trial.measure(plan)) / _ERROR_MARGIN
+
+
 def _looser(plan: Plan, measured: Measured, scale: float, max_error: float) -> float | None:
     """The scale at which a cheaper plan may be found; ``None`` if errors are not what holds this plan back."""
     if measured.error is None or not plan.predicted_error:

@@ -229,18 +229,23 @@ class _FormMaker:
         link, speed = self._link, self._speed
         if link is None or speed is None or value.bytes < _LEAST_LINK_BYTES or value.origin is Origin.PARAMETER:
             return entry
-        is_free = self._device != "cpu"  # a CPU pays for every byte that it copies, on whichever core
         form = Form(
             name=link.name,
             decision=Decision.OFFLOAD,
             held_bytes=0,
-            encode_seconds=0.0 if is_free else value.bytes * speed.out_cpu_seconds_per_byte,
-            decode_seconds=0.0 if is_free else value.bytes * speed.in_cpu_seconds_per_byte,
+            encode_seconds=self._copy_seconds(value.bytes, speed.out_cpu_seconds_per_byte),
+            decode_seconds=self._copy_seconds(value.bytes, speed.in_cpu_seconds_per_byte),
             link_bytes=value.bytes,
         )
         return ValueForms(
             value=entry.value, sensitivity=entry.sensitivity, forms=(*entry.forms, form), obstacle=entry.obstacle
         )
+
+    def _copy_seconds(self, bytes_: int, cpu_seconds_per_byte: float) -> float:
+        """What one transfer takes of the processor: nothing of a GPU, whose copy engines do it."""
+        if self._device != "cpu" or self._speed is None:
+            return 0.0
+        return self._speed.latency_seconds + bytes_ * cpu_seconds_per_byte
 
 
 def _is_statistic(graph: RegionGraph, name: str) -> bool:

@@ -11,6 +11,7 @@ from plimsoll.artifacts.trace import Trace
 from plimsoll.pipeline.allowance import Allowance
 from plimsoll.pipeline.confirm import Gradients
 from plimsoll.pipeline.forms import sense_forms
+from plimsoll.planning.lowest import find_extremes
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.verification.step import TrainingStep
 
@@ -75,16 +76,16 @@ def make_maker(
         step: makes the step that is run.
         report: told the stage and the share done.
     """
-    report("solving", 0.0)
-    plain = Planner(trace, costs, overrides=allowance.overrides_without_forms, may_recompute=allowance.may_recompute)
-    fits = budget_bytes is not None and budget_bytes >= plain.baseline.peak_bytes
+    extremes = find_extremes(trace, costs)
+    fits = budget_bytes is not None and budget_bytes >= extremes.unmanaged_peak_bytes
     if not allowance.wants_forms or (fits and not allowance.insists_on_forms):
-        return Maker(trace, costs, allowance, plain)
-    report("trying codecs and links", 0.3)
-    lowest_planner = plain if allowance.may_recompute and not allowance.overrides else Planner(trace, costs)
-    lowest = solve(trace, costs, budget_bytes=lowest_planner.floor.peak_bytes, planner=lowest_planner)
-    sensed = sense_forms(step(), trace, costs, lowest, allowance)
-    report("solving with other forms", 0.7)
+        report("solving", 0.0)
+        overrides = allowance.overrides_without_forms
+        planner = Planner(trace, costs, overrides=overrides, may_recompute=allowance.may_recompute)
+        return Maker(trace, costs, allowance, planner)
+    report("trying codecs and links", 0.0)
+    sensed = sense_forms(step(), trace, costs, extremes.lowest, allowance)
+    report("solving", 0.4)
     planner = Planner(
         trace,
         costs,
