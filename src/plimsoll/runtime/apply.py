@@ -149,7 +149,7 @@ def apply_plan(
         model: the model that the plan was made for.
         plan: a usable plan.
         sentinel_every: check rebuilt values against samples in every n-th call of a region.
-        link: where offloaded values go; by default the plan's own link is opened.
+        link: where offloaded values go, whatever it is called; by default the plan's own link is opened.
         sensor: watches the first call of every region.
 
     Raises:
@@ -171,7 +171,7 @@ def apply_plan(
         link = open_link(plan.link, device, host_budget=plan.host_budget_bytes, directory=None)
     shared = Shared(
         links=LinkTable(is_used=any(call.is_boundary_dropped for calls in managed.values() for call in calls)),
-        packer=Packer(link),
+        packer=Packer(link, plan.link),
         traffic=Traffic(),
         policy=SentinelPolicy(every=sentinel_every),
         generators=generators_of([parameter.device for parameter in parameters]),

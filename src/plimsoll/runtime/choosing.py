@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from plimsoll.artifacts.region import Origin, RegionGraph
@@ -32,11 +32,12 @@ def choose(
     not_rebuildable: Mapping[int, str],
     links: frozenset[int],
     forms: Mapping[str, str] | None = None,
+    is_private: Callable[[str], bool] = lambda form: False,
 ) -> Choice:
     """Resolve the names that a plan drops. What cannot be rebuilt is kept, and ``obstacles`` says why.
 
     ``links`` are inputs that the region before can make again (for a dropped boundary), ``forms`` the codec or the link of
-    values that are packed.
+    values that are packed, and ``is_private`` whether a form is of no use to anybody but the value's own slots.
     """
     slot_values = {slot.value for slot in graph.slots if slot.is_managed}
     packed = {v: forms[graph.values[v].name] for v in slot_values - links if forms and graph.values[v].name in forms}
@@ -50,7 +51,13 @@ def choose(
         failed: set[int] = set()
         for value in sorted(dropped):
             try:
-                recipe_ops(graph, value, frozenset(stored | packed.keys()))
+                leaves = recipe_ops(graph, value, frozenset(stored | packed.keys()))[1]
+                useless = next((leaf for leaf in leaves if leaf in packed and is_private(packed[leaf])), None)
+                if useless is not None:
+                    failed.add(value)
+                    obstacles[graph.values[value].name] = (
+                        f"{graph.values[useless].name}, which it is made of, is held as {packed[useless]} alone"
+                    )
             except Unreachable as unreachable:
                 failed.add(value)
                 obstacles[graph.values[value].name] = unreachable.obstacle

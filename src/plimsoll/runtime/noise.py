@@ -5,10 +5,14 @@ that gives the noise which the value adds to the node's outputs, exactly. From t
 value and edge, a squared norm: a node passes on the *relative* noise of what flows into it, noises that meet add as squares
 (they are taken to be independent), and so what flows past a branch (a residual connection) dilutes its noise by itself.
 What reaches a parameter is counted; what leaves the region is given relative to the gradient that leaves it.
+
+Nodes of ``torch.autograd.Function`` are not run again: their backward is somebody's Python, which may add to a counter or
+talk to other processes. Other nodes may refuse to. What such nodes read counts as too sensitive for any noise.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,13 +61,17 @@ class NoiseTracker:
         self._known: set[Any] = set()
         self._handles: list[Any] = []
         for node in self._nodes(output):
-            if _has_saved(node):
+            if can_run_again(node) and _has_saved(node):
                 self._handles.append(node.register_prehook(_Hook(self._try_values, node)))
             self._handles.append(node.register_hook(_Hook(self._pass_on, node)))
 
     def read(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """What a node of this region gets to see of a saved tensor."""
         return value if self._trial is None else self._trial.read(name, value)
+
+    def give_up(self, name: str) -> None:
+        """Nobody can say what noise in this value does."""
+        self._arrival(name).at_parameters = math.inf
 
     @property
     def is_trying(self) -> bool:
@@ -108,6 +116,9 @@ class NoiseTracker:
                     if noise:
                         made = [_distance(a, b) / noise**2 for a, b in zip(plain, noisy, strict=True)]
                         self._note(node, name, made)
+        except RuntimeError:
+            for name in trial.noise_of:
+                self.give_up(name)
         finally:
             self._trial = None
 
@@ -185,6 +196,11 @@ class _Hook:
 
     def __call__(self, *gradients: Gradients) -> None:
         self._run(self._node, *gradients)
+
+
+def can_run_again(node: Any) -> bool:
+    """Whether a node is one of PyTorch's own, which may be called at any time."""
+    return callable(node)
 
 
 def _run(node: Any, gradients: Gradients) -> tuple[Any, ...]:

@@ -6,7 +6,8 @@ none, integers out of range) is held as it is, and counted, so that the receipt 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +15,35 @@ import torch
 from plimsoll.artifacts.region import RegionGraph
 from plimsoll.codecs.protocol import Codec, Payload
 from plimsoll.codecs.registry import find_codec
-from plimsoll.errors import ReplayMismatch
+from plimsoll.errors import ReplayMismatch, SavedTensorModified
 from plimsoll.links.protocol import Link, Ticket
-from plimsoll.runtime.cells import Readable
+from plimsoll.recording.geometry import Geometry
+from plimsoll.runtime.cells import Readable, modified_in_place
 from plimsoll.runtime.choosing import Choice
 
-READS_SIGN_ONLY = frozenset({"ReluBackward0", "ThresholdBackward0"})
+READS_SIGN_ONLY = frozenset({"ReluBackward0"})
 """Autograd nodes that look at a saved tensor only to see where it is positive."""
+
+
+class Source:
+    """A saved tensor while it is still held, and whether it is what forward saved.
+
+    A write to it is one that the unmanaged model would stumble over too, so it must not slip into what is held or copied.
+    """
+
+    __slots__ = ("_seen", "_version", "whole")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._seen = tensor.detach()  # shares its version counter, which ``whole`` does not
+        self._version = tensor._version
+        self.whole = whole_storage(tensor)
+
+    def damage(self) -> SavedTensorModified | None:
+        """The error to raise where the tensor is read, if it was written in place."""
+        found = self._seen._version
+        if found == self._version:
+            return None
+        return modified_in_place(f"a saved tensor of shape {tuple(self._seen.shape)}", self._version, found)
 
 
 class Encoded:
@@ -37,77 +60,151 @@ class Encoded:
 
 
 class Sent:
-    """A tensor that is, or will be, at the other end of a link."""
+    """A tensor that is, or will be, at the other end of a link.
 
-    __slots__ = ("__weakref__", "ticket")
+    Until it is away (for ever, if the copy-out failed) its source is held.
+    """
 
-    def __init__(self, ticket: Ticket) -> None:
-        self.ticket = ticket
+    __slots__ = ("__weakref__", "_damage", "_source", "_ticket")
+
+    def __init__(self, ticket: Ticket, source: Source) -> None:
+        self._ticket = ticket
+        self._source: Source | None = source
+        self._damage: SavedTensorModified | None = None
+
+    def settle(self) -> None:
+        """Wait until the tensor is away, and let go of it.
+
+        Raises:
+            OffloadFailed: it did not get there; it is still held.
+        """
+        self._ticket.settle()
+        self._has_left()
+
+    def prefetch(self) -> None:
+        """Begin to bring it back."""
+        self._ticket.prefetch()
 
     def read(self) -> torch.Tensor:
-        return self.ticket.read()
+        """The tensor.
+
+        Raises:
+            OffloadFailed: it did not come back.
+            SavedTensorModified: it was written in place before it was away.
+        """
+        tensor = self._ticket.read()
+        if self._source is not None:
+            whole = self._source.whole
+            if tensor.untyped_storage()._cdata == whole.untyped_storage()._cdata:
+                self._damage = self._source.damage()
+            else:
+                self._has_left()
+        if self._damage is not None:
+            raise self._damage
+        return tensor
+
+    def _has_left(self) -> None:
+        if self._source is not None:
+            self._damage, self._source = self._source.damage(), None
 
 
 class Refused:
-    """A tensor that its codec could not represent; replays get copies, because they may write to what they are given."""
+    """A tensor that its codec could not represent: it is held as it is."""
 
-    __slots__ = ("_tensor",)
+    __slots__ = ("_source",)
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+    def __init__(self, source: Source) -> None:
+        self._source = source
 
     def read(self) -> torch.Tensor:
-        return self._tensor.clone()
+        """
+        Raises:
+            SavedTensorModified: it was written in place since it was saved.
+        """
+        damage = self._source.damage()
+        if damage is not None:
+            raise damage
+        return self._source.whole
 
 
 class Packer:
-    """Packs the values of one managed model. ``link`` takes what is not compressed."""
+    """Packs the values of one managed model.
 
-    def __init__(self, link: Link | None) -> None:
+    Args:
+        link: takes what is not compressed.
+        link_form: what plans call the link; by default its own name.
+    """
+
+    def __init__(self, link: Link | None, link_form: str = "") -> None:
         self._link = link
+        self._link_form = link_form or ("" if link is None else link.name)
 
     def codec(self, form: str) -> Codec | None:
         """The codec of that name; ``None`` for the link."""
-        return None if self.is_link(form) else find_codec(form)
+        return None if self._link is not None and form == self._link_form else find_codec(form)
 
-    def is_link(self, form: str) -> bool:
-        return self._link is not None and form == self._link.name
+    def keeps_sign_only(self, form: str) -> bool:
+        """Whether what comes back of a value in this form is no number to compute with."""
+        codec = self.codec(form)
+        return codec is not None and codec.keeps_sign_only
 
-    def pack(self, tensor: torch.Tensor, form: str, *, seed: int, most_bytes: int | None) -> Readable:
-        """What to hold instead of ``tensor`` (flat, detached).
+    def pack(self, source: Source, form: str, *, seed: int, most_bytes: int | None) -> Readable:
+        """What to hold instead of a saved tensor.
 
         Raises:
             OffloadFailed: the link has no room.
         """
-        codec = self.codec(form)
+        codec, whole = self.codec(form), source.whole
         if codec is None:
             assert self._link is not None
-            return Sent(self._link.store(tensor))
-        payload = codec.encode(tensor, seed=seed, most_bytes=most_bytes)
-        return Refused(tensor) if payload is None else Encoded(codec, payload)
+            return Sent(self._link.store(whole), source)
+        payload = codec.encode(whole, seed=seed, most_bytes=most_bytes) if codec.accepts(whole.dtype) else None
+        return Refused(source) if payload is None else Encoded(codec, payload)
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """One packed value, and the slots that show it. ``most_bytes`` is what the plan counted for it (0: not known)."""
+    """One packed value, and the slots that show it. ``most_bytes`` is what it may take at most (``None``: not known)."""
 
     value: int
     form: str
     slots: tuple[int, ...]
-    most_bytes: int
+    most_bytes: int | None
 
 
-def plan_packing(graph: RegionGraph, choice: Choice, payload_bytes: Mapping[str, int]) -> tuple[Packing, ...]:
-    """How each packed value is packed, the largest saving first: then the highest moment is before the first."""
+def plan_packing(
+    graph: RegionGraph,
+    choice: Choice,
+    geometries: Sequence[Geometry],
+    codecs: Mapping[int, Codec | None],
+    shares: Mapping[str, float],
+) -> tuple[Packing, ...]:
+    """How each packed value is packed, the largest saving first: then the highest moment is before the first.
+
+    Args:
+        graph: the region.
+        choice: what is packed, and in which form.
+        geometries: of the slots.
+        codecs: by value; ``None`` for the link.
+        shares: by the value's name, the bytes that the plan counted for its payload, as a share of the value's.
+    """
     slots: dict[int, list[int]] = {}
     for slot in graph.slots:
         if slot.is_managed and slot.value in choice.packed:
             slots.setdefault(slot.value, []).append(slot.index)
-    packings = [
-        Packing(value, choice.packed[value], tuple(found), payload_bytes.get(graph.values[value].name, 0))
-        for value, found in slots.items()
-    ]
-    return tuple(sorted(packings, key=lambda packing: packing.most_bytes - graph.values[packing.value].bytes))
+    packings = []
+    for value, found in slots.items():
+        name, nbytes = graph.values[value].name, graph.values[value].bytes
+        most_bytes = _most_bytes(codecs[value], nbytes, geometries[found[0]].dtype, shares.get(name))
+        packings.append(Packing(value, choice.packed[value], tuple(found), most_bytes))
+    return tuple(sorted(packings, key=lambda packing: (packing.most_bytes or 0) - graph.values[packing.value].bytes))
+
+
+def _most_bytes(codec: Codec | None, nbytes: int, dtype: torch.dtype, share: float | None) -> int | None:
+    """A call may be larger than the planned one: payloads whose size depends on the data alone keep to the share."""
+    if codec is None or not codec.accepts(dtype) or codec.payload_bytes(nbytes // dtype.itemsize, dtype) is not None:
+        return None
+    return None if share is None else math.ceil(share * nbytes)
 
 
 def is_exact(codec: Codec) -> bool:

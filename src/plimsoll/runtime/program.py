@@ -18,7 +18,7 @@ from plimsoll.runtime.cells import Cell, Copy, Readable
 from plimsoll.runtime.choosing import Choice, choose
 from plimsoll.runtime.compile import Recording, SegmentFunction, Sources, compile_segments, copy_storage
 from plimsoll.runtime.frame import Frame, Link
-from plimsoll.runtime.packed import Packer, Refused, is_exact, plan_packing, whole_storage
+from plimsoll.runtime.packed import Packer, Refused, Source, is_exact, plan_packing
 from plimsoll.runtime.randomness import ENTRY
 from plimsoll.runtime.sentinels import SentinelPolicy, must_defer, sample_geometry
 from plimsoll.runtime.verifying import same_bits
@@ -69,7 +69,8 @@ class Program:
         device_type: str,
         policy: SentinelPolicy,
         packer: Packer,
-        payload_bytes: Mapping[str, int],
+        payload_shares: Mapping[str, float],
+        call: int,
     ) -> None:
         self.name = name
         self.graph = graph
@@ -83,8 +84,9 @@ class Program:
         self._specs = tuple((g.size, g.dtype, g.stride, g.offset) for g in recording.slot_geometries)
         self._parameters = tuple(source for _, source in parameters)
         self._packer = packer
-        self._packing = plan_packing(graph, choice, payload_bytes)
         self._codecs = {value: packer.codec(form) for value, form in choice.packed.items()}
+        self._packing = plan_packing(graph, choice, recording.slot_geometries, self._codecs, payload_shares)
+        self._call = call
         self._dropped_slots = tuple(s.index for s in graph.slots if s.is_managed and s.value in choice.gone)
         dropped = set(self._dropped_slots)
         self._kept_slots = tuple(s.index for s in graph.slots if s.index not in dropped)
@@ -106,7 +108,8 @@ class Program:
         self._sentinels = self._find_sentinels()
         self._policy = policy
         self._calls = 0
-        self.refused: dict[str, int] = {}
+        self.refused: dict[tuple[str, str], int] = {}
+        """How often a value (by name and codec) was kept because its codec could not take it."""
         self.signs = {
             slot.index: graph.values[slot.value].name
             for slot in graph.slots
@@ -217,20 +220,22 @@ class Program:
         packed: dict[int, Readable] = {}
         if not self._packing:
             return packed
+        if torch.is_autocast_enabled(self.device_type):  # codecs compute in the precision that they were measured in
+            with torch.autocast(self.device_type, enabled=False):
+                return self._pack(frame)
         tensors = frame.tensors
-        with torch._C._AutoDispatchBelowAutograd():
-            for packing in self._packing:
-                whole = whole_storage(tensors[packing.slots[0]])
-                seed = zlib.crc32(f"{self.name}/{packing.value}/{self._calls}".encode())
-                packed[packing.value] = self._packer.pack(
-                    whole, packing.form, seed=seed, most_bytes=packing.most_bytes or None
-                )
-                if isinstance(packed[packing.value], Refused):
-                    name = self.graph.values[packing.value].name
-                    self.refused[name] = self.refused.get(name, 0) + 1
-                del whole
-                for slot in packing.slots:
-                    tensors[slot] = _GONE
+        for packing in self._packing:
+            source = Source(tensors[packing.slots[0]])
+            seed = zlib.crc32(f"{self.name}/{self._call}/{packing.value}/{self._calls}".encode())
+            with torch._C._AutoDispatchBelowAutograd():
+                one = self._packer.pack(source, packing.form, seed=seed, most_bytes=packing.most_bytes)
+            packed[packing.value] = one
+            if isinstance(one, Refused):
+                key = (self.graph.values[packing.value].name, packing.form)
+                self.refused[key] = self.refused.get(key, 0) + 1
+            del source, one
+            for slot in packing.slots:
+                tensors[slot] = _GONE
         return packed
 
     def boundary_leaves(
@@ -301,11 +306,25 @@ class Program:
             ReplayMismatch: always.
         """
         self.has_failed = True
-        name = self.graph.values[self.graph.slots[slot].value].name
-        producer = self.graph.ops[self.graph.values[self.graph.slots[slot].value].producer].name
+        value = self.graph.slots[slot].value
+        name = self.graph.values[value].name
+        if value in self.choice.packed:
+            raise ReplayMismatch(
+                f"{name!r} of region {self.name!r} came back from {self.choice.packed[value]!r} as something else.",
+                why="the codec or the link gave back other bytes than forward made",
+                next="the optimizer has not stepped; run the step again: the region is re-run as a whole from now on",
+            )
+        producer = self.graph.ops[self.graph.values[value].producer].name
+        leaves = next(leaves for leaves, slots in self._leaf_groups if slot in slots)
+        forms = [
+            f", or {form!r} gave back another {self.graph.values[leaf].name!r}"
+            for leaf, form in self.choice.packed.items()
+            if leaf in leaves
+        ]
         raise ReplayMismatch(
             f"{name!r} of region {self.name!r} was not rebuilt as forward made it.",
-            why=f"op {producer!r} or one before it got other constants or data than when the region was recorded",
+            why=f"op {producer!r} or one before it got other constants or data than when the region was recorded"
+            + "".join(forms),
             next="the optimizer has not stepped; run the step again: the region is re-run as a whole from now on",
         )
 
@@ -342,10 +361,10 @@ class Program:
         return cell_of, input_of
 
     def _find_twins(self) -> tuple[tuple[int, int], ...]:
-        """Slots that showed one tensor from outside while recording; recipes read it through the first of them."""
+        """Slots that showed one tensor from outside while recording; it is read, or packed, through the first of them."""
         first: dict[int, int] = {}
         twins = []
-        for index in self._kept_slots:
+        for index in range(len(self.graph.slots)):
             value = self.graph.slots[index].value
             if (
                 value >= 0
@@ -390,17 +409,19 @@ class Program:
         return {slot: tuple(found.items()) for slot, found in points.items()}
 
     def _find_sentinels(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]]:
-        """The last slot of every chain: dropped values that no replayed op reads, each sampled at its first slot.
+        """Values that are packed exactly, and the last of every chain: dropped values that no replayed op reads.
 
-        What comes from a lossy form is not equal to what forward made, and not compared.
+        Each is sampled at its first slot. What comes from a lossy form is not equal to what forward made, and not compared.
         """
         lossy = {v for v, codec in self._codecs.items() if codec is not None and not is_exact(codec)}
+        exact = self._codecs.keys() - lossy
         from_lossy = {slot for leaves, slots in self._leaf_groups if lossy.intersection(leaves) for slot in slots}
         read = {value for op in self._replayed for value in self.graph.ops[op].reads}
         chosen: dict[int, int] = {}
         for slot in self._dropped_slots:
             value = self.graph.slots[slot].value
-            if value not in read and slot not in from_lossy and self.graph.values[value].origin is Origin.OP:
+            is_last = value not in read and slot not in from_lossy and self.graph.values[value].origin is Origin.OP
+            if value in exact or is_last:
                 chosen.setdefault(value, slot)
         shapes = {slot: sample_geometry(self._recording.slot_geometries[slot]) for slot in chosen.values()}
         return {slot: shape for slot, shape in shapes.items() if shape is not None}

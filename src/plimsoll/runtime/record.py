@@ -258,14 +258,15 @@ def _build(
         name,
         graph,
         recording,
-        choose(graph, plan.dropped, not_rebuildable, link_inputs, plan.packed),
+        choose(graph, plan.dropped, not_rebuildable, link_inputs, plan.packed, shared.packer.keeps_sign_only),
         parameters,
         not_rebuildable=not_rebuildable,
         node_counts=range(call.nodes - casts, call.nodes + 1),
         device_type=device_type,
         policy=shared.policy,
         packer=shared.packer,
-        payload_bytes={d.value: d.held_bytes for d in plan.decisions if d.is_packed},
+        payload_shares={d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes},
+        call=plan.call,
     )
 
 

@@ -254,8 +254,8 @@ def _is_somebody_elses_call() -> bool:
 
 def _first_obstacle(program: Program) -> str:
     if program.refused:
-        name, times = next(iter(program.refused.items()))
-        return f"{name} is kept: its codec could not represent the data ({times} times)"
+        (name, form), times = next(iter(program.refused.items()))
+        return f"{name} is kept: its codec {form} could not represent the data ({times} times)"
     return next((f"{name} is kept: {obstacle}" for name, obstacle in program.choice.obstacles.items()), "")
 
 

@@ -18,7 +18,7 @@ from plimsoll.codecs.protocol import Codec
 from plimsoll.codecs.registry import find_codec
 from plimsoll.runtime.cells import Cell
 from plimsoll.runtime.frame import Frame
-from plimsoll.runtime.noise import LEAST_LOSSY_ELEMENTS, NoiseTracker, relative_distance
+from plimsoll.runtime.noise import LEAST_LOSSY_ELEMENTS, NoiseTracker, can_run_again, relative_distance
 from plimsoll.runtime.packed import whole_storage
 
 REFERENCE_CODEC = "int8"
@@ -124,6 +124,8 @@ class Sensor:
             if tracker is not None and is_trying:
                 return tracker.read(value_name, value)
             node = torch._C._current_autograd_node()
+            if tracker is not None and not can_run_again(node):
+                tracker.give_up(value_name)
             self.seen[key][value_name].readers.add("" if node is None else node.name())
             return value
 

@@ -36,7 +36,7 @@ class Traffic:
             return
         under_way, self._under_way = self._under_way, []
         for sent in under_way:
-            sent.ticket.settle()
+            sent.settle()
         node = next((t.grad_fn for t in output_tensors(output) if t.grad_fn is not None), None)
         if node is not None:
             node.register_prehook(_Fetch(under_way))
@@ -56,4 +56,4 @@ class _Fetch:
         for reference in self._sent:
             sent = reference()
             if sent is not None:
-                sent.ticket.prefetch()
+                sent.prefetch()
