@@ -227,8 +227,12 @@ class Program:
         for packing in self._packing:
             source = Source(tensors[packing.slots[0]])
             seed = zlib.crc32(f"{self.name}/{self._call}/{packing.value}/{self._calls}".encode())
-            with torch._C._AutoDispatchBelowAutograd():
-                one = self._packer.pack(source, packing.form, seed=seed, most_bytes=packing.most_bytes)
+            try:
+                with torch._C._AutoDispatchBelowAutograd():
+                    one = self._packer.pack(source, packing.form, seed=seed, most_bytes=packing.most_bytes)
+            except BaseException:
+                frame.close()  # its tensors, cells and graph hold each other, and the collector cannot see that
+                raise
             packed[packing.value] = one
             if isinstance(one, Refused):
                 key = (self.graph.values[packing.value].name, packing.form)

@@ -100,7 +100,11 @@ def record_call(
     links, sensor = shared.links, shared.sensor
     unpack = Frame.unpack if sensor is None else sensor.unpack(name, plan.call)
     call = _watch(module, forward, args, kwargs, shared.generators, unpack)
-    shared.traffic.leave(call.output)
+    try:
+        shared.traffic.leave(call.output)
+    except BaseException:
+        call.frame.keep_all()
+        raise
     recorder, frame = call.recorder, call.frame
     writes_outside = [op for op in recorder.ops if _writes_outside(recorder, op)]
     may_rerun = not writes_outside and not any(op.scratch for op in recorder.ops)

@@ -211,12 +211,12 @@ class ManagedRegion:
         try:
             with saved_tensors_hooks(pack, Frame.unpack):
                 output = self._original(*args, **kwargs)
+            nodes = torch._C._autograd._get_sequence_nr() - before
+            self._shared.traffic.leave(output)
         except BaseException:
             frame.keep_all()
             raise
-        nodes = torch._C._autograd._get_sequence_nr() - before
         link = self._shared.links.find(program, inputs) if program.choice.link is not None else None
-        self._shared.traffic.leave(output)
         if (program.choice.link is not None and link is None) or not program.fits(frame, nodes):
             self._misfit(service, frame)
             return output

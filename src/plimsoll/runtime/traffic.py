@@ -8,7 +8,7 @@ regions' tensors are on their way.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from plimsoll.recording.calling import output_tensors
@@ -17,14 +17,14 @@ from plimsoll.runtime.packed import Sent
 
 
 class Traffic:
-    """The transfers of one managed model."""
+    """The transfers of one managed model. Nothing is held here: what the graph has let go of need not arrive."""
 
     def __init__(self) -> None:
-        self._under_way: list[Sent] = []
+        self._under_way: list[weakref.ref[Sent]] = []
 
     def send(self, packed: Iterable[Readable]) -> None:
         """A region has packed these; what went over the link is under way until the next region returns."""
-        self._under_way.extend(one for one in packed if isinstance(one, Sent))
+        self._under_way.extend(weakref.ref(one) for one in packed if isinstance(one, Sent))
 
     def leave(self, output: Any) -> None:
         """A region has returned: end what the one before sent, and fetch it when this one's backward begins.
@@ -35,7 +35,7 @@ class Traffic:
         if not self._under_way:
             return
         under_way, self._under_way = self._under_way, []
-        for sent in under_way:
+        for sent in _alive(under_way):
             sent.settle()
         node = next((t.grad_fn for t in output_tensors(output) if t.grad_fn is not None), None)
         if node is not None:
@@ -49,11 +49,16 @@ class Traffic:
 class _Fetch:
     """Begins to fetch what somebody still waits for."""
 
-    def __init__(self, sent: list[Sent]) -> None:
-        self._sent = [weakref.ref(one) for one in sent]
+    def __init__(self, sent: list[weakref.ref[Sent]]) -> None:
+        self._sent = sent
 
     def __call__(self, *_: Any) -> None:
-        for reference in self._sent:
-            sent = reference()
-            if sent is not None:
-                sent.prefetch()
+        for sent in _alive(self._sent):
+            sent.prefetch()
+
+
+def _alive(references: Iterable[weakref.ref[Sent]]) -> Iterator[Sent]:
+    for reference in references:
+        sent = reference()
+        if sent is not None:
+            yield sent
