@@ -1,0 +1,272 @@
+"""Offloading through the public interface, in good and bad weather: no bit changes, and no fault reaches the optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import plimsoll
+import steps
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.receipt import Verdict
+from plimsoll.errors import OffloadFailed
+from plimsoll.links import backing
+from plimsoll.links import disk as disk_link
+from plimsoll.links.filesystem import is_in_memory
+from plimsoll.links.simulated import SimulatedLink
+from plimsoll.runtime.apply import apply_plan
+
+ROWS, WIDTH = 256, 64
+
+pytestmark = pytest.mark.skipif(
+    is_in_memory(tempfile.gettempdir()), reason="the directory for temporary files lies in RAM"
+)
+
+
+def build():
+    torch.manual_seed(0)
+    return steps.Stack(3, WIDTH)
+
+
+def rows(index=0):
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+@pytest.fixture(scope="module")
+def offload():
+    """Everything that may go over the link goes."""
+    return plimsoll.plan(build(), rows(), loss=steps.mean_square, strategy="offload")
+
+
+@pytest.fixture(scope="module")
+def budgeted(offload):
+    """A budget under which the cheapest plan recomputes and offloads."""
+    budget = int(offload.floor_bytes + 0.5 * (offload.baseline_peak_bytes - offload.floor_bytes))
+    return plimsoll.plan(
+        build(),
+        rows(),
+        budget,
+        loss=steps.mean_square,
+        allow=("recompute", "offload"),
+        overrides=("blocks.0*up::addmm#0=offload",),
+    )
+
+
+class Trainer:
+    """A model, its optimizer, and steps of both."""
+
+    def __init__(self):
+        self.model = build()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def backward(self, index):
+        """Gradients of one step, always with the same dropout."""
+        self.optimizer.zero_grad()
+        torch.manual_seed(index)
+        steps.mean_square(self.model(rows(index))).backward()
+        return [p.grad.clone() for p in self.model.parameters()]
+
+    def step(self, index):
+        gradients = self.backward(index)
+        self.optimizer.step()
+        return gradients
+
+    def state(self):
+        return copy.deepcopy([*self.model.state_dict().values(), *_tensors(self.optimizer.state_dict()["state"])])
+
+
+def _tensors(state):
+    return [leaf for entry in state.values() for leaf in entry.values() if isinstance(leaf, torch.Tensor)]
+
+
+def equal(one, other):
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def forms(plan):
+    return {d.form for region in plan.regions for d in region.decisions if d.decision is Decision.OFFLOAD}
+
+
+@pytest.mark.parametrize("name", ["offload", "budgeted"])
+def test_training_is_bit_equal_and_the_plan_s_claims_hold(name, request):
+    plan = request.getfixturevalue(name)
+    assert forms(plan) == {"disk"}
+    plain, managed = Trainer(), Trainer()
+    with plimsoll.apply(managed.model, plan):
+        for index in range(3):
+            assert equal(plain.step(index), managed.step(index))
+            managed.model.eval()
+            with torch.no_grad():
+                managed.model(rows(9))
+            managed.model.train()
+    assert equal(plain.state(), managed.state())
+    receipt = plimsoll.verify(build(), rows(), plan, loss=steps.mean_square, steps=2)
+    assert receipt.verdict is Verdict.VERIFIED, receipt
+    assert receipt.measured_peak_bytes < receipt.measured_baseline_peak_bytes
+    assert receipt.measured_peak_bytes <= (plan.budget_bytes or plan.predicted_peak_bytes * 1.02)
+
+
+def full(fd):
+    return SimpleNamespace(f_bavail=10, f_blocks=100_000_000, f_frsize=4096)
+
+
+class Faulty:
+    """Makes a method of the backing file fail from its n-th call on."""
+
+    def __init__(self, method, first):
+        self.original = getattr(backing.BackingFile, method)
+        self.first = first
+        self.calls = 0
+
+    def __get__(self, file, kind):
+        def run(data, offset):
+            self.calls += 1
+            if self.calls > self.first:
+                raise OSError(errno.EIO, "the disk is broken")
+            return self.original(file, data, offset)
+
+        return run
+
+
+def full_disk(patch):
+    patch.setattr(os, "fstatvfs", full)
+
+
+def failing_write(first):
+    return lambda patch: patch.setattr(backing.BackingFile, "write", Faulty("write", first))
+
+
+def failing_read(first):
+    return lambda patch: patch.setattr(backing.BackingFile, "read", Faulty("read", first))
+
+
+def lost_bytes(patch):
+    patch.setattr(
+        backing.BackingFile, "write", lambda self, data, offset: os.pwrite(self._fd, bytes(len(data)), offset)
+    )
+
+
+WEATHER = {
+    "a full disk": full_disk,
+    "the first write fails": failing_write(0),
+    "a later write fails": failing_write(6),
+    "the first read fails": failing_read(0),
+    "a later read fails": failing_read(4),
+    "the disk loses bytes": lost_bytes,
+}
+
+
+@pytest.mark.parametrize("weather", WEATHER)
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_fault_ends_in_offload_failed_and_the_same_step_succeeds_once_it_is_gone(weather, before, offload):
+    if weather == "a full disk" and before:
+        pytest.skip("the file has its length by then")
+    plain, managed = Trainer(), Trainer()
+    with plimsoll.apply(managed.model, offload):
+        for index in range(before):
+            plain.step(index)
+            managed.step(index)
+        state = managed.state()
+        with pytest.MonkeyPatch.context() as patch:
+            WEATHER[weather](patch)
+            for _ in range(2):
+                with pytest.raises(OffloadFailed) as failure:
+                    managed.step(before)
+                assert failure.value.next
+                assert equal(state, managed.state())
+        for index in range(before, before + 2):
+            assert equal(plain.step(index), managed.step(index))
+    assert equal(plain.state(), managed.state())
+
+
+def test_a_slow_link_only_makes_the_step_slower(offload):
+    now = 0.0
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+
+    plain, managed = Trainer(), Trainer()
+    with apply_plan(managed.model, offload, link=SimulatedLink(50e6, clock=lambda: now, sleep=sleep)):
+        for index in range(2):
+            start = now
+            assert equal(plain.step(index), managed.step(index))
+            # No time passes but on the link: there are two ways, and every byte takes each once.
+            assert now - start == pytest.approx(2 * offload.offloaded_bytes / 50e6, rel=0.02)
+
+
+def test_the_file_lies_where_the_system_keeps_temporary_files(offload, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    managed = Trainer()
+    with plimsoll.apply(managed.model, offload):
+        before = _files_of("self", tmp_path)
+        managed.step(0)
+        assert len(before) == 1
+        assert not list(tmp_path.iterdir())
+    del managed
+    assert not _files_of("self", tmp_path)
+
+
+def test_a_directory_in_ram_is_refused_before_anything_is_installed(offload, monkeypatch):
+    monkeypatch.setattr(disk_link, "is_in_memory", lambda directory: True)
+    model = build()
+    with pytest.raises(OffloadFailed, match="RAM"):
+        plimsoll.apply(model, offload)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+CHILD = """
+    import sys, torch, plimsoll, steps
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = steps.Stack(3, {width})
+    optimizer = torch.optim.AdamW(model.parameters())
+    plimsoll.apply(model, plimsoll.load({plan!r}))
+    while True:
+        steps.mean_square(model(torch.randn({rows}, {width}))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print("stepped", flush=True)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list open files")
+def test_a_killed_training_leaves_nothing_on_the_disk(offload, tmp_path):
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    path = tmp_path / "plan.json"
+    offload.save(path)
+    script = textwrap.dedent(CHILD).format(width=WIDTH, rows=ROWS, plan=str(path))
+    environment = {**os.environ, "TMPDIR": str(directory), "PYTHONPATH": str(Path(steps.__file__).parent)}
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True)
+    try:
+        assert [child.stdout.readline() for _ in range(3)] == ["stepped\n"] * 3
+        assert len(_files_of(child.pid, directory)) == 1
+        assert not list(directory.iterdir())
+    finally:
+        child.kill()
+        child.wait()
+    child.stdout.close()
+    assert not list(directory.iterdir())
+
+
+def _files_of(pid, directory):
+    """What a process has open below a directory, with a name or without."""
+    found = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = os.readlink(descriptor)
+            if target.startswith(str(directory)):
+                found.append(target)
+    return found
