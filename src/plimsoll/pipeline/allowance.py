@@ -17,6 +17,7 @@ from plimsoll.planning.strategies import codecs_of_strategy, uses_link
 from plimsoll.units import parse_bytes
 
 WORDS = ("recompute", "compress", "offload")
+_WORD_OF = {Decision.RECOMPUTE: "recompute", Decision.COMPRESS: "compress", Decision.OFFLOAD: "offload"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +72,8 @@ class Allowance:
         """Overrides that need no other form."""
         return tuple(o for o in self.overrides if o.decision in (Decision.KEEP, Decision.RECOMPUTE))
 
-    def limits(self, strategy: str, error_scale: float = 1.0) -> Limits:
-        """What regions share; a named strategy is followed whatever error it causes."""
-        if codecs_of_strategy(strategy):
-            return Limits(math.inf, self.host_budget_bytes)
+    def limits(self, error_scale: float = 1.0) -> Limits:
+        """What regions share, if errors are so many times larger than expected."""
         return Limits((self.max_error / error_scale) ** 2, self.host_budget_bytes)
 
     def most_error(self, strategy: str) -> float | None:
@@ -114,14 +113,28 @@ def read_allowance(
             why="allow= is " + ", ".join(words),
             next="allow=('recompute', 'compress'), or leave max_error out",
         )
+    decided = tuple(parse_override(text) for text in ((overrides,) if isinstance(overrides, str) else overrides))
+    _check_overrides(decided, words)
     return Allowance(
         allow=words,
         max_error=error,
         host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
-        overrides=tuple(parse_override(text) for text in ((overrides,) if isinstance(overrides, str) else overrides)),
+        overrides=decided,
         strategies=tuple(strategies),
         link=link or "",
     )
+
+
+def _check_overrides(overrides: Sequence[Override], words: tuple[str, ...]) -> None:
+    """Refuse overrides that ask for what is not allowed."""
+    for override in overrides:
+        word = _WORD_OF.get(override.decision)
+        if word is not None and word not in words:
+            raise InvalidStrategy(
+                f"override {override.pattern!r} asks for {override.decision.value}, which is not allowed.",
+                why="allow= is " + ", ".join(words),
+                next=f"add {word!r} to allow=, or override with another decision",
+            )
 
 
 def _words(allow: Collection[str] | str) -> frozenset[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Trace
@@ -13,6 +15,7 @@ from plimsoll.pipeline.confirm import Gradients
 from plimsoll.pipeline.forms import sense_forms
 from plimsoll.planning.lowest import find_extremes
 from plimsoll.planning.solve import Planner, solve
+from plimsoll.planning.strategies import codecs_of_strategy
 from plimsoll.verification.step import TrainingStep
 
 
@@ -44,8 +47,6 @@ class Maker:
             error_scale: how many times larger than expected errors are.
             raise_below_floor: whether a budget that cannot be met is an error.
         """
-        limits = self.allowance.limits(strategy, error_scale)
-        planner = self.planner if limits == self.planner.limits else self.planner.relimited(limits)
         made = solve(
             self.trace,
             self.costs,
@@ -53,9 +54,18 @@ class Maker:
             strategy=strategy,
             excess_bytes=excess_bytes,
             raise_below_floor=raise_below_floor,
-            planner=planner,
+            planner=self._planner_for(strategy, error_scale),
         )
-        return self.allowance.written_into(made)
+        notes = made.notes
+        if self.allowance.wants_forms and not self.planner.index.forms.regions:
+            notes = (*notes, "Nothing is compressed or offloaded although it was allowed: everything fits as it is.")
+        return msgspec.structs.replace(self.allowance.written_into(made), notes=notes)
+
+    def _planner_for(self, strategy: str, error_scale: float) -> Planner:
+        if codecs_of_strategy(strategy):
+            return self.planner.heedless_of_error()
+        limits = self.allowance.limits(error_scale)
+        return self.planner if strategy != "auto" or limits == self.planner.limits else self.planner.relimited(limits)
 
 
 def make_maker(
@@ -91,7 +101,7 @@ def make_maker(
         costs,
         forms=sensed.forms,
         overrides=allowance.overrides,
-        limits=allowance.limits("auto"),
+        limits=allowance.limits(),
         may_recompute=allowance.may_recompute,
     )
     return Maker(trace, costs, allowance, planner, sensed.gradients if allowance.wants_lossy else None)

@@ -1,7 +1,8 @@
 """Decisions that a user has taken by pattern in, choices that respect them out.
 
 An override is written ``pattern=decision``: ``layers.*.mlp::silu=compress:int8``, ``*.attn*=keep``,
-``layers.0.*=recompute``, ``*::gelu=offload``. The pattern is a shell pattern over ``region.value`` names.
+``layers.0.*=recompute``, ``*::gelu=offload``. The pattern is a shell pattern over the
+paths of values (`value_path`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.forms import Form
 from plimsoll.errors import InvalidStrategy
 from plimsoll.planning.choice import Choice
+from plimsoll.planning.replay import boundary_values
 from plimsoll.planning.step import RegionView, StepIndex
 
 
@@ -26,8 +29,21 @@ class Override:
     decision: Decision
     form: str = ""
 
-    def matches(self, name: str) -> bool:
-        return fnmatch.fnmatchcase(name, self.pattern) or fnmatch.fnmatchcase(name, f"*.{self.pattern}")
+    def matches(self, path: str) -> bool:
+        """Whether the pattern is that of a value; its number (``#0``) and the front of its path may be left out."""
+        patterns = (self.pattern, f"*.{self.pattern}")
+        paths = (path, path.rpartition("#")[0] or path)
+        return any(fnmatch.fnmatchcase(name, pattern) for name in paths for pattern in patterns)
+
+
+def value_path(region: str, value: str) -> str:
+    """How overrides name a value: ``layers.0.mlp::silu#0``, ``layers.0::add#1``.
+
+    Example:
+        >>> value_path("layers.0", "mlp::silu#0"), value_path("layers.0", "add#1")
+        ('layers.0.mlp::silu#0', 'layers.0::add#1')
+    """
+    return f"{region}.{value}" if "::" in value else f"{region}::{value}"
 
 
 def parse_override(text: str) -> Override:
@@ -59,7 +75,7 @@ def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:
     Raises:
         InvalidStrategy: an override matches nothing, or demands what a value cannot do.
     """
-    names = {f"{view.call.name}.{view.graph.values[value].name}" for view in index.views for value in view.saved}
+    names = {value_path(view.call.name, view.graph.values[value].name) for view in index.views for value in view.saved}
     for override in overrides:
         if not any(override.matches(name) for name in names):
             close = difflib.get_close_matches(override.pattern, sorted(names), n=3, cutoff=0.2)
@@ -80,7 +96,7 @@ def pins_of(view: RegionView, overrides: Sequence[Override]) -> dict[int, str]:
     """
     pins: dict[int, str] = {}
     for value in view.saved:
-        name = f"{view.call.name}.{view.graph.values[value].name}"
+        name = value_path(view.call.name, view.graph.values[value].name)
         override = next((o for o in reversed(overrides) if o.matches(name)), None)
         if override is not None and value not in view.free:
             pins[value] = _pin(view, value, name, override)
@@ -90,25 +106,33 @@ def pins_of(view: RegionView, overrides: Sequence[Override]) -> dict[int, str]:
 def _pin(view: RegionView, value: int, name: str, override: Override) -> str:
     if override.decision is Decision.KEEP:
         return Decision.KEEP
+    if override.decision is Decision.RECOMPUTE and value in view.droppable:
+        return Decision.RECOMPUTE
+    entry = view.forms.get(value)
+    forms = entry.forms if entry is not None and value in view.decided else ()
+    wanted = [f for f in forms if f.decision is override.decision and override.form in ("", f.name)]
+    if wanted:
+        return min(wanted, key=lambda f: (f.noise > 0, f.held_bytes)).name
     if override.decision is Decision.RECOMPUTE:
-        if value in view.droppable:
-            return Decision.RECOMPUTE
-        why, possible = "no recipe rebuilds it", "keep"
+        why = "no recipe rebuilds it, or recomputing is not allowed"
+    elif entry is not None and value not in view.decided:
+        why = "other regions save the same memory"
+    elif entry is not None and entry.obstacle:
+        why = entry.obstacle
     else:
-        entry = view.forms.get(value)
-        forms = [] if entry is None else [f for f in entry.forms if f.decision is override.decision]
-        wanted = [f for f in forms if not override.form or f.name == override.form]
-        if wanted:
-            return min(wanted, key=lambda f: (f.noise > 0, f.held_bytes)).name
         why = "it is not allowed, or its data do not take that form"
-        if entry is not None and entry.obstacle:
-            why = entry.obstacle
-        possible = ", ".join(f.name for f in forms) or "keep, recompute"
+    possible = ", ".join(["keep", *(["recompute"] if value in view.droppable else []), *map(_wish, forms)])
     raise InvalidStrategy(
         f"{name!r} cannot be decided as {override.decision.value.lower()}{override.form and ':' + override.form}.",
         why=why,
-        next=f"possible here: {possible} (allow= opens compress and offload, max_error= lossy codecs)",
+        next=f"possible here: {possible} (allow= opens compress and offload, max_error= lossy codecs); a later override "
+        f"exempts it: '{name}=keep'",
     )
+
+
+def _wish(form: Form) -> str:
+    """A form as an override asks for it."""
+    return "offload" if form.decision is Decision.OFFLOAD else f"compress:{form.name}"
 
 
 def pinned(view: RegionView, choice: Choice) -> Choice:
@@ -122,5 +146,11 @@ def pinned(view: RegionView, choice: Choice) -> Choice:
 
 
 def pin_choices(index: StepIndex, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """One choice per region, as pinned."""
-    return tuple(pinned(view, choice) for view, choice in zip(index.views, choices, strict=True))
+    """One choice per region, as pinned; a boundary stays where it is held if an override decides about an input."""
+    return tuple(_pinned_in_step(index, view, choice) for view, choice in zip(index.views, choices, strict=True))
+
+
+def _pinned_in_step(index: StepIndex, view: RegionView, choice: Choice) -> Choice:
+    if choice.is_boundary_dropped and boundary_values(index, view) & view.pins.keys():
+        choice = dataclasses.replace(choice, is_boundary_dropped=False)
+    return pinned(view, choice)
