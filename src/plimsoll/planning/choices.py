@@ -118,14 +118,18 @@ class _Generator:
 
     def _usable(self) -> tuple[Effect, ...]:
         """What has been measured, without what causes too large an error and what another choice beats."""
-        return _undominated([e for e in self.known.values() if e.squared_error <= self.most_squared_error])
+        return _undominated([effect for effect in self.known.values() if self._is_usable(effect)])
+
+    def _is_usable(self, effect: Effect) -> bool:
+        """Whether its error is small enough; never if it is infinite."""
+        return effect.squared_error <= self.most_squared_error and not math.isinf(effect.squared_error)
 
     def _descend(self, fixed: Ints, others: int) -> None:
         """Flip values, one or a pair, as long as that lowers the peak of a region's backward beside ``others`` alike."""
         view = self.view
 
         def height(effect: Effect) -> tuple[int, float]:
-            if effect.squared_error > self.most_squared_error:
+            if not self._is_usable(effect):
                 return sys.maxsize, effect.seconds
             peak = int((fixed + effect.backward).max()) if len(fixed) else 0
             return peak + others * effect.retained_bytes, effect.seconds
@@ -228,22 +232,24 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
             sorted(e.choice.packed),
         ),
     )
-    figures = np.array(
-        [
-            (e.squared_error, e.link_bytes, e.copied_bytes, e.exit_bytes, *_retained_range(e), *e.backward.tolist())
-            for e in order
-        ]
-    )
+    if not order:
+        return ()
+    shared = [(e.squared_error, e.link_bytes, e.copied_bytes, e.exit_bytes, *_retained_range(e)) for e in order]
+    figures = np.hstack([np.array(shared), np.stack([effect.backward for effect in order])])
     least, most = np.delete(figures, 5, axis=1), np.delete(figures, 4, axis=1)
+    kept = np.empty_like(most)
+    alike: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
     left: list[int] = []
     for position, effect in enumerate(order):
-        alike = [other for other in left if order[other].relief == effect.relief]
+        same = alike.setdefault(effect.relief, [])
         # Relieved at other times, one's most has to be compared with the other's least.
-        is_beaten = (most[alike] <= most[position]).all(axis=1).any() or (most[left] <= least[position]).all(
-            axis=1
-        ).any()
-        if not is_beaten:
-            left.append(position)
+        if (kept[: len(left)] <= least[position]).all(axis=1).any():
+            continue
+        if (most[same] <= most[position]).all(axis=1).any():
+            continue
+        kept[len(left)] = most[position]
+        left.append(position)
+        same.append(position)
     return tuple(order[position] for position in left)
 
 

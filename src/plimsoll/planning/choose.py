@@ -17,6 +17,7 @@ depth. The step's own seconds are in the objective, so gaps are relative to the 
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import coo_array, csr_array
+from scipy.sparse import coo_array, csr_array, vstack
 
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.effects import Effect
@@ -85,7 +86,6 @@ class ChoiceProblem:
     def __init__(
         self, index: StepIndex, sets: Sequence[ChoiceSet], time_limit_seconds: float, limits: Limits | None = None
     ) -> None:
-        self.limits = limits or Limits()
         self.windows = build_windows(index, sets)
         self.effects = self.windows.effects
         self.step_seconds = max(index.base_seconds, 1e-12)
@@ -94,7 +94,21 @@ class ChoiceProblem:
         self.seconds = np.array([effect.seconds for effects in self.effects for effect in effects])
         self.unit_bytes = max(float(self.windows.fixed_bytes.max()) / 10, 1.0)
         self.matrix = self._rows()
+        self._set_limits(limits or Limits())
+
+    def relimited(self, limits: Limits, time_limit_seconds: float) -> ChoiceProblem:
+        """The same program under other limits."""
+        other = copy.copy(self)
+        other.deadline = time.monotonic() + time_limit_seconds
+        other._set_limits(limits)
+        return other
+
+    def _set_limits(self, limits: Limits) -> None:
+        taken = [effect for effects in self.effects for effect in effects]
+        self.limits = limits
         self.shared = self._shared_rows()
+        self.affordable = np.array([float(limits.allow(e.squared_error, e.link_bytes)) for e in taken])
+        """The most of each choice that may be taken: nothing of one that exceeds the limits alone."""
 
     def choose(self, budget_bytes: int, gap_of_step: float = FINE_GAP) -> Selection:
         """The choices with the least seconds whose load fits the budget in every window.
@@ -124,7 +138,7 @@ class ChoiceProblem:
         return Selection(selection.effects, lower_seconds, selection.is_finished)
 
     def minimise_peak(self) -> Selection:
-        """The choices with the smallest peak."""
+        """The choices with the smallest peak: the relaxed smallest peak rounded, or a search where that is not close."""
         windows = len(self.windows.spans)
         aim = np.concatenate([np.zeros(self.columns + windows), [1.0]])
         window = np.arange(windows)
@@ -134,6 +148,11 @@ class ChoiceProblem:
         below_peak = coo_array((data, (rows, columns)), shape=(windows, len(aim))).tocsr()
         room = LinearConstraint(below_peak, -np.inf, -self.windows.fixed_bytes / self.unit_bytes)
         bounds = Bounds(*self._limits(np.full(windows, np.inf), (0.0, np.inf)))
+        least_bytes = self._relaxed_peak(aim, bounds, room) * self.unit_bytes
+        for gap in (FLOOR_GAP / 10, FLOOR_GAP):
+            rounded = self._round_peak(least_bytes, gap)
+            if rounded is not None:
+                return rounded
         selection = self._solve(aim, bounds, [room], FLOOR_GAP, MOST_NODES)
         if not selection.is_finished and not self._is_near_floor(selection):
             selection = self._solve(aim, bounds, [room], NEAR_FLOOR)
@@ -142,6 +161,32 @@ class ChoiceProblem:
             selection.lower_value * self.unit_bytes,
             selection.is_finished or self._is_near_floor(selection),
         )
+
+    def _relaxed_peak(self, aim: Floats, bounds: Bounds, room: LinearConstraint) -> float:
+        """The smallest peak of the program without whole numbers; infinite if it has no solution."""
+        right_sides = [room.ub] if self.shared is None else [room.ub, np.ones(self.shared.shape[0])]
+        result = linprog(
+            aim,
+            A_eq=self.matrix,
+            b_eq=self._right_side(),
+            A_ub=room.A if self.shared is None else vstack([room.A, self.shared]),
+            b_ub=np.concatenate(right_sides),
+            bounds=np.column_stack([bounds.lb, bounds.ub]),
+            method="highs",
+        )
+        if result.status == _INFEASIBLE:
+            return np.inf
+        assert result.status == _OPTIMAL, f"HiGHS: {result.message}"
+        return float(result.fun)
+
+    def _round_peak(self, least_bytes: float, gap: float) -> Selection | None:
+        """Whole choices whose peak is within ``gap`` of the relaxed smallest one, if rounding finds some."""
+        if not np.isfinite(least_bytes):
+            return None
+        budget_bytes = int(least_bytes * (1 + gap))
+        relaxed = self.relax(budget_bytes)
+        rounded = None if relaxed is None else round_down(self.windows, relaxed.shares, budget_bytes, self.limits)
+        return None if rounded is None else Selection(rounded, least_bytes, is_finished=True)
 
     def _is_near_floor(self, selection: Selection) -> bool:
         """Whether the peak of the choices found is so close to the bound that looking further does not pay."""
@@ -185,7 +230,7 @@ class ChoiceProblem:
 
     def _limits(self, room: Floats, last: tuple[float, float]) -> tuple[Floats, Floats]:
         lower = np.concatenate([np.zeros(self.columns), np.full(len(room), -np.inf), [last[0]]])
-        upper = np.concatenate([np.ones(self.columns), room, [last[1]]])
+        upper = np.concatenate([self.affordable, room, [last[1]]])
         return lower, upper
 
     def _right_side(self) -> Floats:
@@ -220,7 +265,7 @@ class ChoiceProblem:
             (self.limits.squared_error, [effect.squared_error for effects in self.effects for effect in effects]),
             (self.limits.link_bytes, [effect.link_bytes for effects in self.effects for effect in effects]),
         ):
-            if limit is not None and limit > 0 and any(spent):
+            if limit is not None and 0 < limit < np.inf and any(spent):
                 rows.append(
                     np.concatenate([np.array(spent, dtype=np.float64) / limit, np.zeros(len(self.windows.spans) + 1)])
                 )

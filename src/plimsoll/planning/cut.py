@@ -4,7 +4,7 @@ Legend (design section 1). ``x_v`` = value v is available in backward; ``y_o`` =
 is true. Edges:
 
 ==  ===============================  ==========================================================
-1   source → x_v, infinite           v is read by backward
+1   source → x_v, slot cost(v)       v is read by backward: infinite, or its cheapest form that serves its slots alone
 2   y_o → x_u, infinite              op o reads u
 3   x_v → y_producer(v), cost(v)     v is available without being made again: it is held in its cheapest mode
 4   y_o → sink, seconds(o)           op o runs again (infinite if it may not)
@@ -12,7 +12,8 @@ is true. Edges:
 ==  ===============================  ==========================================================
 
 ``cost(v)`` is the least of λ·bytes + seconds + μ·error² over the modes of v: as it is (its bytes, no seconds), or one of its
-forms; μ is the price of error. An edge counts when it leaves the source side. All terms are submodular, so the cut is the
+forms; μ is the price of error. A form that is private serves the slots of v, but no op that reads v: it is edge 1 that pays
+for it, and x_v stays false. An edge counts when it leaves the source side. All terms are submodular, so the cut is the
 optimum for this price; what a price cannot see is that the replay itself needs memory (``choices`` looks after that).
 
 Source: project selection (Picard 1976) as used for rematerialisation by Checkmate's and torch's min-cut partitioners; here
@@ -22,11 +23,13 @@ seconds are scaled so that all finite capacities together stay below 2^29, and `
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+from scipy.sparse.csgraph import maximum_flow
 
 from plimsoll.planning.choice import Choice, Packed
 from plimsoll.planning.step import RegionView
@@ -37,12 +40,16 @@ _INFINITE = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One form of a value: bytes that stay, seconds that packing and bringing back take at least, squared error."""
+    """One form of a value: bytes that stay, seconds that packing and bringing back take at least, squared error.
+
+    Only the value's own slots can be made of a form that ``is_private``.
+    """
 
     form: str
     held_bytes: float
     seconds: float
     squared_error: float
+    is_private: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +66,21 @@ class Prices:
     error_price: float = 0.0
 
     def cheapest(self, value: int, price_seconds_per_byte: float) -> tuple[float, Mode | None]:
-        """The least cost of holding a value, and in which form (``None``: as it is)."""
+        """The least cost of holding a value for whoever reads it, and in which form (``None``: as it is)."""
         best: tuple[float, Mode | None] = (price_seconds_per_byte * self.held_bytes[value], None)
-        for mode in self.modes.get(value, ()):
-            cost = price_seconds_per_byte * mode.held_bytes + mode.seconds + self.error_price * mode.squared_error
-            if cost < best[0]:
-                best = (cost, mode)
-        return best
+        shared = (mode for mode in self.modes.get(value, ()) if not mode.is_private)
+        return min([best, *self._costs(shared, price_seconds_per_byte)], key=lambda cost: cost[0])
+
+    def cheapest_private(self, value: int, price_seconds_per_byte: float) -> tuple[float, Mode | None]:
+        """The least cost of holding a value for its own slots alone, and in which form; infinite if there is none."""
+        private = (mode for mode in self.modes.get(value, ()) if mode.is_private)
+        best: tuple[float, Mode | None] = (np.inf, None)
+        return min([best, *self._costs(private, price_seconds_per_byte)], key=lambda cost: cost[0])
+
+    def _costs(self, modes: Iterable[Mode], price_seconds_per_byte: float) -> Iterator[tuple[float, Mode]]:
+        for mode in modes:
+            cost = price_seconds_per_byte * mode.held_bytes + mode.seconds
+            yield cost + (self.error_price * mode.squared_error if self.error_price else 0.0), mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +127,11 @@ def op_node(view: RegionView, op: int) -> int:
     return 2 + len(view.graph.values) + op
 
 
+def read_values(view: RegionView) -> set[int]:
+    """The decided values that backward reads."""
+    return {view.graph.slots[slot].value for slot in view.graph.backward_order} & set(view.decided)
+
+
 def build_edges(view: RegionView, prices: Prices, price_seconds_per_byte: float) -> Edges:
     """The edges 1 to 5 of the module's legend."""
     graph = view.graph
@@ -124,15 +144,16 @@ def build_edges(view: RegionView, prices: Prices, price_seconds_per_byte: float)
         heads.append(head)
         capacities.append(capacity)
 
-    for value in {graph.slots[slot].value for slot in graph.backward_order} & set(view.decided):
-        add(SOURCE, value_node(value), np.inf)
+    for value in read_values(view):
+        add(SOURCE, value_node(value), prices.cheapest_private(value, price_seconds_per_byte)[0])
     held_anyway = view.free | view.forced
     for value_ in graph.values:
         if value_.id in held_anyway:
             continue
         can_be_held = value_.id in prices.held_bytes
         capacity = prices.cheapest(value_.id, price_seconds_per_byte)[0] if can_be_held else np.inf
-        add(value_node(value_.id), SINK if value_.producer < 0 else op_node(view, value_.producer), capacity)
+        must_be_held = value_.producer < 0 or value_.id in view.movable
+        add(value_node(value_.id), SINK if must_be_held else op_node(view, value_.producer), capacity)
     for op in graph.ops:
         add(op_node(view, op.id), SINK, np.inf if op.obstacle else prices.op_seconds[op.id])
         for read in op.reads:
@@ -157,20 +178,36 @@ def solve_cut(view: RegionView, prices: Prices, price_seconds_per_byte: float) -
     unit = total / _FINITE_TOTAL if total > 0 else 1.0
     scaled = np.full(len(capacities), _INFINITE, dtype=np.int64)
     scaled[is_finite] = np.rint(capacities[is_finite] / unit).astype(np.int64)
-    shape = (edges.nodes, edges.nodes)
-    # Parallel edges add up here; infinite ones are capped again, or the sum would leave 32 bits.
-    matrix = csr_array((scaled, (np.array(edges.tails), np.array(edges.heads))), shape=shape)
-    matrix.sum_duplicates()
-    matrix = csr_array(
-        (np.minimum(matrix.data, _INFINITE).astype(np.int32), matrix.indices, matrix.indptr), shape=shape
-    )
-    flow = maximum_flow(matrix, SOURCE, SINK)
-    residual = matrix - flow.flow
-    residual.data = np.maximum(residual.data, 0)
-    residual.eliminate_zeros()
-    reached = set(breadth_first_order(residual, SOURCE, return_predecessors=False).tolist())
-    lower_value = max(flow.flow_value - int(is_finite.sum()), 0) * unit
+    reached, flow_value = _minimum_cut(edges, scaled)
+    lower_value = max(flow_value - int(is_finite.sum()), 0) * unit
     return _read_off(view, prices, price_seconds_per_byte, reached, lower_value)
+
+
+def _minimum_cut(edges: Edges, capacities: npt.NDArray[np.int64]) -> tuple[set[int], int]:
+    """The nodes on the source side of the smallest cut, and its value."""
+    tails, heads = np.array(edges.tails), np.array(edges.heads)
+    # Every edge with its reverse, so that the flow comes back in the same places.
+    keys = np.concatenate([tails * edges.nodes + heads, heads * edges.nodes + tails])
+    places, place_of = np.unique(keys, return_inverse=True)
+    data = np.zeros(len(places), dtype=np.int64)
+    # Parallel edges add up here; infinite ones are capped again, or the sum would leave 32 bits.
+    np.add.at(data, place_of[: len(tails)], capacities)
+    data = np.minimum(data, _INFINITE).astype(np.int32)
+    rows, columns = np.divmod(places, edges.nodes)
+    starts = np.searchsorted(rows, np.arange(edges.nodes + 1)).astype(np.int32)
+    matrix = csr_array((data, columns.astype(np.int32), starts), shape=(edges.nodes, edges.nodes))
+    flow = maximum_flow(matrix, SOURCE, SINK)
+    assert np.array_equal(flow.flow.indices, matrix.indices), "the flow has an entry per edge and reverse edge"
+    has_room = data > flow.flow.data
+    after: dict[int, list[int]] = {}
+    for tail, head in zip(rows[has_room].tolist(), columns[has_room].tolist(), strict=True):
+        after.setdefault(tail, []).append(head)
+    reached, pending = {SOURCE}, [SOURCE]
+    while pending:
+        fresh = [head for head in after.get(pending.pop(), ()) if head not in reached]
+        reached.update(fresh)
+        pending += fresh
+    return reached, int(flow.flow_value)
 
 
 def _read_off(
@@ -180,9 +217,12 @@ def _read_off(
     graph = view.graph
     ops = frozenset(op.id for op in graph.ops if op_node(view, op.id) in reached)
     available = {value.id for value in graph.values if value_node(value.id) in reached}
-    held = {v for v in view.droppable if v in available and graph.values[v].producer not in ops} | set(view.movable)
+    read = read_values(view)
+    held = {v for v in view.decided if v in available and graph.values[v].producer not in ops}
+    held |= set(view.movable) - read
     copied = frozenset(available & view.copied)
     mode_of = {v: prices.cheapest(v, price_seconds_per_byte)[1] for v in held}
+    mode_of |= {v: prices.cheapest_private(v, price_seconds_per_byte)[1] for v in read - available}
     modes = {v: mode for v, mode in mode_of.items() if mode is not None}
     kept = frozenset(held - modes.keys())
     return Cut(
@@ -192,6 +232,7 @@ def _read_off(
         ops=ops,
         held_bytes=sum(prices.held_bytes[v] for v in kept | copied) + sum(m.held_bytes for m in modes.values()),
         seconds=sum(prices.op_seconds[op] for op in ops)
-        + sum(mode.seconds + prices.error_price * mode.squared_error for mode in modes.values()),
+        + sum(mode.seconds for mode in modes.values())
+        + prices.error_price * sum(mode.squared_error for mode in modes.values()),
         lower_value=lower_value,
     )

@@ -9,7 +9,7 @@ from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import RegionPlan, ValueDecision
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.effects import held_bytes
-from plimsoll.planning.errors import sensitivity
+from plimsoll.planning.errors import form_error
 from plimsoll.planning.replay import boundary_values
 from plimsoll.planning.simulate import Simulation, engine_seconds, is_touched
 from plimsoll.planning.step import RegionView, StepIndex
@@ -41,7 +41,7 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
                 name=view.call.name,
                 call=view.call.call,
                 kind=view.call.kind,
-                decisions=_decisions(index, view, choice, price),
+                decisions=_decisions(index, view, choice, linked, price),
                 retained_bytes=_retained_bytes(view, choice, linked, counted),
                 replay_seconds=op_seconds.get(view.call.index, 0.0) + engine,
                 is_boundary_dropped=bool(linked),
@@ -64,7 +64,9 @@ def _retained_bytes(view: RegionView, choice: Choice, linked: frozenset[int], co
     return total + sum(graph.values[leaf].bytes for leaf in copied)
 
 
-def _decisions(index: StepIndex, view: RegionView, choice: Choice, price: float) -> tuple[ValueDecision, ...]:
+def _decisions(
+    index: StepIndex, view: RegionView, choice: Choice, linked: frozenset[int], price: float
+) -> tuple[ValueDecision, ...]:
     graph = view.graph
     held = held_bytes(index, view)
     shares = _replay_shares(index, view, choice)
@@ -79,7 +81,9 @@ def _decisions(index: StepIndex, view: RegionView, choice: Choice, price: float)
             continue
         is_kept = value not in view.decided or value in choice.kept
         seconds = shares.get(value, 0.0)
-        if value not in view.decided:
+        if value in linked:
+            reason = "not held either: the region before rebuilds it"
+        elif value not in view.decided:
             reason = _obstacle(view, value)
         elif is_kept and not held[value]:
             reason = "free to keep: it is alive until then anyway"
@@ -101,7 +105,7 @@ def _packed(index: StepIndex, view: RegionView, choice: Choice, value: int, size
     saved = max(entry.bytes - form.held_bytes, 1)
     cost = f"{form.name} costs {format_seconds(form.seconds * MIB / saved)}/MiB"
     worth = f"memory is worth {format_seconds(price * MIB)}/MiB here" if price > 0 else "memory is not scarce here"
-    error = sensitivity(view, value) * form.noise if form.noise else 0.0
+    error = form_error(view, choice, value)
     added = f", gradient error {error:.2g}" if error else ""
     return ValueDecision(
         value=entry.name,

@@ -40,15 +40,21 @@ def strategy_error(strategy: str, budget_bytes: int, peak: Peak, floor_bytes: in
     )
 
 
-def overrides_error(simulation: Simulation, limits: Limits) -> InvalidStrategy:
-    """The error for overrides that alone spend more than is allowed."""
+def limits_error(what: str, simulation: Simulation, limits: Limits) -> InvalidStrategy:
+    """The error for overrides or a named strategy (``what``) that spend more than is allowed."""
+    error = math.sqrt(simulation.squared_error)
+    advice = "raise the limit, override fewer values, or let strategy='auto' choose"
     if limits.link_bytes is not None and simulation.link_bytes > limits.link_bytes:
-        found = f"the overrides offload {format_bytes(simulation.link_bytes)}"
+        found = f"{what} would offload {format_bytes(simulation.link_bytes)}"
         why = f"the host budget is {format_bytes(limits.link_bytes)}"
+    elif math.isinf(error):
+        found = f"{what} would make an exact value (a mask, an index) of a lossy one"
+        why = "the gradient would be wrong, not only less precise"
+        advice = "keep, or compress without loss, what it is made of"
     else:
-        found = f"the overrides are expected to cause a gradient error of {math.sqrt(simulation.squared_error):.2g}"
+        found = f"{what} would cause an expected gradient error of {error:.2g}"
         why = f"max_error leaves room for {math.sqrt(limits.squared_error):.2g}"
-    return InvalidStrategy(f"{found}.", why=why, next="raise the limit, or override fewer values")
+    return InvalidStrategy(f"{found}.", why=why, next=advice)
 
 
 def format_bytes_up(bytes_: int) -> str:
@@ -72,16 +78,14 @@ def name_holders(peak: Peak) -> str:
     return "; ".join([*named, f"{format_bytes(rest)} others"] if rest else named)
 
 
-def notes_about(simulation: Simulation, baseline: Simulation) -> tuple[str, ...]:
-    """Sentences about what a plan was allowed and declined, and about a peak that hardly moves."""
-    declined = _declined(simulation)
+def notes_about_peak(simulation: Simulation, baseline: Simulation) -> tuple[str, ...]:
+    """A sentence about a peak that hardly moves."""
     resident, before = _resident_bytes(simulation), _resident_bytes(baseline)
     saved = before - resident
     if saved <= 0 or baseline.peak_bytes - simulation.peak_bytes >= saved // 2:
-        return declined
+        return ()
     peak = describe_peak(simulation)
     return (
-        *declined,
         f"The plan lowers what is resident after forward from {format_bytes(before)} to {format_bytes(resident)}, but "
         f"the peak only from {format_bytes(baseline.peak_bytes)} to {format_bytes(simulation.peak_bytes)}: it sits in "
         f"{peak.moment} ({name_holders(peak)}).",
@@ -96,8 +100,8 @@ def _resident_bytes(simulation: Simulation) -> int:
     return int(simulation.curve[min(2 * max(view.call.forward[1] for view in views), len(simulation.curve) - 1)])
 
 
-def _declined(simulation: Simulation) -> tuple[str, ...]:
-    """Why a plan that may compress or offload does neither."""
+def notes_about_forms(simulation: Simulation) -> tuple[str, ...]:
+    """Sentences about what a plan was allowed and declined: why it does not compress, or not offload."""
     index = simulation.index
     forms = [form for view in index.views for entry in view.forms.values() for form in entry.forms]
     used = {name for choice in simulation.choices for _, name in choice.packed}
@@ -110,7 +114,7 @@ def _declined(simulation: Simulation) -> tuple[str, ...]:
                 if all(
                     choice.kept == view.everything for view, choice in zip(index.views, simulation.choices, strict=True)
                 )
-                else "keeping and recomputing reach the budget in less time"
+                else "the budget is reached in less time without"
             )
             notes.append(f"Nothing is {verb} although it was allowed: {why}.")
     return tuple(notes)

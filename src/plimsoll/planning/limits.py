@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,10 +17,19 @@ class Limits:
     link_bytes: int | None = None
 
     def allow(self, squared_error: float, link_bytes: int) -> bool:
-        """Whether so much of both may be spent; a hair of the error is forgiven, as the solver forgives it."""
-        if squared_error > self.squared_error * (1 + 1e-6):
+        """Whether so much of both may be spent; a hair of the error is forgiven, as the solver forgives it.
+
+        An infinite error (a mask made of something lossy) is a wrong gradient, which no limit allows.
+        """
+        if squared_error > self.squared_error * (1 + 1e-6) or math.isinf(squared_error):
             return False
         return self.link_bytes is None or link_bytes <= self.link_bytes
+
+    def are_within(self, others: Limits) -> bool:
+        """Whether whatever keeps to these keeps to the others too."""
+        if others.link_bytes is not None and (self.link_bytes is None or self.link_bytes > others.link_bytes):
+            return False
+        return self.squared_error <= others.squared_error
 
     def hold_for(self, effects: Iterable[Effect]) -> bool:
         """Whether one choice per region keeps within."""

@@ -26,12 +26,15 @@ _WINDOW_SHARES = (1.0, 0.5)
 def modes_of(view: RegionView) -> dict[int, tuple[Mode, ...]]:
     """The forms of every value as the cut sees them; transfers count as hidden."""
     entries = {value: view.forms[value].forms for value in view.decided if value in view.forms}
-    return {value: tuple(_mode(view, value, form) for form in forms) for value, forms in entries.items() if forms}
+    modes = {value: tuple(_mode(view, value, form) for form in forms) for value, forms in entries.items()}
+    # An infinite error can never be paid for.
+    usable = {value: tuple(mode for mode in found if mode.squared_error < math.inf) for value, found in modes.items()}
+    return {value: found for value, found in usable.items() if found}
 
 
 def _mode(view: RegionView, value: int, form: Form) -> Mode:
     squared_error = (sensitivity(view, value) * form.noise) ** 2 if form.noise else 0.0
-    return Mode(form.name, form.held_bytes, form.seconds, squared_error)
+    return Mode(form.name, form.held_bytes, form.seconds, squared_error, form.is_private)
 
 
 def packing_prices(view: RegionView, prices: Prices, squared_error: float) -> Iterator[Prices]:

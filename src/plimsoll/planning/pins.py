@@ -30,8 +30,13 @@ class Override:
     form: str = ""
 
     def matches(self, path: str) -> bool:
-        """Whether the pattern is that of a value; its number (``#0``) and the front of its path may be left out."""
-        patterns = (self.pattern, f"*.{self.pattern}")
+        """Whether the pattern is that of a value.
+
+        The number (``#0``) and the front of the path may be left out, and a module stands for all inside it:
+        ``layers.*.mlp::silu`` is also ``model.layers.0.mlp.act_fn::silu#0``.
+        """
+        inside = self.pattern.replace("::", ".*::")
+        patterns = (self.pattern, f"*.{self.pattern}", inside, f"*.{inside}")
         paths = (path, path.rpartition("#")[0] or path)
         return any(fnmatch.fnmatchcase(name, pattern) for name in paths for pattern in patterns)
 

@@ -16,7 +16,7 @@ from plimsoll.artifacts.forms import Forms
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.trace import Trace
 from plimsoll.planning.choice import Choice
-from plimsoll.planning.errors import choice_error
+from plimsoll.planning.errors import step_error
 from plimsoll.planning.replay import Replay, boundary_values, provider_of, replay
 from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, merge, subtract
 from plimsoll.planning.transfers import link_bytes, packing_seconds
@@ -94,7 +94,7 @@ def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
         peak_instant=peak_instant,
         seconds=index.base_seconds + replay_seconds(index, dict(enumerate(choices)), ops),
         replayed=ops,
-        squared_error=sum(choice_error(view, choice) for view, choice in zip(index.views, choices, strict=True)),
+        squared_error=step_error(index, choices, linked),
         link_bytes=sum(link_bytes(view, choice) for view, choice in zip(index.views, choices, strict=True)),
     )
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from plimsoll.planning.choices import ChoiceSet, generate_choices
 from plimsoll.planning.choose import COARSE_GAP, EXACT_GAP, FINE_GAP, ChoiceProblem, Selection
 from plimsoll.planning.decisions import decide
 from plimsoll.planning.describe import classes_at_peak, describe_peak, describe_timeline
-from plimsoll.planning.explain import floor_error, notes_about, overrides_error, strategy_error
+from plimsoll.planning.explain import floor_error, limits_error, notes_about_forms, notes_about_peak, strategy_error
 from plimsoll.planning.limits import Limits
 from plimsoll.planning.pins import Override, pin_choices, pin_values
 from plimsoll.planning.simulate import Simulation, run_choices
@@ -51,6 +51,15 @@ class Found:
     is_finished: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Rungs:
+    """The floor and the best simulated steps at the budgets of the ladder, as far as they are known."""
+
+    floor: Simulation | None = None
+    is_floor_proven: bool = False
+    by_budget: Mapping[int, Simulation] = field(default_factory=dict)
+
+
 class Planner:
     """Everything about one step that does not depend on the budget: choices, program, floor, ladder."""
 
@@ -70,8 +79,6 @@ class Planner:
         self.index = pin_values(StepIndex(trace, costs, forms, may_recompute=may_recompute), overrides)
         self.baseline = self._run(choose_none(self.index, ""))
         self.loosest = self._run(pin_choices(self.index, self.baseline.choices)) if overrides else self.baseline
-        if not self.limits.allow(self.loosest.squared_error, self.loosest.link_bytes):
-            raise overrides_error(self.loosest, self.limits)
         families = [pin_choices(self.index, choose_full(self.index, ""))]
         families += [choose_selective(self.index, module) for module in ("attention", "mlp", "norm")]
         if self.limits.squared_error:
@@ -80,45 +87,74 @@ class Planner:
         squared_error = self.limits.squared_error * _ERROR_ROOM**2
         self.sets: tuple[ChoiceSet, ...] = generate_choices(self.index, families, squared_error)
         self.is_complete = all(choice_set.is_complete for choice_set in self.sets)
-        self._search(time_limit_seconds)
-        self.build_seconds = time.monotonic() - started
-
-    def relimited(self, limits: Limits, time_limit_seconds: float = TIME_LIMIT_SECONDS) -> Planner:
-        """A planner for the same step and the same choices, with other limits."""
-        other = copy.copy(self)
-        other.limits = limits
-        other._search(time_limit_seconds)
-        return other
-
-    def _search(self, time_limit_seconds: float) -> None:
-        """Program, floor and ladder under the limits."""
         self.problem = ChoiceProblem(self.index, self.sets, time_limit_seconds, self.limits)
         self.gap = EXACT_GAP if self.problem.columns <= _SMALL_PROGRAM_COLUMNS else FINE_GAP
-        floor = self.problem.minimise_peak()
-        self.is_floor_proven = floor.is_finished
-        simulations = list(self._extremes)
-        if floor.effects is not None:
-            simulations.append(self._run(_choices(floor)))
-        simulations = [s for s in simulations if self.limits.allow(s.squared_error, s.link_bytes)]
+        self._search(_Rungs())
+        self.build_seconds = time.monotonic() - started
+
+    def heedless_of_error(self) -> Planner:
+        """The same planner, for named strategies that are followed whatever error they cause; floor and ladder stay."""
+        other = copy.copy(self)
+        other.limits = Limits(math.inf, self.limits.link_bytes)
+        return other
+
+    def relimited(self, limits: Limits, time_limit_seconds: float = TIME_LIMIT_SECONDS) -> Planner:
+        """A planner for the same step and the same choices, with other limits.
+
+        Raises:
+            InvalidStrategy: the overrides alone exceed them.
+        """
+        started = time.monotonic()
+        other = copy.copy(self)
+        other.limits = limits
+        other.problem = self.problem.relimited(limits, time_limit_seconds)
+        # What was best within wider limits and keeps to narrower ones is best within those.
+        other._search(self._rungs if limits.are_within(self.limits) else _Rungs())
+        other.build_seconds = time.monotonic() - started
+        return other
+
+    def _search(self, known: _Rungs) -> None:
+        """Floor and ladder under the limits, but for what is known already."""
+        if not self._allows(self.loosest):
+            raise limits_error("the overrides together", self.loosest, self.limits)
+        simulations = [s for s in self._extremes if self._allows(s)]
+        if known.floor is not None and self._allows(known.floor):
+            self.is_floor_proven = known.is_floor_proven
+            simulations.append(known.floor)
+        else:
+            found = self.problem.minimise_peak()
+            self.is_floor_proven = found.is_finished
+            if found.effects is not None:
+                simulations.append(self._run(_choices(found)))
+                simulations = [s for s in simulations if self._allows(s)]
         self.floor = min(simulations, key=lambda s: (s.peak_bytes, s.seconds))
-        self.ladder = [*simulations, *self._climb()]
+        self._rungs = _Rungs(self.floor, self.is_floor_proven, self._climb(known.by_budget))
+        self.ladder = [*simulations, *(s for s in self._rungs.by_budget.values() if self._allows(s))]
+
+    def _allows(self, simulation: Simulation) -> bool:
+        return self.limits.allow(simulation.squared_error, simulation.link_bytes)
 
     def _run(self, choices: Sequence[Choice]) -> Simulation:
         return run_choices(self.index, choices)
 
-    def _climb(self) -> list[Simulation]:
+    def _climb(self, known: Mapping[int, Simulation]) -> dict[int, Simulation]:
         """Plans at budgets spread evenly from the floor to the unmanaged peak: the same ones for every budget."""
         low, high = self.floor.peak_bytes, self.loosest.peak_bytes
         budgets = [low + (high - low) * point // (_FRONTIER_POINTS - 1) for point in range(_FRONTIER_POINTS - 1)]
         gap = EXACT_GAP if self.gap == EXACT_GAP else COARSE_GAP
-        found = [self.problem.choose(budget, gap) for budget in budgets if high > low]
-        return [self._run(_choices(selection)) for selection in found if selection.effects is not None]
+        rungs: dict[int, Simulation] = {}
+        for budget in budgets if high > low else ():
+            if budget in known and self._allows(known[budget]):
+                rungs[budget] = known[budget]
+                continue
+            selection = self.problem.choose(budget, gap)
+            if selection.effects is not None:
+                rungs[budget] = self._run(_choices(selection))
+        return rungs
 
     def best_within(self, budget_bytes: int) -> Found:
         """The least seconds within a budget, by the simulator's count."""
-        fitting = [
-            s for s in self.ladder if s.peak_bytes <= budget_bytes and self.limits.allow(s.squared_error, s.link_bytes)
-        ]
+        fitting = [simulation for simulation in self.ladder if simulation.peak_bytes <= budget_bytes]
         lower = 0.0
         is_finished = True
         target = budget_bytes
@@ -131,7 +167,7 @@ class Planner:
                 break
             simulation = self._run(_choices(selection))
             if simulation.peak_bytes <= budget_bytes:
-                if self.limits.allow(simulation.squared_error, simulation.link_bytes):
+                if self._allows(simulation):
                     fitting.append(simulation)
                 break
             target -= simulation.peak_bytes - budget_bytes
@@ -189,7 +225,7 @@ def solve(
 
     Raises:
         BudgetBelowFloor: nothing fits (see ``raise_below_floor``).
-        InvalidStrategy: no such strategy.
+        InvalidStrategy: no such strategy, or one that exceeds the planner's limits.
     """
     if strategy != "auto":  # a wrong name is told before any work
         strategy_choices(StepIndex(trace, costs), strategy)
@@ -198,7 +234,10 @@ def solve(
     started = time.monotonic()
     room_bytes = None if budget_bytes is None else budget_bytes - excess_bytes
     if named is not None:
-        outcome = _follow(planner, run_choices(planner.index, named), room_bytes)
+        simulation = run_choices(planner.index, named)
+        if not planner.limits.allow(simulation.squared_error, simulation.link_bytes) and raise_below_floor:
+            raise limits_error(f"strategy {strategy!r}", simulation, planner.limits)
+        outcome = _follow(planner, simulation, room_bytes)
     else:
         outcome = _optimise(planner, room_bytes)
     if outcome.status is Status.INFEASIBLE and raise_below_floor and budget_bytes is not None:
@@ -237,6 +276,9 @@ def _follow(planner: Planner, simulation: Simulation, room_bytes: int | None) ->
     limit_bytes = simulation.peak_bytes if room_bytes is None else room_bytes
     if simulation.peak_bytes > limit_bytes:
         return _Outcome(simulation, Status.INFEASIBLE, planner.baseline.seconds)
+    if not planner.limits.allow(simulation.squared_error, simulation.link_bytes):
+        note = limits_error("this strategy", simulation, planner.limits)
+        return _Outcome(simulation, Status.INFEASIBLE, planner.baseline.seconds, (f"{note.found} {note.why}.",))
     boundaries = any(choice.is_boundary_dropped for choice in simulation.choices)
     lower = planner.lower_bound_seconds(limit_bytes, None, boundaries=boundaries)
     lower = min(lower, simulation.seconds)
@@ -281,12 +323,18 @@ def _write(
         classes=classes_at_peak(simulation),
         timeline=describe_timeline(simulation),
         frontier=planner.frontier(),
-        notes=(*trace.notes, *planner.index.forms.notes, *outcome.notes, *notes_about(simulation, baseline)),
+        notes=(*trace.notes, *planner.index.forms.notes, *outcome.notes, *_notes(planner, simulation, strategy)),
         solve_seconds=planner.build_seconds + time.monotonic() - started,
         predicted_error=math.sqrt(simulation.squared_error),
         link=link_of(simulation),
         offloaded_bytes=simulation.link_bytes,
     )
+
+
+def _notes(planner: Planner, simulation: Simulation, strategy: str) -> tuple[str, ...]:
+    """What ``auto`` declined (a named strategy declines nothing), and why a peak hardly moves."""
+    declined = notes_about_forms(simulation) if strategy == "auto" else ()
+    return (*declined, *notes_about_peak(simulation, planner.baseline))
 
 
 def link_of(simulation: Simulation) -> str:

@@ -103,6 +103,7 @@ class StepIndex:
         )
         self.base_seconds = sum(self.op_seconds(op.cost_key) for op in trace.ops)
         self.forced_spans = self._forced_spans()
+        self._covered: dict[int, list[Span]] = {}
 
     def op_seconds(self, cost_key: str) -> float:
         """Seconds of one op; 0 for a key that the costs do not know."""
@@ -116,7 +117,10 @@ class StepIndex:
 
     def covered(self, storage: int) -> list[Span]:
         """The instants at which a storage is alive whatever is decided: its life and the spans of forced slots."""
-        return merge([self.life(storage), *((start, stop) for _, start, stop in self.forced_spans.get(storage, ()))])
+        if storage not in self._covered:
+            forced = self.forced_spans.get(storage, ())
+            self._covered[storage] = merge([self.life(storage), *((start, stop) for _, start, stop in forced)])
+        return self._covered[storage]
 
     def neighbour(self, region: int) -> RegionCall | None:
         """The region call that transfers of ``region`` hide behind: the next one, if its backward comes right before."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.effects import Effect, Frame, frame_of
@@ -43,40 +44,30 @@ def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
         sets: the choices of every region, in the order of the trace.
     """
     frames = [frame_of(index, view) for view in index.views]
-    spans = _split(index, frames, sets)
+    unique = {id(choice_set): choice_set for choice_set in sets}
+    stacks = {key: _Stack(choice_set.effects) for key, choice_set in unique.items()}
+    spans = _split(index, frames, [stacks[id(choice_set)] for choice_set in sets])
     fixed = np.array([int(index.fixed[a:b].max()) for a, b in spans], dtype=np.int64)
-    stacks = {id(choice_set): _Stack(choice_set.effects) for choice_set in sets}
     effects, added = [], []
     for frame, choice_set in zip(frames, sets, strict=True):
-        rows = _Rows(index, frame, stacks[id(choice_set)], spans)
-        left = _undominated(choice_set.effects, np.stack(list(rows.distinct.values())))
+        stack = stacks[id(choice_set)]
+        keys = [stack.key(index, frame, a, b) for a, b in spans]
+        left = stack.undominated(tuple(dict.fromkeys(keys)))
         effects.append(tuple(choice_set.effects[choice] for choice in left))
-        added.append(np.stack([rows.distinct[key][left] for key in rows.keys]))
+        added.append(np.stack([stack.row(key)[left] for key in keys]))
     is_held = tuple(tuple(frame.exit <= a and b <= frame.stop for a, b in spans) for frame in frames)
     return Windows(tuple(spans), fixed, tuple(effects), tuple(added), is_held)
 
 
-def _undominated(effects: Sequence[Effect], rows: Ints) -> list[int]:
-    """Choices (columns of ``rows``) that no other one equals or beats in seconds, error, link bytes and in every row."""
-    more = np.array([(effect.squared_error, effect.link_bytes) for effect in effects])
-    figures = np.ascontiguousarray(np.concatenate([rows.T, more], axis=1))
-    order = sorted(range(len(effects)), key=lambda c: (effects[c].seconds, float(figures[c].sum())))
-    left: list[int] = []
-    for choice in order:
-        if not (figures[left] <= figures[choice]).all(axis=1).any():
-            left.append(choice)
-    return left
-
-
-def _split(index: StepIndex, frames: Sequence[Frame], sets: Sequence[ChoiceSet]) -> list[tuple[int, int]]:
+def _split(index: StepIndex, frames: Sequence[Frame], stacks: Sequence[_Stack]) -> list[tuple[int, int]]:
     cuts = {0, index.instants}
     varying = []
-    for frame, choice_set in zip(frames, sets, strict=True):
-        settled = frame.start + _settles(choice_set.effects)
+    for frame, stack in zip(frames, stacks, strict=True):
+        settled = frame.start + stack.settles
         cuts |= {frame.entry, frame.exit, frame.start, settled, frame.stop}
-        if any(effect.exit_bytes for effect in choice_set.effects):
+        if stack.has_exit_bytes:
             cuts.add(frame.exit - 1)
-        cuts |= {frame.exit + at for effect in choice_set.effects for a, b, _ in effect.relief for at in (a, b)}
+        cuts |= {frame.exit + at for span in stack.reliefs for at in span}
         if settled > frame.start:
             varying.append((frame.start, settled))
     edges = sorted(cut for cut in cuts if 0 <= cut <= index.instants)
@@ -89,66 +80,80 @@ def _split(index: StepIndex, frames: Sequence[Frame], sets: Sequence[ChoiceSet])
     return spans
 
 
-def _settles(effects: Sequence[Effect]) -> int:
-    """From this position on no choice's curve changes any more."""
-    varies = np.any([np.diff(effect.backward) != 0 for effect in effects], axis=0)
-    changes = np.flatnonzero(varies)
-    return int(changes[-1]) + 1 if len(changes) else 0
-
-
 class _Stack:
-    """The effects of one choice set as arrays with one entry per choice."""
+    """The effects of one choice set as arrays with one entry per choice, and what they add to the windows of its regions.
+
+    What is added in a window depends on its ``key`` alone, so regions that are alike share rows and dominance.
+    """
 
     def __init__(self, effects: Sequence[Effect]) -> None:
-        self.copied = np.array([effect.copied_bytes for effect in effects], dtype=np.int64)
-        self.exit = self.copied + np.array([effect.exit_bytes for effect in effects], dtype=np.int64)
-        self.retained = np.array([effect.retained_bytes for effect in effects], dtype=np.int64)
-        self.curves = np.stack([effect.backward for effect in effects])
-        self.reliefs = [
-            (choice, start, stop, size) for choice, effect in enumerate(effects) for start, stop, size in effect.relief
-        ]
+        self._copied = np.array([effect.copied_bytes for effect in effects], dtype=np.int64)
+        self._exit = self._copied + np.array([effect.exit_bytes for effect in effects], dtype=np.int64)
+        self._retained = np.array([effect.retained_bytes for effect in effects], dtype=np.int64)
+        self._curves = np.stack([effect.backward for effect in effects])
+        self._seconds = np.array([effect.seconds for effect in effects])
+        self._shared = np.array([(effect.squared_error, effect.link_bytes) for effect in effects])
+        self.reliefs: dict[tuple[int, int], Ints] = {}
+        for choice, effect in enumerate(effects):
+            for start, stop, size in effect.relief:
+                if (start, stop) not in self.reliefs:
+                    self.reliefs[start, stop] = np.zeros_like(self._copied)
+                self.reliefs[start, stop][choice] += size
+        self.has_exit_bytes = any(effect.exit_bytes for effect in effects)
+        changes = np.flatnonzero((np.diff(self._curves, axis=1) != 0).any(axis=0))
+        self.settles = int(changes[-1]) + 1 if len(changes) else 0
+        """From this position of backward on no choice's curve changes any more."""
+        self._rows: dict[Hashable, Ints] = {}
+        self._undominated: dict[tuple[Hashable, ...], list[int]] = {}
 
-
-class _Rows:
-    """What each choice of one region adds to every window: ``keys`` per window, ``distinct`` the row of each key."""
-
-    def __init__(self, index: StepIndex, frame: Frame, stack: _Stack, spans: Sequence[tuple[int, int]]) -> None:
-        self._frame, self._stack = frame, stack
-        self.keys: list[Hashable] = []
-        self.distinct: dict[Hashable, Ints] = {}
-        for a, b in spans:
-            key = self._key(a, b)
-            self.keys.append(key)
-            if key not in self.distinct:
-                self.distinct[key] = self._row(index, key)
-
-    def _key(self, a: int, b: int) -> Hashable:
-        frame = self._frame
+    def key(self, index: StepIndex, frame: Frame, a: int, b: int) -> Hashable:
+        """What a window is to a region; the backward of alike regions meets fixed bytes that differ by a constant."""
         if b <= frame.entry or a >= frame.stop:
             return ("nothing",)
         if b <= frame.exit:
             return ("exit",) if a >= frame.exit - 1 else ("copies",)
         if b > frame.start:
-            return ("backward", a, b)
+            fixed = index.fixed[a:b]
+            return ("backward", a - frame.start, b - frame.start, (fixed - fixed.max()).tobytes())
         first, last = a - frame.exit, b - frame.exit
-        return ("between", *(x for x in self._stack.reliefs if x[1] <= first and last <= x[2]))
+        return ("between", *(span for span in self.reliefs if span[0] <= first and last <= span[1]))
 
-    def _row(self, index: StepIndex, key: Any) -> Ints:
-        stack = self._stack
+    def row(self, key: Hashable) -> Ints:
+        """What each choice adds to a window."""
+        if key not in self._rows:
+            self._rows[key] = self._row(key)
+        return self._rows[key]
+
+    def _row(self, key: Any) -> Ints:
         if key[0] == "nothing":
-            return np.zeros_like(stack.copied)
+            return np.zeros_like(self._copied)
         if key[0] == "copies":
-            return stack.copied
+            return self._copied
         if key[0] == "exit":
-            return stack.exit
+            return self._exit
         if key[0] == "between":
-            row = stack.retained.copy()
-            for choice, _, _, size in key[1:]:
-                row[choice] -= size
-            return row
-        _, a, b = key
-        fixed = index.fixed[a:b]
+            return self._retained - sum((self.reliefs[span] for span in key[1:]), np.zeros_like(self._copied))
+        _, first, last, below = key
         # A constant adds itself; only a varying curve meets the fixed bytes instant by instant.
-        curves = stack.curves[:, a - self._frame.start : b - self._frame.start]
-        peaks: Ints = (curves + fixed).max(axis=1) - fixed.max()
+        peaks: Ints = (self._curves[:, first:last] + np.frombuffer(below, dtype=np.int64)).max(axis=1)
         return peaks
+
+    def undominated(self, keys: tuple[Hashable, ...]) -> list[int]:
+        """Choices that no other one equals or beats in seconds, error, link bytes and in every window."""
+        if keys not in self._undominated:
+            rows = np.stack([self.row(key) for key in keys])
+            figures = np.ascontiguousarray(np.concatenate([rows.T, self._shared], axis=1))
+            order = np.lexsort((figures.sum(axis=1), self._seconds))
+            self._undominated[keys] = undominated(figures, order.tolist())
+        return self._undominated[keys]
+
+
+def undominated(figures: npt.NDArray[np.float64], order: Sequence[int]) -> list[int]:
+    """Of rows that come cheapest first, those that no earlier one equals or beats in every column."""
+    found: list[int] = []
+    kept = np.empty_like(figures)
+    for position in order:
+        if not (kept[: len(found)] <= figures[position]).all(axis=1).any():
+            kept[len(found)] = figures[position]
+            found.append(position)
+    return found
