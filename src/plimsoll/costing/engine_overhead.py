@@ -1,8 +1,8 @@
 """Laps around the links of a small chain of ops, with the engine at work and without it, in; what the engine adds out.
 
-Each link is one small op that saves its input, so a lap is one op and what the engine does around it. Laps are compared
-where they belong together and medians are taken of each kind, so that a pause of the machine in a few of them does not
-count. Whoever may run the engine takes the laps; this stage only reads them.
+Each link is one small op that saves its input, so a lap is one op and what the engine does around it. Of every lap the
+median over the faster half of the steps is taken, as of traced ops, so that pauses of the machine do not count. Whoever may
+run the engine takes the laps; this stage only reads them.
 """
 
 from __future__ import annotations
@@ -66,20 +66,20 @@ def overhead_of(
     kept = [link for link in range(links) if link not in rebuilt]
 
     def extra(of: Callable[[ChainLaps], Iterable[float]]) -> float:
-        return _median(long, of) - _median(unmanaged, of)
+        return _typical(long, of) - _typical(unmanaged, of)
 
     pack = extra(lambda laps: laps.forward_seconds)
     unpack = extra(lambda laps: [laps.backward_seconds[link] for link in kept])
     rebuild = extra(lambda laps: [laps.backward_seconds[link] for link in rebuilt])
     entry = extra(lambda laps: [laps.entry_seconds])
     exit_ = extra(lambda laps: [laps.exit_seconds])
-    exits = [_median(steps, lambda laps: [laps.exit_seconds]) for steps in (short, long)]
+    exits = [_typical(steps, lambda laps: [laps.exit_seconds]) for steps in (short, long)]
     closing = max(0.0, exits[1] - exits[0]) / (links - len(short[0].forward_seconds))
     return EngineOverhead(
         region_seconds=max(0.0, entry + exit_ - closing * links),
         slot_seconds=max(0.0, pack + unpack) + closing,
         replay_seconds=max(0.0, rebuild - unpack),
-        host_op_seconds=_median(
+        host_op_seconds=_typical(
             unmanaged,
             lambda laps: map(sum, zip(laps.forward_seconds, laps.backward_seconds, strict=True)),
         )
@@ -87,5 +87,11 @@ def overhead_of(
     )
 
 
-def _median(steps: Sequence[ChainLaps], of: Callable[[ChainLaps], Iterable[float]]) -> float:
-    return statistics.median(seconds for laps in steps for seconds in of(laps))
+def faster_half_median(samples: Sequence[float]) -> float:
+    """The median of the faster half of ``samples``: whatever disturbs a measurement of seconds only ever adds some."""
+    return statistics.median(sorted(samples)[: (len(samples) + 1) // 2])
+
+
+def _typical(steps: Sequence[ChainLaps], of: Callable[[ChainLaps], Iterable[float]]) -> float:
+    """The mean over laps of one kind of what each of them takes in the faster half of the steps."""
+    return statistics.fmean(map(faster_half_median, zip(*map(of, steps), strict=True)))

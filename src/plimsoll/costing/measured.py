@@ -20,7 +20,7 @@ import torch
 
 from plimsoll.artifacts.costs import Costs, CostSource, OpCost
 from plimsoll.artifacts.trace import OpSpec, Trace
-from plimsoll.costing.engine_overhead import EngineOverhead
+from plimsoll.costing.engine_overhead import EngineOverhead, faster_half_median
 
 _COMPUTE_BOUND_FLOPS_PER_BYTE = 8.0
 """Above it an op is taken to be bound by arithmetic; between 5 (slow f32) and 300 (bf16 on an H100) on real devices."""
@@ -86,11 +86,10 @@ def hides_host_work(trace: Trace, ops: Mapping[str, OpCost], engine: EngineOverh
 
 def op_cost(samples: Sequence[float]) -> OpCost:
     """The median of the faster half of ``samples``, and half the distance between the quartiles of all of them."""
-    faster = sorted(samples)[: (len(samples) + 1) // 2]
     if len(samples) < 2:
         return OpCost(seconds=samples[0])
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return OpCost(seconds=statistics.median(faster), spread_seconds=(high - low) / 2)
+    return OpCost(seconds=faster_half_median(samples), spread_seconds=(high - low) / 2)
 
 
 def fit_roofline(specs: Mapping[str, OpSpec], seconds: Mapping[str, float]) -> FittedRoofline:
