@@ -389,18 +389,18 @@ def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
 
 
 def _can_provide(maker: RegionView, storage: int) -> bool:
-    """Whether all outputs of ``maker`` can be rebuilt from its leaves alone, ``storage`` among them."""
+    """Whether all outputs of ``maker`` can be rebuilt from what it always holds in some form, ``storage`` among them."""
     if not maker.droppable:
         return False
     outputs = maker.graph.outputs
     if storage not in {maker.graph.values[v].storage for v in outputs}:
         return False
-    schedule_needs = frozenset(outputs) - maker.leaves
+    schedule_needs = frozenset(outputs) - maker.leaves - maker.nothing
     return not any(_obstacle(maker, value) for value in schedule_needs)
 
 
 def _obstacle(maker: RegionView, value: int) -> bool:
-    pending, seen = [value], set(maker.leaves)
+    pending, seen = [value], set(maker.leaves | maker.nothing)
     while pending:
         current = pending.pop()
         if current in seen:

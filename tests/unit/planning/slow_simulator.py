@@ -118,7 +118,7 @@ class SlowStep:
 
     def _can_rebuild_outputs(self, view: RegionView) -> bool:
         def can(value: int) -> bool:
-            if value in view.leaves:
+            if value in view.leaves or value in view.movable:
                 return True
             producer = view.graph.values[value].producer
             if producer < 0 or view.graph.ops[producer].obstacle:
