@@ -108,7 +108,8 @@ def test_files_and_functions_stay_small(path: Path):
     assert len(source.splitlines()) < MOST_LINES
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < MOST_FUNCTION_LINES, f"{node.name} is long"
+            docstring = (ast.get_docstring(node, clean=False) or "").count("\n")
+            assert (node.end_lineno or 0) - node.lineno - docstring < MOST_FUNCTION_LINES, f"{node.name} is long"
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if p.read_text(encoding="utf-8").strip()], ids=show)

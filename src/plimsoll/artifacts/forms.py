@@ -37,12 +37,12 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ValueForms(msgspec.Struct, frozen=True, kw_only=True):
-    """The forms that one saved value may take. ``obstacle`` says why it has fewer than others, for the report."""
+    """The forms that one saved value may take; ``refused`` are codecs that were tried in vain, each with the reason."""
 
     value: str
     sensitivity: float = 0.0
     forms: tuple[Form, ...] = ()
-    obstacle: str = ""
+    refused: tuple[tuple[str, str], ...] = ()
 
 
 class RegionForms(msgspec.Struct, frozen=True, kw_only=True):

@@ -149,6 +149,13 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         return not self.gradient_mismatches and not self.buffer_mismatches
 
     @property
+    def unexpected_mismatches(self) -> tuple[Mismatch, ...]:
+        """Tensors that differ; of a lossy plan that keeps to its error, buffers alone: its gradients are bound to."""
+        if self.verdict is Verdict.WITHIN_ERROR:
+            return self.buffer_mismatches
+        return (*self.gradient_mismatches, *self.buffer_mismatches)
+
+    @property
     def droppable_share(self) -> float:
         """Share of the regions' saved activation bytes that could be recomputed bit for bit."""
         total = sum(region.activation_bytes for region in self.regions)

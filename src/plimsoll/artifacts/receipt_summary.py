@@ -19,7 +19,7 @@ def summarise_receipt(receipt: Receipt) -> str:
     lines = [f"Receipt for plan {receipt.strategy!r}, {receipt.model} on {receipt.device}: {receipt.verdict}"]
     lines += [f"  {receipt.verdict.advice}", ""]
     lines += align([list(row) for row in receipt_figures(receipt)])
-    mismatches = (*receipt.gradient_mismatches, *receipt.buffer_mismatches)
+    mismatches = receipt.unexpected_mismatches
     if mismatches:
         lines += ["", "Not equal bit for bit"]
         lines += align([mismatch_row(mismatch) for mismatch in mismatches[:_SHOWN]])

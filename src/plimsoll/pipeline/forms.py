@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,17 +83,22 @@ def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, al
                 sensor.close()
         gradients = {name: None if g is None else g.to("cpu") for name, g in copies(step.gradients()).items()}
     link, speed = _measure_link(allowance, step.device)
-    maker = _FormMaker(trace, costs, sensor, gradients, link, speed, str(step.device))
+    maker = _FormMaker(trace, costs, sensor, gradients, link, speed, str(step.device), _wished(allowance))
     return Sensed(maker.make(), gradients)
+
+
+def _wished(allowance: Allowance) -> tuple[str, ...]:
+    """Codecs that strategies and overrides ask for by name."""
+    by_override = {find_codec(o.form).name for o in allowance.overrides if o.decision is Decision.COMPRESS and o.form}
+    return (*allowance.codecs, *sorted(by_override))
 
 
 def _codecs(allowance: Allowance) -> tuple[str, ...]:
     if not allowance.may_compress:
         return ()
-    wished = {o.form for o in allowance.overrides if o.decision is Decision.COMPRESS and o.form}
     lossy = LOSSY if allowance.max_error > 0 else ()
     lossless = tuple(codec.name for codec in lossless_codecs())
-    return tuple(dict.fromkeys((*lossless, *lossy, *allowance.codecs, *sorted(wished))))
+    return tuple(dict.fromkeys((*lossless, *lossy, *_wished(allowance))))
 
 
 def _sampled(trace: Trace) -> frozenset[RegionKey]:
@@ -131,11 +136,13 @@ class _FormMaker:
         link: LinkCost | None,
         speed: LinkSpeed | None,
         device: str,
+        wished: Collection[str],
     ) -> None:
         self._trace = trace
         self._index = StepIndex(trace, costs)
         self._sensor = sensor
         self._device = device
+        self._wished = wished
         self._link = link
         self._speed = speed
         self._energy = {
@@ -167,14 +174,16 @@ class _FormMaker:
         sampled = [(call, entry) for call, entry in seen if entry.trials]
         sensitivity = self._sensitivity(sampled)
         readers = frozenset().union(*(entry.readers for _, entry in seen))
-        forms, obstacle = [], ""
+        forms: list[Form] = []
+        refused: list[tuple[str, str]] = []
         for codec_name in dict.fromkeys(codec for _, entry in sampled for codec in entry.trials):
             found = self._form(codec_name, calls[0].graph, name, [e for _, e in sampled], readers)
             if isinstance(found, str):
-                obstacle = obstacle or found
+                refused.append((codec_name, found))
             else:
                 forms.append(found)
-        return ValueForms(value=name, sensitivity=sensitivity, forms=tuple(_worthwhile(forms)), obstacle=obstacle)
+        forms = _worthwhile(forms, self._wished)
+        return ValueForms(value=name, sensitivity=sensitivity, forms=tuple(forms), refused=tuple(refused))
 
     def _form(
         self, codec_name: str, graph: RegionGraph, name: str, seen: Sequence[Seen], readers: frozenset[str]
@@ -238,7 +247,7 @@ class _FormMaker:
             link_bytes=value.bytes,
         )
         return ValueForms(
-            value=entry.value, sensitivity=entry.sensitivity, forms=(*entry.forms, form), obstacle=entry.obstacle
+            value=entry.value, sensitivity=entry.sensitivity, forms=(*entry.forms, form), refused=entry.refused
         )
 
     def _copy_seconds(self, bytes_: int, cpu_seconds_per_byte: float) -> float:
@@ -256,15 +265,15 @@ def _is_statistic(graph: RegionGraph, name: str) -> bool:
     return value.bytes * _STATISTIC_SHARE <= max(reads, default=0)
 
 
-def _worthwhile(forms: Sequence[Form]) -> list[Form]:
-    """Forms that no other one beats in bytes, seconds and noise at once."""
+def _worthwhile(forms: Sequence[Form], wished: Collection[str]) -> list[Form]:
+    """Forms that no other one beats in bytes, seconds and noise at once, and those that were asked for by name."""
 
     def beats(one: Form, other: Form) -> bool:
         pairs = ((one.held_bytes, other.held_bytes), (one.seconds, other.seconds), (one.noise, other.noise))
         is_private = one.is_private and not other.is_private
         return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs) and not is_private
 
-    return [form for form in forms if not any(beats(other, form) for other in forms)]
+    return [form for form in forms if form.name in wished or not any(beats(other, form) for other in forms)]
 
 
 def _root_mean_square(numbers: Sequence[float]) -> float:

@@ -122,8 +122,8 @@ def _pin(view: RegionView, value: int, name: str, override: Override) -> str:
         why = "no recipe rebuilds it, or recomputing is not allowed"
     elif entry is not None and value not in view.decided:
         why = "other regions save the same memory"
-    elif entry is not None and entry.obstacle:
-        why = entry.obstacle
+    elif entry is not None and override.form in dict(entry.refused):
+        why = dict(entry.refused)[override.form]
     else:
         why = "it is not allowed, or its data do not take that form"
     possible = ", ".join(["keep", *(["recompute"] if value in view.droppable else []), *map(_wish, forms)])

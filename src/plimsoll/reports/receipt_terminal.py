@@ -28,7 +28,7 @@ def render_receipt(receipt: Receipt) -> RenderableType:
         Text(),
         render_figures(receipt_figures(receipt)),
     ]
-    mismatches = (*receipt.gradient_mismatches, *receipt.buffer_mismatches)
+    mismatches = receipt.unexpected_mismatches
     if mismatches:
         rows = [mismatch_row(mismatch) for mismatch in mismatches[:_MISMATCHES_SHOWN]]
         if len(mismatches) > _MISMATCHES_SHOWN:

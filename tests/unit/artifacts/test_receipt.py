@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plimsoll.artifacts.receipt import Verdict, finite
+from plimsoll.artifacts.receipt import Mismatch, Verdict, finite
 from plimsoll.units import MIB
 from samples import make_comparison, make_mismatch, make_receipt
 
@@ -67,3 +67,15 @@ def test_a_comparison_fails_only_when_gradients_differ():
     comparison = make_comparison()
     assert comparison.exit_code == 0
     assert "1.310 [1.300, 1.330]" in str(comparison)
+
+
+def test_a_lossy_plan_is_held_to_its_error_and_to_exact_buffers():
+    apart = Mismatch(name="w", max_absolute_difference=0.1, max_relative_difference=0.1)
+    lossy = {"is_lossless": False, "max_error": 0.01, "gradient_error": 0.005, "gradient_mismatches": (apart,)}
+    assert make_receipt(**lossy).verdict is Verdict.WITHIN_ERROR
+    assert make_receipt(**lossy).unexpected_mismatches == ()
+    assert make_receipt(**lossy | {"gradient_error": 0.02}).verdict is Verdict.GRADIENTS_DIFFER
+    assert make_receipt(**lossy | {"gradient_error": None}).verdict is Verdict.GRADIENTS_DIFFER
+    assert make_receipt(**lossy | {"gradient_error": 0.5, "max_error": None}).verdict is Verdict.WITHIN_ERROR
+    assert make_receipt(**lossy | {"buffer_mismatches": (apart,)}).verdict is Verdict.BUFFERS_DIFFER
+    assert "measured 0.50%; 1.00% is allowed" in str(make_receipt(**lossy))
