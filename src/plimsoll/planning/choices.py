@@ -98,23 +98,34 @@ class _Generator:
         if every is not None:
             effects = [self.measure(choice) for choice in every]
             return ChoiceSet(self._usable(), hull, is_complete=all(effect.is_additive for effect in effects))
-        for choice in (Choice(view.everything), Choice(view.nothing), *given, *(cut.choice for cut in hull.cuts)):
-            self.measure(choice)
+        # First as if there were no other forms: what they open is then never worse than what there is without them.
+        simple = [Choice(view.everything), Choice(view.nothing), *(choice for choice in given if not choice.packed)]
+        if not self.prices.modes:
+            self._explore(self.prices, [*simple, *(cut.choice for cut in hull.cuts)])
+            return ChoiceSet(self._usable(), hull, is_complete=False)
+        plain = dataclasses.replace(self.prices, modes={})
+        self._explore(plain, [*simple, *self._swept(plain), *(_every_choice(view, with_forms=False) or ())])
+        found = [*given, *(cut.choice for cut in hull.cuts)]
         for prices in packing_prices(view, self.prices, self.most_squared_error / self.alike):
-            self._sweep(prices)
+            found += self._swept(prices)
         for prices in limit_offload(self.index, view, self.prices):
-            self._sweep(prices)
-        fixed = _fixed_backward(self.index, view)
+            found += self._swept(prices)
+        self._explore(self.prices, found)
+        return ChoiceSet(self._usable(), hull, is_complete=False)
+
+    def _explore(self, prices: Prices, choices: Iterable[Choice]) -> None:
+        """Measure choices, then others around the best of all that are known."""
+        for choice in choices:
+            self.measure(choice)
+        fixed = _fixed_backward(self.index, self.view)
         for _ in range(_PEAK_ROUNDS):
-            for choice in _variants(self.index, view, self.prices, self._usable(), fixed):
+            for choice in _variants(self.index, self.view, prices, self._usable(), fixed):
                 self.measure(choice)
         for others in sorted({0, 1, self.alike}):
             self._descend(fixed, others)
-        return ChoiceSet(self._usable(), hull, is_complete=False)
 
-    def _sweep(self, prices: Prices) -> None:
-        for cut in sweep_prices(self.view, prices).cuts:
-            self.measure(cut.choice)
+    def _swept(self, prices: Prices) -> list[Choice]:
+        return [cut.choice for cut in sweep_prices(self.view, prices).cuts]
 
     def _usable(self) -> tuple[Effect, ...]:
         """What has been measured, without what causes too large an error and what another choice beats."""
@@ -147,11 +158,11 @@ class _Generator:
                 return
 
 
-def _every_choice(view: RegionView) -> Iterable[Choice] | None:
+def _every_choice(view: RegionView, *, with_forms: bool = True) -> Iterable[Choice] | None:
     """All choices of a region, if they are few."""
     states = [[("keep", v), *([("drop", v)] if v in view.droppable else [])] for v in view.decided]
     for value, options in zip(view.decided, states, strict=True):
-        entry = view.forms.get(value)
+        entry = view.forms.get(value) if with_forms else None
         options += [(form.name, value) for form in (entry.forms if entry is not None else ())]
     if math.prod(map(len, states)) > _ENUMERATED_CHOICES:
         return None
