@@ -14,7 +14,7 @@ from plimsoll.artifacts.trace import OpSpec, Trace
 from plimsoll.costing.devices import Device
 
 _HOST_SLOT_SECONDS = 4e-6
-"""Pack, guard and unpack of one slot in Python, as measured on a 2024 server core; hidden where the device is behind."""
+"""Pack, guard and unpack of one slot in Python, on a 2024 server core with warm caches; hidden where the device is behind."""
 _HOST_REPLAY_SECONDS = 0.5e-6
 """Python around one replayed op, as measured on a 2024 server core."""
 

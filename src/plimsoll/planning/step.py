@@ -82,11 +82,6 @@ class RegionView:
         """Values that are there in backward whatever is decided: forced slots, inputs, parameters, buffers."""
         return self.forced | self.copied | self.free
 
-    @property
-    def managed_slots(self) -> int:
-        """How many slots the engine handles when it touches this region."""
-        return sum(len(slots) for slots in self.slots_of.values())
-
 
 class StepIndex:
     """Everything about one trace that simulations under different plans share. Immutable once built."""
