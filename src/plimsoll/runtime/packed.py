@@ -230,6 +230,6 @@ def check_reader_of_sign(names: Mapping[int, str], slot: int) -> None:
         reader = "nothing that is known" if node is None else node.name()
         raise ReplayMismatch(
             f"{names[slot]!r} is held as signs alone, and {reader} reads it.",
-            why="only backward of ReLU and of thresholds reads no more than signs; the plan was made for another step",
+            why="only backward of ReLU reads no more than signs; the plan was made for another step",
             next="the optimizer has not stepped; plan this model again",
         )
