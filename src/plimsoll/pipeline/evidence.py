@@ -143,8 +143,6 @@ def compare(
         overrides=overrides,
         link=link,
     )
-    args, kwargs = split_detached(batch)
-    step = TrainingStep(model, args, kwargs, loss=loss, optimizer=optimizer)
     traced, costs = trace_and_cost(
         model,
         batch,
@@ -153,6 +151,8 @@ def compare(
         regions=as_patterns(regions),
         progress=part_of(report, 0.0, 0.35),
     )
+    args, kwargs = split_detached(batch)
+    step = TrainingStep(model, args, kwargs, loss=loss, optimizer=optimizer)
     plans = _plan_all(traced, costs, step, allowance, budget, part_of(report, 0.35, 0.5))
     with untouched(model):
         found = measure_side_by_side(step, plans, rounds=steps, report=part_of(report, 0.5, 1.0))
