@@ -1,13 +1,16 @@
 """Hulls of all regions and a budget in, seconds that no plan of the engine undercuts out: a linear program.
 
-Legend. ``R[r]`` = bytes that region r holds between its forward and its backward, ``s[r]`` = its seconds of replay.
+Legend. ``R[r]`` = bytes that region r holds between its forward and its backward, ``s[r]`` = its seconds of replay and
+packing, ``w[r]`` = its seconds of waiting for the link, ``E[r]`` = its squared error, ``B[r]`` = what it sends.
 
 ==  ==========================================================  ======================================================
-1   minimise Σ s[r]
-2   s[r] ≥ value_k - price_k · R[r]                             every line of the hull, so for every choice, found or not
+1   minimise Σ s[r] + w[r]
+2   s[r] ≥ value_k - price_k·R[r] - error_k·E[r] - link_k·B[r]  every line of the hull, so for every choice, found or not
 3   fixed[m] + Σ_between R[j] ≤ budget                          every instant m outside of backwards
 4   fixed[m] + Σ_between R[j] + read[m] ≤ budget                m in the backward of r: what is read then is in memory
 5   fixed[m] + Σ_between R[j] + read[m] + R[r] - past[m] ≤ …    the same, with what r still holds for later
+6   w[r] ≥ out + in, each B[r] / speed - window, or none        transfers that the neighbour's compute does not hide
+7   Σ E[r] ≤ max_error², Σ B[r] ≤ host budget                   where they are limited
 ==  ==========================================================  ======================================================
 
 ``past[m]`` are the bytes that need no longer be held at m, so ``R[r] - past[m]`` is never more than what is held. Replay's
@@ -18,19 +21,24 @@ machine (each op run again at most once, these costs), not the machine.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from scipy import sparse
 from scipy.optimize import linprog
+from scipy.sparse import coo_array, csr_array
 
 from plimsoll.planning.choices import ChoiceSet, prices_of
 from plimsoll.planning.effects import Frame, frame_of, relief_spans
-from plimsoll.planning.frontier import Hull
+from plimsoll.planning.frontier import Hull, Line
+from plimsoll.planning.limits import Limits
 from plimsoll.planning.replay import boundary_values
 from plimsoll.planning.simulate import actual_cover, engine_seconds
 from plimsoll.planning.step import Ints, RegionView, StepIndex, merge, slot_stop, subtract
+from plimsoll.planning.transfers import windows_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -39,7 +47,9 @@ Floats = npt.NDArray[np.float64]
 class _Region:
     """What rows 2 to 5 need of one region: ``read`` and ``past`` per instant of its backward.
 
-    ``kept_bytes`` is R if everything is kept, ``most_bytes`` if inputs are copied as well.
+    ``kept_bytes`` is R if everything is kept, ``most_bytes`` if inputs are copied as well. What is sent leaves its source on
+    the device until ``sent_until``, and a buffer from ``back_from`` on: bytes per byte sent are ``source_share`` and
+    ``buffer_share``.
     """
 
     frame: Frame
@@ -49,80 +59,149 @@ class _Region:
     touch_seconds: float
     read: Ints
     past: Ints
+    sent_until: tuple[int, ...] = ()
+    back_from: tuple[int, ...] = ()
+    source_share: float = 0.0
+    buffer_share: float = 0.0
+
+    def held_share(self, a: int, b: int) -> tuple[float, float]:
+        """How much of R and of B is on the device between forward and backward, in a stretch without edges."""
+        if not (self.frame.exit <= a and b <= self.frame.start):
+            return 0.0, 0.0
+        is_leaving = any(b <= until for until in self.sent_until)
+        is_back = any(a >= since for since in self.back_from)
+        return 1.0, max(self.source_share * is_leaving, self.buffer_share * is_back)
 
 
 class LowerBound:
-    """The program for one step; ``boundaries`` says whether plans that drop region inputs are bounded too."""
+    """The program for one step; ``boundaries`` says whether plans that drop region inputs are bounded too.
 
-    def __init__(self, index: StepIndex, sets: Sequence[ChoiceSet], *, boundaries: bool = False) -> None:
+    Its columns are R, E, B, s, and the waiting of both ways, each with one entry per region.
+    """
+
+    def __init__(
+        self, index: StepIndex, sets: Sequence[ChoiceSet], limits: Limits | None = None, *, boundaries: bool = False
+    ) -> None:
         self.index = index
+        self.limits = limits or Limits(math.inf)
         self.regions = [_describe(index, view, choice_set) for view, choice_set in zip(index.views, sets, strict=True)]
         self.fixed = (_without_boundaries(index) if boundaries else index.fixed) - _relief(index)
+        self.scale_bytes = max(float(self.fixed.max()), 1.0)
+        self.scale_seconds = max(index.base_seconds, 1e-12)
+        # Errors are counted in units of what is allowed, or of what one choice can cause.
+        most = max((line.value_seconds / line.error_price for line in self._lines() if line.error_price), default=1.0)
+        self.scale_error = self.limits.squared_error if 0 < self.limits.squared_error < math.inf else max(most, 1e-30)
         self.rows, self.room = self._memory_rows()
-        self.lines, self.values = self._line_rows()
 
     def seconds(self, budget_bytes: int) -> float:
         """Seconds of the whole step that no plan within the budget undercuts; ``inf`` if no plan fits."""
         count = len(self.regions)
         if not count:
             return self.index.base_seconds
-        scale_bytes = max(float(self.fixed.max()), 1.0)
-        scale_seconds = max(self.index.base_seconds, 1e-12)
-        memory = np.hstack([self.rows, np.zeros((len(self.rows), count))])
-        lines = np.hstack([-self.lines * scale_bytes / scale_seconds, -self.lines_of_regions])
+        absent = csr_array((len(self.rows), count))
+        held, sent = csr_array(self.rows[:, :count]), csr_array(self.rows[:, count:])
+        memory = sparse.hstack([held, absent, sent, absent, absent, absent])
+        tables = [(memory, (budget_bytes - self.room) / self.scale_bytes), self._line_rows(), self._link_rows()]
+        tables += self._limit_rows()
+        nothing_lossy = self.limits.squared_error == 0
+        most = [region.most_bytes / self.scale_bytes for region in self.regions]
         result = linprog(
-            np.concatenate([np.zeros(count), np.ones(count)]),
-            A_ub=np.vstack([memory, lines]),
-            b_ub=np.concatenate([(budget_bytes - self.room) / scale_bytes, -self.values / scale_seconds]),
-            bounds=[(0.0, region.most_bytes / scale_bytes) for region in self.regions] + [(0.0, None)] * count,
+            np.concatenate([np.zeros(3 * count), np.ones(3 * count)]),
+            A_ub=sparse.vstack([table for table, _ in tables], format="csr"),
+            b_ub=np.concatenate([right for _, right in tables]),
+            bounds=[
+                *((0.0, bytes_) for bytes_ in most),
+                *((0.0, 0.0 if nothing_lossy else None) for _ in range(count)),
+                *((0.0, None) for _ in range(4 * count)),
+            ],
             method="highs",
         )
         if result.status == 2:
             return np.inf
         assert result.status == 0, f"HiGHS: {result.message}"
         # The solver may be off by its tolerance, a bound may not.
-        return self.index.base_seconds + max(float(result.fun) - 1e-7, 0.0) * scale_seconds
+        return self.index.base_seconds + max(float(result.fun) - 1e-7, 0.0) * self.scale_seconds
 
-    def _line_rows(self) -> tuple[Floats, Floats]:
-        rows, owners, values = [], [], []
+    def _lines(self) -> Iterator[Line]:
+        return (line for region in self.regions for line in region.hull.lines)
+
+    def _line_rows(self) -> tuple[csr_array, Floats]:
+        """Row 2."""
         count = len(self.regions)
+        entries: list[tuple[int, int, float]] = []
+        values: list[float] = []
         for position, region in enumerate(self.regions):
             for line in region.hull.lines:
-                price = line.price_seconds_per_byte
-                row = np.zeros(count)
-                row[position] = price
-                owner = np.zeros(count)
-                owner[position] = 1.0
-                rows.append(row)
-                owners.append(owner)
-                values.append(min(price * region.kept_bytes, line.value_seconds + region.touch_seconds))
-        self.lines_of_regions = np.array(owners).reshape(-1, count)
-        return np.array(rows).reshape(-1, count), np.array(values)
+                row = len(values)
+                entries.append((row, position, -line.price_seconds_per_byte * self.scale_bytes / self.scale_seconds))
+                entries.append((row, count + position, -line.error_price * self.scale_error / self.scale_seconds))
+                entries.append((row, 2 * count + position, -line.link_price * self.scale_bytes / self.scale_seconds))
+                entries.append((row, 3 * count + position, -1.0))
+                untouched = line.price_seconds_per_byte * region.kept_bytes
+                values.append(-min(untouched, line.value_seconds + region.touch_seconds) / self.scale_seconds)
+        return _table(entries, len(values), 6 * count), np.array(values)
+
+    def _link_rows(self) -> tuple[csr_array, Floats]:
+        """Row 6, one per way."""
+        count = len(self.regions)
+        link = self.index.forms.link
+        entries: list[tuple[int, int, float]] = []
+        values: list[float] = []
+        for position, view in enumerate(self.index.views):
+            after = self.index.neighbour(view.call.index)
+            if link is None or after is None:
+                continue
+            windows = windows_of(self.index, view.call, after)
+            for way, speed in enumerate((link.out_bytes_per_second, link.in_bytes_per_second)):
+                row = len(values)
+                entries.append((row, 2 * count + position, self.scale_bytes / speed / self.scale_seconds))
+                entries.append((row, (4 + way) * count + position, -1.0))
+                values.append(windows[way] / self.scale_seconds)
+        return _table(entries, len(values), 6 * count), np.array(values)
+
+    def _limit_rows(self) -> list[tuple[csr_array, Floats]]:
+        """Row 7."""
+        count = len(self.regions)
+        tables = []
+        if 0 < self.limits.squared_error < math.inf:
+            entries = [(0, count + position, self.scale_error / self.limits.squared_error) for position in range(count)]
+            tables.append((_table(entries, 1, 6 * count), np.ones(1)))
+        if self.limits.link_bytes is not None:
+            entries = [(0, 2 * count + position, 1.0) for position in range(count)]
+            tables.append((_table(entries, 1, 6 * count), np.array([self.limits.link_bytes / self.scale_bytes])))
+        return tables
 
     def _memory_rows(self) -> tuple[Floats, Floats]:
-        """Rows 3 to 5: coefficients of R, and the bytes that are there besides."""
+        """Rows 3 to 5: coefficients of R and of B, and the bytes that are there besides."""
         edges = {0, self.index.instants}
         for region in self.regions:
-            edges |= {region.frame.exit, region.frame.start, region.frame.stop}
+            edges |= {region.frame.exit, region.frame.start, region.frame.stop, *region.sent_until, *region.back_from}
         ordered = sorted(edge for edge in edges if 0 <= edge <= self.index.instants)
         rows, room = [], []
         for a, b in itertools.pairwise(ordered):
-            between = [region.frame.exit <= a and b <= region.frame.start for region in self.regions]
+            between = [region.held_share(a, b) for region in self.regions]
             active = [p for p, r in enumerate(self.regions) if r.frame.start <= a and b <= r.frame.stop]
             level = self.fixed[a:b].copy()
             for position in active:
                 frame = self.regions[position].frame
                 level += self.regions[position].read[a - frame.start : b - frame.start]
-            rows.append(np.array(between, dtype=np.float64))
+            rows.append(np.array(between, dtype=np.float64).T.ravel())
             room.append(int(level.max()))
             for position in active:
-                frame = self.regions[position].frame
-                past = self.regions[position].past[a - frame.start : b - frame.start]
+                region = self.regions[position]
+                past = region.past[a - region.frame.start : b - region.frame.start]
                 with_own = np.array(between, dtype=np.float64)
-                with_own[position] = 1.0
-                rows.append(with_own)
+                with_own[position] = (1.0, region.buffer_share)
+                rows.append(with_own.T.ravel())
                 room.append(int((level - past).max()))
-        return np.array(rows).reshape(-1, len(self.regions)), np.array(room, dtype=np.float64)
+        return np.array(rows).reshape(-1, 2 * len(self.regions)), np.array(room, dtype=np.float64)
+
+
+def _table(entries: list[tuple[int, int, float]], rows: int, columns: int) -> csr_array:
+    """A sparse table of (row, column, number)."""
+    at = np.array([(row, column) for row, column, _ in entries], dtype=np.int64).reshape(-1, 2)
+    numbers = np.array([number for _, _, number in entries], dtype=np.float64)
+    return coo_array((numbers, (at[:, 0], at[:, 1])), shape=(rows, columns)).tocsr()
 
 
 def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Region:
@@ -156,7 +235,34 @@ def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Reg
     copies = sum(prices.held_bytes[v] for v in view.copied)
     touch = engine_seconds(index, view)
     past = int(all_bytes + copies) - np.cumsum(held)[:-1]
-    return _Region(frame, choice_set.hull, all_bytes, all_bytes + copies, touch, np.cumsum(read)[:-1], past)
+    after = index.neighbour(view.call.index)
+    source_share, buffer_share = _shares_of_sent(view)
+    return _Region(
+        frame,
+        choice_set.hull,
+        all_bytes,
+        all_bytes + copies,
+        touch,
+        np.cumsum(read)[:-1],
+        past,
+        () if after is None else (2 * after.forward[1],),
+        () if after is None else (2 * after.backward[0],),
+        source_share,
+        buffer_share,
+    )
+
+
+def _shares_of_sent(view: RegionView) -> tuple[float, float]:
+    """Bytes of source and of buffer on the device per byte on the link, at least; two values may share one source."""
+    ratios, storages = [], []
+    for value in view.decided:
+        entry = view.forms.get(value)
+        sent = [form.link_bytes for form in (entry.forms if entry is not None else ()) if form.link_bytes]
+        if sent:
+            ratios.append(view.graph.values[value].bytes / max(sent))
+            storages.append(view.graph.values[value].storage)
+    buffer_share = min(ratios, default=0.0)
+    return (buffer_share if len(set(storages)) == len(storages) else 0.0), buffer_share
 
 
 def _relief(index: StepIndex) -> Ints:

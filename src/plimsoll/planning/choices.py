@@ -20,9 +20,9 @@ import numpy as np
 
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.cut import Prices
-from plimsoll.planning.effects import Effect, frame_of, held_bytes, likeness, measure_effect
+from plimsoll.planning.effects import Effect, Relief, frame_of, held_bytes, likeness, measure_effect
 from plimsoll.planning.frontier import Hull, sweep_prices
-from plimsoll.planning.packing import limit_offload, modes_of, packing_prices
+from plimsoll.planning.packing import limit_offload, modes_of, packing_sweeps
 from plimsoll.planning.pins import pinned
 from plimsoll.planning.step import Ints, RegionView, StepIndex, slot_stop
 
@@ -92,40 +92,56 @@ class _Generator:
         return self.known[choice]
 
     def generate(self, given: set[Choice]) -> ChoiceSet:
+        """Every choice if they are few; else those without other forms, the more for each form, and their neighbours."""
         view = self.view
-        hull = sweep_prices(view, self.prices)
         every = _every_choice(view)
         if every is not None:
+            hull = sweep_prices(view, self.prices)
             effects = [self.measure(choice) for choice in every]
             return ChoiceSet(self._usable(), hull, is_complete=all(effect.is_additive for effect in effects))
-        # First as if there were no other forms: what they open is then never worse than what there is without them.
-        simple = [Choice(view.everything), Choice(view.nothing), *(choice for choice in given if not choice.packed)]
-        if not self.prices.modes:
-            self._explore(self.prices, [*simple, *(cut.choice for cut in hull.cuts)])
-            return ChoiceSet(self._usable(), hull, is_complete=False)
-        plain = dataclasses.replace(self.prices, modes={})
-        self._explore(plain, [*simple, *self._swept(plain), *(_every_choice(view, with_forms=False) or ())])
-        found = [*given, *(cut.choice for cut in hull.cuts)]
-        for prices in packing_prices(view, self.prices, self.most_squared_error / self.alike):
-            found += self._swept(prices)
-        for prices in limit_offload(self.index, view, self.prices):
-            found += self._swept(prices)
-        self._explore(self.prices, found)
+        for choice in (Choice(view.everything), Choice(view.nothing), *given):
+            self.measure(choice)
+        hull = self._explore(dataclasses.replace(self.prices, modes={}))
+        if self.prices.modes:
+            # What is allowed besides must not take away: without other forms there are the same choices as ever.
+            hull = self._explore_forms()
         return ChoiceSet(self._usable(), hull, is_complete=False)
 
-    def _explore(self, prices: Prices, choices: Iterable[Choice]) -> None:
-        """Measure choices, then others around the best of all that are known."""
-        for choice in choices:
-            self.measure(choice)
+    def _explore(self, prices: Prices) -> Hull:
+        """Measure the vertices of the hull and choices around them."""
+        hull = self._sweep(prices)
         fixed = _fixed_backward(self.index, self.view)
         for _ in range(_PEAK_ROUNDS):
             for choice in _variants(self.index, self.view, prices, self._usable(), fixed):
                 self.measure(choice)
+        self._descend_beside_others(fixed)
+        return hull
+
+    def _explore_forms(self) -> Hull:
+        """Measure the vertices of the hulls with other forms, at prices of what regions share, and choices around them."""
+        known = set(self.known)
+        hull = self._sweep(self.prices)
+        lines = list(hull.lines)
+        for sweep in packing_sweeps(self.prices, self.most_squared_error / self.alike):
+            lines += sweep.lines(self._sweep(sweep.prices).lines)
+        for limited in limit_offload(self.index, self.view, self.prices):
+            self._sweep(limited)
+        fixed = _fixed_backward(self.index, self.view)
+        vertices = tuple(e for choice, e in self.known.items() if choice not in known and self._is_usable(e))
+        for choice in _variants(self.index, self.view, self.prices, _undominated(list(vertices)), fixed):
+            self.measure(choice)
+        self._descend_beside_others(fixed)
+        return Hull(hull.cuts, tuple(lines))
+
+    def _descend_beside_others(self, fixed: Ints) -> None:
         for others in sorted({0, 1, self.alike}):
             self._descend(fixed, others)
 
-    def _swept(self, prices: Prices) -> list[Choice]:
-        return [cut.choice for cut in sweep_prices(self.view, prices).cuts]
+    def _sweep(self, prices: Prices) -> Hull:
+        hull = sweep_prices(self.view, prices)
+        for cut in hull.cuts:
+            self.measure(cut.choice)
+        return hull
 
     def _usable(self) -> tuple[Effect, ...]:
         """What has been measured, without what causes too large an error and what another choice beats."""
@@ -249,7 +265,7 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
     figures = np.hstack([np.array(shared), np.stack([effect.backward for effect in order])])
     least, most = np.delete(figures, 5, axis=1), np.delete(figures, 4, axis=1)
     kept = np.empty_like(most)
-    alike: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
+    alike: dict[tuple[Relief, ...], list[int]] = {}
     left: list[int] = []
     for position, effect in enumerate(order):
         same = alike.setdefault(effect.relief, [])
@@ -266,5 +282,5 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
 
 def _retained_range(effect: Effect) -> tuple[int, int]:
     """The least and the most bytes that a choice adds between forward and backward."""
-    least = effect.retained_bytes - sum(size for _, _, size in effect.relief if size > 0)
-    return least, effect.retained_bytes - sum(size for _, _, size in effect.relief if size < 0)
+    least = effect.retained_bytes - sum(relief.size for relief in effect.relief if relief.size > 0)
+    return least, effect.retained_bytes - sum(relief.size for relief in effect.relief if relief.size < 0)

@@ -18,6 +18,7 @@ depth. The step's own seconds are in the objective, so gaps are relative to the 
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -50,6 +51,8 @@ STAGE_SECONDS = 2.0
 FLOOR_GAP = 2e-3
 NEAR_FLOOR = 1e-2
 """The smallest peak is searched for to within ``FLOOR_GAP`` of itself, and to within ``NEAR_FLOOR`` when nodes run out."""
+_HAIR = 1e-9
+"""What the relaxed smallest peak may be off by."""
 _OPTIMAL, _LIMIT, _INFEASIBLE, _NODES_SPENT = 0, 1, 2, 4
 
 
@@ -149,7 +152,7 @@ class ChoiceProblem:
         room = LinearConstraint(below_peak, -np.inf, -self.windows.fixed_bytes / self.unit_bytes)
         bounds = Bounds(*self._limits(np.full(windows, np.inf), (0.0, np.inf)))
         least_bytes = self._relaxed_peak(aim, bounds, room) * self.unit_bytes
-        for gap in (FLOOR_GAP / 10, FLOOR_GAP):
+        for gap in (0.0, FLOOR_GAP / 10, FLOOR_GAP):
             rounded = self._round_peak(least_bytes, gap)
             if rounded is not None:
                 return rounded
@@ -183,7 +186,7 @@ class ChoiceProblem:
         """Whole choices whose peak is within ``gap`` of the relaxed smallest one, if rounding finds some."""
         if not np.isfinite(least_bytes):
             return None
-        budget_bytes = int(least_bytes * (1 + gap))
+        budget_bytes = max(math.ceil(least_bytes * (1 - _HAIR)), int(least_bytes * (1 + gap)))
         relaxed = self.relax(budget_bytes)
         rounded = None if relaxed is None else round_down(self.windows, relaxed.shares, budget_bytes, self.limits)
         return None if rounded is None else Selection(rounded, least_bytes, is_finished=True)

@@ -11,10 +11,11 @@ is true. Edges:
 5   x_u → sink, cost(u)              u has no producer: an input that is copied or held (0 for parameters)
 ==  ===============================  ==========================================================
 
-``cost(v)`` is the least of λ·bytes + seconds + μ·error² over the modes of v: as it is (its bytes, no seconds), or one of its
-forms; μ is the price of error. A form that is private serves the slots of v, but no op that reads v: it is edge 1 that pays
-for it, and x_v stays false. An edge counts when it leaves the source side. All terms are submodular, so the cut is the
-optimum for this price; what a price cannot see is that the replay itself needs memory (``choices`` looks after that).
+``cost(v)`` is the least of λ·bytes + seconds + μ·error² over the modes of v: as it is (its bytes, no seconds), or one of
+its forms; μ is the price of error. A form that is private serves the slots of v, but
+no op that reads v: it is edge 1 that pays for it, and x_v stays false. An edge counts when it leaves the source side. All
+terms are submodular, so the cut is the optimum for this price; what a price cannot see is that the replay itself needs
+memory (``choices`` looks after that).
 
 Source: project selection (Picard 1976) as used for rematerialisation by Checkmate's and torch's min-cut partitioners; here
 storing is priced per byte, so that a sweep gives the whole frontier. scipy's ``maximum_flow`` takes 32-bit capacities:
@@ -40,7 +41,7 @@ _INFINITE = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One form of a value: bytes that stay, seconds that packing and bringing back take at least, squared error.
+    """One form of a value: bytes that stay, seconds that packing and bringing back take at least, squared error, bytes sent.
 
     Only the value's own slots can be made of a form that ``is_private``.
     """
@@ -49,6 +50,7 @@ class Mode:
     held_bytes: float
     seconds: float
     squared_error: float
+    link_bytes: float = 0.0
     is_private: bool = False
 
 
@@ -65,6 +67,10 @@ class Prices:
     modes: dict[int, tuple[Mode, ...]] = field(default_factory=dict)
     error_price: float = 0.0
 
+    def seconds(self, mode: Mode) -> float:
+        """Seconds of a mode, and what its error is worth."""
+        return mode.seconds + self.error_price * mode.squared_error
+
     def cheapest(self, value: int, price_seconds_per_byte: float) -> tuple[float, Mode | None]:
         """The least cost of holding a value for whoever reads it, and in which form (``None``: as it is)."""
         best: tuple[float, Mode | None] = (price_seconds_per_byte * self.held_bytes[value], None)
@@ -79,8 +85,7 @@ class Prices:
 
     def _costs(self, modes: Iterable[Mode], price_seconds_per_byte: float) -> Iterator[tuple[float, Mode]]:
         for mode in modes:
-            cost = price_seconds_per_byte * mode.held_bytes + mode.seconds
-            yield cost + (self.error_price * mode.squared_error if self.error_price else 0.0), mode
+            yield price_seconds_per_byte * mode.held_bytes + self.seconds(mode), mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +236,6 @@ def _read_off(
         copied=copied,
         ops=ops,
         held_bytes=sum(prices.held_bytes[v] for v in kept | copied) + sum(m.held_bytes for m in modes.values()),
-        seconds=sum(prices.op_seconds[op] for op in ops)
-        + sum(mode.seconds for mode in modes.values())
-        + prices.error_price * sum(mode.squared_error for mode in modes.values()),
+        seconds=sum(prices.op_seconds[op] for op in ops) + sum(prices.seconds(mode) for mode in modes.values()),
         lower_value=lower_value,
     )

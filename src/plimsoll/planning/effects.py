@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,23 +30,41 @@ class Frame:
     stop: int
 
 
+class Relief(NamedTuple):
+    """Bytes that are not added between forward and backward for a while (negative: added besides).
+
+    Start and stop count from the region's exit, or, with ``is_before_backward``, from the start of its backward: how far
+    apart these two are differs between regions that are alike.
+    """
+
+    start: int
+    stop: int
+    size: int
+    is_before_backward: bool = False
+
+    def span(self, frame: Frame) -> Span:
+        """The instants of one region."""
+        origin = frame.start if self.is_before_backward else frame.exit
+        return origin + self.start, origin + self.stop
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Effect:
     """What one choice of one region adds to the fixed bytes.
 
     ``copied_bytes`` from the region's entry on, ``exit_bytes`` more at the last instant of its forward, ``retained_bytes``
-    (copies included) between its forward and its backward, less the bytes of each ``relief`` (start and stop counted from
-    the region's exit) while that storage is alive anyway, or while a transfer's source or buffer is there (then they are
-    negative), ``backward`` per instant of its backward. ``seconds`` are those of replay and packing, ``squared_error`` and
-    ``link_bytes`` as in a ``Simulation``. ``is_additive`` if these figures are exact beside any choices of other regions;
-    otherwise they are no less than what the region adds.
+    (copies included) between its forward and its backward, less the bytes of each ``relief`` while that storage is alive
+    anyway, or while a transfer's source or buffer is there (then they are negative), ``backward`` per instant of its
+    backward. ``seconds`` are those of replay and packing, ``squared_error`` and ``link_bytes`` as in a ``Simulation``.
+    ``is_additive`` if these figures are exact beside any choices of other regions; otherwise they are no less than what the
+    region adds.
     """
 
     choice: Choice
     copied_bytes: int
     exit_bytes: int
     retained_bytes: int
-    relief: tuple[tuple[int, int, int], ...]
+    relief: tuple[Relief, ...]
     backward: Ints
     seconds: float
     is_additive: bool
@@ -136,7 +155,7 @@ def measure_effect(index: StepIndex, view: RegionView, choice: Choice) -> Effect
     change = np.zeros(length + 1, dtype=np.int64)
     retained = 0
     is_additive = True
-    relief: list[tuple[int, int, int]] = []
+    relief: list[Relief] = []
     own = {view.graph.values[v].storage for v in view.decided}
 
     def add(start: int, stop: int, size: int) -> None:
@@ -152,16 +171,16 @@ def measure_effect(index: StepIndex, view: RegionView, choice: Choice) -> Effect
             add(a, b, size)
         if is_between(frame, clipped) and not is_between(frame, covered):
             retained += size
-            relief += [(a - frame.exit, b - frame.exit, size) for a, b in relief_spans(index, frame, storage)]
+            relief += [Relief(a - frame.exit, b - frame.exit, size) for a, b in relief_spans(index, frame, storage)]
         elif not is_between(frame, clipped):
             part = subtract(((a, min(b, frame.start)) for a, b in clipped), covered)
-            relief += [(a - frame.exit, b - frame.exit, -size) for a, b in part if b > a]
+            relief += [Relief(a - frame.exit, b - frame.exit, -size) for a, b in part if b > a]
     for (a, b), size, _ in outcome.payloads:
         add(a, b, size)
         if a <= frame.exit and b >= frame.start:
             retained += size
         elif a < frame.start:
-            relief.append((a - frame.exit, min(b, frame.start) - frame.exit, -size))
+            relief.append(Relief(a - frame.start, min(b - frame.start, 0), -size, is_before_backward=True))
     copied = sum(size for _, size, _ in outcome.copies)
     for (_, b), size, _ in outcome.copies:
         add(frame.start, b, size)

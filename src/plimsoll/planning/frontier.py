@@ -21,10 +21,12 @@ _LEAST_STEP = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """``seconds >= value_seconds - price · bytes`` holds for every choice of the region."""
+    """``seconds >= value_seconds - price · bytes - error price · error² - link price · sent`` holds for every choice."""
 
     price_seconds_per_byte: float
     value_seconds: float
+    error_price: float = 0.0
+    link_price: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ def sweep_prices(view: RegionView, prices: Prices) -> Hull:
 
     def at(price: float) -> Cut:
         cut = solve_cut(view, prices, price)
-        lines.append(Line(price, cut.lower_value))
+        lines.append(Line(price, cut.lower_value, prices.error_price))
         return cut
 
     loose = at(0.0)

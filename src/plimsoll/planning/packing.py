@@ -1,25 +1,29 @@
 """The forms of a region's values in, the modes that the cut weighs and the prices at which it is worth sweeping out.
 
 One price of memory is not enough where values have other forms: a lossy form spends a budget of error that all regions
-share, and a transfer is free only until its window is full. So the sweep is repeated with error priced, without lossy
-forms, and with the link open to some values only.
+share, and a transfer is free only until its window is full. So the sweep is repeated with error and link priced, without
+lossy forms, and with the link open to some values only. What a priced sweep proves of every choice (its lines) goes into
+the bound; so does what a sweep without lossy forms proves: another choice errs at least by the smallest of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.forms import Form
 from plimsoll.planning.cut import Mode, Prices
 from plimsoll.planning.errors import sensitivity
+from plimsoll.planning.frontier import Line
 from plimsoll.planning.step import RegionView, StepIndex
 from plimsoll.planning.transfers import windows_of
 
 _ERROR_PRICES = (0.01, 0.1, 1.0, 10.0)
 """In units of: all seconds of the region for all of its share of the error budget."""
+_LINK_SHARES = (0.3, 0.6, 1.0)
 _WINDOW_SHARES = (1.0, 0.5)
 
 
@@ -34,24 +38,63 @@ def modes_of(view: RegionView) -> dict[int, tuple[Mode, ...]]:
 
 def _mode(view: RegionView, value: int, form: Form) -> Mode:
     squared_error = (sensitivity(view, value) * form.noise) ** 2 if form.noise else 0.0
-    return Mode(form.name, form.held_bytes, form.seconds, squared_error, form.is_private)
+    return Mode(form.name, form.held_bytes, form.seconds, squared_error, form.link_bytes, form.is_private)
 
 
-def packing_prices(view: RegionView, prices: Prices, squared_error: float) -> Iterator[Prices]:
-    """The same prices without lossy forms, and with error priced."""
-    if not any(mode.squared_error for modes in prices.modes.values() for mode in modes):
-        return
-    lossy = {(v, mode.form) for v, modes in prices.modes.items() for mode in modes if mode.squared_error}
-    yield _without(prices, lossy)
-    if math.isinf(squared_error):
-        return
-    total_seconds = sum(prices.op_seconds)
-    for share in _ERROR_PRICES:
-        yield dataclasses.replace(prices, error_price=share * total_seconds / max(squared_error, 1e-30))
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Prices to sweep at.
+
+    With a ``link_share`` a byte sent costs that share of what a byte held costs. ``least_error`` is the least that choices
+    outside of these prices' modes spend.
+    """
+
+    prices: Prices
+    link_share: float = 0.0
+    least_error: float = 0.0
+
+    def lines(self, lines: Iterable[Line]) -> Iterator[Line]:
+        """What the lines of these prices say of every choice: what they do not know of, a price pays for."""
+        for line in lines:
+            yield Line(
+                line.price_seconds_per_byte,
+                line.value_seconds,
+                line.value_seconds / self.least_error if self.least_error else line.error_price,
+                line.price_seconds_per_byte * self.link_share,
+            )
+
+
+def packing_sweeps(prices: Prices, squared_error: float) -> Iterator[Sweep]:
+    """The same prices with error and link priced, and without lossy forms.
+
+    Args:
+        prices: with all modes.
+        squared_error: what one region may spend of the budget.
+    """
+    modes = [(value, mode) for value, found in prices.modes.items() for mode in found]
+    lossy = {(value, mode.form): mode.squared_error for value, mode in modes if mode.squared_error}
+    error_prices = [0.0]
+    if lossy and 0 < squared_error < math.inf:
+        error_prices += [share * sum(prices.op_seconds) / squared_error for share in _ERROR_PRICES]
+    for link_share in (0.0, *(_LINK_SHARES if any(mode.link_bytes for _, mode in modes) else ())):
+        charged = dataclasses.replace(prices, modes=_charge(prices, link_share))
+        for error_price in error_prices:
+            if link_share or error_price:
+                yield Sweep(dataclasses.replace(charged, error_price=error_price), link_share)
+        if lossy:
+            yield Sweep(_without(charged, lossy.keys()), link_share, min(lossy.values()))
+
+
+def _charge(prices: Prices, link_share: float) -> dict[int, tuple[Mode, ...]]:
+    """Modes whose bytes sent count as a share of bytes held."""
+    return {
+        value: tuple(dataclasses.replace(m, held_bytes=m.held_bytes + link_share * m.link_bytes) for m in modes)
+        for value, modes in prices.modes.items()
+    }
 
 
 def limit_offload(index: StepIndex, view: RegionView, prices: Prices) -> Iterator[Prices]:
-    """The same prices without the link, and with as many values on it as its window takes: largest or dearest first."""
+    """The same prices with as many values on the link as its window takes: largest or dearest first."""
     offloaded = {
         (value, form.name): form.link_bytes
         for value in prices.modes
@@ -61,7 +104,6 @@ def limit_offload(index: StepIndex, view: RegionView, prices: Prices) -> Iterato
     link, after = index.forms.link, index.neighbour(view.call.index)
     if not offloaded or link is None or after is None:
         return
-    yield _without(prices, offloaded.keys())
     out_window, in_window = windows_of(index, view.call, after)
     room = min(out_window * link.out_bytes_per_second, in_window * link.in_bytes_per_second)
     orders: tuple[Callable[[tuple[int, str]], float], ...] = (

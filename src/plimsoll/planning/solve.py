@@ -182,7 +182,7 @@ class Planner:
             found: the solver's own run at this budget, whose bound counts where its choices are complete.
             boundaries: whether plans that drop region inputs are to be bounded too.
         """
-        bound = LowerBound(self.index, self.sets, boundaries=boundaries).seconds(budget_bytes)
+        bound = LowerBound(self.index, self.sets, self.limits, boundaries=boundaries).seconds(budget_bytes)
         if self.is_complete and found is not None and not boundaries:
             bound = max(bound, self.index.base_seconds + found.lower_seconds)
         return bound
@@ -308,7 +308,7 @@ def _write(
         cost_source=costs.source,
         cost_device=costs.device,
         budget_bytes=budget_bytes,
-        floor_bytes=planner.floor.peak_bytes,
+        floor_bytes=min(planner.floor.peak_bytes, simulation.peak_bytes),
         baseline_peak_bytes=baseline.peak_bytes,
         baseline_seconds=baseline.seconds,
         predicted_peak_bytes=simulation.peak_bytes,

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plimsoll.planning.choices import ChoiceSet
-from plimsoll.planning.effects import Effect, Frame, frame_of
+from plimsoll.planning.effects import Effect, Frame, Relief, frame_of
 from plimsoll.planning.step import Ints, StepIndex
 
 
@@ -67,7 +67,7 @@ def _split(index: StepIndex, frames: Sequence[Frame], stacks: Sequence[_Stack]) 
         cuts |= {frame.entry, frame.exit, frame.start, settled, frame.stop}
         if stack.has_exit_bytes:
             cuts.add(frame.exit - 1)
-        cuts |= {frame.exit + at for span in stack.reliefs for at in span}
+        cuts |= {at for relief in stack.reliefs for at in relief.span(frame)}
         if settled > frame.start:
             varying.append((frame.start, settled))
     edges = sorted(cut for cut in cuts if 0 <= cut <= index.instants)
@@ -93,12 +93,14 @@ class _Stack:
         self._curves = np.stack([effect.backward for effect in effects])
         self._seconds = np.array([effect.seconds for effect in effects])
         self._shared = np.array([(effect.squared_error, effect.link_bytes) for effect in effects])
-        self.reliefs: dict[tuple[int, int], Ints] = {}
+        self.reliefs: dict[Relief, Ints] = {}
+        """Per stretch of time (their sizes are 0) the bytes of every choice."""
         for choice, effect in enumerate(effects):
-            for start, stop, size in effect.relief:
-                if (start, stop) not in self.reliefs:
-                    self.reliefs[start, stop] = np.zeros_like(self._copied)
-                self.reliefs[start, stop][choice] += size
+            for relief in effect.relief:
+                stretch = relief._replace(size=0)
+                if stretch not in self.reliefs:
+                    self.reliefs[stretch] = np.zeros_like(self._copied)
+                self.reliefs[stretch][choice] += relief.size
         self.has_exit_bytes = any(effect.exit_bytes for effect in effects)
         changes = np.flatnonzero((np.diff(self._curves, axis=1) != 0).any(axis=0))
         self.settles = int(changes[-1]) + 1 if len(changes) else 0
@@ -115,8 +117,8 @@ class _Stack:
         if b > frame.start:
             fixed = index.fixed[a:b]
             return ("backward", a - frame.start, b - frame.start, (fixed - fixed.max()).tobytes())
-        first, last = a - frame.exit, b - frame.exit
-        return ("between", *(span for span in self.reliefs if span[0] <= first and last <= span[1]))
+        spans = {relief: relief.span(frame) for relief in self.reliefs}
+        return ("between", *(relief for relief, (start, stop) in spans.items() if start <= a and b <= stop))
 
     def row(self, key: Hashable) -> Ints:
         """What each choice adds to a window."""
@@ -132,7 +134,7 @@ class _Stack:
         if key[0] == "exit":
             return self._exit
         if key[0] == "between":
-            return self._retained - sum((self.reliefs[span] for span in key[1:]), np.zeros_like(self._copied))
+            return self._retained - sum((self.reliefs[relief] for relief in key[1:]), np.zeros_like(self._copied))
         _, first, last, below = key
         # A constant adds itself; only a varying curve meets the fixed bytes instant by instant.
         peaks: Ints = (self._curves[:, first:last] + np.frombuffer(below, dtype=np.int64)).max(axis=1)

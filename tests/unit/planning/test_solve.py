@@ -11,11 +11,12 @@ from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.planning.simulate import simulate
-from plimsoll.planning.solve import solve
+from plimsoll.planning.solve import Planner, solve
 from unit.planning.builders import OUT, StepBuilder, transformer
 
 STEP = transformer(6, width=1024).finish()
-FREE = solve(*STEP, budget_bytes=None)
+PLANNER = Planner(*STEP)
+FREE = solve(*STEP, budget_bytes=None, planner=PLANNER)
 
 
 def budget_at(share: float) -> int:
@@ -24,12 +25,12 @@ def budget_at(share: float) -> int:
 
 @pytest.fixture(scope="module")
 def tight() -> Plan:
-    return solve(*STEP, budget_bytes=budget_at(0.3))
+    return solve(*STEP, budget_bytes=budget_at(0.3), planner=PLANNER)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
 def test_plan_stays_within_its_budget_in_the_simulator(share: float) -> None:
-    plan = solve(*STEP, budget_bytes=budget_at(share))
+    plan = solve(*STEP, budget_bytes=budget_at(share), planner=PLANNER)
     assert plan.status.is_usable
     assert simulate(*STEP, plan.regions).peak_bytes == plan.predicted_peak_bytes <= budget_at(share)
     assert plan.baseline_seconds <= plan.lower_bound_seconds <= plan.predicted_seconds
@@ -38,7 +39,7 @@ def test_plan_stays_within_its_budget_in_the_simulator(share: float) -> None:
 
 @pytest.mark.parametrize("budget_bytes", [None, FREE.baseline_peak_bytes])
 def test_without_scarcity_everything_is_kept(budget_bytes: int | None) -> None:
-    plan = solve(*STEP, budget_bytes=budget_bytes)
+    plan = solve(*STEP, budget_bytes=budget_bytes, planner=PLANNER)
     assert plan.status is Status.OPTIMAL
     assert all(region.is_untouched for region in plan.regions)
     assert plan.price_seconds_per_byte == 0.0
@@ -62,31 +63,31 @@ def test_replay_seconds_of_values_and_regions_add_up_to_the_overhead(tight: Plan
 
 def test_plan_below_floor_names_the_floor_and_who_holds_it() -> None:
     with pytest.raises(BudgetBelowFloor) as raised:
-        solve(*STEP, budget_bytes=FREE.floor_bytes - 1)
+        solve(*STEP, budget_bytes=FREE.floor_bytes - 1, planner=PLANNER)
     assert "smallest reachable peak" in raised.value.found
     assert "parameters" in raised.value.why
     assert str(FREE.floor_bytes) in raised.value.next
 
 
 def test_plan_below_floor_is_infeasible_as_data() -> None:
-    plan = solve(*STEP, budget_bytes=FREE.floor_bytes - 1, raise_below_floor=False)
+    plan = solve(*STEP, budget_bytes=FREE.floor_bytes - 1, raise_below_floor=False, planner=PLANNER)
     assert plan.status is Status.INFEASIBLE
     assert plan.floor_bytes == FREE.floor_bytes
 
 
 def test_a_budget_at_the_floor_is_met() -> None:
-    assert solve(*STEP, budget_bytes=FREE.floor_bytes).predicted_peak_bytes == FREE.floor_bytes
+    assert solve(*STEP, budget_bytes=FREE.floor_bytes, planner=PLANNER).predicted_peak_bytes == FREE.floor_bytes
 
 
 def test_measured_excess_is_taken_off_the_budget() -> None:
-    plan = solve(*STEP, budget_bytes=budget_at(0.5), excess_bytes=1000)
+    plan = solve(*STEP, budget_bytes=budget_at(0.5), excess_bytes=1000, planner=PLANNER)
     assert plan.predicted_peak_bytes <= budget_at(0.5) - 1000
     assert plan.budget_bytes == budget_at(0.5)
 
 
 def test_a_named_strategy_above_the_budget_points_to_auto() -> None:
     with pytest.raises(BudgetBelowFloor) as raised:
-        solve(*STEP, budget_bytes=budget_at(0.5), strategy="none")
+        solve(*STEP, budget_bytes=budget_at(0.5), strategy="none", planner=PLANNER)
     assert "auto" in raised.value.next
 
 

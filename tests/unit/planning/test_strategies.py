@@ -7,7 +7,7 @@ import pytest
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import InvalidStrategy
-from plimsoll.planning.solve import solve
+from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import strategy_choices
 from unit.planning.builders import transformer
@@ -15,10 +15,11 @@ from unit.planning.builders import transformer
 NAMES = ("none", "full", "input-only", "every:2", "sqrt", "selective:attention", "selective:mlp", "selective:norm",
          "selective:mm,sdpa")  # fmt: skip
 STEP = transformer(4).finish()
+PLANNER = Planner(*STEP)
 
 
 def plan_of(strategy: str) -> Plan:
-    return solve(*STEP, budget_bytes=None, strategy=strategy)
+    return solve(*STEP, budget_bytes=None, strategy=strategy, planner=PLANNER)
 
 
 @pytest.mark.parametrize("name", NAMES)
