@@ -1,0 +1,163 @@
+"""Random small steps whose values may take other forms: budgets, limits and bounds hold, what can be enumerated is optimal."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import msgspec
+import numpy as np
+import pytest
+
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.decision import Status
+from plimsoll.artifacts.forms import Forms
+from plimsoll.artifacts.trace import Trace
+from plimsoll.planning import choices as generation
+from plimsoll.planning.choice import Choice
+from plimsoll.planning.choices import ChoiceSet
+from plimsoll.planning.effects import likeness, measure_effect
+from plimsoll.planning.frontier import Hull
+from plimsoll.planning.limits import Limits
+from plimsoll.planning.simulate import Simulation, run_choices, simulate
+from plimsoll.planning.solve import Planner, solve
+from plimsoll.planning.step import RegionView, StepIndex
+from plimsoll.planning.windows import build_windows
+from unit.planning.builders import random_step, transformer
+from unit.planning.form_builders import block_forms, random_choice, random_forms
+
+STEPS = 320
+BATCH = 40
+ENUMERATED_CHOICES = 1500
+TOLERANCE = 1.002
+"""What a plan may be off by, as is stated."""
+SEARCHED = 1.05
+"""The same, where a search for the choices of large regions is made to do with tiny ones, of which one op is a tenth."""
+
+
+def random_case(seed: int) -> tuple[Trace, Costs, Forms, Limits]:
+    draw = random.Random(f"case {seed}")
+    trace, costs = random_step(seed, regions=2 if seed % 2 else 3, ops=4).finish()
+    forms = random_forms(trace, costs, seed, share=draw.choice([0.3, 0.6, 1.0]))
+    return trace, costs, forms, Limits(draw.choice([0.0, 0.01, 0.05, 0.3]) ** 2, draw.choice([None, None, 0, 5, 20]))
+
+
+def states(view: RegionView) -> list[Choice]:
+    """Every choice of a region."""
+    options = []
+    for value in view.decided:
+        entry = view.forms.get(value)
+        names = ["keep", *(["drop"] if value in view.droppable else [])]
+        options.append([*names, *(form.name for form in (entry.forms if entry is not None else ()))])
+    return [
+        Choice(
+            frozenset(v for v, state in zip(view.decided, taken, strict=True) if state == "keep"),
+            frozenset((v, s) for v, s in zip(view.decided, taken, strict=True) if s not in ("keep", "drop")),
+        )
+        for taken in itertools.product(*options)
+    ]
+
+
+def every_simulation(index: StepIndex, limits: Limits) -> list[Simulation]:
+    """Every combination of choices that keeps to the limits; nothing if they are too many."""
+    per_region = [states(view) for view in index.views]
+    if math.prod(map(len, per_region)) > ENUMERATED_CHOICES:
+        return []
+    simulations = (run_choices(index, chosen) for chosen in itertools.product(*per_region))
+    return [s for s in simulations if limits.allow(s.squared_error, s.link_bytes)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, STEPS, BATCH))
+def test_plans_keep_to_all_limits_and_are_optimal_where_that_can_be_checked(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = packed = 0
+    for seed in range(first, first + BATCH):
+        # In every second step the choices are searched for as in large regions, not enumerated.
+        monkeypatch.setattr(generation, "_ENUMERATED_CHOICES", 1 if seed % 2 else 512)
+        trace, costs, forms, limits = random_case(seed)
+        planner = Planner(trace, costs, forms=forms, limits=limits)
+        low, high = planner.floor.peak_bytes, planner.baseline.peak_bytes
+        budget_bytes = random.Random(seed).randint(int(0.95 * low), high)
+        plan = solve(trace, costs, budget_bytes=budget_bytes, raise_below_floor=False, planner=planner)
+        simulation = simulate(trace, costs, plan.regions, forms)
+        assert simulation.peak_bytes == plan.predicted_peak_bytes, seed
+        assert simulation.seconds == pytest.approx(plan.predicted_seconds), seed
+        assert math.sqrt(simulation.squared_error) == pytest.approx(plan.predicted_error), seed
+        assert simulation.link_bytes == plan.offloaded_bytes, seed
+        assert plan.lower_bound_seconds <= plan.predicted_seconds, seed
+        assert plan.gap_of_step == pytest.approx(
+            (plan.predicted_seconds - plan.lower_bound_seconds) / plan.baseline_seconds
+        )
+        if plan.status.is_usable:
+            packed += any(region.packed for region in plan.regions)
+            assert plan.predicted_peak_bytes <= budget_bytes, seed
+            assert limits.allow(simulation.squared_error, simulation.link_bytes), seed
+            assert (plan.status is Status.OPTIMAL) == (plan.gap_of_step <= 1e-6), seed
+        everything = every_simulation(planner.index, limits)
+        checked += bool(everything)
+        fitting = [s.seconds for s in everything if s.peak_bytes <= budget_bytes]
+        if fitting:
+            assert planner.lower_bound_seconds(budget_bytes, None, boundaries=False) <= min(fitting) + 1e-9, seed
+            assert planner.lower_bound_seconds(budget_bytes, None, boundaries=True) <= min(fitting) + 1e-9, seed
+        if everything and planner.is_complete:
+            assert plan.floor_bytes == min(s.peak_bytes for s in everything), seed
+            assert (plan.status is Status.INFEASIBLE) == (not fitting), seed
+            assert not fitting or plan.predicted_seconds == pytest.approx(min(fitting)), seed
+        elif fitting and plan.status.is_usable:
+            assert plan.predicted_seconds <= min(fitting) * SEARCHED, seed
+    assert checked > BATCH // 2
+    assert packed > BATCH // 8
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_more_of_anything_never_costs_time(first: int) -> None:
+    for seed in range(first, first + 10):
+        trace, costs, forms, limits = random_case(seed)
+        planner = Planner(trace, costs, forms=forms, limits=limits)
+        low, high = planner.floor.peak_bytes, planner.baseline.peak_bytes
+
+        def seconds(made: Planner, budget_bytes: int) -> float:
+            plan = solve(
+                made.index.trace, made.index.costs, budget_bytes=budget_bytes, raise_below_floor=False, planner=made
+            )
+            return plan.predicted_seconds if plan.status.is_usable else math.inf
+
+        of_budgets = [seconds(planner, int(budget)) for budget in np.linspace(low, high, 4)]
+        assert all(b <= a * TOLERANCE for a, b in itertools.pairwise(of_budgets)), seed
+        budget_bytes = (low + high) // 2
+        before = seconds(planner, budget_bytes)
+        wider = [Limits(limits.squared_error * 4, limits.link_bytes), Limits(limits.squared_error, None)]
+        assert all(seconds(planner.relimited(limit), budget_bytes) <= before * TOLERANCE for limit in wider), seed
+        if forms.link is not None:
+            link = msgspec.structs.replace(
+                forms.link,
+                out_bytes_per_second=4 * forms.link.out_bytes_per_second,
+                in_bytes_per_second=4 * forms.link.in_bytes_per_second,
+                latency_seconds=0.0,
+            )
+            faster = Planner(trace, costs, forms=msgspec.structs.replace(forms, link=link), limits=limits)
+            assert seconds(faster, budget_bytes) <= before * TOLERANCE, seed
+
+
+def test_alike_regions_add_what_they_share_where_each_of_them_is() -> None:
+    trace, costs = transformer(5).finish()
+    index = StepIndex(trace, costs, block_forms(trace, costs))
+    keys = [likeness(index, view) for view in index.views]
+    assert [keys.index(key) for key in keys] == [0, 0, 0, 0, 4]
+    for seed in range(30):
+        draw = random.Random(seed)
+        sets = {}
+        for view, key in zip(index.views, keys, strict=True):
+            if key not in sets:
+                effects = tuple(measure_effect(index, view, random_choice(draw, view)) for _ in range(6))
+                sets[key] = ChoiceSet(effects, Hull((), ()), is_complete=False)
+        windows = build_windows(index, [sets[key] for key in keys])
+        picks = [draw.randrange(len(effects)) for effects in windows.effects]
+        taken = [effects[pick] for effects, pick in zip(windows.effects, picks, strict=True)]
+        simulation = run_choices(index, [effect.choice for effect in taken])
+        summed = windows.fixed_bytes + sum(a[:, pick] for a, pick in zip(windows.added_bytes, picks, strict=True))
+        assert summed.tolist() == [int(simulation.curve[a:b].max()) for a, b in windows.spans]
+        assert simulation.seconds == pytest.approx(index.base_seconds + sum(effect.seconds for effect in taken))
