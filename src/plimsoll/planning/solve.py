@@ -143,7 +143,7 @@ class Planner:
         budgets = [low + (high - low) * point // (_FRONTIER_POINTS - 1) for point in range(_FRONTIER_POINTS - 1)]
         gap = EXACT_GAP if self.gap == EXACT_GAP else COARSE_GAP
         rungs: dict[int, Simulation] = {}
-        for budget in budgets if high > low else ():
+        for budget in dict.fromkeys(budgets) if high > low else ():
             if budget in known and self._allows(known[budget]):
                 rungs[budget] = known[budget]
                 continue
