@@ -35,7 +35,7 @@ _TRAINING = ("argparse", "ast", "asyncio.base_events", "collections", "configpar
              "subprocess", "tarfile", "tempfile", "textwrap", "threading", "tokenize", "traceback", "turtle", "typing",
              "unittest.mock", "urllib.request", "uuid", "zipfile")  # fmt: skip
 _HELD_OUT = ("calendar", "csv", "ftplib", "glob", "locale", "poplib", "sched", "shelve", "telnetlib", "wave", "weakref")
-_BATCHES_HELD_OUT = 16
+_BATCHES_HELD_OUT = 64
 _ABOVE_FLOOR = 0.05
 
 
@@ -72,12 +72,15 @@ def train(seed: int, steps: int, plan: Plan | None, size: str) -> Run:
     training, held_out = corpus(_TRAINING), corpus(_HELD_OUT)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=2e-3)
+    # Falls to zero, so that the end does not depend on where the last few steps happened to be.
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
     with contextlib.nullcontext() if plan is None else plimsoll.apply(case.model, plan):
         for _ in range(steps):
             optimizer.zero_grad(set_to_none=True)
             batch = windows(training, case.batch["input_ids"], generator)
             run_step(Case(case.name, case.size, case.model, batch, case.loss), case.model)
             optimizer.step()
+            decay.step()
     same = torch.Generator().manual_seed(0)
     case.model.eval()
     with torch.no_grad():
