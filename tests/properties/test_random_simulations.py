@@ -19,8 +19,8 @@ from unit.planning.builders import random_step
 from unit.planning.form_builders import random_choice, random_forms
 from unit.planning.slow_simulator import SlowStep
 
-STEPS = 600
-BATCH = 150
+STEPS = 300
+BATCH = 100
 DRAWS = 5
 
 
