@@ -6,6 +6,7 @@ error is kept, not raised: the ticket raises it where its user looks.
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import errno
 import time
@@ -35,7 +36,7 @@ class Lease:
         self.returned.append(self.extent)
 
 
-class Copy:
+class Copy(abc.ABC):
     """One transfer; it holds the tensor and the lease until it has run, and not a moment longer."""
 
     def __init__(self, tensor: torch.Tensor, lease: Lease, transport: Transport) -> None:
@@ -72,11 +73,11 @@ class Copy:
         finally:
             self._account(tensor.nbytes, time.thread_time() - begun_seconds)
 
-    def _move(self, data: memoryview, offset: int) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _move(self, data: memoryview, offset: int) -> None: ...
 
-    def _account(self, nbytes: int, cpu_seconds: float) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _account(self, nbytes: int, cpu_seconds: float) -> None: ...
 
 
 class CopyOut(Copy):

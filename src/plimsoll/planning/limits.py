@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-
-from plimsoll.planning.effects import Effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +27,3 @@ class Limits:
         if others.link_bytes is not None and (self.link_bytes is None or self.link_bytes > others.link_bytes):
             return False
         return self.squared_error <= others.squared_error
-
-    def hold_for(self, effects: Iterable[Effect]) -> bool:
-        """Whether one choice per region keeps within."""
-        taken = list(effects)
-        return self.allow(sum(e.squared_error for e in taken), sum(e.link_bytes for e in taken))
