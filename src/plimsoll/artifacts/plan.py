@@ -10,7 +10,8 @@ import msgspec
 from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Decision, Status
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2: regions carry their price, points of the timeline their seconds; files of 1 are read without."""
 
 
 class ValueDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +43,8 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The decisions of one region call; an empty tuple (or all KEEP) leaves the region untouched.
 
     With ``is_boundary_dropped`` the region's input is not held either: it is rebuilt through the region before.
+    ``price_seconds_per_byte`` is what a byte costs that is held from this region's forward to the end of its backward: an
+    early region holds its values through more moments of scarcity than a late one (``None``: an older plan did not say).
     """
 
     name: str
@@ -51,6 +54,7 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     retained_bytes: int
     replay_seconds: float
     is_boundary_dropped: bool = False
+    price_seconds_per_byte: float | None = None
 
     @property
     def is_untouched(self) -> bool:
@@ -89,12 +93,17 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes alive at one tick, by category."""
+    """Bytes alive at one tick, by category.
+
+    ``unmanaged_seconds`` is when the tick's op starts in the unmanaged step under the plan's costs: replays, codecs and
+    transfers are not in it (``None``: an older plan did not say).
+    """
 
     tick: int
     moment: str
     bytes: int
     by_category: dict[str, int]
+    unmanaged_seconds: float | None = None
 
 
 class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):

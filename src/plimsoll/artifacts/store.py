@@ -131,10 +131,19 @@ def save(artifact: Artifact, path: str | Path) -> None:
     Raises:
         PlanFileError: the place cannot be written.
     """
+    write_whole(to_json(artifact) + "\n", path)
+
+
+def write_whole(text: str, path: str | Path) -> None:
+    """Write text to a file that appears whole or not at all; an existing file is replaced.
+
+    Raises:
+        PlanFileError: the place cannot be written.
+    """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        temporary.write_text(to_json(artifact) + "\n", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(target)
     except BaseException as error:
         with contextlib.suppress(OSError):

@@ -45,6 +45,7 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
                 retained_bytes=_retained_bytes(view, choice, linked, counted),
                 replay_seconds=op_seconds.get(view.call.index, 0.0) + engine,
                 is_boundary_dropped=bool(linked),
+                price_seconds_per_byte=float(price),
             )
         )
     return tuple(plans)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from plimsoll.artifacts.plan import Holder, Peak, TimelinePoint
@@ -91,6 +93,7 @@ def describe_timeline(simulation: Simulation, points: int = 400) -> tuple[Timeli
     """The bytes over the step at no more than ``points`` ticks: the highest of each stretch, so the peak is in."""
     trace = simulation.index.trace
     curves = category_curves(simulation)
+    starts = [0.0, *itertools.accumulate(simulation.index.op_seconds(op.cost_key) for op in trace.ops)]
     ticks = max(len(trace.ops), 1)
     stretch = max(-(-ticks // points), 1)
     found = []
@@ -98,12 +101,14 @@ def describe_timeline(simulation: Simulation, points: int = 400) -> tuple[Timeli
         last = min(first + stretch, ticks)
         part = simulation.curve[2 * first : 2 * last if last < ticks else None]
         instant = 2 * first + int(np.argmax(part))
+        tick = min(instant // 2, ticks - 1)
         found.append(
             TimelinePoint(
-                tick=min(instant // 2, ticks - 1),
+                tick=tick,
                 moment=name_instant(trace, instant),
                 bytes=int(simulation.curve[instant]),
                 by_category={name: int(curve[instant]) for name, curve in curves.items() if curve[instant]},
+                unmanaged_seconds=starts[tick],
             )
         )
     return tuple(found)

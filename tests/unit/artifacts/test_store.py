@@ -55,7 +55,19 @@ def test_the_file_says_what_it_is(tmp_path: Path):
     make_plan().save(tmp_path / "plan.json")
     fields = json.loads((tmp_path / "plan.json").read_text())
     assert next(iter(fields.items())) == ("plimsoll", "plan")
-    assert fields["schema_version"] == 1
+    assert fields["schema_version"] == 2
+
+
+def test_a_plan_of_the_first_schema_is_read_without_what_came_later():
+    fields = json.loads(to_json(make_plan())) | {"schema_version": 1}
+    for region in fields["regions"]:
+        del region["price_seconds_per_byte"]
+    for point in fields["timeline"]:
+        del point["unmanaged_seconds"]
+    old = from_json(json.dumps(fields))
+    assert isinstance(old, plimsoll.Plan)
+    assert {region.price_seconds_per_byte for region in old.regions} == {None}
+    assert {point.unmanaged_seconds for point in old.timeline} == {None}
 
 
 def test_saving_leaves_nothing_but_the_file(tmp_path: Path):
@@ -117,7 +129,7 @@ def test_a_newer_schema_is_refused_with_both_numbers():
     with pytest.raises(PlanFileError) as caught:
         from_json(json.dumps(fields))
     assert "schema 7" in caught.value.found
-    assert "schema 1" in caught.value.found
+    assert "schema 2" in caught.value.found
 
 
 def test_a_missing_schema_is_refused():
