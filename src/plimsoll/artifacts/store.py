@@ -13,18 +13,22 @@ from typing import Any
 
 import msgspec
 
-from plimsoll.artifacts import comparison, plan, receipt
+from plimsoll.artifacts import advice, comparison, plan, receipt
+from plimsoll.artifacts.advice import Advice
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
+from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import PlanFileError
 
-Artifact = Plan | Receipt | Comparison
+Artifact = Plan | Receipt | Comparison | Advice
 
-_KINDS: dict[str, tuple[type[Plan] | type[Receipt] | type[Comparison], int]] = {
+_KINDS: dict[str, tuple[type[Artifact], int]] = {
     Plan.KIND: (Plan, plan.SCHEMA_VERSION),
     Receipt.KIND: (Receipt, receipt.SCHEMA_VERSION),
     Comparison.KIND: (Comparison, comparison.SCHEMA_VERSION),
+    Verdict.KIND: (Verdict, verdict.SCHEMA_VERSION),
+    Advice.KIND: (Advice, advice.SCHEMA_VERSION),
 }
 _TAG = "plimsoll"
 _NUMBER = "plimsoll.number"

@@ -1,4 +1,4 @@
-"""``plimsoll show FILE``: a saved plan, receipt or comparison in words and pictures. Needs neither torch nor the model."""
+"""``plimsoll show FILE``: a saved plan, receipt, comparison or advice, to read. Needs neither torch nor the model."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
+from plimsoll.artifacts.advice import Advice
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.store import Artifact, load_any
+from plimsoll.artifacts.verdict import Verdict
 from plimsoll.cli import options, terminal
 
 FileArgument = Annotated[
-    Path, typer.Argument(metavar="FILE", help="What plan, verify or compare saved with --output.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="FILE", help="What plan, verify, compare or advise saved with --output.", show_default=False
+    ),
 ]
 
 
 def show(file: FileArgument, *, explain: options.ExplainOption = False, json: options.JsonOption = False) -> None:
-    """Show a saved plan, receipt or comparison.
+    """Show a saved plan, receipt, comparison or advice.
 
     Example: plimsoll show plan.json --explain
     """
@@ -32,12 +37,18 @@ def show(file: FileArgument, *, explain: options.ExplainOption = False, json: op
 
 
 def _render(artifact: Artifact) -> RenderableType:
+    from plimsoll.reports.advice_terminal import render_advice
     from plimsoll.reports.comparison_terminal import render_comparison
     from plimsoll.reports.plan_terminal import render_plan
     from plimsoll.reports.receipt_terminal import render_receipt
+    from plimsoll.reports.verdict_terminal import render_verdict
 
     if isinstance(artifact, Plan):
         return render_plan(artifact)
     if isinstance(artifact, Receipt):
         return render_receipt(artifact)
+    if isinstance(artifact, Verdict):
+        return render_verdict(artifact)
+    if isinstance(artifact, Advice):
+        return render_advice(artifact)
     return render_comparison(artifact)
