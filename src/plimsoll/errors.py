@@ -18,6 +18,7 @@
     ├── PlanNotUsable          a plan that has no decisions to apply
     ├── TracingFailed          the step cannot be traced
     ├── InvalidCodec           a codec's name or parameters that are not known
+    ├── InvalidTrace           no profiler trace, or two that do not belong together
     ├── OffloadFailed          a link cannot take or give back a tensor: disk full, host budget spent, I/O error
     └── ReplayMismatch         backward was about to use a value that is not what forward made
         └── SavedTensorModified    a value that backward needs was written in place
@@ -110,6 +111,10 @@ class TracingFailed(PlimsollError):
 
 class InvalidCodec(PlimsollError):
     """No codec goes by that name, or not with these parameters."""
+
+
+class InvalidTrace(PlimsollError):
+    """A profiler's trace that cannot be read, or two that cannot be compared."""
 
 
 class OffloadFailed(PlimsollError):
