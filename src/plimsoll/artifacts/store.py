@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from plimsoll.artifacts import advice, comparison, plan, receipt
+from plimsoll.artifacts import advice, comparison, plan, receipt, verdict
 from plimsoll.artifacts.advice import Advice
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.plan import Plan
@@ -21,7 +21,7 @@ from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import PlanFileError
 
-Artifact = Plan | Receipt | Comparison | Advice
+Artifact = Plan | Receipt | Comparison | Advice | Verdict
 
 _KINDS: dict[str, tuple[type[Artifact], int]] = {
     Plan.KIND: (Plan, plan.SCHEMA_VERSION),

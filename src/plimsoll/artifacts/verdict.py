@@ -1,0 +1,237 @@
+"""A verdict: what training under a plan does to gradients, loss and speed, beside the same training without. No torch here.
+
+Numbers that are not finite are ``None``. How each figure is defined is in docs/probe.md.
+"""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+
+class Ruling(enum.StrEnum):
+    """What a probe comes to; the first one that applies."""
+
+    BASELINE_DIVERGED = "BASELINE_DIVERGED"
+    DIVERGED = "DIVERGED"
+    IDENTICAL = "IDENTICAL"
+    NO_COMPRESSION = "NO_COMPRESSION"
+    RECOMPUTE_INSTEAD = "RECOMPUTE_INSTEAD"
+    NET_LOSS = "NET_LOSS"
+    GOOD = "GOOD"
+    UNDECIDED = "UNDECIDED"
+
+    @property
+    def advice(self) -> str:
+        """One sentence that says what the user should do."""
+        return _ADVICE[self]
+
+    @property
+    def is_pass(self) -> bool:
+        """Whether training may rely on the plan."""
+        return self in (Ruling.GOOD, Ruling.IDENTICAL)
+
+
+_ADVICE = {
+    Ruling.BASELINE_DIVERGED: "Training without a plan reaches NaN or infinity: mend the target (learning rate, data, "
+    "precision) before judging a plan by it.",
+    Ruling.DIVERGED: "Do not train with this plan: its loss or gradient is NaN or infinite where plain training is finite.",
+    Ruling.IDENTICAL: "Train with it: every loss and every gradient norm is equal bit for bit.",
+    Ruling.NO_COMPRESSION: "Do not compress here: gradients spike at least twice as often; recompute or offload instead.",
+    Ruling.RECOMPUTE_INSTEAD: "Recompute instead of compressing: the plan moves the gradient by more than a tenth.",
+    Ruling.NET_LOSS: "Not worth it: the plan needs more steps or ends worse, by more than noise explains.",
+    Ruling.GOOD: "Train with it: gradients, loss and held-out loss keep within the stated limits.",
+    Ruling.UNDECIDED: "Not enough to tell: see what is missing.",
+}
+
+
+class Outcome(enum.StrEnum):
+    """How one rule stands."""
+
+    CLEAR = "CLEAR"
+    """The interval lies within what is allowed."""
+    BROKEN = "BROKEN"
+    """The interval lies outside of what is allowed."""
+    OPEN = "OPEN"
+    """It cannot be told yet."""
+    NOT_MEASURED = "NOT_MEASURED"
+    """The probe had no means to look: no held-out data, for example."""
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """One rule: what it allows, what was found (in words and numbers), how it stands, and what is missing if it is open."""
+
+    name: str
+    ruling: Ruling
+    """What a broken rule comes to."""
+    outcome: Outcome
+    allowed: str
+    found: str
+    missing: str = ""
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """A number with its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class NormSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The gradient norms of one arm: quantiles, spikes, and how heavy the tails are.
+
+    ``quantiles`` are those at ``NORM_QUANTILES``; ``kurtosis`` is the excess over a normal distribution's.
+    """
+
+    median: float
+    percentile_95: float
+    largest: float
+    spikes: int
+    kurtosis: float | None
+    quantiles: tuple[float, ...]
+
+
+NORM_QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+"""Where ``NormSummary.quantiles`` are taken."""
+
+WHOLE_MODEL = "whole model"
+"""The name of all parameters together among the blocks."""
+
+
+class NormComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """The gradient norms of one block (or of the whole model) in both arms, at the same steps.
+
+    ``shift`` is the mean change of the norm, as a share: 0.1 is a tenth larger. ``p_value`` is that of a two-sample test
+    (Kolmogorov-Smirnov distance, arms swapped by whole runs of steps), ``adjusted_p_value`` is corrected for the number of
+    blocks. ``None`` where there are too few steps.
+    """
+
+    block: str
+    baseline: NormSummary
+    plan: NormSummary
+    shift: Estimate | None
+    p_value: float | None = None
+    adjusted_p_value: float | None = None
+
+
+class GradientComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan's gradient beside the unmanaged one at the same parameters, batch and random state, over ``samples`` steps.
+
+    ``relative_error`` is ‖Δg‖ / ‖g‖ (largest seen: ``largest_error``), ``cosine`` that of the angle between the two,
+    ``gain`` how long the plan's gradient is along the unmanaged one (1: neither shortened nor stretched). ``None`` where
+    there are too few samples for an interval.
+    """
+
+    block: str
+    samples: int
+    relative_error: float
+    largest_error: float
+    cosine: Estimate | None
+    gain: Estimate | None
+
+
+class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What one arm came to.
+
+    ``final_loss`` is the mean over the last ``Verdict.window`` steps. ``steps_to_target`` is the first step at which
+    the mean over as many steps is at most the target, ``None`` if it never is; ``seconds_to_target`` is that number of
+    median steps. ``held_out_loss`` is the mean over the held-out batches, ``perplexity`` its exponential.
+    """
+
+    name: str
+    final_loss: float | None
+    held_out_loss: float | None = None
+    perplexity: float | None = None
+    steps_to_target: int | None = None
+    seconds_to_target: float | None = None
+    measured_step_seconds: float | None = None
+    items_per_second: float | None = None
+    measured_peak_bytes: int | None = None
+
+
+class Curves(msgspec.Struct, frozen=True, kw_only=True):
+    """Loss and norm of the whole gradient of both arms, step by step (``None``: not finite)."""
+
+    baseline_losses: tuple[float | None, ...]
+    plan_losses: tuple[float | None, ...]
+    baseline_norms: tuple[float | None, ...]
+    plan_norms: tuple[float | None, ...]
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Training under a plan held against training without one. ``plimsoll.probe`` makes one; ``str`` shows it.
+
+    ``decided_by`` is the name of the rule that the ruling follows from, ``missing`` what an undecided one lacks.
+    ``comparisons`` and ``gradients`` begin with the whole model.
+    """
+
+    KIND: ClassVar[str] = "verdict"
+
+    schema_version: int = SCHEMA_VERSION
+    ruling: Ruling
+    decided_by: str
+    reason: str
+    missing: tuple[str, ...] = ()
+    model: str
+    fingerprint: str
+    signature: str
+    device: str
+    strategy: str
+    is_lossless: bool
+    optimizer: str
+    data: str
+    """Where the batches came from, in words."""
+    versions: dict[str, str]
+    seed: int
+    steps: int
+    """Steps that each arm took."""
+    planned_steps: int
+    confidence: float
+    """Of each interval: 1 less the error allowed for it."""
+    rules: tuple[Rule, ...]
+    baseline: ArmSummary
+    plan: ArmSummary
+    target_loss: float | None
+    window: int
+    """Steps over which losses are averaged."""
+    items: str
+    """What ``items_per_second`` counts: tokens or examples."""
+    delay: Estimate | None = None
+    """How many times as many steps the plan needs for the same loss (1: no more)."""
+    held_out_difference: Estimate | None = None
+    """The plan's held-out loss less the baseline's."""
+    comparisons: tuple[NormComparison, ...]
+    gradients: tuple[GradientComparison, ...] = ()
+    curves: Curves
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it was clear before all planned steps were taken."""
+        return self.steps < self.planned_steps
+
+    @property
+    def exit_code(self) -> int:
+        """0 where training may rely on the plan, else 1."""
+        return 0 if self.ruling.is_pass else 1
+
+    def save(self, path: str | Path) -> None:
+        """Write the verdict as JSON, whole or not at all.
+
+        Raises:
+            PlanFileError: the place cannot be written.
+        """
+        from plimsoll.artifacts.store import save
+
+        save(self, path)
+
+    def __str__(self) -> str:
+        from plimsoll.artifacts.verdict_summary import summarise_verdict
+
+        return summarise_verdict(self)
