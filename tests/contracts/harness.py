@@ -21,6 +21,7 @@ from plimsoll.artifacts.plan import ValueDecision
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.links.protocol import Link
 from plimsoll.runtime.apply import Handle
+from plimsoll.runtime.inspection import Inspector
 from plimsoll.runtime.links import LinkTable
 from plimsoll.runtime.packed import Packer
 from plimsoll.runtime.randomness import generators_of
@@ -88,6 +89,7 @@ def manage(
     packs: Mapping[str, str] | None = None,
     boundaries: Sequence[int] = (),
     sentinel_every: int = 1,
+    verify_every: int = 0,
     link: Link | None = None,
 ) -> Handle:
     """The model with everything dropped in its regions, but for what is kept or packed.
@@ -101,6 +103,7 @@ def manage(
         packer=Packer(link),
         traffic=Traffic(),
         policy=SentinelPolicy(every=sentinel_every),
+        inspector=Inspector(verify_every, torch.device("cpu")),
         generators=generators_of([parameter.device for parameter in model.parameters()]),
     )
     managed = {

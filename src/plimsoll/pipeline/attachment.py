@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import BudgetBelowFloor, InvalidLoss
 from plimsoll.pipeline.allowance import Allowance, read_allowance
@@ -61,6 +62,7 @@ class Attachment:
         optimizer: torch.optim.Optimizer | None,
         regions: Sequence[str] | None,
         allowance: Allowance,
+        verify_every: int,
     ) -> None:
         self.model = model
         self.plan: Plan | None = None
@@ -68,6 +70,8 @@ class Attachment:
         self._optimizer = optimizer
         self._regions = regions
         self._allowance = allowance
+        self._verify_every = verify_every
+        self._earlier_faults: tuple[Fault, ...] = ()
         self._step: _Step | None = None
         self._handle: Handle | None = None
         self._watch: OptimizerWatch | None = None
@@ -88,14 +92,17 @@ class Attachment:
         """Whether the plan for the budget is still to come: the model runs at its lowest peak."""
         return self._is_calibrating
 
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """What ``verify_every`` has shown so far, under every plan that was at work."""
+        return (*self._earlier_faults, *(() if self._handle is None else self._handle.faults))
+
     def remove(self) -> None:
         """Undo everything; harmless when called twice."""
         self._end_measuring()
         if self._watch is not None:
             self._watch.remove()
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        self._drop_handle()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -139,8 +146,7 @@ class Attachment:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_bytes: int) -> None:
         """Trace this very call, and let it run at the lowest peak, measured."""
-        if self._handle is not None:
-            self._handle.remove()
+        self._drop_handle()
         if is_profiled():
             warnings.warn(
                 "plimsoll: this training call is traced, which takes torch's profiler: yours records nothing of it",
@@ -226,11 +232,16 @@ class Attachment:
         return max(0, self._watch.bytes_after - self._counted_state_bytes)
 
     def _run(self, plan: Plan) -> None:
+        self._drop_handle()
+        self.plan = plan
+        self._handle = apply_plan(self.model, plan, verify_every=self._verify_every)
+        self._handle.begin_step()
+
+    def _drop_handle(self) -> None:
+        self._earlier_faults = self.faults
         if self._handle is not None:
             self._handle.remove()
-        self.plan = plan
-        self._handle = apply_plan(self.model, plan)
-        self._handle.begin_step()
+            self._handle = None
 
     def _end_measuring(self) -> None:
         """Stop the meter, if it runs; the step counts if it was measured from its forward to its end."""
@@ -267,6 +278,7 @@ def attach(
     host_budget: int | str | None = None,
     overrides: Sequence[str] = (),
     link: str | None = None,
+    verify_every: int = 0,
 ) -> Attachment:
     """Keep the training of ``model`` under ``budget`` without a batch at hand.
 
@@ -285,9 +297,10 @@ def attach(
         host_budget: bytes at the other end of the link.
         overrides: decisions by pattern.
         link: ``host`` or ``disk``.
+        verify_every: as for ``plimsoll.apply``.
 
     Returns:
-        An attachment with ``plan`` and ``remove()``; also a context manager.
+        An attachment with ``plan``, ``faults`` and ``remove()``; also a context manager.
 
     Raises:
         InvalidBudget, InvalidModel: at once.
@@ -306,7 +319,14 @@ def attach(
     allowance = read_allowance(
         allow=allow, max_error=max_error, host_budget=host_budget, overrides=overrides, link=link
     )
-    return Attachment(model, budget, optimizer=optimizer, regions=as_patterns(regions), allowance=allowance)
+    return Attachment(
+        model,
+        budget,
+        optimizer=optimizer,
+        regions=as_patterns(regions),
+        allowance=allowance,
+        verify_every=verify_every,
+    )
 
 
 def _as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

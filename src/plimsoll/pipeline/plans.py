@@ -174,7 +174,7 @@ class _Job:
         return TrainingStep(self._model, args, kwargs, loss=self._loss, optimizer=self._optimizer)
 
 
-def apply(model: nn.Module, plan: Plan, *, sentinel_every: int = 1) -> Handle:
+def apply(model: nn.Module, plan: Plan, *, sentinel_every: int = 1, verify_every: int = 0) -> Handle:
     """Manage ``model`` as ``plan`` says, until ``handle.remove()`` or the end of the ``with`` block.
 
     The model's code, parameters and ``state_dict`` stay as they are; a region that keeps everything is not touched at
@@ -186,6 +186,10 @@ def apply(model: nn.Module, plan: Plan, *, sentinel_every: int = 1) -> Handle:
         plan: a plan with a usable status.
         sentinel_every: rebuilt values are compared with samples from forward in every n-th call of a region; larger
             numbers cost less on models that are bound by launches.
+        verify_every: in every n-th training call of the model one region, in turn, is verified bit for bit: what its
+            dropped tensors were goes to the disk (from a GPU to host memory) and is compared with what comes back. A
+            mismatch is warned of and noted in ``handle.faults``; backward gets the true tensor, and the region is served
+            without recipes from then on. 0: never.
 
     Returns:
         A handle; also a context manager.
@@ -202,7 +206,7 @@ def apply(model: nn.Module, plan: Plan, *, sentinel_every: int = 1) -> Handle:
     check_module(model)
     check_plan(plan)
     refuse_other_model(model, plan)
-    return apply_plan(model, plan, sentinel_every=sentinel_every)
+    return apply_plan(model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
 
 
 def load(path: str | Path) -> Plan:

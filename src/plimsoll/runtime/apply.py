@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from plimsoll.artifacts.decision import Engine
+from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan, RegionPlan
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.errors import PlanMismatch, PlanNotUsable
 from plimsoll.links.open import open_link
 from plimsoll.links.protocol import Link
+from plimsoll.runtime.inspection import Inspector
 from plimsoll.runtime.links import LinkTable
 from plimsoll.runtime.packed import Packer
 from plimsoll.runtime.randomness import generators_of
@@ -44,6 +46,7 @@ class Handle:
         self._plan = plan
         self.regions = dict(regions)
         self._shared = shared
+        shared.inspector.watch(tuple(self.regions))
         self._root_hooks: list[Any] = []
         if self.regions:
             self._root_hooks = [
@@ -90,6 +93,20 @@ class Handle:
         ]
         return (*untouched, *(outcome for region in self.regions.values() for outcome in region.outcomes()))
 
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """What inspected calls have shown so far."""
+        return tuple(self._shared.inspector.faults)
+
+    @property
+    def inspected_calls(self) -> int:
+        """How many calls of regions have been inspected so far."""
+        return self._shared.inspector.inspected_calls
+
+    def inspecting(self) -> contextlib.AbstractContextManager[None]:
+        """Inspect every region in every call inside the block."""
+        return self._shared.inspector.everywhere()
+
     def engines(self) -> dict[str, tuple[Engine, str]]:
         """What serves each managed region so far, and why where it is not by recipes."""
         return {
@@ -119,6 +136,8 @@ class Handle:
         """A new call of the model begins: calls of its regions are counted from zero."""
         self._shared.links.clear()
         self._shared.traffic.clear()
+        if torch.is_grad_enabled():
+            self._shared.inspector.begin_step()
         for region in self.regions.values():
             region.calls = 0
 
@@ -141,7 +160,13 @@ class _RootHook:
 
 
 def apply_plan(
-    model: nn.Module, plan: Plan, *, sentinel_every: int = 1, link: Link | None = None, sensor: Sensor | None = None
+    model: nn.Module,
+    plan: Plan,
+    *,
+    sentinel_every: int = 1,
+    verify_every: int = 0,
+    link: Link | None = None,
+    sensor: Sensor | None = None,
 ) -> Handle:
     """Manage the model's regions as the plan says. A region that keeps everything is not touched at all.
 
@@ -149,6 +174,8 @@ def apply_plan(
         model: the model that the plan was made for.
         plan: a usable plan.
         sentinel_every: check rebuilt values against samples in every n-th call of a region.
+        verify_every: inspect one region, in turn, in every n-th training call: what comes back in its backward is compared
+            bit for bit; 0: never.
         link: where offloaded values go, whatever it is called; by default the plan's own link is opened.
         sensor: watches the first call of every region.
 
@@ -166,14 +193,15 @@ def apply_plan(
     for name in {region.name for region in plan.regions}:
         _check_module(model, modules, name, is_managed=name in managed)
     parameters = list(model.parameters())
+    device = parameters[0].device if parameters else torch.device("cpu")
     if link is None and plan.link:
-        device = parameters[0].device if parameters else torch.device("cpu")
         link = open_link(plan.link, device, host_budget=plan.host_budget_bytes, directory=None)
     shared = Shared(
         links=LinkTable(is_used=any(call.is_boundary_dropped for calls in managed.values() for call in calls)),
         packer=Packer(link, plan.link),
         traffic=Traffic(),
         policy=SentinelPolicy(every=sentinel_every),
+        inspector=Inspector(verify_every, device),
         generators=generators_of([parameter.device for parameter in parameters]),
         sensor=sensor,
     )

@@ -17,6 +17,7 @@ from plimsoll.schedule import BOUNDARY
 
 if TYPE_CHECKING:
     from plimsoll.runtime.compile import SegmentFunction
+    from plimsoll.runtime.inspection import Inspection
     from plimsoll.runtime.program import Code, Program
 
 
@@ -34,6 +35,7 @@ class Frame:
         "_waiting",
         "cells",
         "env",
+        "inspection",
         "program",
         "states",
         "tensors",
@@ -45,6 +47,7 @@ class Frame:
         self.tensors: list[torch.Tensor] = []
         self.states: dict[tuple[int, int], torch.Tensor] = {}
         self.env: dict[int, torch.Tensor] = {}
+        self.inspection: Inspection | None = None
         self._bound: tuple[torch.Tensor, ...] = ()
         self._versions: tuple[int, ...] = ()
         self._code: Code | None = None
@@ -84,6 +87,8 @@ class Frame:
         value: torch.Tensor = frame.replay(cell.index, cell.leaves)
         if frame._seen is not None:
             frame._observe(cell.index)
+        if frame.inspection is not None:
+            return frame.inspection.examine(cell, value)
         if cell.sample is not None:
             frame.program.check_sample(cell.index, cell.sample, value)
         return value
@@ -129,6 +134,21 @@ class Frame:
         if slot in self._early:
             return self._early.pop(slot)
         return self._out_of_order(slot, leaves)
+
+    def rebuild(self, slot: int) -> torch.Tensor | None:
+        """The slot made once more from what is held, whatever this backward has made; ``None`` if its cell is gone."""
+        leaves = self.leaves_of(slot)
+        if not leaves:
+            return None
+        assert self.program is not None
+        value: torch.Tensor = self._run(self.program.alone(slot), leaves, {})
+        return value
+
+    def leaves_of(self, slot: int) -> tuple[Readable, ...]:
+        """What a dropped slot's recipe starts from; nothing if its cell is gone."""
+        reference = self._waiting.get(slot)
+        cell = None if reference is None else reference()
+        return () if cell is None else cell.leaves
 
     def _start(self, task: int) -> None:
         """A new backward pass: nothing is rebuilt yet."""

@@ -22,7 +22,7 @@ from plimsoll.runtime.packed import Packer, Refused, Source, is_exact, plan_pack
 from plimsoll.runtime.randomness import ENTRY
 from plimsoll.runtime.sentinels import SentinelPolicy, must_defer, sample_geometry
 from plimsoll.runtime.verifying import same_bits
-from plimsoll.schedule import BOUNDARY, Unreachable, build_schedule
+from plimsoll.schedule import BOUNDARY, Unreachable, build_schedule, recipe_ops
 
 _GONE = torch.empty(0)
 """Stands where a packed tensor was."""
@@ -86,7 +86,7 @@ class Program:
         self._packer = packer
         self._codecs = {value: packer.codec(form) for value, form in choice.packed.items()}
         self._packing = plan_packing(graph, choice, recording.slot_geometries, self._codecs, payload_shares)
-        self._call = call
+        self.call = call
         self._dropped_slots = tuple(s.index for s in graph.slots if s.is_managed and s.value in choice.gone)
         dropped = set(self._dropped_slots)
         self._kept_slots = tuple(s.index for s in graph.slots if s.index not in dropped)
@@ -105,6 +105,7 @@ class Program:
         self.code = self._compile(order)
         self._plan_leaves()
         self.state_points = self._find_state_points()
+        self.exact_slots = self._find_exact_slots()
         self._sentinels = self._find_sentinels()
         self._policy = policy
         self._calls = 0
@@ -226,7 +227,7 @@ class Program:
         tensors = frame.tensors
         for packing in self._packing:
             source = Source(tensors[packing.slots[0]])
-            seed = zlib.crc32(f"{self.name}/{self._call}/{packing.value}/{self._calls}".encode())
+            seed = zlib.crc32(f"{self.name}/{self.call}/{packing.value}/{self._calls}".encode())
             try:
                 with torch._C._AutoDispatchBelowAutograd():
                     one = self._packer.pack(source, packing.form, seed=seed, most_bytes=packing.most_bytes)
@@ -278,6 +279,16 @@ class Program:
         if slot not in self._solo:
             self._solo[slot] = self._compile((slot,)).segments[0]
         return self._solo[slot]
+
+    @property
+    def leaf_slots(self) -> tuple[int, ...]:
+        """Kept slots that recipes start from."""
+        return tuple(slot for _, slot in self._needed_cells)
+
+    def recipe_of(self, slot: int) -> tuple[int, ...]:
+        """The ops that rebuild a dropped slot."""
+        stored = self.choice.stored | self.choice.packed.keys()
+        return recipe_ops(self.graph, self.graph.slots[slot].value, stored)[0]
 
     def learn(self, order: tuple[int, ...]) -> None:
         """Backward has shown in which order it reads; later calls are compiled for it."""
@@ -412,20 +423,22 @@ class Program:
                 points.setdefault(point[1], {})[point[0]] = self._recording.generators[point[0]]
         return {slot: tuple(found.items()) for slot, found in points.items()}
 
+    def _find_exact_slots(self) -> tuple[int, ...]:
+        """Dropped slots that do not come from a lossy form: what comes back is what forward made."""
+        lossy = {v for v, codec in self._codecs.items() if codec is not None and not is_exact(codec)}
+        from_lossy = {slot for leaves, slots in self._leaf_groups if lossy.intersection(leaves) for slot in slots}
+        return tuple(slot for slot in self._dropped_slots if slot not in from_lossy)
+
     def _find_sentinels(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]]:
         """Values that are packed exactly, and the last of every chain: dropped values that no replayed op reads.
 
-        Each is sampled at its first slot. What comes from a lossy form is not equal to what forward made, and not compared.
+        Each is sampled at its first slot.
         """
-        lossy = {v for v, codec in self._codecs.items() if codec is not None and not is_exact(codec)}
-        exact = self._codecs.keys() - lossy
-        from_lossy = {slot for leaves, slots in self._leaf_groups if lossy.intersection(leaves) for slot in slots}
         read = {value for op in self._replayed for value in self.graph.ops[op].reads}
         chosen: dict[int, int] = {}
-        for slot in self._dropped_slots:
+        for slot in self.exact_slots:
             value = self.graph.slots[slot].value
-            is_last = value not in read and slot not in from_lossy and self.graph.values[value].origin is Origin.OP
-            if value in exact or is_last:
+            if value in self._codecs or (value not in read and self.graph.values[value].origin is Origin.OP):
                 chosen.setdefault(value, slot)
         shapes = {slot: sample_geometry(self._recording.slot_geometries[slot]) for slot in chosen.values()}
         return {slot: shape for slot, shape in shapes.items() if shape is not None}
@@ -433,7 +446,7 @@ class Program:
     def _take_samples(self, frame: Frame) -> dict[int, torch.Tensor]:
         """Elements of the sentinel slots, as integers: bits are compared, not values."""
         self._calls += 1
-        if not self._sentinels or self._calls % self._policy.every:
+        if frame.inspection is not None or not self._sentinels or self._calls % self._policy.every:
             return {}
         with torch._C._AutoDispatchBelowAutograd():
             return {slot: self._sample(slot, frame.tensors[slot]).clone() for slot in self._sentinels}

@@ -221,6 +221,7 @@ class ManagedRegion:
             self._misfit(service, frame)
             return output
         cells = frame.cells
+        frame.inspection = self._shared.inspector.inspect(program, frame.tensors)
         packed = program.finish(frame, inputs, versions, link)
         if packed is None:
             self._misfit(service, frame)

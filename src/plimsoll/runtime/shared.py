@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from plimsoll.runtime.inspection import Inspector
 from plimsoll.runtime.links import LinkTable
 from plimsoll.runtime.packed import Packer
 from plimsoll.runtime.sensing import Sensor
@@ -15,11 +16,12 @@ from plimsoll.runtime.traffic import Traffic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """``links`` between regions, what packs values and moves them, who checks, and who watches (``None``: nobody)."""
+    """``links`` between regions, what packs and moves values, who checks and inspects, and who watches (``None``: nobody)."""
 
     links: LinkTable
     packer: Packer
     traffic: Traffic
     policy: SentinelPolicy
+    inspector: Inspector
     generators: tuple[torch.Generator, ...]
     sensor: Sensor | None = None

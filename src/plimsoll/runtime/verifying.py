@@ -248,7 +248,8 @@ def _whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,))  # type: ignore[call-overload, no-any-return]
 
 
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bits as integers: bits are compared, not values."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(INTEGER_OF_SIZE[tensor.element_size()])
@@ -277,9 +278,9 @@ def same_bits(first: torch.Tensor, second: Any) -> bool:
         return False
     if first.numel() == 0:
         return True
-    if torch.equal(_as_integers(first), _as_integers(second)):
+    if torch.equal(as_integers(first), as_integers(second)):
         return True
     if not first.dtype.is_floating_point:
         return False
     both_nan = first.isnan() & second.isnan()
-    return bool((both_nan | (_as_integers(first) == _as_integers(second))).all())
+    return bool((both_nan | (as_integers(first) == as_integers(second))).all())

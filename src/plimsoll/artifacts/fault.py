@@ -1,0 +1,81 @@
+"""A fault: a saved tensor that came back to backward as something else, with the place and the likely cause. No torch."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Cause(enum.StrEnum):
+    """Why a tensor came back wrong: the classic causes, and each one's cure."""
+
+    RANDOM_STATE = "RANDOM_STATE"
+    NON_DETERMINISTIC = "NON_DETERMINISTIC"
+    IN_PLACE_WRITE = "IN_PLACE_WRITE"
+    CHANGED_BUFFER = "CHANGED_BUFFER"
+    CHANGED_CONTROL_FLOW = "CHANGED_CONTROL_FLOW"
+    CHANGED_CONTEXT = "CHANGED_CONTEXT"
+    CHANGED_LAYOUT = "CHANGED_LAYOUT"
+    TRANSFER = "TRANSFER"
+    COMPILED_RANDOMNESS = "COMPILED_RANDOMNESS"
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def advice(self) -> str:
+        """One sentence: what happened, and what to do about it."""
+        return _ADVICE[self]
+
+
+_ADVICE = {
+    Cause.RANDOM_STATE: "A random op drew other numbers the second time: its generator's state was not put back "
+    "(preserve_rng_state=True, or keep what the op made).",
+    Cause.NON_DETERMINISTIC: "The op gives other bits each time it runs on the same input: keep what it makes, or ask for "
+    "torch.use_deterministic_algorithms(True).",
+    Cause.IN_PLACE_WRITE: "Something wrote in place to what the op reads, between forward and backward: x += y becomes "
+    "x = x + y, and parameters change after backward only.",
+    Cause.CHANGED_BUFFER: "A buffer that the region reads or writes had other contents the second time: keep the region, or "
+    "update the buffer after backward.",
+    Cause.CHANGED_CONTROL_FLOW: "The region took another path the second time (a counter, a Python random number, a branch on "
+    "something that changed): do not recompute it, or make the path depend on its inputs alone.",
+    Cause.CHANGED_CONTEXT: "The region ran under another setting the second time (training flag, autocast, precision): "
+    "backward has to run under the one that forward had.",
+    Cause.CHANGED_LAYOUT: "The tensor came back with another shape, stride or dtype; autograd does not notice as long as the "
+    "result broadcasts.",
+    Cause.TRANSFER: "What held the bytes meanwhile (a codec, a link, a hook) gave back others: a copy that was not complete, "
+    "an address that was used again, or a lossy form that nobody allowed.",
+    Cause.COMPILED_RANDOMNESS: "A compiled region drew its random numbers again in backward: below 1.0 "
+    "torch._functorch.config.activation_memory_budget may recompute dropout with another mask; set it to 1.0.",
+    Cause.UNKNOWN: "The op or one before it got other constants or data than in forward.",
+}
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor that backward would have read with other bits than forward saved.
+
+    ``value`` and ``op`` are the earliest ones in forward order that differ, as far as saved tensors show it;
+    ``differing_elements`` of ``elements`` have other bits (a NaN equals a NaN), by at most ``max_absolute_difference``
+    (``None`` where it is no finite number, or layouts differ). ``step`` counts calls of the model in training, from 1.
+    """
+
+    step: int
+    region: str
+    call: int = 0
+    value: str
+    op: str
+    cause: Cause
+    elements: int
+    differing_elements: int
+    max_absolute_difference: float | None = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        share = (
+            "another layout"
+            if not self.differing_elements
+            else f"{self.differing_elements} of {self.elements} elements"
+        )
+        return (
+            f"{self.value!r} of region {self.region!r} (op {self.op!r}) came back with {share} changed in step {self.step}: "
+            f"{self.cause}. {self.cause.advice}" + (f" ({self.detail})" if self.detail else "")
+        )
