@@ -13,8 +13,11 @@ from typing import ClassVar
 import msgspec
 
 from plimsoll.artifacts.decision import Engine
+from plimsoll.artifacts.fault import Fault
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+OWN = "own"
+"""The strategy of a receipt for what a model does by itself: its own checkpointing, offloading or compiled budget."""
 
 
 def finite(number: float) -> float | None:
@@ -28,9 +31,12 @@ class Verdict(enum.StrEnum):
     GRADIENTS_DIFFER = "GRADIENTS_DIFFER"
     BUFFERS_DIFFER = "BUFFERS_DIFFER"
     LOSSES_DIFFER = "LOSSES_DIFFER"
+    TENSORS_DIFFER = "TENSORS_DIFFER"
+    INTERMEDIATES_DIFFER = "INTERMEDIATES_DIFFER"
     OVER_BUDGET = "OVER_BUDGET"
     WITHIN_ERROR = "WITHIN_ERROR"
     WITHIN_SPREAD = "WITHIN_SPREAD"
+    WITHIN_ROUNDING = "WITHIN_ROUNDING"
     VERIFIED = "VERIFIED"
 
     @property
@@ -41,16 +47,20 @@ class Verdict(enum.StrEnum):
     @property
     def is_pass(self) -> bool:
         """Whether training may rely on the plan."""
-        return self in (Verdict.VERIFIED, Verdict.WITHIN_SPREAD, Verdict.WITHIN_ERROR)
+        return self in (Verdict.VERIFIED, Verdict.WITHIN_ROUNDING, Verdict.WITHIN_SPREAD, Verdict.WITHIN_ERROR)
 
 
 _ADVICE = {
-    Verdict.GRADIENTS_DIFFER: "Do not train with this plan: gradients differ by more than the model differs from itself.",
-    Verdict.BUFFERS_DIFFER: "Do not train with this plan: buffers after the step differ from the unmanaged step's.",
-    Verdict.LOSSES_DIFFER: "Do not train with this plan: the managed forward gives another loss.",
+    Verdict.GRADIENTS_DIFFER: "Do not train like this: gradients differ by more than the model differs from itself.",
+    Verdict.BUFFERS_DIFFER: "Do not train like this: buffers after the step differ from the unmanaged step's.",
+    Verdict.LOSSES_DIFFER: "Do not train like this: the forward gives other losses than the unmanaged one.",
+    Verdict.TENSORS_DIFFER: "Do not train like this: backward reads tensors that are not what forward saved, even if the "
+    "gradients of this one step agree.",
+    Verdict.INTERMEDIATES_DIFFER: "Do not train like this: named intermediates differ from the unmanaged step's.",
     Verdict.OVER_BUDGET: "Gradients are right, but the step needs more than the budget: plan again with a lower budget.",
     Verdict.WITHIN_ERROR: "Values are held in lossy forms: the gradient's error is within what was allowed.",
     Verdict.WITHIN_SPREAD: "The model differs from itself from run to run; the plan stays within that spread.",
+    Verdict.WITHIN_ROUNDING: "Compiled code rounds differently: the gradient agrees to half the digits of its dtype or better.",
     Verdict.VERIFIED: "Gradients and buffers are equal bit for bit, and the peak keeps to the budget.",
 }
 
@@ -75,6 +85,40 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Intermediate(msgspec.Struct, frozen=True, kw_only=True):
+    """One named module's output, or the gradient of it, in both runs. ``call`` counts the module's calls in the step."""
+
+    module: str
+    call: int
+    is_gradient: bool
+    is_bit_equal: bool
+    max_absolute_difference: float | None = 0.0
+    max_relative_difference: float | None = 0.0
+
+
+class Slope(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast the loss changes along the gradient: as the gradient says, and as the loss itself shows.
+
+    ``measured`` comes from losses at shifted parameters under the same random numbers (central differences, loss per unit
+    of length); ``measured_error`` is how far two step lengths disagree. It needs no second way to make the gradient.
+    """
+
+    expected: float
+    measured: float
+    measured_error: float
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether the loss is smooth and precise enough to judge the gradient within 2%."""
+        return self.expected > 0 and self.measured_error <= 0.02 * self.expected
+
+    @property
+    def disagrees(self) -> bool:
+        """Whether the gradient is not the loss's: off by more than 2% and five times the measurement's own error."""
+        apart = abs(self.measured - self.expected)
+        return self.is_conclusive and apart > max(0.02 * self.expected, 5 * self.measured_error)
+
+
 class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How one region call was served, and why.
 
@@ -94,6 +138,9 @@ class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """The evidence for one plan on one batch. ``plimsoll.verify`` makes one; ``str`` shows it.
 
+    Where the ``strategy`` is ``own`` there is no plan: the model's own checkpointing, offloading or compiled budget is held
+    against the same model with that switched off, and nothing was predicted. ``method`` says what was found at work.
+
     Peaks count everything that the step allocates on the device; seconds are medians over ``steps`` steps, their spread
     is half the distance between the quartiles.
     """
@@ -106,6 +153,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     signature: str
     device: str
     strategy: str
+    method: str = ""
     budget_bytes: int | None
     versions: dict[str, str]
     steps: int
@@ -121,20 +169,31 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     predicted_error: float = 0.0
     gradient_error: float | None = 0.0
     """The measured relative error of the whole gradient, ‖Δg‖ / ‖g‖; ``None`` where it is not finite."""
+    rounding_tolerance: float = 0.0
+    """The relative error of the gradient that differently compiled arithmetic explains; 0: the same kernels run."""
+    slope: Slope | None = None
+    faults: tuple[Fault, ...] = ()
+    """Saved tensors that came back as something else, each with its place and likely cause."""
+    compared_tensors: int = 0
+    """Saved tensors that were compared with what came back in backward."""
+    intermediates: tuple[Intermediate, ...] = ()
     is_deterministic: bool
     """Whether two unmanaged runs of the step gave the same bits."""
     baseline_losses: tuple[float | None, ...]
     plan_losses: tuple[float | None, ...]
+    baseline_curve: tuple[float | None, ...] = ()
+    """Losses of steps with the optimizer, from the same weights; empty where no curve was asked for."""
+    plan_curve: tuple[float | None, ...] = ()
 
-    predicted_baseline_peak_bytes: int
-    predicted_peak_bytes: int
+    predicted_baseline_peak_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
     measured_baseline_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
     measured_recording_peak_bytes: int | None = None
     """The peak of the first managed step, which records."""
 
-    predicted_baseline_seconds: float
-    predicted_seconds: float
+    predicted_baseline_seconds: float | None = None
+    predicted_seconds: float | None = None
     measured_baseline_seconds: float | None = None
     measured_baseline_spread_seconds: float = 0.0
     measured_seconds: float | None = None
@@ -172,28 +231,46 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> Verdict:
         """What the receipt comes to."""
-        if not self.is_lossless:
-            return self._verdict_of_lossy()
-        if not all(mismatch.is_within_spread for mismatch in self.gradient_mismatches):
+        gradients = self._verdict_on_gradients()
+        if gradients is Verdict.GRADIENTS_DIFFER or (self.slope is not None and self.slope.disagrees):
             return Verdict.GRADIENTS_DIFFER
         if not all(mismatch.is_within_spread for mismatch in self.buffer_mismatches):
             return Verdict.BUFFERS_DIFFER
-        if self.is_deterministic and self.baseline_losses != self.plan_losses:
+        if self.is_deterministic and not self._losses_agree(gradients):
             return Verdict.LOSSES_DIFFER
+        if self.faults and self.is_lossless:
+            return Verdict.TENSORS_DIFFER
+        if self.is_deterministic and gradients is Verdict.VERIFIED and not self._intermediates_agree():
+            return Verdict.INTERMEDIATES_DIFFER
         if self.is_over_budget:
             return Verdict.OVER_BUDGET
-        return Verdict.VERIFIED if self.is_bit_equal else Verdict.WITHIN_SPREAD
+        if gradients is Verdict.VERIFIED and not self.is_bit_equal:
+            return Verdict.WITHIN_SPREAD
+        return gradients
 
-    def _verdict_of_lossy(self) -> Verdict:
-        """The same for a plan whose gradients cannot be equal: their error counts, everything else must still be exact."""
-        is_small = self.gradient_error is not None and (self.max_error is None or self.gradient_error <= self.max_error)
-        if not is_small:
-            return Verdict.GRADIENTS_DIFFER
-        if not all(mismatch.is_within_spread for mismatch in self.buffer_mismatches):
-            return Verdict.BUFFERS_DIFFER
-        if self.is_deterministic and self.baseline_losses != self.plan_losses:
-            return Verdict.LOSSES_DIFFER
-        return Verdict.OVER_BUDGET if self.is_over_budget else Verdict.WITHIN_ERROR
+    def _verdict_on_gradients(self) -> Verdict:
+        """``VERIFIED``, or why it is something less."""
+        error = math.inf if self.gradient_error is None else self.gradient_error
+        if not self.is_lossless:
+            is_allowed = math.isfinite(error) and (self.max_error is None or error <= self.max_error)
+            return Verdict.WITHIN_ERROR if is_allowed else Verdict.GRADIENTS_DIFFER
+        if not self.gradient_mismatches:
+            return Verdict.VERIFIED
+        if all(mismatch.is_within_spread for mismatch in self.gradient_mismatches):
+            return Verdict.WITHIN_SPREAD
+        return Verdict.WITHIN_ROUNDING if error <= self.rounding_tolerance > 0 else Verdict.GRADIENTS_DIFFER
+
+    def _losses_agree(self, gradients: Verdict) -> bool:
+        """Whether forward gives the same losses; with lossy values or other kernels, weights may drift apart later on."""
+        if self.rounding_tolerance:
+            pairs = zip(self.baseline_losses, self.plan_losses, strict=True)
+            return all(_is_close(one, other, self.rounding_tolerance) for one, other in pairs)
+        if gradients is Verdict.VERIFIED and self.baseline_curve != self.plan_curve:
+            return False
+        return self.baseline_losses == self.plan_losses
+
+    def _intermediates_agree(self) -> bool:
+        return all(intermediate.is_bit_equal for intermediate in self.intermediates)
 
     @property
     def exit_code(self) -> int:
@@ -210,3 +287,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         from plimsoll.artifacts.receipt_summary import summarise_receipt
 
         return summarise_receipt(self)
+
+
+def _is_close(one: float | None, other: float | None, tolerance: float) -> bool:
+    if one is None or other is None:
+        return one is other
+    return math.isclose(one, other, rel_tol=tolerance)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from plimsoll.artifacts.columns import align
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.grouping import compress_names, name_call
-from plimsoll.artifacts.receipt import Mismatch, Receipt
+from plimsoll.artifacts.receipt import OWN, Intermediate, Mismatch, Receipt
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 _SHOWN = 5
@@ -16,7 +17,7 @@ _WHY = {str(Engine.UNTOUCHED): "the plan keeps everything"}
 
 def summarise_receipt(receipt: Receipt) -> str:
     """The receipt as people read it: verdict, equality, peaks, seconds, engines."""
-    lines = [f"Receipt for plan {receipt.strategy!r}, {receipt.model} on {receipt.device}: {receipt.verdict}"]
+    lines = [f"Receipt for {describe_subject(receipt)}, {receipt.model} on {receipt.device}: {receipt.verdict}"]
     lines += [f"  {receipt.verdict.advice}", ""]
     lines += align([list(row) for row in receipt_figures(receipt)])
     mismatches = receipt.unexpected_mismatches
@@ -24,11 +25,23 @@ def summarise_receipt(receipt: Receipt) -> str:
         lines += ["", "Not equal bit for bit"]
         lines += align([mismatch_row(mismatch) for mismatch in mismatches[:_SHOWN]])
         lines += [f"  and {len(mismatches) - _SHOWN} more"] if len(mismatches) > _SHOWN else []
+    if receipt.faults:
+        lines += ["", "Saved tensors that came back as something else"]
+        lines += [f"  {fault}" for fault in receipt.faults[:_SHOWN]]
+        lines += [f"  and {len(receipt.faults) - _SHOWN} more"] if len(receipt.faults) > _SHOWN else []
+    if receipt.intermediates:
+        lines += ["", "Intermediates"]
+        lines += align([intermediate_row(intermediate) for intermediate in receipt.intermediates])
     if receipt.regions:
         lines += ["", "How regions were served"]
         lines += align(engine_rows(receipt))
     lines += [f"\nNote: {note}" for note in receipt.notes]
     return "\n".join(lines)
+
+
+def describe_subject(receipt: Receipt) -> str:
+    """What was held against the unmanaged step."""
+    return receipt.method if receipt.strategy == OWN else f"plan {receipt.strategy!r}"
 
 
 def receipt_figures(receipt: Receipt) -> tuple[tuple[str, str], ...]:
@@ -43,6 +56,9 @@ def receipt_figures(receipt: Receipt) -> tuple[tuple[str, str], ...]:
         ("buffers", f"{equal_buffers} of {receipt.compared_buffers} equal bit for bit"),
         ("deterministic", deterministic),
         ("losses", describe_losses(receipt)),
+        *_curve_row(receipt),
+        *_tensors_row(receipt),
+        *_slope_row(receipt),
         ("budget", budget),
         ("peak", _pair(receipt.predicted_peak_bytes, receipt.measured_peak_bytes)),
         ("unmanaged peak", _pair(receipt.predicted_baseline_peak_bytes, receipt.measured_baseline_peak_bytes)),
@@ -66,27 +82,73 @@ def receipt_figures(receipt: Receipt) -> tuple[tuple[str, str], ...]:
 
 
 def _error_row(receipt: Receipt) -> list[tuple[str, str]]:
-    """The gradient's error, for plans with lossy forms."""
-    if receipt.is_lossless:
-        return []
+    """The gradient's error, where it is not bound to be nothing, or is more than that."""
     measured = "not finite" if receipt.gradient_error is None else f"{receipt.gradient_error:.2%}"
+    if receipt.is_lossless and receipt.rounding_tolerance:
+        return [("gradient error", f"measured {measured}; {receipt.rounding_tolerance:.2%} is rounding")]
+    if receipt.is_lossless:
+        return [("gradient error", f"measured {measured}")] if receipt.gradient_error else []
     allowed = "any is allowed" if receipt.max_error is None else f"{receipt.max_error:.2%} is allowed"
     return [("gradient error", f"expected {receipt.predicted_error:.2%}, measured {measured}; {allowed}")]
 
 
 def describe_losses(receipt: Receipt) -> str:
     """Whether the losses of both runs agree."""
-    if receipt.baseline_losses == receipt.plan_losses:
-        return f"identical over {len(receipt.plan_losses)} steps"
-    first = next(
-        (
-            index
-            for index, (ours, theirs) in enumerate(zip(receipt.plan_losses, receipt.baseline_losses, strict=False))
-            if ours != theirs
-        ),
-        min(len(receipt.plan_losses), len(receipt.baseline_losses)),
-    )
+    return _agreement(receipt.baseline_losses, receipt.plan_losses)
+
+
+def _agreement(baseline: Sequence[float | None], plan: Sequence[float | None]) -> str:
+    if baseline == plan:
+        return f"identical over {len(plan)} steps"
+    pairs = enumerate(zip(plan, baseline, strict=False))
+    first = next((index for index, (ours, theirs) in pairs if ours != theirs), min(len(plan), len(baseline)))
     return f"differ from step {first + 1} on"
+
+
+def _curve_row(receipt: Receipt) -> list[tuple[str, str]]:
+    if not receipt.plan_curve:
+        return []
+    last = [f"{curve[-1]:.6g}" if curve[-1] is not None else "not finite" for curve in _curves(receipt)]
+    agreement = _agreement(receipt.baseline_curve, receipt.plan_curve)
+    return [("loss curve", f"{agreement}; last loss {last[1]}, unmanaged {last[0]}")]
+
+
+def _curves(receipt: Receipt) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
+    return receipt.baseline_curve, receipt.plan_curve
+
+
+def _tensors_row(receipt: Receipt) -> list[tuple[str, str]]:
+    """Saved tensors that were compared bit for bit with what came back."""
+    if not receipt.compared_tensors:
+        return []
+    return [("saved tensors", f"{receipt.compared_tensors} compared with what came back, {len(receipt.faults)} faults")]
+
+
+def _slope_row(receipt: Receipt) -> list[tuple[str, str]]:
+    """The gradient against the loss itself."""
+    slope = receipt.slope
+    if slope is None:
+        return []
+    if not slope.is_conclusive:
+        return [("slope", "the loss is too rough here to judge the gradient by it")]
+    word = "is not the loss's" if slope.disagrees else "agrees with the loss"
+    ratio = slope.measured / slope.expected
+    return [
+        (
+            "slope",
+            f"the gradient {word}: measured / expected slope {ratio:.4f} ± {slope.measured_error / slope.expected:.1g}",
+        )
+    ]
+
+
+def intermediate_row(intermediate: Intermediate) -> list[str]:
+    """One named intermediate: which, and how far apart."""
+    name = name_call(intermediate.module, intermediate.call)
+    what = f"gradient of {name}" if intermediate.is_gradient else name
+    if intermediate.is_bit_equal:
+        return [what, "equal bit for bit", ""]
+    absolute = _difference(intermediate.max_absolute_difference)
+    return [what, f"absolute {absolute}", f"relative {_difference(intermediate.max_relative_difference)}"]
 
 
 def describe_droppable(receipt: Receipt) -> str:
@@ -126,7 +188,9 @@ def _difference(difference: float | None) -> str:
     return "not finite" if difference is None else f"{difference:.3g}"
 
 
-def _pair(predicted_bytes: int, measured_bytes: int | None) -> str:
+def _pair(predicted_bytes: int | None, measured_bytes: int | None) -> str:
+    if predicted_bytes is None:
+        return "not measured" if measured_bytes is None else f"measured {format_bytes(measured_bytes)}"
     text = f"predicted {format_bytes(predicted_bytes)}"
     if measured_bytes is None:
         return f"{text}, not measured"
@@ -134,7 +198,11 @@ def _pair(predicted_bytes: int, measured_bytes: int | None) -> str:
     return f"{text} ({format_share(predicted_bytes / measured_bytes - 1)})" if measured_bytes else text
 
 
-def _seconds(predicted_seconds: float, measured_seconds: float | None, spread_seconds: float) -> str:
+def _seconds(predicted_seconds: float | None, measured_seconds: float | None, spread_seconds: float) -> str:
+    if predicted_seconds is None:
+        if measured_seconds is None:
+            return "not measured"
+        return f"measured {format_seconds(measured_seconds)} ± {format_seconds(spread_seconds)}"
     text = f"predicted {format_seconds(predicted_seconds)}"
     if measured_seconds is None:
         return f"{text}, not measured"

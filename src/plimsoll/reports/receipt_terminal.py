@@ -8,10 +8,17 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll.artifacts.receipt import Receipt
-from plimsoll.artifacts.receipt_summary import engine_rows, mismatch_row, receipt_figures
+from plimsoll.artifacts.receipt_summary import (
+    describe_subject,
+    engine_rows,
+    intermediate_row,
+    mismatch_row,
+    receipt_figures,
+)
 from plimsoll.reports.plan_terminal import render_figures
 
 _MISMATCHES_SHOWN = 10
+_FAULTS_SHOWN = 5
 
 
 def render_receipt(receipt: Receipt) -> RenderableType:
@@ -19,7 +26,7 @@ def render_receipt(receipt: Receipt) -> RenderableType:
     style = "bold green" if receipt.verdict.is_pass else "bold red"
     title = Text.assemble(
         ("Receipt ", "bold"),
-        f"for plan {receipt.strategy}, {receipt.model} on {receipt.device}: ",
+        f"for {describe_subject(receipt)}, {receipt.model} on {receipt.device}: ",
         (str(receipt.verdict), style),
     )
     parts: list[RenderableType] = [
@@ -34,6 +41,14 @@ def render_receipt(receipt: Receipt) -> RenderableType:
         if len(mismatches) > _MISMATCHES_SHOWN:
             rows.append([f"and {len(mismatches) - _MISMATCHES_SHOWN} more", "", "", ""])
         parts += [Text(), _table("Not equal bit for bit", ("tensor", "difference", "", ""), rows)]
+    if receipt.faults:
+        parts += [Text(), Text("Saved tensors that came back as something else", style="bold")]
+        parts += [Padding(Text(str(fault)), (0, 2)) for fault in receipt.faults[:_FAULTS_SHOWN]]
+        if len(receipt.faults) > _FAULTS_SHOWN:
+            parts.append(Padding(Text(f"and {len(receipt.faults) - _FAULTS_SHOWN} more", style="dim"), (0, 2)))
+    if receipt.intermediates:
+        rows = [intermediate_row(intermediate) for intermediate in receipt.intermediates]
+        parts += [Text(), _table("Intermediates", ("tensor", "difference", ""), rows)]
     if receipt.regions:
         header = ("engine", "regions", "memory", "why")
         parts += [Text(), _table("How regions were served", header, engine_rows(receipt))]
