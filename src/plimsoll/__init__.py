@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from plimsoll.artifacts.plan import Plan
     from plimsoll.artifacts.receipt import Receipt
     from plimsoll.errors import PlimsollError
-    from plimsoll.pipeline import apply, attach, compare, load, plan, verify
+    from plimsoll.pipeline import apply, attach, compare, load, plan, report, verify
 
 __all__ = [
     "Comparison",
@@ -29,6 +29,7 @@ __all__ = [
     "compare",
     "load",
     "plan",
+    "report",
     "verify",
 ]
 
@@ -42,6 +43,7 @@ _HOMES = {
     "compare": "plimsoll.pipeline",
     "load": "plimsoll.pipeline",
     "plan": "plimsoll.pipeline",
+    "report": "plimsoll.pipeline",
     "verify": "plimsoll.pipeline",
 }
 

@@ -17,6 +17,7 @@
     ├── PlanMismatch           a plan for another model, dtype or shape
     ├── PlanNotUsable          a plan that has no decisions to apply
     ├── TracingFailed          the step cannot be traced
+    ├── InvalidReport          nothing to report, or not to that place
     ├── InvalidCodec           a codec's name or parameters that are not known
     ├── InvalidTrace           no profiler trace, or two that do not belong together
     ├── OffloadFailed          a link cannot take or give back a tensor: disk full, host budget spent, I/O error
@@ -107,6 +108,10 @@ class PlanNotUsable(PlimsollError):
 
 class TracingFailed(PlimsollError):
     """The training step cannot be traced."""
+
+
+class InvalidReport(PlimsollError):
+    """No page, or no timeline, can be made of what was given."""
 
 
 class InvalidCodec(PlimsollError):

@@ -60,9 +60,13 @@ def _group(group: RegionGroup) -> list[str]:
 
 
 def _value(decision: ValueDecision) -> list[str]:
-    reason = decision.reason
+    return [str(decision.decision), decision.value, format_bytes(decision.bytes), describe_reason(decision)]
+
+
+def describe_reason(decision: ValueDecision) -> str:
+    """Why a value is decided upon as it is, in one sentence."""
     if decision.decision is Decision.RECOMPUTE and not decision.seconds:
-        reason = "recompute costs nothing more: it is made on the way to another value"
-    elif not reason and decision.decision is Decision.RECOMPUTE and decision.bytes:
-        reason = f"recompute costs {format_seconds(decision.seconds * MIB / decision.bytes)}/MiB"
-    return [str(decision.decision), decision.value, format_bytes(decision.bytes), reason]
+        return "recompute costs nothing more: it is made on the way to another value"
+    if not decision.reason and decision.decision is Decision.RECOMPUTE and decision.bytes:
+        return f"recompute costs {format_seconds(decision.seconds * MIB / decision.bytes)}/MiB"
+    return decision.reason

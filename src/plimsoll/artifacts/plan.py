@@ -105,6 +105,11 @@ class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
     by_category: dict[str, int]
     unmanaged_seconds: float | None = None
 
+    @property
+    def phase(self) -> str:
+        """The part of the step in which it lies, the first word of its moment: ``backward of layers.3.mlp (mm)``."""
+        return self.moment.partition(" ")[0]
+
 
 class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
     """The least seconds of a step at one peak."""

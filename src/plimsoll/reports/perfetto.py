@@ -1,0 +1,99 @@
+"""Plans in, a trace file's text out that ui.perfetto.dev and chrome://tracing open: memory by category, the peak marked.
+
+Source: the Trace Event Format (JSON): counter events ``C``, complete events ``X``, instant events ``i``, metadata ``M``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from plimsoll.artifacts.plan import Plan, TimelinePoint
+from plimsoll.errors import InvalidReport
+from plimsoll.units import format_bytes
+
+_PHASES = 1
+_HOLDERS_NAMED = 8
+
+
+def render_perfetto(plans: Sequence[Plan]) -> str:
+    """The timelines of one or several plans as JSON.
+
+    Timestamps are microseconds of the unmanaged step's clock: each operation starts when it would start without a plan, so
+    time spent on replays and transfers is not shown. Plans that do not carry seconds count one microsecond per operation.
+
+    Raises:
+        InvalidReport: none of the plans has a timeline.
+
+    Example:
+        >>> render_perfetto([plan])  # doctest: +SKIP
+        '{"displayTimeUnit": "ms", "traceEvents": [...'
+    """
+    shown = [plan for plan in plans if plan.timeline]
+    if not shown:
+        raise InvalidReport(
+            "There is no timeline to write.",
+            why="none of the files is a plan with a timeline" if not plans else "the plan was saved without a timeline",
+            next="give a plan: `plimsoll plan TARGET --budget 70GiB --output plan.json` writes one",
+        )
+    events = [event for process, plan in enumerate(shown, 1) for event in _events(plan, process)]
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events, "otherData": _about(shown)}, indent=1) + "\n"
+
+
+def _about(plans: Sequence[Plan]) -> dict[str, str]:
+    is_timed = all(_is_timed(plan) for plan in plans)
+    clock = "start of the operation in the unmanaged step" if is_timed else "one microsecond per operation"
+    return {"producer": "plimsoll", "model": plans[0].model, "fingerprint": plans[0].fingerprint, "clock": clock}
+
+
+def _is_timed(plan: Plan) -> bool:
+    return all(point.unmanaged_seconds is not None for point in plan.timeline)
+
+
+def _events(plan: Plan, process: int) -> Iterator[dict[str, Any]]:
+    """One process of the trace: its name, the phases, a counter per category, the budget, the peak."""
+    limit = "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
+    yield _event("M", "process_name", process, args={"name": f"{plan.model}, plan {plan.strategy}, {limit}"})
+    yield _event("M", "thread_name", process, tid=_PHASES, args={"name": "phases of the step"})
+    starts = _starts(plan)
+    yield from _phases(plan.timeline, starts, process)
+    categories = sorted({name for point in plan.timeline for name in point.by_category})
+    for point, start in zip(plan.timeline, starts, strict=True):
+        sizes = {name: point.by_category.get(name, 0) for name in categories}
+        yield _event("C", "memory by category, bytes", process, ts=start, args=sizes)
+        yield _event("C", "memory, bytes", process, ts=start, args={"total": point.bytes})
+    if plan.budget_bytes is not None:
+        for start in (starts[0], starts[-1]):
+            yield _event("C", "budget, bytes", process, ts=start, args={"budget": plan.budget_bytes})
+    yield _peak(plan, starts, process)
+
+
+def _starts(plan: Plan) -> list[float]:
+    """Microseconds at which the points begin."""
+    if _is_timed(plan):
+        return [round((point.unmanaged_seconds or 0.0) * 1e6, 3) for point in plan.timeline]
+    return [float(point.tick) for point in plan.timeline]
+
+
+def _phases(points: Sequence[TimelinePoint], starts: Sequence[float], process: int) -> Iterator[dict[str, Any]]:
+    """Forward, backward and optimizer as slices."""
+    pairs = zip(points, starts, strict=True)
+    begun = [(phase, next(members)[1]) for phase, members in itertools.groupby(pairs, lambda pair: pair[0].phase)]
+    ends = [start for _, start in begun[1:]] + [starts[-1]]
+    for (phase, start), end in zip(begun, ends, strict=True):
+        yield _event("X", phase, process, tid=_PHASES, ts=start, dur=round(end - start, 3), cat="phase")
+
+
+def _peak(plan: Plan, starts: Sequence[float], process: int) -> dict[str, Any]:
+    """The highest point, with those who hold it."""
+    at = max(range(len(starts)), key=lambda index: plan.timeline[index].bytes)
+    point = plan.timeline[at]
+    held = {holder.label: format_bytes(holder.bytes) for holder in plan.peak.holders[:_HOLDERS_NAMED]}
+    name = f"peak {format_bytes(point.bytes)}, {point.moment}"
+    return _event("i", name, process, tid=_PHASES, ts=starts[at], s="g", cat="peak", args=held)
+
+
+def _event(kind: str, name: str, process: int, **fields: Any) -> dict[str, Any]:
+    return {"ph": kind, "name": name, "pid": process, "tid": 0, **fields}
