@@ -10,6 +10,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import profiler
 
 from plimsoll.runtime.cells import Cell, Readable
 from plimsoll.runtime.packed import check_reader_of_sign
@@ -188,13 +189,21 @@ class Frame:
         return self._run(program.alone(slot), leaves, {})
 
     def _run(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
+        """Run a recipe; a profiler that is on sees it under its region's name."""
+        if not profiler._is_profiler_enabled:
+            return self._run_below(segment, leaves, env)
+        assert self.program is not None
+        with profiler.record_function(f"plimsoll.recompute: {self.program.name}"):
+            return self._run_below(segment, leaves, env)
+
+    def _run_below(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
         """Run below autograd and outside of autocast, as the ops were recorded."""
         assert self.program is not None
         device_type = self.program.device_type
         with torch._C._AutoDispatchBelowAutograd():
             if torch.is_grad_enabled():  # a backward that makes a graph: the ops were verified without
                 with torch.no_grad():
-                    return self._run(segment, leaves, env)
+                    return self._run_below(segment, leaves, env)
             if not torch.is_autocast_enabled(device_type):
                 return segment(env, leaves, self._bound, self.states, self._versions)
             with torch.autocast(device_type, enabled=False):
