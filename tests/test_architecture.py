@@ -15,15 +15,15 @@ import plimsoll
 
 PACKAGE = Path(plimsoll.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
-STAGES = {"tracing", "costing", "planning", "runtime", "verification", "reports"}
+STAGES = {"tracing", "costing", "planning", "runtime", "verification", "reports", "probing"}
 """What hands over artifacts; only the wiring below may know several of them."""
 WIRING = {"pipeline", "cli"}
 WITHOUT_TORCH = {"artifacts", "planning", "reports", "schedule", "units", "errors", "catalogue"}
 BASES = {
     "codecs": {"costing", "runtime", "pipeline"},
     "links": {"costing", "runtime", "pipeline"},
-    "recording": {"tracing", "runtime", "verification", "pipeline"},
-    "measuring": {"tracing", "costing", "runtime", "verification", "pipeline"},
+    "recording": {"tracing", "runtime", "verification", "pipeline", "probing"},
+    "measuring": {"tracing", "costing", "runtime", "verification", "pipeline", "probing"},
 }
 """Shared torch code, and who may import it."""
 MOST_LINES = 500

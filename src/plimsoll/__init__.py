@@ -16,19 +16,22 @@ if TYPE_CHECKING:
     from plimsoll.artifacts.comparison import Comparison
     from plimsoll.artifacts.plan import Plan
     from plimsoll.artifacts.receipt import Receipt
+    from plimsoll.artifacts.verdict import Verdict
     from plimsoll.errors import PlimsollError
-    from plimsoll.pipeline import apply, attach, compare, load, plan, report, verify
+    from plimsoll.pipeline import apply, attach, compare, load, plan, probe, report, verify
 
 __all__ = [
     "Comparison",
     "Plan",
     "PlimsollError",
     "Receipt",
+    "Verdict",
     "apply",
     "attach",
     "compare",
     "load",
     "plan",
+    "probe",
     "report",
     "verify",
 ]
@@ -38,11 +41,13 @@ _HOMES = {
     "Plan": "plimsoll.artifacts.plan",
     "PlimsollError": "plimsoll.errors",
     "Receipt": "plimsoll.artifacts.receipt",
+    "Verdict": "plimsoll.artifacts.verdict",
     "apply": "plimsoll.pipeline",
     "attach": "plimsoll.pipeline",
     "compare": "plimsoll.pipeline",
     "load": "plimsoll.pipeline",
     "plan": "plimsoll.pipeline",
+    "probe": "plimsoll.pipeline",
     "report": "plimsoll.pipeline",
     "verify": "plimsoll.pipeline",
 }

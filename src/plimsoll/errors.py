@@ -20,6 +20,9 @@
     ├── InvalidReport          nothing to report, or not to that place
     ├── InvalidCodec           a codec's name or parameters that are not known
     ├── InvalidTrace           no profiler trace, or two that do not belong together
+    ├── InvalidProbe           steps, batches or held-out data that a probe cannot work with
+    ├── ProbeRunMismatch       a run directory that belongs to another probe, or data that has changed since
+    ├── ProbeRunUnusable       a run directory that cannot be read or written
     ├── OffloadFailed          a link cannot take or give back a tensor: disk full, host budget spent, I/O error
     └── ReplayMismatch         backward was about to use a value that is not what forward made
         └── SavedTensorModified    a value that backward needs was written in place
@@ -120,6 +123,18 @@ class InvalidCodec(PlimsollError):
 
 class InvalidTrace(PlimsollError):
     """A profiler's trace that cannot be read, or two that cannot be compared."""
+
+
+class InvalidProbe(PlimsollError):
+    """The probe is asked for something that it cannot do."""
+
+
+class ProbeRunMismatch(PlimsollError):
+    """The run directory belongs to something else."""
+
+
+class ProbeRunUnusable(PlimsollError):
+    """The run directory cannot be read or written."""
 
 
 class OffloadFailed(PlimsollError):

@@ -3,6 +3,7 @@
 from plimsoll.pipeline.attachment import attach
 from plimsoll.pipeline.evidence import compare, verify
 from plimsoll.pipeline.plans import apply, load, plan
+from plimsoll.pipeline.probing import probe
 from plimsoll.pipeline.reporting import report
 
-__all__ = ["apply", "attach", "compare", "load", "plan", "report", "verify"]
+__all__ = ["apply", "attach", "compare", "load", "plan", "probe", "report", "verify"]
