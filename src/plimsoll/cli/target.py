@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +37,16 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a target stands for."""
+    """What a target stands for. ``batches`` is the stream whose first batch is ``batch``, where there is one.
+
+    With ``is_configured`` the model was built from a configuration, and ``batch`` is random.
+    """
 
     model: torch.nn.Module
     batch: Any
     loss: Callable[[Any], torch.Tensor] | None = None
+    batches: Iterable[Any] | None = None
+    is_configured: bool = False
 
 
 def load_target(text: str, options: TargetOptions) -> Target:
@@ -58,10 +64,12 @@ def load_target(text: str, options: TargetOptions) -> Target:
 
     if text in CATALOGUE:
         known = CATALOGUE[text]
-        return hugging_face.build(dict(known.config), known.architecture, options, known.batch, known.sequence)
+        built = hugging_face.build(dict(known.config), known.architecture, options, known.batch, known.sequence)
+        return replace(built, is_configured=True)
     path = Path(text)
     if path.suffix == ".json" or path.is_dir():
-        return hugging_face.build_from_file(path / "config.json" if path.is_dir() else path, options)
+        built = hugging_face.build_from_file(path / "config.json" if path.is_dir() else path, options)
+        return replace(built, is_configured=True)
     if ":" in text:
         _refuse_sizes(text, options)
         return _load_function(text)
@@ -141,13 +149,39 @@ def _unpack(text: str, made: object) -> Target:
     import torch
 
     if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], torch.nn.Module):
-        return Target(model=made[0], batch=made[1], loss=made[2] if len(made) == 3 else None)
+        return _with_stream(text, made[0], made[1], made[2] if len(made) == 3 else None)
     found = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"an object of type {type(made).__name__}"
     raise InvalidTarget(
         f"{text} returned {found}.",
         why="a target returns (model, batch) or (model, batch, loss), the model being a torch.nn.Module",
         next="return model, batch",
     )
+
+
+def _with_stream(text: str, model: torch.nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> Target:
+    """A batch, or a stream of them: a loader, a list, an iterator, whose first batch is what other commands work with."""
+    import torch
+
+    if isinstance(batch, torch.Tensor | tuple | Mapping) or not isinstance(batch, Iterable):
+        return Target(model=model, batch=batch, loss=loss)
+    batches: Iterable[Any] = batch
+    if isinstance(batch, Iterator):
+        first, batches = _peek(batch)
+    else:
+        first = next(iter(batch), None)
+    if first is None:
+        raise InvalidTarget(
+            f"{text} returned a stream without batches.",
+            why=f"the first pass through the {type(batch).__name__} gave none",
+            next="return at least one batch",
+        )
+    return Target(model=model, batch=first, loss=loss, batches=batches)
+
+
+def _peek(stream: Iterator[Any]) -> tuple[Any, Iterator[Any]]:
+    """The first of a stream that can be passed through only once, and the whole stream."""
+    first = next(stream, None)
+    return first, itertools.chain([first], stream)
 
 
 @contextlib.contextmanager

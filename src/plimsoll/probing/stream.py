@@ -117,8 +117,16 @@ class Stream:
 
     def _next(self) -> Any:
         for _ in range(2):
-            for batch in self._pass:
-                return batch
+            try:
+                return next(self._pass)
+            except StopIteration:
+                pass
+            except Exception as error:  # a loader runs user code
+                raise InvalidProbe(
+                    f"The stream failed after {self.drawn} batches: {type(error).__name__}: {error}",
+                    why="it raised this when the next batch was asked for",
+                    next="check that `for batch in batches` works; a run directory keeps what was done so far",
+                ) from error
             seed_everything(self._seed)
             self._pass = self._new_pass()
         if isinstance(self._source, Iterator) and self.drawn:
@@ -134,7 +142,14 @@ class Stream:
         )
 
     def _new_pass(self) -> Iterator[Any]:
-        batches: Iterator[Any] = iter(self._source)
+        try:
+            batches: Iterator[Any] = iter(self._source)
+        except TypeError as error:
+            raise InvalidProbe(
+                f"A {type(self._source).__name__} is neither a batch nor a stream of batches.",
+                why=str(error),
+                next="pass a tensor, a tuple or a dict, or anything that yields them",
+            ) from error
         if self._length is not None and self.set_apart:
             return itertools.islice(batches, self._length - self.set_apart)
         return batches
