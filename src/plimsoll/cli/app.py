@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import compare, demo, plan, report, show, verify
+from plimsoll.cli import compare, demo, plan, probe, report, show, verify
 
 app = typer.Typer(
     name="plimsoll",
@@ -23,6 +23,7 @@ app.command()(plan.plan)
 app.command()(show.show)
 app.command()(verify.verify)
 app.command()(compare.compare)
+app.command()(probe.probe)
 app.command()(report.report)
 
 
@@ -46,7 +47,7 @@ def callback(
 ) -> None:
     """Fits PyTorch training under a memory budget in bytes, at the least cost in time, and proves that it did.
 
-    Exit codes: 0 all is well; 1 verification failed; 2 bad input; 3 the budget is below the floor;
+    Exit codes: 0 all is well; 1 verification or a probe failed; 2 bad input; 3 the budget is below the floor;
     4 a replay did not match; 130 interrupted.
     """
 
