@@ -15,14 +15,24 @@ import plimsoll
 
 PACKAGE = Path(plimsoll.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
-STAGES = {"tracing", "costing", "planning", "runtime", "verification", "reports", "probing"}
+STAGES = {
+    "advising",
+    "compiler",
+    "tracing",
+    "costing",
+    "planning",
+    "runtime",
+    "verification",
+    "reports",
+    "probing",
+}
 """What hands over artifacts; only the wiring below may know several of them."""
 WIRING = {"pipeline", "cli"}
-WITHOUT_TORCH = {"artifacts", "planning", "reports", "schedule", "units", "errors", "catalogue"}
+WITHOUT_TORCH = {"artifacts", "planning", "reports", "schedule", "units", "errors", "catalogue", "advising"}
 BASES = {
     "codecs": {"costing", "runtime", "pipeline"},
     "links": {"costing", "runtime", "pipeline"},
-    "recording": {"tracing", "runtime", "verification", "pipeline", "probing"},
+    "recording": {"tracing", "runtime", "verification", "pipeline", "probing", "compiler"},
     "measuring": {"tracing", "costing", "runtime", "verification", "pipeline", "probing"},
 }
 """Shared torch code, and who may import it."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from plimsoll.artifacts.receipt import Receipt
     from plimsoll.artifacts.verdict import Verdict
     from plimsoll.errors import PlimsollError
-    from plimsoll.pipeline import apply, attach, compare, load, plan, probe, report, verify
+    from plimsoll.pipeline import advise, apply, attach, compare, load, plan, probe, report, verify
 
 __all__ = [
     "Comparison",
@@ -26,6 +26,7 @@ __all__ = [
     "PlimsollError",
     "Receipt",
     "Verdict",
+    "advise",
     "apply",
     "attach",
     "compare",
@@ -42,6 +43,7 @@ _HOMES = {
     "PlimsollError": "plimsoll.errors",
     "Receipt": "plimsoll.artifacts.receipt",
     "Verdict": "plimsoll.artifacts.verdict",
+    "advise": "plimsoll.pipeline",
     "apply": "plimsoll.pipeline",
     "attach": "plimsoll.pipeline",
     "compare": "plimsoll.pipeline",

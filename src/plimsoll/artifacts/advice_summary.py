@@ -29,11 +29,9 @@ def summarise_advice(advice: Advice) -> str:
     lines += ["", "torch.compile", *(f"  {line}" for line in compiler_lines(advice.compiler))]
     lines += ["", "CUDA graphs", *(f"  {line}" for line in hazard_lines(advice))]
     lines += ["", "Checklist"]
-    for item in advice.checklist:
-        lines += entry_lines(item.outcome, item)
+    lines += entry_lines([(item.outcome, item) for item in advice.checklist])
     lines += ["", "Failure modes"]
-    for mode in advice.failure_modes:
-        lines += entry_lines(mode.sign, mode)
+    lines += entry_lines([(mode.sign, mode) for mode in advice.failure_modes])
     lines += [f"\nNote: {note}" for note in advice.notes]
     return "\n".join(lines)
 
@@ -48,10 +46,10 @@ LAYER_HEADER = ("layer", "saved", "forward", "backward", "freed per ms")
 
 def layer_rows(layers: Sequence[LayerUse]) -> list[list[str]]:
     """One row per group of layers that save the same bytes, seconds being the mean of the group."""
-    groups: dict[tuple[str, int], list[LayerUse]] = {}
+    groups: dict[tuple[str, str], list[LayerUse]] = {}
     for layer in layers:
         kind = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
-        groups.setdefault((kind, layer.saved_bytes), []).append(layer)
+        groups.setdefault((kind, format_bytes(layer.saved_bytes)), []).append(layer)
     rows = []
     for members in groups.values():
         count = len(members)
@@ -121,7 +119,18 @@ def hazard_lines(advice: Advice) -> list[str]:
     return [*(lines or ["nothing found that would stop a capture"]), advice.hazards_note]
 
 
-def entry_lines(word: str, entry: CheckItem | FailureMode) -> list[str]:
-    """One item of the checklist or one failure mode, with its next step below."""
-    lines = [f"  {word:<12}{entry.title}: {entry.evidence}"]
-    return [*lines, f"  {'':<12}next: {entry.next}"] if entry.next else lines
+def entry_lines(entries: Sequence[tuple[str, CheckItem | FailureMode]]) -> list[str]:
+    """Items of the checklist or failure modes, each with its next step below; a step is written out once."""
+    lines: list[str] = []
+    for (word, entry), step in zip(entries, next_steps([entry for _, entry in entries]), strict=True):
+        lines.append(f"  {word:<12}{entry.title}: {entry.evidence}")
+        lines += [f"  {'':<12}next: {step}"] if step else []
+    return lines
+
+
+def next_steps(entries: Sequence[CheckItem | FailureMode]) -> list[str]:
+    """The next step of every entry; one that an entry before has already is ``as above``."""
+    return [
+        "as above" if entry.next and entry.next in [e.next for e in entries[:position]] else entry.next
+        for position, entry in enumerate(entries)
+    ]

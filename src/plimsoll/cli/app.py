@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import compare, demo, plan, probe, report, show, verify
+from plimsoll.cli import advise, compare, demo, plan, probe, report, show, verify
 
 app = typer.Typer(
     name="plimsoll",
@@ -23,6 +23,7 @@ app.command()(plan.plan)
 app.command()(show.show)
 app.command()(verify.verify)
 app.command()(compare.compare)
+app.command()(advise.advise)
 app.command()(probe.probe)
 app.command()(report.report)
 

@@ -17,6 +17,7 @@ from plimsoll.artifacts.advice_summary import (
     compiler_lines,
     hazard_lines,
     layer_rows,
+    next_steps,
 )
 from plimsoll.reports.timeline import draw_bar
 from plimsoll.units import format_bytes
@@ -93,10 +94,10 @@ def render_entries(entries: Sequence[tuple[str, CheckItem | FailureMode]]) -> Ta
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for word, entry in entries:
+    for (word, entry), step in zip(entries, next_steps([entry for _, entry in entries]), strict=True):
         text = Text.assemble((entry.title, "bold"), ": ", entry.evidence)
-        if entry.next:
-            text.append(f"\nnext  {entry.next}", style="dim")
+        if step:
+            text.append(f"\nnext  {step}", style="dim")
         table.add_row(Text(f"  {word}", style=_WORD_STYLE[word]), text)
     return table
 

@@ -1,0 +1,153 @@
+"""What the compiler captured and the eager trace in, the share of ops and of time out, and what follows from it.
+
+Both runs execute the same ops in the same order, so that captured ones are found by aligning the two sequences of op keys
+(``difflib``): an op of the trace counts as captured where it is matched. Constants that the compiler folded are not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+
+from plimsoll.artifacts.advice import CompilerCoverage
+from plimsoll.artifacts.capture import Capture
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.trace import Phase, Trace
+
+RELY_ON_COMPILER = 0.9
+"""Above this share of the time the compiler's own recomputation has the whole step before it."""
+_SHOWN = 4
+_LITTLE = 0.01
+"""Modules are named where what was missed takes at least this share of the time."""
+_RANDOM = ("bernoulli", "native_dropout", "dropout", "rand", "normal")
+_FUSED = "scaled_dot_product"
+_DROPOUT = re.compile(r";0\.0*[1-9]")
+"""A positional number between 0 and 1 in the key of fused attention is its dropout; the scale goes by its name."""
+
+
+def judge_coverage(trace: Trace, costs: Costs, capture: Capture) -> CompilerCoverage:
+    """Shares and advice.
+
+    Args:
+        trace: of the eager step.
+        costs: seconds of its ops.
+        capture: of the same step under the compiler.
+    """
+    if not capture.is_asked:
+        return CompilerCoverage(is_measured=False, note=capture.failure)
+    ticks = [tick for tick, op in enumerate(trace.ops) if op.phase is not Phase.OPTIMIZER]
+    seconds = {tick: _seconds(costs, trace.ops[tick].cost_key) for tick in ticks}
+    captured = set() if capture.failure else captured_ticks(trace, capture)
+    found = CompilerCoverage(
+        is_measured=True,
+        note=_note(capture),
+        ops=len(ticks),
+        captured_ops=len(captured),
+        seconds=sum(seconds.values()),
+        captured_seconds=sum(seconds[tick] for tick in captured),
+        graphs=capture.graphs,
+        breaks=capture.breaks,
+    )
+    missed: Counter[str] = Counter()
+    for tick in ticks:
+        if tick not in captured:
+            missed[trace.ops[tick].module or "the model itself"] += _nanoseconds(seconds[tick])
+    names = tuple(name for name, _ in missed.most_common(_SHOWN)) if found.time_share < 1 - _LITTLE else ()
+    regions = _missed_regions(trace, captured)
+    return _with_advice(found, names, regions, is_random=_draws(trace))
+
+
+def captured_ticks(trace: Trace, capture: Capture) -> set[int]:
+    """The ticks of forward and backward whose op ran, or came from, a captured graph."""
+    forward = [tick for tick, op in enumerate(trace.ops) if op.phase is Phase.FORWARD]
+    backward = [tick for tick, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD]
+    found = {forward[place] for place, _ in _aligned(trace, forward, capture.forward)}
+    keys = [op.cost_key for op in capture.backward]
+    pairs = _aligned(trace, backward, keys)
+    return found | {backward[place] for place, other in pairs if capture.backward[other].is_captured}
+
+
+def _aligned(trace: Trace, ticks: Sequence[int], keys: Sequence[str]) -> list[tuple[int, int]]:
+    """Positions in ``ticks`` and in ``keys`` that are the same op, both ascending."""
+    matcher = SequenceMatcher(None, [trace.ops[tick].cost_key for tick in ticks], keys, autojunk=False)
+    return [
+        (block.a + offset, block.b + offset) for block in matcher.get_matching_blocks() for offset in range(block.size)
+    ]
+
+
+def _seconds(costs: Costs, key: str) -> float:
+    cost = costs.ops.get(key)
+    return 0.0 if cost is None else cost.seconds
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _note(capture: Capture) -> str:
+    if capture.failure:
+        return f"nothing is captured: {capture.failure}"
+    if not capture.graphs:
+        return "nothing is captured: torch.compile found no graph in this model"
+    return ""
+
+
+def _missed_regions(trace: Trace, captured: set[int]) -> list[str]:
+    """Region calls of which the forward was captured to less than the share above."""
+    missed = []
+    for call in trace.regions:
+        ticks = range(*call.forward)
+        if ticks and sum(tick in captured for tick in ticks) < RELY_ON_COMPILER * len(ticks):
+            missed.append(call.name)
+    return list(dict.fromkeys(missed))
+
+
+def _draws(trace: Trace) -> bool:
+    return any(
+        op.name.startswith(_RANDOM) or (_FUSED in op.name and _DROPOUT.search(op.cost_key))
+        for op in trace.ops
+        if op.phase is Phase.FORWARD
+    )
+
+
+def _with_advice(
+    found: CompilerCoverage, uncaptured: tuple[str, ...], regions: Sequence[str], *, is_random: bool
+) -> CompilerCoverage:
+    lines = []
+    if found.time_share > RELY_ON_COMPILER:
+        lines.append(
+            f"More than {RELY_ON_COMPILER:.0%} of the time is captured: if you train with torch.compile, let it recompute "
+            "(torch._functorch.config.activation_memory_budget below 1.0), and do not put a plan around compiled layers: "
+            "hooks around a compiled region unpack everything at once."
+        )
+        if is_random:
+            lines.append(
+                "But this model draws random numbers (dropout): below 1.0 that setting draws them anew in backward, and the "
+                "gradients are wrong (an open PyTorch defect). Keep it at 1.0, or train eager under a plan."
+            )
+        if regions:
+            lines.append(f"Manage what it missed: --regions for {', '.join(regions[:_SHOWN])}.")
+    elif found.captured_ops:
+        where = f": --regions for {', '.join(regions[:_SHOWN])}" if regions else " by a plan on the eager model"
+        lines.append(
+            f"Less than {RELY_ON_COMPILER:.0%} of the time is captured: the compiler cannot see the whole step. "
+            f"Manage the uncaptured part{where}, or remove the breaks first."
+        )
+    else:
+        lines.append(
+            "Manage the eager model with a plan: the compiler's own recomputation has nothing to work on here."
+        )
+    return CompilerCoverage(
+        is_measured=True,
+        note=found.note,
+        ops=found.ops,
+        captured_ops=found.captured_ops,
+        seconds=found.seconds,
+        captured_seconds=found.captured_seconds,
+        graphs=found.graphs,
+        breaks=found.breaks,
+        uncaptured=uncaptured,
+        advice=tuple(lines),
+    )

@@ -1,0 +1,181 @@
+"""A trace and the plan that changes nothing in, where the memory of the peak is out, and what would help there."""
+
+from __future__ import annotations
+
+from plimsoll.artifacts.advice import Bottleneck, LayerUse, MemoryPart
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.plan import Holder, Plan
+from plimsoll.artifacts.trace import Category, Phase, Trace
+from plimsoll.units import format_bytes
+
+LITTLE = 0.1
+"""Where recomputation reaches less of the peak, activation management is not worth its trouble."""
+_LARGE = 0.25
+"""A group that holds this share of the peak gets its remedies."""
+_RANKS = 8
+_CHUNKS = 8
+
+_PARAMETERS, _GRADIENTS, _OPTIMIZER = "parameters", "gradients", "optimizer state"
+_OTHER_STATE = "buffers and batch"
+_LAYERS, _ELSEWHERE = "activations of the layers", "activations elsewhere"
+_HEAD, _TEMPORARIES = "head and loss", "temporaries"
+STATE, ACTIVATIONS = "state", "activations"
+GROUPS = {
+    _PARAMETERS: STATE,
+    _GRADIENTS: STATE,
+    _OPTIMIZER: STATE,
+    _OTHER_STATE: STATE,
+    _LAYERS: ACTIVATIONS,
+    _ELSEWHERE: ACTIVATIONS,
+    _HEAD: _HEAD,
+    _TEMPORARIES: _TEMPORARIES,
+}
+"""Which group every part of the peak belongs to."""
+
+
+def find_bottleneck(trace: Trace, unmanaged: Plan) -> Bottleneck:
+    """What holds the unmanaged peak.
+
+    ``head and loss`` is what is made between the end of the last layer's forward and the start of the first layer's
+    backward: logits, the loss, and their gradients.
+
+    Args:
+        trace: of the step.
+        unmanaged: the plan ``none``; its floor is that of recomputation.
+    """
+    peak = unmanaged.baseline_peak
+    places = _places(trace)
+    holders: dict[str, list[Holder]] = {name: [] for name in GROUPS}
+    for holder in peak.holders:
+        holders[_STATE_LABELS.get(holder.label) or places.get(holder.label, _TEMPORARIES)].append(holder)
+    parts = tuple(
+        MemoryPart(
+            name=name,
+            bytes=sum(h.bytes for h in found),
+            share=sum(h.bytes for h in found) / peak.bytes if peak.bytes else 0.0,
+            largest="" if GROUPS[name] == STATE or not found else found[0].label,
+        )
+        for name, found in holders.items()
+    )
+    groups = group_bytes(parts)
+    part = max(groups, key=lambda name: groups[name])
+    found = Bottleneck(
+        part=part,
+        peak_bytes=peak.bytes,
+        floor_bytes=unmanaged.floor_bytes,
+        moment=peak.moment,
+        parts=parts,
+        summary="",
+    )
+    reach = f"recomputation can lower the peak to {format_bytes(unmanaged.floor_bytes)}, by {found.reachable_share:.0%} at most"
+    share = groups[part] / peak.bytes if peak.bytes else 0.0
+    summary = (
+        f"the largest part of the unmanaged peak of {format_bytes(peak.bytes)} is {_in_words(part)}: "
+        f"{format_bytes(groups[part])}, {share:.0%} ({peak.moment}); {reach}"
+    )
+    return Bottleneck(
+        part=part,
+        peak_bytes=peak.bytes,
+        floor_bytes=unmanaged.floor_bytes,
+        moment=peak.moment,
+        parts=parts,
+        summary=summary,
+        remedies=_remedies(found, groups),
+    )
+
+
+def group_bytes(parts: tuple[MemoryPart, ...]) -> dict[str, int]:
+    """Bytes of the groups state, activations, head and loss, temporaries."""
+    groups = dict.fromkeys(GROUPS.values(), 0)
+    for part in parts:
+        groups[GROUPS[part.name]] += part.bytes
+    return groups
+
+
+def _in_words(part: str) -> str:
+    return "state (parameters, gradients, optimizer)" if part == STATE else part
+
+
+_STATE_LABELS = {
+    "parameters": _PARAMETERS,
+    "gradients": _GRADIENTS,
+    "optimizer state": _OPTIMIZER,
+    "buffers": _OTHER_STATE,
+}
+"""Labels under which a peak names what stays for the whole step."""
+
+
+def _places(trace: Trace) -> dict[str, str]:
+    """The part that a holder's label belongs to, for everything that is named one by one."""
+    start = max((call.forward[1] for call in trace.regions), default=0)
+    ends = [call.backward[0] for call in trace.regions if call.backward[0] >= 0]
+    end = min(ends, default=len(trace.ops))
+    places: dict[str, str] = {}
+    for storage in trace.storages:
+        if storage.category is Category.INPUT:
+            part = _OTHER_STATE
+        elif storage.region < 0 and start <= storage.born < end:
+            part = _HEAD
+        elif storage.category is Category.ACTIVATION:
+            part = _LAYERS if storage.region >= 0 else _ELSEWHERE
+        else:
+            part = _TEMPORARIES
+        places.setdefault(storage.label, part)
+    return places
+
+
+def _remedies(found: Bottleneck, groups: dict[str, int]) -> tuple[str, ...]:
+    """What helps against the groups that activation management does not reach. Arithmetic, not measured."""
+    bytes_of = {part.name: part.bytes for part in found.parts}
+    lines = []
+    state, optimizer = groups[STATE], bytes_of[_OPTIMIZER]
+    if state >= _LARGE * found.peak_bytes:
+        if optimizer:
+            lines.append(
+                f"optimizer: its state takes {format_bytes(optimizer)}; with 8 bits per number instead of 32 it would take "
+                f"{format_bytes(optimizer / 4)}"
+            )
+        shared = sum(bytes_of[name] for name in (_PARAMETERS, _GRADIENTS, _OPTIMIZER))
+        lines.append(
+            f"sharding (FSDP, ZeRO-3): over {_RANKS} ranks {format_bytes(shared)} of parameters, gradients and optimizer "
+            f"state become {format_bytes(shared / _RANKS)} each"
+        )
+    if groups[_HEAD] >= _LARGE * found.peak_bytes:
+        lines.append(
+            f"chunked loss: logits and loss computed in {_CHUNKS} chunks would hold about "
+            f"{format_bytes(groups[_HEAD] / _CHUNKS)} instead of {format_bytes(groups[_HEAD])}"
+        )
+    if groups[_TEMPORARIES] >= _LARGE * found.peak_bytes:
+        largest = next(part.largest for part in found.parts if part.name == _TEMPORARIES)
+        where = (
+            "the optimizer's step: fused=True, or foreach=False, makes fewer copies"
+            if found.moment.startswith(Phase.OPTIMIZER.value)
+            else f"of which {largest} is the largest: a fused kernel, or a smaller micro-batch, would hold less"
+        )
+        lines.append(f"temporaries: {format_bytes(groups[_TEMPORARIES])} {where}")
+    return tuple(lines)
+
+
+def measure_layers(trace: Trace, costs: Costs, unmanaged: Plan) -> tuple[LayerUse, ...]:
+    """What every region call saves for backward, and how long its forward and backward take.
+
+    Args:
+        trace: of the step.
+        costs: seconds of its ops.
+        unmanaged: the plan ``none``, which holds everything that autograd saves.
+    """
+    seconds: dict[tuple[int, Phase], float] = {}
+    for op in trace.ops:
+        cost = costs.ops.get(op.cost_key)
+        if op.region >= 0 and cost is not None:
+            seconds[op.region, op.phase] = seconds.get((op.region, op.phase), 0.0) + cost.seconds
+    return tuple(
+        LayerUse(
+            name=call.name,
+            call=call.call,
+            saved_bytes=region.retained_bytes,
+            forward_seconds=seconds.get((call.index, Phase.FORWARD), 0.0),
+            backward_seconds=seconds.get((call.index, Phase.BACKWARD), 0.0),
+        )
+        for call, region in zip(trace.regions, unmanaged.regions, strict=True)
+    )
