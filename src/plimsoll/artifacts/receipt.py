@@ -61,7 +61,7 @@ _ADVICE = {
     Verdict.WITHIN_ERROR: "Values are held in lossy forms: the gradient's error is within what was allowed.",
     Verdict.WITHIN_SPREAD: "The model differs from itself from run to run; the plan stays within that spread.",
     Verdict.WITHIN_ROUNDING: "Compiled code rounds differently: the gradient agrees to half the digits of its dtype or better.",
-    Verdict.VERIFIED: "Gradients and buffers are equal bit for bit, and the peak keeps to the budget.",
+    Verdict.VERIFIED: "Gradients and buffers are equal bit for bit, and the peak keeps to the budget, if there is one.",
 }
 
 

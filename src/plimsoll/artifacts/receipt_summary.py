@@ -59,7 +59,7 @@ def receipt_figures(receipt: Receipt) -> tuple[tuple[str, str], ...]:
         *_curve_row(receipt),
         *_tensors_row(receipt),
         *_slope_row(receipt),
-        ("budget", budget),
+        *([] if receipt.strategy == OWN else [("budget", budget)]),
         ("peak", _pair(receipt.predicted_peak_bytes, receipt.measured_peak_bytes)),
         ("unmanaged peak", _pair(receipt.predicted_baseline_peak_bytes, receipt.measured_baseline_peak_bytes)),
     ]
@@ -75,7 +75,7 @@ def receipt_figures(receipt: Receipt) -> tuple[tuple[str, str], ...]:
                 receipt.measured_baseline_spread_seconds,
             ),
         ),
-        ("droppable", describe_droppable(receipt)),
+        *([] if receipt.strategy == OWN else [("droppable", describe_droppable(receipt))]),
         ("versions", ", ".join(f"{name} {version}" for name, version in sorted(receipt.versions.items()))),
     ]
     return tuple(rows)

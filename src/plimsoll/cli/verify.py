@@ -1,4 +1,4 @@
-"""``plimsoll verify TARGET``: run a plan beside the unmanaged model and compare gradients, peak and time."""
+"""``plimsoll verify TARGET``: hold a plan, or what the model does by itself, against the model with everything kept."""
 
 from __future__ import annotations
 
@@ -10,8 +10,27 @@ import typer
 from plimsoll.cli import options, terminal
 
 PlanFileOption = Annotated[
-    Path | None, typer.Option("--plan", "-p", metavar="FILE", help="A saved plan; without one, plan first.")
+    Path | None,
+    typer.Option(
+        "--plan",
+        "-p",
+        metavar="FILE",
+        help="A saved plan. Without one, and without a budget or a strategy, the model's own checkpointing, offloading "
+        "or compiled memory budget is verified.",
+    ),
 ]
+IntermediateOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--intermediate",
+        metavar="PATTERN",
+        help="Compare what these modules make, and its gradient: 'model.layers.*.mlp'; may be repeated.",
+    ),
+]
+CurveOption = Annotated[
+    int, typer.Option("--curve", min=0, metavar="STEPS", help="Compare the losses of so many training steps.")
+]
+_AUTO = "auto"
 
 
 def verify(
@@ -19,7 +38,7 @@ def verify(
     *,
     plan: PlanFileOption = None,
     budget: options.BudgetOption = None,
-    strategy: options.StrategyOption = "auto",
+    strategy: options.StrategyOption = _AUTO,
     regions: options.RegionsOption = None,
     allow: options.AllowOption = "recompute",
     max_error: options.MaxErrorOption = "0",
@@ -31,10 +50,14 @@ def verify(
     batch: options.BatchOption = None,
     seq: options.SequenceOption = None,
     steps: options.StepsOption = 5,
+    intermediate: IntermediateOption = None,
+    curve: CurveOption = 0,
     output: options.OutputOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """Check a plan: gradients bit for bit, measured peak and time against predicted. Exits with 1 if it fails.
+
+    Without a plan, a budget and a strategy: check the model's own activation checkpointing.
 
     Example: plimsoll verify llama-tiny --plan plan.json
     """
@@ -56,7 +79,8 @@ def verify(
                 allow=allow, max_error=max_error, host_budget=host_budget, overrides=tuple(override or ()), link=link
             ),
         )
-        checked = saved or work.make_plan(loaded, request)
+        is_own = saved is None and budget is None and strategy == _AUTO and not override
+        checked = saved if is_own or saved is not None else work.make_plan(loaded, request)
         with show_progress(terminal.stderr()) as report:
             receipt = plimsoll.verify(
                 loaded.target.model,
@@ -65,6 +89,9 @@ def verify(
                 loss=loaded.target.loss,
                 optimizer=loaded.optimizer,
                 steps=steps,
+                intermediates=tuple(intermediate or ()),
+                curve_steps=curve,
+                max_error=max_error if is_own else 0.0,
                 progress=report,
             )
         if output is not None:

@@ -106,7 +106,7 @@ def read_allowance(
         InvalidBudget: a host budget without a clear unit.
     """
     words = tuple(word for word in WORDS if word in _words(allow))
-    error = _share(max_error)
+    error = read_error(max_error)
     if error and "compress" not in words and not any(map(codecs_of_strategy, strategies)):
         raise InvalidStrategy(
             f"max_error={max_error!r} allows lossy codecs, but compression is not allowed.",
@@ -151,7 +151,7 @@ def _words(allow: Collection[str] | str) -> frozenset[str]:
     return words
 
 
-def _share(max_error: float | str) -> float:
+def read_error(max_error: float | str) -> float:
     """``0.01``, ``"1%"``, ``"0.01"``."""
     try:
         text = str(max_error).strip()

@@ -13,9 +13,9 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt, finite
 from plimsoll.artifacts.trace import Trace
-from plimsoll.errors import InvalidModel
+from plimsoll.errors import InvalidModel, InvalidStrategy
 from plimsoll.measuring.timing import Interval, paired_ratio
-from plimsoll.pipeline.allowance import Allowance, read_allowance
+from plimsoll.pipeline.allowance import Allowance, read_allowance, read_error
 from plimsoll.pipeline.budgets import read_budget, resolve_budget
 from plimsoll.pipeline.making import make_maker
 from plimsoll.pipeline.matching import refuse_other_model, refuse_other_signature
@@ -31,10 +31,13 @@ from plimsoll.pipeline.request import (
 )
 from plimsoll.pipeline.side_by_side import BASELINE, SideBySide, measure_side_by_side
 from plimsoll.recording.calling import Loss, check_devices
+from plimsoll.recording.fingerprint import signature
 from plimsoll.recording.untouched import untouched
 from plimsoll.runtime.apply import apply_plan
+from plimsoll.verification.evidence import Depth, versions
+from plimsoll.verification.own import Context, verify_own
 from plimsoll.verification.step import TrainingStep
-from plimsoll.verification.verify import verify_plan, versions
+from plimsoll.verification.verify import verify_plan
 
 Progress = Callable[[str, float], None]
 
@@ -42,26 +45,44 @@ Progress = Callable[[str, float], None]
 def verify(
     model: nn.Module,
     batch: Any,
-    plan: Plan,
+    plan: Plan | None = None,
     *,
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     steps: int = 5,
+    intermediates: Sequence[str] | str = (),
+    curve_steps: int = 0,
+    context: Context | None = None,
+    max_error: float | str = 0.0,
     progress: Progress | None = None,
 ) -> Receipt:
     """Hold a plan's claims against evidence: gradients bit for bit, peak and seconds predicted and measured.
 
     The unmanaged step runs first, twice from the same random state: a model that differs from itself is compared within
-    that spread, and the receipt says so. Model, gradients, buffers and random state are left as they were; the optimizer
-    never steps.
+    that spread, and the receipt says so. Then the managed step: its gradients and buffers, its peak, and, tensor by tensor,
+    whether what comes back in backward is what forward saved; where it is not, the receipt names the region, the value,
+    the op and the likely cause.
+
+    Without a plan, what the model does by itself is verified: ``torch.utils.checkpoint``, selective checkpointing,
+    offloading contexts, any saved-tensor hooks, and torch.compile under an ``activation_memory_budget`` below 1. The
+    reference is the same step with that switched off. There the gradient is also held against the loss itself: the slope
+    that it claims, against losses at shifted parameters.
+
+    Model, gradients, buffers, random state and the optimizer are left as they were.
 
     Args:
         model: as for ``plimsoll.plan``.
         batch: as for ``plimsoll.plan``.
-        plan: the plan to check.
+        plan: the plan to check; ``None``: what the model does by itself.
         loss: as for ``plimsoll.plan``.
         optimizer: as for ``plimsoll.plan``.
         steps: timed runs of each side, interleaved; as many consecutive losses are compared. At least one.
+        intermediates: patterns of module names, such as ``model.layers.*.mlp``: their outputs, and the gradients of
+            those, are compared in both runs.
+        curve_steps: so many training steps, on this batch with ``optimizer`` (else with gradient descent), are compared
+            by their losses.
+        context: without a plan: makes a context to run the step in, such as ``torch.autograd.graph.save_on_cpu``.
+        max_error: without a plan: the relative error of the gradient that is fine with you (hooks that compress).
         progress: told the stage and the share done.
 
     Returns:
@@ -70,7 +91,10 @@ def verify(
     Raises:
         PlanMismatch: the plan was made for another model, batch shape, dtype or mode.
         PlanNotUsable: there is nothing to apply.
-        InvalidModel: a plan is at work on it, or it is on the meta device: nothing could be measured.
+        InvalidModel: a plan is at work on it, or it is on the meta device: nothing could be measured; or, without a plan,
+            it does nothing by itself.
+        InvalidRegions: a pattern of intermediates that matches no module.
+        InvalidBudget: ``max_error`` is no share.
 
     Example:
         >>> receipt = plimsoll.verify(model, batch, plan)  # doctest: +SKIP
@@ -78,15 +102,32 @@ def verify(
         <Verdict.VERIFIED: 'VERIFIED'>
     """
     _check_measurable(model, optimizer)
-    check_plan(plan)
-    refuse_other_model(model, plan)
+    if plan is not None:
+        check_plan(plan)
+        refuse_other_model(model, plan)
     args, kwargs = split_detached(batch)
     check_devices(model, args, kwargs)
-    loss = explained_loss(loss)
-    refuse_other_signature(model, args, kwargs, plan, loss)
+    loss, steps = explained_loss(loss), max(1, steps)
+    patterns = (intermediates,) if isinstance(intermediates, str) else tuple(intermediates)
+    depth = Depth(intermediates=patterns, curve_steps=curve_steps, optimizer=optimizer)
+    error = read_error(max_error)
+    if plan is not None:
+        refuse_other_signature(model, args, kwargs, plan, loss)
+        _refuse_without_effect(context, error)
     with untouched(model):
         step = TrainingStep(model, args, kwargs, loss=loss, optimizer=optimizer)
-        return verify_plan(step, plan, lambda: apply_plan(model, plan), steps=max(1, steps), progress=progress)
+        if plan is not None:
+            made = plan
+            return verify_plan(step, made, lambda: apply_plan(model, made), steps=steps, depth=depth, progress=progress)
+        return verify_own(
+            step,
+            signature=signature(model, args, kwargs, loss=loss),
+            context=context,
+            max_error=error,
+            steps=steps,
+            depth=depth,
+            progress=progress,
+        )
 
 
 def compare(
@@ -176,6 +217,17 @@ def _plan_all(
         report(f"planning {name}", 0.8)
         plans[name] = maker.solve(budget_bytes if name == "auto" else None, name, raise_below_floor=False)
     return plans
+
+
+def _refuse_without_effect(context: Context | None, max_error: float) -> None:
+    """A plan says itself what it is allowed; what would be ignored is refused."""
+    if context is not None or max_error:
+        name = "max_error=" if context is None else "context="
+        raise InvalidStrategy(
+            f"{name} has no effect on a plan.",
+            why="it belongs to verifying what a model does by itself; a plan carries its own limits",
+            next=f"leave {name} out, or leave the plan out",
+        )
 
 
 def _check_measurable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

@@ -11,8 +11,8 @@ from plimsoll.artifacts.trace import Category
 from plimsoll.measuring.timing import Timing, time_in_turns
 from plimsoll.runtime.apply import Handle, apply_plan
 from plimsoll.verification.compare_tensors import mismatches, relative_error
+from plimsoll.verification.evidence import Depth, Evidence, collect_evidence
 from plimsoll.verification.step import TrainingStep
-from plimsoll.verification.verify import Evidence, collect_evidence
 
 Progress = Callable[[str, float], None]
 
@@ -51,7 +51,7 @@ def measure_side_by_side(step: TrainingStep, plans: Mapping[str, Plan], *, round
     state_bytes = max((plan.classes.get(Category.OPTIMIZER_STATE, 0) for plan in plans.values()), default=0)
     absent_bytes = step.absent_state_bytes(state_bytes)
     report("running the unmanaged step", 0.0)
-    evidence = collect_evidence(step)
+    evidence = collect_evidence(step, Depth())
     baseline_peak_bytes = step.measure_peak().peak_bytes + absent_bytes
     measured: dict[str, Measured] = {}
     runs: dict[str, Callable[[], object]] = {BASELINE: step.run}

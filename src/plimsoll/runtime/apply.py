@@ -103,6 +103,11 @@ class Handle:
         """How many calls of regions have been inspected so far."""
         return self._shared.inspector.inspected_calls
 
+    @property
+    def inspected_tensors(self) -> int:
+        """How many rebuilt tensors have been compared with what forward saved."""
+        return self._shared.inspector.inspected_tensors
+
     def inspecting(self) -> contextlib.AbstractContextManager[None]:
         """Inspect every region in every call inside the block."""
         return self._shared.inspector.everywhere()

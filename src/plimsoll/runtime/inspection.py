@@ -38,6 +38,7 @@ class Inspector:
     def __init__(self, every: int, device: torch.device) -> None:
         self.faults: list[Fault] = []
         self.inspected_calls = 0
+        self.inspected_tensors = 0
         self._every = every
         self._device = device
         self._regions: Sequence[str] = ()
@@ -117,6 +118,7 @@ class Inspection:
         witness = self._witnesses.get(cell.index)
         if witness is None:
             return value
+        self._inspector.inspected_tensors += 1
         difference = witness.compare(value)
         if difference is None:
             return value

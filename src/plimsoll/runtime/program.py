@@ -21,7 +21,7 @@ from plimsoll.runtime.frame import Frame, Link
 from plimsoll.runtime.packed import Packer, Refused, Source, is_exact, plan_packing
 from plimsoll.runtime.randomness import ENTRY
 from plimsoll.runtime.sentinels import SentinelPolicy, must_defer, sample_geometry
-from plimsoll.runtime.verifying import same_bits
+from plimsoll.recording.bits import same_bits
 from plimsoll.schedule import BOUNDARY, Unreachable, build_schedule, recipe_ops
 
 _GONE = torch.empty(0)

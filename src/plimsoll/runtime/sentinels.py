@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from plimsoll.recording.geometry import Geometry
-from plimsoll.runtime.verifying import INTEGER_OF_SIZE
+from plimsoll.recording.bits import INTEGER_OF_SIZE
 
 SAMPLE_SIZE = 16
 

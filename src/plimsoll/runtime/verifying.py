@@ -23,15 +23,13 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from plimsoll.artifacts.region import Origin
+from plimsoll.recording.bits import fingerprint, same_bits
 from plimsoll.recording.geometry import Geometry, is_plain
 from plimsoll.recording.recorder import OpRecorder, RecordedOp, Signature, flat_tensors
 from plimsoll.runtime.randomness import RandomPoints
 
 NOT_EXACT = "gives other bits when it is run again"
-INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types by bytes, to look at bits."""
 _POISON = 0xA5
-_ROW = 512
 
 
 class VerifyingRecorder(OpRecorder):
@@ -246,41 +244,3 @@ def _whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """All bytes of a storage as a tensor of the dtype of ``tensor``."""
     count = storage.nbytes() // tensor.element_size()
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,))  # type: ignore[call-overload, no-any-return]
-
-
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bits as integers: bits are compared, not values."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(INTEGER_OF_SIZE[tensor.element_size()])
-
-
-def fingerprint(tensor: torch.Tensor) -> int:
-    """A checksum of all bytes of the tensor's storage and their places; needs no memory of that size."""
-    storage = tensor.untyped_storage()
-    count = storage.nbytes()
-    if count == 0:
-        return 0
-    width = 8 if count % 8 == 0 else 1
-    dtype = torch.int64 if width == 8 else torch.uint8
-    flat = torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, (count // width,))  # type: ignore[call-overload]
-    rest = flat.numel() % _ROW
-    rows = flat[rest:].view(-1, _ROW)
-    parts = (flat[:rest], rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64))
-    return int(sum((part * torch.arange(1, part.numel() + 1, device=part.device)).sum() for part in parts))
-
-
-def same_bits(first: torch.Tensor, second: Any) -> bool:
-    """Whether two tensors lie alike and hold the same bits; any NaN equals any NaN."""
-    if not isinstance(second, torch.Tensor) or not is_plain(first) or not is_plain(second):
-        return False
-    if Geometry.of(first) != Geometry.of(second):
-        return False
-    if first.numel() == 0:
-        return True
-    if torch.equal(as_integers(first), as_integers(second)):
-        return True
-    if not first.dtype.is_floating_point:
-        return False
-    both_nan = first.isnan() & second.isnan()
-    return bool((both_nan | (as_integers(first) == as_integers(second))).all())

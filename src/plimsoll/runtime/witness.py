@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from plimsoll.links.protocol import Link, Ticket
-from plimsoll.runtime.verifying import as_integers
+from plimsoll.recording.bits import as_integers
 from plimsoll.units import MIB
 
 PIECE_BYTES = 4 * MIB

@@ -8,28 +8,12 @@ from collections.abc import Mapping
 import torch
 
 from plimsoll.artifacts.receipt import Mismatch, finite
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from plimsoll.recording.bits import same_contents
 
 
 def copies(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
     """Private copies, to compare with later."""
     return {name: None if tensor is None else tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def is_bit_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Equal shape, dtype and bits; a NaN equals a NaN."""
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    one, other = first.detach().contiguous(), second.detach().contiguous()
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    kind = _INTEGERS[one.element_size()]
-    if torch.equal(one.view(kind), other.view(kind)):
-        return True
-    if not one.dtype.is_floating_point:
-        return False
-    return bool(((one.view(kind) == other.view(kind)) | (one.isnan() & other.isnan())).all())
 
 
 def mismatches(
@@ -46,7 +30,7 @@ def mismatches(
         if reference is None or other is None:
             absolute: float | None = None
             relative: float | None = None
-        elif is_bit_equal(reference, other):
+        elif same_contents(reference, other):
             continue
         else:
             absolute, relative = difference(reference, other)

@@ -67,6 +67,12 @@ class TrainingStep:
         del output, loss
         return value
 
+    def forward_loss(self) -> float:
+        """The loss from the starting state, without backward; autograd is on, as in a training step."""
+        self.rewind()
+        args, kwargs = private_copy((self._args, self._kwargs))
+        return float(scalar_loss(self.model(*args, **kwargs), self._loss).detach())
+
     def rewind(self) -> None:
         """Put the random state and the buffers back."""
         torch.set_rng_state(self._random)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
+from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.receipt import Mismatch, Receipt, RegionOutcome, finite
+from plimsoll.artifacts.receipt import Intermediate, Receipt, RegionOutcome, finite
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.measuring.timing import Timing, time_in_turns
 from plimsoll.units import format_bytes
-from plimsoll.verification.compare_tensors import copies, mismatches, relative_error
+from plimsoll.verification.evidence import (
+    Apart,
+    Depth,
+    Evidence,
+    collect_evidence,
+    compare_with,
+    consecutive_losses,
+    run_curve,
+    run_intermediates,
+    versions,
+)
+from plimsoll.verification.intermediates import compare_intermediates
 from plimsoll.verification.step import TrainingStep
 
 Progress = Callable[[str, float], None]
@@ -29,33 +38,17 @@ class Managed(Protocol):
 
     def remove(self) -> None: ...
 
-    def outcomes(self) -> tuple[RegionOutcome, ...]: ...
-
-    def paused(self) -> contextlib.AbstractContextManager[None]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """What was seen of the unmanaged model: its gradients and buffers after one step, and how far it is from itself."""
-
-    loss: float
-    gradients: dict[str, torch.Tensor | None]
-    buffers: dict[str, torch.Tensor | None]
-    spread: dict[str, float]
+    @property
+    def faults(self) -> tuple[Fault, ...]: ...
 
     @property
-    def is_deterministic(self) -> bool:
-        return not self.spread
+    def inspected_tensors(self) -> int: ...
 
+    def outcomes(self) -> tuple[RegionOutcome, ...]: ...
 
-def collect_evidence(step: TrainingStep) -> Evidence:
-    """Run the unmanaged step twice from the same state."""
-    loss = step.run()
-    gradients, buffers = copies(step.gradients()), copies(step.buffers())
-    step.run()
-    apart = [*mismatches(gradients, step.gradients(), {}), *mismatches(buffers, step.buffers(), {})]
-    spread = {m.name: float("inf") if m.max_absolute_difference is None else m.max_absolute_difference for m in apart}
-    return Evidence(loss, gradients, buffers, spread)
+    def inspecting(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def paused(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +57,11 @@ class ManagedEvidence:
 
     recording_peak_bytes: int
     steady_peak_bytes: int
-    gradient_mismatches: tuple[Mismatch, ...]
-    buffer_mismatches: tuple[Mismatch, ...]
-    gradient_error: float
+    apart: Apart
+    faults: tuple[Fault, ...]
+    compared_tensors: int
+    intermediates: tuple[Intermediate, ...]
+    curve: tuple[float | None, ...]
     outcomes: tuple[RegionOutcome, ...]
     baseline_losses: tuple[float | None, ...]
     plan_losses: tuple[float | None, ...]
@@ -80,6 +75,7 @@ def verify_plan(
     manage: Callable[[], Managed],
     *,
     steps: int = 5,
+    depth: Depth | None = None,
     progress: Progress | None = None,
 ) -> Receipt:
     """Compare the managed step with the unmanaged one.
@@ -89,43 +85,52 @@ def verify_plan(
         plan: the plan to check.
         manage: applies the plan to the step's model.
         steps: timed runs of each side; the losses of as many consecutive steps are compared.
+        depth: what is compared besides.
         progress: told the stage and how far it is.
+
+    Raises:
+        InvalidRegions: a pattern of intermediates that matches no module.
     """
     report = progress or (lambda stage, share: None)
+    depth = depth or Depth()
     report("running the unmanaged step twice", 0.0)
-    evidence = collect_evidence(step)
+    evidence = collect_evidence(step, depth)
     baseline_peaks = step.measure_peak()
     report("running the managed step", 0.3)
     with _managed(manage) as managed:
-        seen = _observe(step, managed, evidence, steps, report)
+        seen = _observe(step, managed, evidence, steps, depth, report)
     step.clear_gradients()
     return _receipt(step, plan, evidence, baseline_peaks.peak_bytes, seen, steps)
 
 
-def _observe(step: TrainingStep, managed: Managed, evidence: Evidence, steps: int, report: Progress) -> ManagedEvidence:
-    """Run the managed step: the recording call, steady ones, consecutive losses, seconds in turns."""
+def _observe(
+    step: TrainingStep, managed: Managed, evidence: Evidence, steps: int, depth: Depth, report: Progress
+) -> ManagedEvidence:
+    """Run the managed step: the recording call, steady ones, an inspected one, consecutive losses, seconds in turns."""
     recording = step.measure_peak()
-    gradients = mismatches(evidence.gradients, step.gradients(), evidence.spread)
-    buffers = mismatches(evidence.buffers, step.buffers(), evidence.spread)
-    error = relative_error(evidence.gradients, step.gradients())
+    apart = compare_with(evidence, step)
     step.run()
     report("measuring the managed step's peak", 0.5)
     steady = step.measure_peak()
-    gradients = _merged(gradients, mismatches(evidence.gradients, step.gradients(), evidence.spread))
-    buffers = _merged(buffers, mismatches(evidence.buffers, step.buffers(), evidence.spread))
-    error = max(error, relative_error(evidence.gradients, step.gradients()))
+    apart = apart.worst(compare_with(evidence, step))
     outcomes = managed.outcomes()
-    plan_losses = _losses(step, steps)
+    plan_losses = consecutive_losses(step, steps)
     with managed.paused():
-        baseline_losses = _losses(step, steps)
+        baseline_losses = consecutive_losses(step, steps)
+    curve, intermediates = run_curve(step, depth), run_intermediates(step, depth)
     report("timing both in turns", 0.6)
     baseline, ours = _time(step, managed, steps)
+    report("comparing every tensor that comes back", 0.95)
+    with managed.inspecting():
+        step.run()
     return ManagedEvidence(
         recording_peak_bytes=recording.peak_bytes,
         steady_peak_bytes=steady.peak_bytes,
-        gradient_mismatches=gradients,
-        buffer_mismatches=buffers,
-        gradient_error=error,
+        apart=apart,
+        faults=managed.faults,
+        compared_tensors=managed.inspected_tensors,
+        intermediates=compare_intermediates(evidence.intermediates, intermediates),
+        curve=curve,
         outcomes=outcomes,
         baseline_losses=baseline_losses,
         plan_losses=plan_losses,
@@ -148,13 +153,13 @@ def _receipt(
         versions=versions(),
         steps=steps,
         compared_gradients=sum(gradient is not None for gradient in evidence.gradients.values()),
-        gradient_mismatches=seen.gradient_mismatches,
+        gradient_mismatches=seen.apart.gradients,
         compared_buffers=len(evidence.buffers),
-        buffer_mismatches=seen.buffer_mismatches,
+        buffer_mismatches=seen.apart.buffers,
         is_lossless=plan.is_lossless,
         max_error=plan.max_error,
         predicted_error=plan.predicted_error,
-        gradient_error=finite(seen.gradient_error),
+        gradient_error=finite(seen.apart.error),
         is_deterministic=evidence.is_deterministic,
         baseline_losses=seen.baseline_losses,
         plan_losses=seen.plan_losses,
@@ -169,17 +174,14 @@ def _receipt(
         measured_baseline_spread_seconds=seen.baseline.spread_seconds,
         measured_seconds=seen.ours.median_seconds,
         measured_spread_seconds=seen.ours.spread_seconds,
+        faults=seen.faults,
+        compared_tensors=seen.compared_tensors,
+        intermediates=seen.intermediates,
+        baseline_curve=evidence.curve,
+        plan_curve=seen.curve,
         regions=seen.outcomes,
         notes=_notes(step, plan, absent_bytes),
     )
-
-
-def versions() -> dict[str, str]:
-    """What the figures were measured with."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine()}
-    if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
-    return found
 
 
 def _notes(step: TrainingStep, plan: Plan, absent_bytes: int) -> tuple[str, ...]:
@@ -211,12 +213,6 @@ def _managed(manage: Callable[[], Managed]) -> Iterator[Managed]:
         handle.remove()
 
 
-def _losses(step: TrainingStep, count: int) -> tuple[float | None, ...]:
-    """The losses of consecutive runs: the random state goes on, so dropout draws anew each time."""
-    step.rewind()
-    return tuple(finite(step.go_on()) for _ in range(count))
-
-
 def _time(step: TrainingStep, managed: Managed, rounds: int) -> tuple[Timing, Timing]:
     """Paired, interleaved seconds of the unmanaged and the managed step."""
 
@@ -226,13 +222,3 @@ def _time(step: TrainingStep, managed: Managed, rounds: int) -> tuple[Timing, Ti
 
     timings = time_in_turns({"baseline": plain, "plan": step.run}, device=step.device, rounds=rounds)
     return timings["baseline"], timings["plan"]
-
-
-def _merged(first: tuple[Mismatch, ...], second: tuple[Mismatch, ...]) -> tuple[Mismatch, ...]:
-    """Each tensor once, with the run in which it was further off."""
-    worst: dict[str, Mismatch] = {}
-    for mismatch in (*first, *second):
-        known = worst.get(mismatch.name)
-        if known is None or (mismatch.max_absolute_difference or 0.0) > (known.max_absolute_difference or 0.0):
-            worst[mismatch.name] = mismatch
-    return tuple(worst.values())

@@ -10,7 +10,8 @@ from torch import nn
 
 from contracts.harness import assert_unchanged, plain_step, stack_of
 from plimsoll.runtime.randomness import RandomPoints
-from plimsoll.runtime.verifying import VerifyingRecorder, fingerprint, same_bits
+from plimsoll.recording.bits import fingerprint, same_bits
+from plimsoll.runtime.verifying import VerifyingRecorder
 
 CALLS = itertools.count()
 

@@ -1,0 +1,321 @@
+"""A model that manages its memory by itself in; the receipt that holds it against the same model with that switched off, out.
+
+What it can do by itself: ``torch.utils.checkpoint`` in both forms, selective checkpointing, offloading contexts and any other
+saved-tensor hooks; torch.compile under an ``activation_memory_budget`` below 1. The reference is the same code with the hooks
+left out, or compiled under a budget of 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch._functorch.config
+from torch import nn
+
+from plimsoll.artifacts.fault import Cause, Fault
+from plimsoll.artifacts.receipt import OWN, Intermediate, Receipt, finite
+from plimsoll.errors import InvalidModel
+from plimsoll.measuring.timing import Timing, time_in_turns
+from plimsoll.recording.fingerprint import fingerprint
+from plimsoll.recording.modules import ModuleStack
+from plimsoll.verification.compare_tensors import copies, relative_error
+from plimsoll.verification.evidence import (
+    Apart,
+    Depth,
+    Evidence,
+    collect_evidence,
+    compare_with,
+    consecutive_losses,
+    run_curve,
+    run_intermediates,
+    versions,
+)
+from plimsoll.verification.intermediates import compare_intermediates
+from plimsoll.verification.repeated_ops import RepeatedOps
+from plimsoll.verification.saved_hooks import switched_off, watched
+from plimsoll.verification.saved_tensors import SavedTensorWatch
+from plimsoll.verification.slope import measure_slope
+from plimsoll.verification.step import TrainingStep
+
+Progress = Callable[[str, float], None]
+Context = Callable[[], contextlib.AbstractContextManager[object]]
+
+_MOST_FAULTS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The model's own ways to save memory: ``context`` is entered around every step; ``budget`` is the compiler's."""
+
+    context: Context
+    budget: float
+
+    @staticmethod
+    def of(context: Context | None) -> Setup:
+        return Setup(context or contextlib.nullcontext, float(torch._functorch.config.activation_memory_budget))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the compiler drops activations by itself."""
+        return self.budget < 1.0
+
+    @contextlib.contextmanager
+    def as_it_is(self) -> Iterator[None]:
+        with self.context():
+            yield
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """The same step with everything kept."""
+        with switched_off(), self._compiled_under(1.0), self.context():
+            yield
+
+    @contextlib.contextmanager
+    def _compiled_under(self, budget: float) -> Iterator[None]:
+        """What was compiled under another budget is compiled anew, here and afterwards."""
+        if not self.is_compiled:
+            yield
+            return
+        torch._dynamo.reset()
+        try:
+            with torch._functorch.config.patch(activation_memory_budget=budget):
+                yield
+        finally:
+            torch._dynamo.reset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What was seen of the step as it is."""
+
+    used: Counter[str]
+    peak_bytes: int
+    apart: Apart
+    faults: tuple[Fault, ...]
+    compared_tensors: int
+    losses: tuple[float | None, ...]
+    intermediates: tuple[Intermediate, ...]
+    curve: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plain:
+    """What was seen of it with everything kept."""
+
+    evidence: Evidence
+    peak_bytes: int
+    losses: tuple[float | None, ...]
+
+
+def verify_own(
+    step: TrainingStep,
+    *,
+    signature: str,
+    context: Context | None = None,
+    max_error: float = 0.0,
+    steps: int = 5,
+    depth: Depth | None = None,
+    progress: Progress | None = None,
+) -> Receipt:
+    """Compare a step that saves memory by itself with the same step keeping everything.
+
+    Args:
+        step: the training step, with no plan at work.
+        signature: of the step, for the receipt.
+        context: makes a context that is entered around forward and backward (an offloading context of the training loop).
+        max_error: the relative error of the gradient that is fine with the user.
+        steps: timed runs of each side; the losses of as many consecutive steps are compared.
+        depth: what is compared besides.
+        progress: told the stage and how far it is.
+
+    Raises:
+        InvalidModel: nothing is at work that could be switched off.
+    """
+    report = progress or (lambda stage, share: None)
+    depth, setup = depth or Depth(), Setup.of(context)
+    report("running the step with everything kept, twice", 0.0)
+    with setup.plain():
+        evidence = collect_evidence(step, depth)
+        plain = _Plain(
+            evidence=evidence, peak_bytes=step.measure_peak().peak_bytes, losses=consecutive_losses(step, steps)
+        )
+    report("running the step as it is", 0.3)
+    with setup.as_it_is():
+        seen = _observe(step, setup, evidence, steps, depth)
+        gradients = copies(step.gradients())
+        report("measuring the loss's slope", 0.5)
+        slope = measure_slope(step, gradients)
+    tolerance = rounding_tolerance(step.model) if setup.is_compiled else 0.0
+    report("looking for the cause", 0.6)
+    if not _is_right(seen, tolerance):
+        seen = replace(seen, faults=(_explain(step, setup, tolerance) or seen.faults)[:_MOST_FAULTS])
+    report("timing both", 0.7)
+    baseline, ours = _time(step, setup, steps)
+    step.clear_gradients()
+    return Receipt(
+        model=type(step.model).__name__,
+        fingerprint=fingerprint(step.model),
+        signature=signature,
+        device=str(step.device),
+        strategy=OWN,
+        method=_describe(seen.used, setup),
+        budget_bytes=None,
+        versions=versions(),
+        steps=steps,
+        compared_gradients=sum(gradient is not None for gradient in evidence.gradients.values()),
+        gradient_mismatches=seen.apart.gradients,
+        compared_buffers=len(evidence.buffers),
+        buffer_mismatches=seen.apart.buffers,
+        is_lossless=max_error == 0.0,
+        max_error=max_error,
+        gradient_error=finite(seen.apart.error),
+        rounding_tolerance=tolerance,
+        slope=slope,
+        faults=seen.faults,
+        compared_tensors=seen.compared_tensors,
+        intermediates=seen.intermediates,
+        is_deterministic=evidence.is_deterministic,
+        baseline_losses=plain.losses,
+        plan_losses=seen.losses,
+        baseline_curve=evidence.curve,
+        plan_curve=seen.curve,
+        measured_baseline_peak_bytes=plain.peak_bytes,
+        measured_peak_bytes=seen.peak_bytes,
+        measured_baseline_seconds=baseline.median_seconds,
+        measured_baseline_spread_seconds=baseline.spread_seconds,
+        measured_seconds=ours.median_seconds,
+        measured_spread_seconds=ours.spread_seconds,
+    )
+
+
+def rounding_tolerance(model: nn.Module) -> float:
+    """Half the digits of the least precise parameter: what other kernels may do to a gradient by rounding alone."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
+    return math.sqrt(max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))
+
+
+def _observe(step: TrainingStep, setup: Setup, evidence: Evidence, steps: int, depth: Depth) -> _Seen:
+    watch = SavedTensorWatch(step.model)
+    with watched(watch.wrap) as used, setup.context(), _modules_of(watch, setup):
+        step.run()
+    if not used and not setup.is_compiled:
+        raise _nothing_at_work(step.model)
+    apart = compare_with(evidence, step)
+    peak_bytes = step.measure_peak().peak_bytes
+    apart = apart.worst(compare_with(evidence, step))
+    losses = consecutive_losses(step, steps)
+    intermediates = compare_intermediates(evidence.intermediates, run_intermediates(step, depth))
+    curve = run_curve(step, depth)
+    step.run()
+    return _Seen(
+        used=used,
+        peak_bytes=peak_bytes,
+        apart=apart.worst(compare_with(evidence, step)),
+        faults=tuple(watch.faults),
+        compared_tensors=watch.compared,
+        losses=losses,
+        intermediates=intermediates,
+        curve=curve,
+    )
+
+
+def _modules_of(watch: SavedTensorWatch, setup: Setup) -> contextlib.AbstractContextManager[object]:
+    """Hooks on modules would make the compiler compile something else: there the places have no names."""
+    return contextlib.nullcontext() if setup.is_compiled else watch.watch_modules()
+
+
+def _nothing_at_work(model: nn.Module) -> InvalidModel:
+    return InvalidModel(
+        f"{type(model).__name__} keeps everything by itself: there is nothing to verify.",
+        why="its step entered no checkpoint, no offloading context and no other saved-tensor hooks, and "
+        "torch._functorch.config.activation_memory_budget is 1",
+        next="name a plan, a budget or a strategy to verify; or switch the model's own checkpointing on "
+        "(model.gradient_checkpointing_enable() in transformers)",
+    )
+
+
+def _is_right(seen: _Seen, tolerance: float) -> bool:
+    beyond = [m for m in (*seen.apart.gradients, *seen.apart.buffers) if not m.is_within_spread]
+    return not seen.faults and (not beyond or seen.apart.error <= tolerance > 0)
+
+
+def _explain(step: TrainingStep, setup: Setup, tolerance: float) -> tuple[Fault, ...]:
+    """Run the step once more with every op watched, which says more than saved tensors do; nothing if all ops agree.
+
+    Compiled code is run without its random numbers.
+    """
+    if setup.is_compiled:
+        return _blame_randomness(step, setup, tolerance)
+    stack = ModuleStack()
+    with (
+        setup.as_it_is(),
+        torch.compiler.set_stance("force_eager"),
+        stack.watch(step.model),
+        RepeatedOps(step.model, stack) as ops,
+    ):
+        step.run()
+    return tuple(ops.faults())
+
+
+def _blame_randomness(step: TrainingStep, setup: Setup, tolerance: float) -> tuple[Fault, ...]:
+    """A difference that is gone in evaluation mode, where nothing is dropped, is one of random numbers."""
+    random = [name for name, module in step.model.named_modules() if "dropout" in type(module).__name__.lower()]
+    flags = [(module, module.training) for module in step.model.modules()]
+    try:
+        step.model.eval()
+        with setup.plain():
+            step.run()
+            expected = copies(step.gradients())
+        with setup.as_it_is():
+            step.run()
+            error = relative_error(expected, step.gradients())
+    finally:
+        for module, flag in flags:
+            module.training = flag
+    if error > tolerance:
+        return ()
+    return (
+        Fault(
+            step=1,
+            region=random[0] if random else "",
+            value="a dropout mask" if random else "random numbers",
+            op="dropout, compiled" if random else "compiled",
+            cause=Cause.COMPILED_RANDOMNESS,
+            elements=0,
+            differing_elements=0,
+            detail=f"activation_memory_budget is {setup.budget:g}; in evaluation mode the gradients agree to {error:.1e}",
+        ),
+    )
+
+
+def _describe(used: Counter[str], setup: Setup) -> str:
+    parts = [f"{name} ({count} times a step)" for name, count in used.most_common()]
+    if setup.is_compiled:
+        parts.append(f"torch.compile under activation_memory_budget {setup.budget:g}")
+    return " and ".join(parts)
+
+
+def _time(step: TrainingStep, setup: Setup, rounds: int) -> tuple[Timing, Timing]:
+    """Paired, in turns; compiled code, which compiles anew at every change, one after the other."""
+
+    def plain() -> None:
+        with setup.plain():
+            step.run()
+
+    def as_it_is() -> None:
+        with setup.as_it_is():
+            step.run()
+
+    if not setup.is_compiled:
+        timings = time_in_turns({"baseline": plain, "own": as_it_is}, device=step.device, rounds=rounds)
+        return timings["baseline"], timings["own"]
+    with setup.plain():
+        baseline = time_in_turns({"baseline": step.run}, device=step.device, rounds=rounds)
+    with setup.as_it_is():
+        ours = time_in_turns({"own": step.run}, device=step.device, rounds=rounds)
+    return baseline["baseline"], ours["own"]
