@@ -18,6 +18,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 STAGES = {
     "advising",
     "compiler",
+    "diagnosis",
+    "profiling",
     "tracing",
     "costing",
     "planning",
@@ -28,7 +30,17 @@ STAGES = {
 }
 """What hands over artifacts; only the wiring below may know several of them."""
 WIRING = {"pipeline", "cli"}
-WITHOUT_TORCH = {"artifacts", "planning", "reports", "schedule", "units", "errors", "catalogue", "advising"}
+WITHOUT_TORCH = {
+    "artifacts",
+    "diagnosis",
+    "planning",
+    "reports",
+    "schedule",
+    "units",
+    "errors",
+    "catalogue",
+    "advising",
+}
 BASES = {
     "codecs": {"costing", "runtime", "pipeline"},
     "links": {"costing", "runtime", "pipeline"},

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from plimsoll.artifacts.comparison import Comparison
+    from plimsoll.artifacts.finding import Finding
     from plimsoll.artifacts.plan import Plan
     from plimsoll.artifacts.receipt import Receipt
     from plimsoll.artifacts.verdict import Verdict
     from plimsoll.errors import PlimsollError
-    from plimsoll.pipeline import advise, apply, attach, compare, load, plan, probe, report, verify
+    from plimsoll.pipeline import advise, apply, attach, compare, diagnose, load, plan, probe, report, verify
 
 __all__ = [
     "Comparison",
+    "Finding",
     "Plan",
     "PlimsollError",
     "Receipt",
@@ -30,6 +32,7 @@ __all__ = [
     "apply",
     "attach",
     "compare",
+    "diagnose",
     "load",
     "plan",
     "probe",
@@ -39,6 +42,7 @@ __all__ = [
 
 _HOMES = {
     "Comparison": "plimsoll.artifacts.comparison",
+    "Finding": "plimsoll.artifacts.finding",
     "Plan": "plimsoll.artifacts.plan",
     "PlimsollError": "plimsoll.errors",
     "Receipt": "plimsoll.artifacts.receipt",
@@ -47,6 +51,7 @@ _HOMES = {
     "apply": "plimsoll.pipeline",
     "attach": "plimsoll.pipeline",
     "compare": "plimsoll.pipeline",
+    "diagnose": "plimsoll.pipeline",
     "load": "plimsoll.pipeline",
     "plan": "plimsoll.pipeline",
     "probe": "plimsoll.pipeline",

@@ -13,15 +13,16 @@ from typing import Any
 
 import msgspec
 
-from plimsoll.artifacts import advice, comparison, plan, receipt, verdict
+from plimsoll.artifacts import advice, comparison, finding, plan, receipt, verdict
 from plimsoll.artifacts.advice import Advice
 from plimsoll.artifacts.comparison import Comparison
+from plimsoll.artifacts.finding import Finding
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import PlanFileError
 
-Artifact = Plan | Receipt | Comparison | Advice | Verdict
+Artifact = Plan | Receipt | Comparison | Advice | Verdict | Finding
 
 _KINDS: dict[str, tuple[type[Artifact], int]] = {
     Plan.KIND: (Plan, plan.SCHEMA_VERSION),
@@ -29,6 +30,7 @@ _KINDS: dict[str, tuple[type[Artifact], int]] = {
     Comparison.KIND: (Comparison, comparison.SCHEMA_VERSION),
     Verdict.KIND: (Verdict, verdict.SCHEMA_VERSION),
     Advice.KIND: (Advice, advice.SCHEMA_VERSION),
+    Finding.KIND: (Finding, finding.SCHEMA_VERSION),
 }
 _TAG = "plimsoll"
 _NUMBER = "plimsoll.number"

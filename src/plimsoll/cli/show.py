@@ -9,6 +9,7 @@ import typer
 from rich.console import RenderableType
 
 from plimsoll.artifacts.advice import Advice
+from plimsoll.artifacts.finding import Finding
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.store import Artifact, load_any
@@ -39,6 +40,7 @@ def show(file: FileArgument, *, explain: options.ExplainOption = False, json: op
 def _render(artifact: Artifact) -> RenderableType:
     from plimsoll.reports.advice_terminal import render_advice
     from plimsoll.reports.comparison_terminal import render_comparison
+    from plimsoll.reports.finding_terminal import render_finding
     from plimsoll.reports.plan_terminal import render_plan
     from plimsoll.reports.receipt_terminal import render_receipt
     from plimsoll.reports.verdict_terminal import render_verdict
@@ -51,4 +53,6 @@ def _render(artifact: Artifact) -> RenderableType:
         return render_verdict(artifact)
     if isinstance(artifact, Advice):
         return render_advice(artifact)
+    if isinstance(artifact, Finding):
+        return render_finding(artifact)
     return render_comparison(artifact)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from plimsoll.artifacts.advice import Advice
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.comparison_summary import comparison_notes
+from plimsoll.artifacts.finding import Finding
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.store import Artifact
@@ -15,6 +16,7 @@ from plimsoll.artifacts.verdict import Verdict
 from plimsoll.reports.html.advice_sections import advice_section, advice_statement, checklist_section
 from plimsoll.reports.html.comparison_sections import comparison_statement, comparison_table
 from plimsoll.reports.html.content import Element, Figures, Page, Paragraph, Section, Statement
+from plimsoll.reports.html.finding_sections import finding_section, finding_statement
 from plimsoll.reports.html.frontier_chart import draw_frontier
 from plimsoll.reports.html.identity import Subject
 from plimsoll.reports.html.plan_sections import (
@@ -38,6 +40,7 @@ class _Given:
     comparisons: tuple[Comparison, ...]
     verdicts: tuple[Verdict, ...]
     advice: tuple[Advice, ...]
+    findings: tuple[Finding, ...]
 
 
 def compose_page(artifacts: Sequence[Artifact], subject: Subject) -> Page:
@@ -48,6 +51,7 @@ def compose_page(artifacts: Sequence[Artifact], subject: Subject) -> Page:
         comparisons=tuple(artifact for artifact in artifacts if isinstance(artifact, Comparison)),
         verdicts=tuple(artifact for artifact in artifacts if isinstance(artifact, Verdict)),
         advice=tuple(artifact for artifact in artifacts if isinstance(artifact, Advice)),
+        findings=tuple(artifact for artifact in artifacts if isinstance(artifact, Finding)),
     )
     statements = tuple(_statement(artifact) for artifact in artifacts)
     sections = [*_pictures(given), *_evidence(given), *_details(given), *_remarks(artifacts), _machine(artifacts)]
@@ -63,6 +67,8 @@ def _statement(artifact: Artifact) -> Statement:
         return comparison_statement(artifact)
     if isinstance(artifact, Verdict):
         return verdict_statement(artifact)
+    if isinstance(artifact, Finding):
+        return finding_statement(artifact)
     return advice_statement(artifact)
 
 
@@ -87,6 +93,9 @@ def _evidence(given: _Given) -> list[Section]:
     for index, verdict in enumerate(given.verdicts):
         title = _numbered("Training with and without the plan", index, given.verdicts)
         sections.append(verdict_section(verdict, f"probe-{index}", title))
+    for index, finding in enumerate(given.findings):
+        title = _numbered("Where the overhead goes", index, given.findings)
+        sections.append(finding_section(finding, title))
     for index, advice in enumerate(given.advice):
         sections.append(advice_section(advice, _numbered("What to do", index, given.advice)))
         sections.append(checklist_section(advice, _numbered("Checklist", index, given.advice)))

@@ -1,0 +1,239 @@
+"""A finding: where the time of a training step goes with a plan and without, and what the difference is made of. No torch."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+EXCESSIVE_KERNEL_RATIO = 1.5
+"""More kernels per layer than this, over the baseline's, are excessive."""
+CONTENDED_BANDWIDTH_SHARE = 0.8
+"""A recomputation that uses more of the device's peak bandwidth than this contends for memory."""
+LONG_GAP_SECONDS = 50e-6
+"""A device that idles longer than this between two kernels waits for its host, or for a CUDA graph that is broken."""
+
+
+class Unit(enum.StrEnum):
+    """What the work of a step is counted in."""
+
+    KERNELS = "kernels"
+    CPU_OPS = "CPU ops"
+
+
+class Origin(enum.StrEnum):
+    """Where the two profiles come from."""
+
+    PROFILED = "profiled here"
+    CHROME = "torch.profiler traces"
+    NSYS = "Nsight Systems exports"
+
+
+class Phase(enum.StrEnum):
+    """The part of a training step that asked for a piece of work."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+    OPTIMIZER = "optimizer"
+    OTHER = "other"
+
+
+class Cause(enum.StrEnum):
+    """What an overhead is made of. The causes are disjoint in time; docs/diagnose.md defines each."""
+
+    RECOMPUTE = "recompute arithmetic"
+    MEMORY = "extra memory reads"
+    FUSION = "lost fusion"
+    ADDED = "added work"
+    COPIES = "copies"
+    LAUNCH = "launch latency"
+    SYNCHRONISATION = "synchronisation"
+    UNEXPLAINED = "unexplained"
+
+    @property
+    def meaning(self) -> str:
+        """One line that says what counts under it."""
+        return _MEANING[self]
+
+    @property
+    def advice(self) -> str:
+        """What to do where this is the largest part."""
+        return _ADVICE[self]
+
+
+_MEANING = {
+    Cause.RECOMPUTE: "forward work run again, at its usual time",
+    Cause.MEMORY: "the same work, slower than in the baseline",
+    Cause.FUSION: "element-wise work in place of fused kernels",
+    Cause.ADDED: "other work that the baseline does not have",
+    Cause.COPIES: "copies and fills that nothing hides",
+    Cause.LAUNCH: "idle: the host has not launched what is next",
+    Cause.SYNCHRONISATION: "idle: the host waits for the device",
+    Cause.UNEXPLAINED: "what the two traces do not tell",
+}
+
+_ADVICE = {
+    Cause.RECOMPUTE: "recompute less, or cheaper values: a larger budget, strategy auto, or another form (allow=compress)",
+    Cause.MEMORY: "recompute fewer values per block, or smaller ones; check that nothing else ran on the machine",
+    Cause.FUSION: "leave compiled regions to the compiler's own recomputation, and plan only what it did not capture",
+    Cause.ADDED: "see which operations these are; cheaper codecs, and fewer samples where the model is launch-bound",
+    Cause.COPIES: "offload less, or earlier; copies pay only where computation hides them",
+    Cause.LAUNCH: "larger batches, fewer and larger regions; on a GPU a CUDA graph that covers forward and backward",
+    Cause.SYNCHRONISATION: "find what reads a value back (.item(), printing a loss, blocking copies) in the recomputed regions",
+    Cause.UNEXPLAINED: "profile again with shapes, modules and more steps; compare the timelines by eye",
+}
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One cause with its seconds per step; negative where the plan saves time.
+
+    ``spread_seconds`` is the standard error over steps, ``None`` where there is one step. ``details`` name the work that
+    weighs most.
+    """
+
+    cause: Cause
+    seconds: float
+    spread_seconds: float | None = None
+    details: tuple[str, ...] = ()
+
+
+class PhaseUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What one phase takes of one step.
+
+    ``read_bytes`` are at least what the operations read, where the trace notes shapes; ``bandwidth_share`` is that over
+    the phase's seconds, as a share of the device's peak, where that is known.
+    """
+
+    phase: Phase
+    busy_seconds: float
+    count: float
+    read_bytes: float | None = None
+    bandwidth_share: float | None = None
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the two profiles; every figure is per step.
+
+    ``attributed_share`` of the busy time was traced to the operation or range that asked for it, ``phased_share`` to a phase,
+    ``module_share`` to a module.
+    """
+
+    source: str
+    steps: int
+    step_seconds: float
+    busy_seconds: float
+    idle_seconds: float
+    waiting_seconds: float
+    """Of the idle time, that under a call that waits for the device."""
+    count: float
+    kernels_per_layer: float | None = None
+    layers: int = 0
+    long_gaps: float = 0.0
+    long_gap_seconds: float = 0.0
+    graph_launches: float = 0.0
+    copied_bytes: float | None = None
+    phases: tuple[PhaseUse, ...] = ()
+    attributed_share: float = 0.0
+    phased_share: float = 0.0
+    module_share: float = 0.0
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer (or, without modules, one operation) in both profiles, per step."""
+
+    name: str
+    baseline_count: float
+    plan_count: float
+    baseline_seconds: float
+    plan_seconds: float
+    recompute_seconds: float
+
+
+class Sign(msgspec.Struct, frozen=True, kw_only=True):
+    """A threshold and where the plan stands; ``is_raised`` is ``None`` where the trace cannot tell."""
+
+    name: str
+    is_raised: bool | None
+    text: str
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the overhead of a plan goes. ``plimsoll.diagnose`` makes one; ``str`` shows it.
+
+    The seconds are those under the profiler. ``measured_*_seconds`` are medians of steps without one, where they could be
+    run.
+    """
+
+    KIND: ClassVar[str] = "finding"
+
+    schema_version: int = SCHEMA_VERSION
+    origin: Origin
+    unit: Unit
+    model: str = ""
+    fingerprint: str = ""
+    signature: str = ""
+    strategy: str = ""
+    device: str = ""
+    versions: dict[str, str] = {}
+    baseline: Side
+    plan: Side
+    parts: tuple[Part, ...]
+    layers: tuple[Layer, ...] = ()
+    are_layers_modules: bool = False
+    signs: tuple[Sign, ...] = ()
+    measured_baseline_seconds: float | None = None
+    measured_plan_seconds: float | None = None
+    notes: tuple[str, ...] = ()
+    """What the traces cannot tell."""
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Seconds per step that the plan takes more, under the profiler."""
+        return self.plan.step_seconds - self.baseline.step_seconds
+
+    @property
+    def overhead_share(self) -> float:
+        """The same as a share of the baseline's step."""
+        return self.overhead_seconds / self.baseline.step_seconds if self.baseline.step_seconds else 0.0
+
+    @property
+    def measured_overhead_share(self) -> float | None:
+        """The overhead without a profiler, where it was measured."""
+        if not self.measured_baseline_seconds or self.measured_plan_seconds is None:
+            return None
+        return self.measured_plan_seconds / self.measured_baseline_seconds - 1
+
+    @property
+    def kernel_ratio(self) -> float:
+        """Kernels (or CPU ops) per step, over the baseline's."""
+        return self.plan.count / self.baseline.count if self.baseline.count else 0.0
+
+    @property
+    def unexplained_share(self) -> float:
+        """The remainder as a share of the overhead."""
+        rest = sum(abs(part.seconds) for part in self.parts if part.cause is Cause.UNEXPLAINED)
+        return rest / abs(self.overhead_seconds) if self.overhead_seconds else 0.0
+
+    def seconds_of(self, cause: Cause) -> float:
+        """Seconds per step of one cause."""
+        return sum(part.seconds for part in self.parts if part.cause is cause)
+
+    def save(self, path: str | Path) -> None:
+        """Write the finding as JSON.
+
+        Raises:
+            PlanFileError: the place cannot be written.
+        """
+        from plimsoll.artifacts.store import save
+
+        save(self, path)
+
+    def __str__(self) -> str:
+        from plimsoll.artifacts.finding_summary import summarise_finding
+
+        return summarise_finding(self)

@@ -1,0 +1,120 @@
+"""A step and the ways to take it in, a Chrome trace of each out: profiled in turns, in one session of ``torch.profiler``.
+
+One session for all, so that whatever drifts hits all of them; the trace is then cut at the steps. On a CPU the rounds that
+lost least time to other programs are kept, by the step's wall time less its CPU time.
+"""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+
+STEP_PREFIX = "plimsoll.step: "
+_US = 1e6
+_RUN_PER_KEPT = 2
+"""On a CPU so many times the rounds are run as are kept."""
+_MARGIN_US = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One profiled step: its number in the session, whose it is, in which round, and the seconds it lost."""
+
+    number: int
+    name: str
+    turn: int
+    lost_seconds: float
+
+
+def profile_in_turns(
+    names: Sequence[str],
+    prepare: Callable[[str], None],
+    step: Callable[[], object],
+    folder: Path,
+    *,
+    device: torch.device,
+    rounds: int,
+    report: Callable[[str, float], None],
+) -> dict[str, Path]:
+    """Profile a step once per round and name, and write one trace per name.
+
+    Args:
+        names: the ways to take the step.
+        prepare: given a name, makes the next step go that way; not part of the profiled step.
+        step: the step; warm it up each way before.
+        folder: where ``<name>.trace.json.gz`` go; it exists.
+        device: what they run on.
+        rounds: profiled steps of each that the traces hold.
+        report: told the stage and the share done.
+
+    Returns:
+        The trace of each name.
+    """
+    is_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    total = rounds if is_cuda else rounds * _RUN_PER_KEPT
+    turns: list[Turn] = []
+    with profile(activities=activities, record_shapes=True) as profiler:
+        for turn in range(total):
+            report("profiling in turns", turn / total)
+            for name in names if turn % 2 == 0 else reversed(names):
+                prepare(name)
+                turns.append(_run(step, len(turns), name, turn, device))
+    report("writing traces", 1.0)
+    with tempfile.TemporaryDirectory() as scratch:
+        whole = Path(scratch) / "whole.json"
+        profiler.export_chrome_trace(str(whole))
+        trace: dict[str, Any] = msgspec.json.decode(whole.read_bytes())
+    kept = _quietest(turns, rounds)
+    return {name: _write(trace, [turn for turn in kept if turn.name == name], folder, name) for name in names}
+
+
+def _run(step: Callable[[], object], number: int, name: str, turn: int, device: torch.device) -> Turn:
+    gc.collect()  # garbage of the step before must not be collected on this one's time
+    start, start_of_thread = time.perf_counter(), time.process_time()
+    with record_function(f"{STEP_PREFIX}{number}"):
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    lost_seconds = (time.perf_counter() - start) - (time.process_time() - start_of_thread)
+    return Turn(number=number, name=name, turn=turn, lost_seconds=lost_seconds)
+
+
+def _quietest(turns: list[Turn], rounds: int) -> list[Turn]:
+    """The rounds that lost least, whole: a step stays beside the one that it is compared with."""
+    lost: dict[int, float] = {}
+    for turn in turns:
+        lost[turn.turn] = max(lost.get(turn.turn, 0.0), turn.lost_seconds)
+    kept = set(sorted(lost, key=lambda turn: lost[turn])[:rounds])
+    return [turn for turn in turns if turn.turn in kept]
+
+
+def _write(trace: dict[str, Any], turns: list[Turn], folder: Path, name: str) -> Path:
+    """The trace with the events of some steps alone."""
+    events = trace["traceEvents"]
+    names = {f"{STEP_PREFIX}{turn.number}" for turn in turns}
+    ranges = sorted(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("name") in names and event.get("cat") == "user_annotation"
+    )
+    kept = [event for event in events if event.get("ph") == "M" or _is_inside(event.get("ts", 0.0), ranges)]
+    path = folder / f"{name}.trace.json.gz"
+    content = msgspec.json.encode({**trace, "traceEvents": kept, "traceName": path.name})
+    path.write_bytes(gzip.compress(content, compresslevel=1))
+    return path
+
+
+def _is_inside(at_us: float, ranges: list[tuple[float, float]]) -> bool:
+    return any(start - _MARGIN_US <= at_us <= end + _MARGIN_US for start, end in ranges)
