@@ -28,7 +28,8 @@ def advice_statement(advice: Advice) -> Statement:
     tone = {Kind.DOES_NOT_FIT: Tone.BAD, Kind.LOOK_ELSEWHERE: Tone.NEUTRAL}.get(advice.recommendation.kind, Tone.GOOD)
     passed = sum(item.outcome is Outcome.PASS for item in advice.checklist)
     checks = f"{passed} of {len(advice.checklist)} items of the checklist pass."
-    return Statement(tone, "Advice", advice.recommendation.kind, f"{advice.recommendation.headline}. {checks}")
+    headline = advice.recommendation.headline
+    return Statement(tone, "Advice", advice.recommendation.kind, f"{headline[:1].upper()}{headline[1:]}. {checks}")
 
 
 def advice_section(advice: Advice, title: str) -> Section:
@@ -58,8 +59,7 @@ def checklist_section(advice: Advice, title: str) -> Section:
 
 
 def _check(word: Outcome | Sign, entry: CheckItem | FailureMode) -> Check:
-    detail = f"{entry.evidence} Next: {entry.next}" if entry.next else entry.evidence
-    return Check(_TONES.get(word, Tone.NEUTRAL), word, entry.title, detail)
+    return Check(_TONES.get(word, Tone.NEUTRAL), word, entry.title, entry.evidence, entry.next)
 
 
 def _table(header: tuple[str, ...], rows: list[list[str]], numbers: tuple[int, ...] = (), caption: str = "") -> Table:

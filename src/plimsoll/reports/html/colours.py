@@ -14,6 +14,8 @@ ORANGE = "#e69f00"
 VERMILION = "#d55e00"
 PINK = "#cc79a7"
 GREY = "#8a9099"
+LINE = "#3a8fd0"
+"""The blue of thin lines, which need more contrast on black than areas do."""
 
 CATEGORIES = {
     "parameter": BLUE,

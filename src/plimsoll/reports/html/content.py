@@ -75,12 +75,13 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of a checklist."""
+    """One line of a checklist; ``next`` is what to do about it, if anything."""
 
     tone: Tone
     mark: str
     title: str
     detail: str
+    next: str = ""
 
 
 @dataclass(frozen=True, slots=True)

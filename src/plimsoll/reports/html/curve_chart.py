@@ -10,36 +10,36 @@ from plimsoll.reports.html.content import Chart
 from plimsoll.reports.html.figure import figure
 from plimsoll.reports.html.labels import drawable
 
+_FEW = 20
+"""So few steps are marked one by one."""
 
-def draw_curves(
-    name: str, title: str, baseline: Sequence[float | None], plan: Sequence[float | None], *, first: int = 1
-) -> Chart:
-    """Both curves over the steps; where they are equal the thin one lies on the broad one.
+
+def draw_curves(name: str, title: str, baseline: Sequence[float | None], plan: Sequence[float | None]) -> Chart:
+    """Both curves over the steps, from the first on; where they are equal the thin one lies on the broad one.
 
     Args:
         name: the chart's name on its page.
         title: what the numbers are.
         baseline: the unmanaged run, step by step; ``None`` where the number is not finite.
         plan: the managed run.
-        first: the number of the first step.
     """
     traces = [
-        _line(baseline, first, "unmanaged", {"color": SKY, "width": 6}),
-        _line(plan, first, "with the plan", {"color": VERMILION, "width": 1.8}),
+        _line(baseline, "unmanaged", {"color": SKY, "width": 6}),
+        _line(plan, "with the plan", {"color": VERMILION, "width": 1.8}),
     ]
-    chart = figure(
-        traces, x={"title": {"text": "step"}}, y={"title": {"text": title}}, height=320, hovermode="x unified"
-    )
-    return Chart(name, chart, f"{title} over {max(len(baseline), len(plan))} steps, unmanaged and with the plan.")
+    steps = max(len(baseline), len(plan))
+    x: dict[str, Any] = {"title": {"text": "step"}, **({"dtick": 1} if steps <= _FEW else {})}
+    chart = figure(traces, x=x, y={"title": {"text": title}}, height=320, hovermode="x unified")
+    return Chart(name, chart, f"{title} over {steps} steps, unmanaged and with the plan.")
 
 
-def _line(numbers: Sequence[float | None], first: int, name: str, line: dict[str, Any]) -> dict[str, Any]:
+def _line(numbers: Sequence[float | None], name: str, line: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "scatter",
         "name": name,
-        "x": list(range(first, first + len(numbers))),
+        "x": list(range(1, len(numbers) + 1)),
         "y": [drawable(number) for number in numbers],
-        "mode": "lines+markers" if len(numbers) <= 20 else "lines",
+        "mode": "lines+markers" if len(numbers) <= _FEW else "lines",
         "line": line,
         "marker": {"size": line["width"] + 3},
     }

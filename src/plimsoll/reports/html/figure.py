@@ -27,16 +27,16 @@ def figure(
         height: pixels.
         layout: whatever else the layout needs.
     """
-    common = {"automargin": True, "zeroline": False, "ticks": "", "title": {"standoff": 12}}
+    common = {"automargin": True, "zeroline": False, "ticks": "", "title": {"standoff": 8}}
     return {
         "data": traces,
         "layout": {
             "height": height,
-            "margin": {"l": 8, "r": 8, "t": 28, "b": 8},
+            "margin": {"l": 8, "r": 20, "t": 28, "b": 8},
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
             "font": {"family": "system-ui, 'Segoe UI', Roboto, 'Liberation Sans', Arial, sans-serif", "size": 13},
-            "legend": {"orientation": "h", "x": 0, "y": -0.18, "yanchor": "top", "bgcolor": "rgba(0,0,0,0)"},
+            "legend": {"orientation": "h", "x": 0, "y": -0.21, "yanchor": "top", "bgcolor": "rgba(0,0,0,0)"},
             "hoverlabel": HOVER,
             "xaxis": merged(common, x),
             "yaxis": merged(common, y),

@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.plan import Plan
-from plimsoll.reports.html.colours import BLUE, ORANGE, VERMILION
+from plimsoll.reports.html.colours import LINE, ORANGE, VERMILION
 from plimsoll.reports.html.content import Chart
 from plimsoll.reports.html.figure import figure
-from plimsoll.reports.html.labels import Scale, byte_scale, label, shorten
+from plimsoll.reports.html.labels import Scale, byte_scale, label
+from plimsoll.reports.html.names import MOST_LETTERS, Plane, Point, place_names
 from plimsoll.units import format_bytes
-
-_LETTER_SHARE = 0.0085
-"""The width of a letter as a share of the chart's, on a laptop."""
-_LINE_SHARE = 0.06
-_MOST_LETTERS = 28
-_PLACES = ("middle right", "middle left", "top right", "bottom right", "top left", "bottom left")
-"""Beside a point first: above and below it lies its interval."""
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One step in the plane of peak and time; ``low`` and ``high`` bound its ratio where it was measured."""
-
-    name: str
-    peak_bytes: int
-    ratio: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def words(self) -> str:
-        """What the hover says."""
-        spread = "" if self.low is None or self.high is None else f" [{self.low:.3f}, {self.high:.3f}]"
-        return f"<b>{label(self.name, 70)}</b><br>{format_bytes(self.peak_bytes)}, {self.ratio:.3f} ×{spread}"
 
 
 def frontier_points(plan: Plan) -> tuple[Point, ...]:
@@ -46,9 +22,11 @@ def frontier_points(plan: Plan) -> tuple[Point, ...]:
     return tuple(Point("planner", p.peak_bytes, p.step_seconds / plan.baseline_seconds) for p in plan.frontier)
 
 
-def chosen_point(plan: Plan) -> Point:
-    """The plan itself as predicted."""
-    return Point(f"plan {plan.strategy}", plan.predicted_peak_bytes, 1 + plan.predicted_overhead)
+def chosen_point(plan: Plan, *, is_alone: bool) -> Point:
+    """The plan itself as predicted; where there are several, its budget tells them apart."""
+    is_named = is_alone or plan.budget_bytes is None
+    limit = "" if is_named else f", {format_bytes(plan.budget_bytes or 0)}"
+    return Point(f"plan {plan.strategy}{limit}", plan.predicted_peak_bytes, 1 + plan.predicted_overhead)
 
 
 def measured_points(comparison: Comparison) -> tuple[Point, ...]:
@@ -60,20 +38,22 @@ def measured_points(comparison: Comparison) -> tuple[Point, ...]:
 def draw_frontier(plans: Sequence[Plan], comparisons: Sequence[Comparison], name: str) -> Chart:
     """Time against peak for all that is known; ``name`` is the chart's name on its page."""
     curves = [frontier_points(plan) for plan in plans]
-    chosen = [chosen_point(plan) for plan in plans if plan.status.is_usable]
+    usable = [plan for plan in plans if plan.status.is_usable]
+    chosen = [chosen_point(plan, is_alone=len(usable) == 1) for plan in usable]
     measured = [point for comparison in comparisons for point in measured_points(comparison)]
     every = [*(point for curve in curves for point in curve), *chosen, *measured]
     scale = byte_scale(point.peak_bytes for point in every)
     x_range = _room([scale.of(point.peak_bytes) for point in every])
     y_range = _room([ratio for p in every for ratio in (p.ratio, p.low, p.high) if ratio is not None])
-    labels = _places([*chosen, *measured], scale, x_range, y_range)
+    plane = Plane(scale, x_range, y_range)
+    budgets = sorted({plan.budget_bytes for plan in plans if plan.budget_bytes is not None})
+    shown = [budget for budget in budgets if x_range[0] <= scale.of(budget) <= x_range[1]]
+    labels = place_names([*chosen, *measured], curves, shown, plane)
     traces = [_curve(curve, scale, index) for index, curve in enumerate(curves) if curve]
     if measured:
         traces.append(_measured_trace(measured, scale, labels[len(chosen) :]))
     if chosen:
         traces.append(_chosen_trace(chosen, scale, labels[: len(chosen)]))
-    budgets = sorted({plan.budget_bytes for plan in plans if plan.budget_bytes is not None})
-    shown = [budget for budget in budgets if x_range[0] <= scale.of(budget) <= x_range[1]]
     chart = figure(
         traces,
         x={"title": {"text": f"peak memory of the step, {scale.unit}"}, "range": x_range},
@@ -102,7 +82,7 @@ def _curve(points: Sequence[Point], scale: Scale, index: int) -> dict[str, Any]:
         "x": [scale.of(point.peak_bytes) for point in points],
         "y": [point.ratio for point in points],
         "mode": "lines+markers",
-        "line": {"color": BLUE, "width": 2, "dash": "solid" if not index else "dot"},
+        "line": {"color": LINE, "width": 2, "dash": "solid" if not index else "dot"},
         "marker": {"size": 5},
         "customdata": [point.words for point in points],
         "hovertemplate": "%{customdata}<extra></extra>",
@@ -138,7 +118,7 @@ def _named(points: Sequence[Point], scale: Scale, places: Sequence[str]) -> dict
         "x": [scale.of(point.peak_bytes) for point in points],
         "y": [point.ratio for point in points],
         "mode": "markers+text",
-        "text": [label(point.name, _MOST_LETTERS) for point in points],
+        "text": [label(point.name, MOST_LETTERS) for point in points],
         "textposition": list(places),
         "customdata": [point.words for point in points],
         "hovertemplate": "%{customdata}<extra></extra>",
@@ -150,43 +130,6 @@ def _room(numbers: Sequence[float]) -> list[float]:
     low, high = min(numbers), max(numbers)
     margin = 0.1 * (high - low) or 0.05 * max(abs(high), 1.0)
     return [low - margin, high + margin]
-
-
-def _places(points: Sequence[Point], scale: Scale, x_range: list[float], y_range: list[float]) -> list[str]:
-    """For each point the first side on which its name covers no other name and no other point."""
-    where = [
-        (
-            (scale.of(point.peak_bytes) - x_range[0]) / (x_range[1] - x_range[0]),
-            (point.ratio - y_range[0]) / (y_range[1] - y_range[0]),
-        )
-        for point in points
-    ]
-    taken = [(x - 0.008, y - 0.02, x + 0.008, y + 0.02) for x, y in where]
-    found = []
-    for (x, y), point in zip(where, points, strict=True):
-        width = _LETTER_SHARE * len(shorten(point.name, _MOST_LETTERS))
-        boxes = [(place, _box(x, y, width, place)) for place in _PLACES]
-        inside = [entry for entry in boxes if entry[1][0] >= 0 and entry[1][2] <= 1]
-        free = [entry for entry in inside if not any(_overlap(entry[1], other) for other in taken)]
-        place, box = (free or inside or boxes)[0]
-        taken.append(box)
-        found.append(place)
-    return found
-
-
-Box = tuple[float, float, float, float]
-
-
-def _box(x: float, y: float, width: float, place: str) -> Box:
-    """Where a name lies that is set at ``place`` of a point, in shares of the chart."""
-    vertical, horizontal = place.split()
-    left = x + 0.01 if horizontal == "right" else x - width - 0.01
-    bottom = y - {"middle": _LINE_SHARE / 2, "top": -0.01, "bottom": _LINE_SHARE + 0.01}[vertical]
-    return left, bottom, left + width, bottom + _LINE_SHARE
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _budget_line(x: float) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from plimsoll.units import MIB, format_bytes, format_seconds
 
 _LETTERED_CELLS = 1500
 """Grids of more cells have no letters in them: there is no room."""
-_NAMED_COLUMNS = 60
+NAMED_COLUMNS = 60
+"""So many values have their names under the grid; more have no room."""
 _ROW_PIXELS = 26
 _NARROW_ROW_PIXELS = 14
 _WIDE_ROWS = 32
@@ -31,7 +32,7 @@ def draw_map(plan: Plan, name: str) -> Chart:
         plan: the plan.
         name: the chart's name on its page.
     """
-    values = list(dict.fromkeys(decision.value for region in plan.regions for decision in region.decisions))
+    values = saved_values(plan)
     column_of = {value: column for column, value in enumerate(values)}
     codes = list(DECISIONS)
     grid: list[list[int | None]] = []
@@ -62,11 +63,16 @@ def draw_map(plan: Plan, name: str) -> Chart:
         trace |= {"text": letters, "texttemplate": "%{text}", "textfont": {"size": 11, "color": "#111111"}}
     chart = figure(
         [trace],
-        x=_axis(values, is_named=len(values) <= _NAMED_COLUMNS) | {"tickangle": -55, "side": "bottom"},
+        x=_axis(values, is_named=len(values) <= NAMED_COLUMNS) | {"tickangle": -55, "side": "bottom"},
         y=_axis([name_call(r.name, r.call) for r in plan.regions], is_named=True) | {"autorange": "reversed"},
         height=_height(len(plan.regions)),
     )
     return Chart(name, chart, f"Decisions for {len(values)} kinds of saved values in {len(plan.regions)} regions.")
+
+
+def saved_values(plan: Plan) -> list[str]:
+    """The names of the values that regions save, each once, in the order of saving."""
+    return list(dict.fromkeys(decision.value for region in plan.regions for decision in region.decisions))
 
 
 def decision_key(plan: Plan) -> Key:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from typing import Any
 
 from plimsoll.artifacts.plan import Plan, TimelinePoint
 from plimsoll.reports.html.colours import category_colour, category_order
 from plimsoll.reports.html.content import Chart
 from plimsoll.reports.html.figure import figure
-from plimsoll.reports.html.labels import Scale, byte_scale, escape, label
+from plimsoll.reports.html.labels import Scale, byte_scale, escape, label, shorten
 from plimsoll.units import format_bytes
 
 _MOST_ROOM = 2.0
 """A budget that is more than so many times the peak is not drawn."""
+_HEADROOM = 1.3
+"""The chart is so many times as high as the peak: the words about it stand above."""
+_LINE_LETTERS = 28
+_MOST_LETTERS = 84
 
 
 def draw_memory(plan: Plan, name: str) -> Chart:
@@ -27,17 +32,20 @@ def draw_memory(plan: Plan, name: str) -> Chart:
     peak = max(points, key=lambda point: point.bytes)
     scale = byte_scale(point.bytes for point in points)
     budget_bytes = drawn_budget(plan.budget_bytes, peak.bytes)
-    top = 1.2 * scale.of(max(peak.bytes, budget_bytes or 0))
+    top = _HEADROOM * scale.of(max(peak.bytes, budget_bytes or 0))
+    is_left = peak.tick - points[0].tick < points[-1].tick - peak.tick
     shapes, annotations = _phases(points)
     if budget_bytes is not None:
-        shapes.append(_line(y=scale.of(budget_bytes)))
-        annotations.append(_note(f"budget {format_bytes(budget_bytes)}", x=1, y=scale.of(budget_bytes), xref="paper"))
-    annotations.append(_peak(peak, points, scale))
+        y = scale.of(budget_bytes)
+        side: dict[str, Any] = {"x": 0, "xanchor": "left"} if is_left else {"x": 1, "xanchor": "right"}
+        shapes.append(_line(y=y))
+        annotations.append(_note(f"budget {format_bytes(budget_bytes)}", y=y, xref="paper", **side))
+    annotations.append(_mark(peak, scale, is_left=is_left))
     chart = figure(
         [*_areas(points, scale), _total(points, scale)],
         x={"title": {"text": "operation of the training step"}, "range": [points[0].tick, points[-1].tick]},
         y={"title": {"text": f"memory, {scale.unit}"}, "range": [0, top]},
-        height=420,
+        height=440,
         hovermode="x",
         shapes=shapes,
         annotations=annotations,
@@ -111,20 +119,20 @@ def _line(*, x: float | None = None, y: float | None = None) -> dict[str, Any]:
 
 
 def _note(text: str, **place: Any) -> dict[str, Any]:
-    return {"text": text, "showarrow": False, "xanchor": "right", "yanchor": "bottom", **place}
+    return {"text": text, "showarrow": False, "yanchor": "bottom", **place}
 
 
-def _peak(peak: TimelinePoint, points: tuple[TimelinePoint, ...], scale: Scale) -> dict[str, Any]:
-    """The mark of the peak, its words on the side that has more room."""
-    span = max(points[-1].tick - points[0].tick, 1)
-    is_left = (peak.tick - points[0].tick) / span < 0.5
+def _mark(peak: TimelinePoint, scale: Scale, *, is_left: bool) -> dict[str, Any]:
+    """The mark of a peak, its words on the side that has more room: to the right of one that is left."""
+    lines = textwrap.wrap(shorten(peak.moment, _MOST_LETTERS), _LINE_LETTERS)
     return {
-        "text": f"<b>peak {format_bytes(peak.bytes)}</b><br>{label(peak.moment, 48)}",
+        "text": "<br>".join([f"<b>peak {format_bytes(peak.bytes)}</b>", *map(escape, lines)]),
         "x": peak.tick,
         "y": scale.of(peak.bytes),
-        "ax": 36 if is_left else -36,
-        "ay": -30,
+        "ax": 30 if is_left else -30,
+        "ay": -18,
         "xanchor": "left" if is_left else "right",
+        "yanchor": "bottom",
         "align": "left" if is_left else "right",
         "showarrow": True,
         "arrowhead": 2,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from plimsoll.artifacts.verdict import NormComparison, NormSummary
-from plimsoll.reports.html.colours import BLUE, VERMILION
+from plimsoll.reports.html.colours import LINE, VERMILION
 from plimsoll.reports.html.content import Chart
 from plimsoll.reports.html.figure import figure
 from plimsoll.reports.html.labels import drawable, label
@@ -30,7 +30,7 @@ def draw_norms(comparisons: Sequence[NormComparison], name: str) -> Chart:
     }
     chart = figure(
         [
-            _boxes([entry.baseline for entry in comparisons], "unmanaged", BLUE),
+            _boxes([entry.baseline for entry in comparisons], "unmanaged", LINE),
             _boxes([entry.plan for entry in comparisons], "with the plan", VERMILION),
         ],
         x={"showgrid": False, **(ticks if len(comparisons) <= _NAMED_BLOCKS else {"title": {"text": "block"}})},

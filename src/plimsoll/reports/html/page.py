@@ -168,6 +168,5 @@ def _machine(artifacts: Sequence[Artifact]) -> Section:
             rows["costs"] = f"{artifact.cost_source} on {artifact.cost_device}"
         else:
             rows |= artifact.versions
-    devices = {artifact.KIND: artifact.device for artifact in artifacts}
-    rows |= {f"device of the {kind}": device for kind, device in devices.items()}
+    rows |= {f"device of the {artifact.KIND}": artifact.device for artifact in artifacts}
     return Section("Machine and versions", (Figures(tuple(rows.items())),))

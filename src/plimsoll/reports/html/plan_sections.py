@@ -9,7 +9,7 @@ from plimsoll.artifacts.holder_summary import holder_rows
 from plimsoll.artifacts.plan import Peak, Plan
 from plimsoll.artifacts.summary import class_rows, decision_row, plan_figures
 from plimsoll.reports.html.content import Element, Figures, Fold, Paragraph, Section, Statement, Table, Tone
-from plimsoll.reports.html.map_chart import decision_key, draw_map
+from plimsoll.reports.html.map_chart import NAMED_COLUMNS, decision_key, draw_map, saved_values
 from plimsoll.reports.html.memory_chart import draw_memory, drawn_budget
 from plimsoll.units import format_bytes, format_seconds, format_share
 
@@ -51,6 +51,8 @@ def map_section(plan: Plan, name: str, title: str) -> Section:
         "Each row is a block of the model, each column a value that autograd saves in it for backward. The table of "
         "decisions below says the same in words."
     )
+    if len(saved_values(plan)) > NAMED_COLUMNS:
+        words += " There are too many columns to name: point at one, or read the table."
     return Section(title, (Paragraph(words), decision_key(plan), draw_map(plan, name)))
 
 

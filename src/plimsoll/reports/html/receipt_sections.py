@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from plimsoll.artifacts.receipt import Receipt
-from plimsoll.artifacts.receipt_summary import engine_rows, mismatch_row, receipt_figures
+from plimsoll.artifacts.receipt_summary import engine_rows, intermediate_row, mismatch_row, receipt_figures
 from plimsoll.reports.html.content import Element, Figures, Paragraph, Section, Statement, Table, Tone
 from plimsoll.reports.html.curve_chart import draw_curves
 from plimsoll.units import format_bytes
 
-_MISMATCHES_SHOWN = 50
+_SHOWN = 50
 
 
 def receipt_statement(receipt: Receipt) -> Statement:
@@ -27,16 +27,30 @@ def receipt_statement(receipt: Receipt) -> Statement:
 def receipt_section(receipt: Receipt, name: str, title: str) -> Section:
     """Claim beside evidence; ``name`` is the chart's."""
     elements: list[Element] = [Figures(receipt_figures(receipt))]
+    rows: tuple[tuple[str, ...], ...]
     mismatches = (*receipt.gradient_mismatches, *receipt.buffer_mismatches)
     if mismatches:
-        rows = tuple(tuple(mismatch_row(mismatch)) for mismatch in mismatches[:_MISMATCHES_SHOWN])
-        header = ("tensor", "absolute difference", "relative difference", "unmanaged spread")
+        rows = tuple(tuple(mismatch_row(mismatch)) for mismatch in mismatches[:_SHOWN])
+        header = ("tensor", "largest difference", "", "")
         elements.append(Table(header, rows, caption="Not equal bit for bit"))
-        if len(mismatches) > _MISMATCHES_SHOWN:
-            elements.append(Paragraph(f"and {len(mismatches) - _MISMATCHES_SHOWN} more"))
-    if len(receipt.baseline_losses) > 1:
+        elements += _more(len(mismatches))
+    if receipt.faults:
+        rows = tuple((str(fault),) for fault in receipt.faults[:_SHOWN])
+        elements += [Table(("fault",), rows, caption="Saved tensors that came back as something else")]
+        elements += _more(len(receipt.faults))
+    if receipt.intermediates:
+        rows = tuple(tuple(intermediate_row(intermediate)) for intermediate in receipt.intermediates)
+        elements.append(Table(("tensor", "difference", ""), rows, caption="Intermediates"))
+    if receipt.plan_curve:
+        elements.append(draw_curves(name, "loss", receipt.baseline_curve, receipt.plan_curve))
+    elif len(receipt.baseline_losses) > 1:
         elements.append(draw_curves(name, "loss", receipt.baseline_losses, receipt.plan_losses))
     if receipt.regions:
         rows = tuple(tuple(row) for row in engine_rows(receipt))
         elements.append(Table(("engine", "regions", "memory", "why"), rows, caption="How regions were served"))
     return Section(title, tuple(elements))
+
+
+def _more(count: int) -> list[Element]:
+    """How many a table leaves out."""
+    return [Paragraph(f"and {count - _SHOWN} more")] if count > _SHOWN else []

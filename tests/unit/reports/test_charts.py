@@ -1,0 +1,155 @@
+"""Charts draw what the artifacts say: same bytes, same decisions, the peak where it is, names that can be read."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pages.page_samples import make_full_comparison, make_full_plan
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.plan import Plan
+from plimsoll.reports.html.frontier_chart import draw_frontier
+from plimsoll.reports.html.labels import byte_scale, escape, shorten
+from plimsoll.reports.html.map_chart import decision_key, draw_map
+from plimsoll.reports.html.memory_chart import draw_memory
+from plimsoll.reports.html.names import Plane, Point, place_names
+from plimsoll.units import GIB, KIB, MIB
+from samples import make_plan, make_region
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return make_full_plan()
+
+
+def test_stacked_categories_add_up_to_the_total(plan: Plan):
+    *areas, total = draw_memory(plan, "memory").figure["data"]
+    assert {area["stackgroup"] for area in areas} == {"memory"}
+    for index, point in enumerate(plan.timeline):
+        assert sum(area["y"][index] for area in areas) == pytest.approx(point.bytes / MIB, abs=1e-3)
+        assert total["y"][index] == pytest.approx(point.bytes / MIB, abs=1e-3)
+
+
+def test_the_peak_is_marked_where_it_is_and_named(plan: Plan):
+    notes = draw_memory(plan, "memory").figure["layout"]["annotations"]
+    mark = next(note for note in notes if note["showarrow"])
+    highest = max(plan.timeline, key=lambda point: point.bytes)
+    assert (mark["x"], mark["y"]) == (highest.tick, pytest.approx(highest.bytes / MIB, abs=1e-3))
+    assert mark["text"].replace("<br>", " ").startswith("<b>peak 85.7 MiB</b> backward of blocks.")
+
+
+def test_phases_are_named_where_they_begin(plan: Plan):
+    notes = draw_memory(plan, "memory").figure["layout"]["annotations"]
+    assert {note["text"]: note["x"] for note in notes if note.get("yref") == "paper"} == {
+        "forward": 0,
+        "backward": 80,
+        "optimizer": 170,
+    }
+
+
+def test_a_budget_is_drawn_unless_it_lies_far_above(plan: Plan):
+    def notes(budget_bytes: int | None) -> list[str]:
+        chart = draw_memory(msgspec.structs.replace(plan, budget_bytes=budget_bytes), "memory")
+        return [note["text"] for note in chart.figure["layout"]["annotations"]]
+
+    assert "budget 90.0 MiB" in notes(90 * MIB)
+    assert not [text for text in notes(GIB) if "budget" in text]
+    assert not [text for text in notes(None) if "budget" in text]
+
+
+def test_the_words_of_a_peak_and_of_the_budget_are_on_different_sides(plan: Plan):
+    for timeline in (plan.timeline, tuple(reversed_ticks(plan))):
+        moved = msgspec.structs.replace(plan, timeline=timeline)
+        notes = draw_memory(moved, "memory").figure["layout"]["annotations"]
+        mark = next(note for note in notes if note["showarrow"])
+        budget = next(note for note in notes if note["text"].startswith("budget"))
+        assert mark["xanchor"] == budget["xanchor"] == ("left" if mark["x"] < 100 else "right")
+        assert (budget["x"] == 0) == (mark["x"] < 100)
+
+
+def reversed_ticks(plan: Plan):
+    points = plan.timeline
+    return [msgspec.structs.replace(p, tick=points[-1].tick - p.tick) for p in reversed(points)]
+
+
+def test_the_map_has_a_cell_for_every_decision(plan: Plan):
+    (trace,) = draw_map(plan, "map").figure["data"]
+    letters = [[decision.decision[0] for decision in region.decisions] for region in plan.regions]
+    assert trace["text"] == letters
+    codes = {"K": 0, "R": 1, "C": 2, "O": 3}
+    assert trace["z"] == [[codes[letter] for letter in row] for row in letters]
+
+
+def test_pointing_at_a_cell_tells_bytes_seconds_price_and_reason(plan: Plan):
+    (trace,) = draw_map(plan, "map").figure["data"]
+    compressed = trace["customdata"][0][2]
+    for words in (
+        "COMPRESS",
+        "3.0 MiB, 512.0 KiB stay as int8",
+        "costs 400.0 µs a step",
+        "1.8 ms per MiB",
+        "0.1 ms/MiB",
+    ):
+        assert words in compressed
+
+
+def test_values_that_a_region_lacks_are_gaps():
+    first, second = make_region(0), make_region(1)
+    second = msgspec.structs.replace(second, decisions=second.decisions[1:])
+    (trace,) = draw_map(make_plan(regions=(first, second)), "map").figure["data"]
+    assert trace["z"] == [[0, 1], [None, 1]]
+    assert trace["hoverongaps"] is False
+
+
+def test_a_map_without_room_has_neither_letters_nor_names():
+    region = make_region(0)
+    decisions = tuple(msgspec.structs.replace(region.decisions[0], value=f"value {index}") for index in range(100))
+    regions = tuple(msgspec.structs.replace(region, name=f"layers.{i}", decisions=decisions) for i in range(20))
+    chart = draw_map(make_plan(regions=regions), "map").figure
+    assert "text" not in chart["data"][0]
+    assert chart["layout"]["xaxis"]["showticklabels"] is False
+
+
+def test_the_key_counts_every_decision(plan: Plan):
+    entries = decision_key(plan).entries
+    assert [(letter, name) for _, letter, name, _ in entries] == [(d[0], str(d)) for d in Decision]
+    assert all(remark.startswith("12 values") for *_, remark in entries)
+    assert len({colour for colour, *_ in entries}) == 4
+
+
+def test_the_frontier_shows_curve_plan_and_peers():
+    plan, comparison = make_full_plan(), make_full_comparison()
+    curve, peers, chosen = draw_frontier([plan], [comparison], "frontier").figure["data"]
+    assert curve["y"] == pytest.approx([point.step_seconds / 0.1 for point in plan.frontier])
+    assert peers["text"] == ["unmanaged", *(escape(shorten(row.strategy, 28)) for row in comparison.rows)]
+    assert peers["error_y"]["array"] == pytest.approx([0, 0.02, 0.02, 0.02, 0.02, 0.02])
+    assert chosen["y"] == [pytest.approx(1.03)]
+
+
+def test_a_strategy_that_was_not_measured_is_no_point():
+    comparison = make_full_comparison()
+    rows = (*comparison.rows[:2], msgspec.structs.replace(comparison.rows[2], measured_ratio=None))
+    (peers,) = draw_frontier([], [msgspec.structs.replace(comparison, rows=rows)], "frontier").figure["data"]
+    assert peers["text"] == ["unmanaged", "none", "full"]
+
+
+def test_names_of_neighbours_are_written_on_different_sides():
+    points = [Point("one", 50, 1.2), Point("two", 51, 1.2)]
+    plane = Plane(byte_scale([100]), [0.0, 100.0], [1.0, 2.0])
+    assert place_names(points, [], [], plane) == ["middle left", "middle right"]
+
+
+def test_names_keep_off_the_budget_and_the_curve():
+    plane = Plane(byte_scale([100]), [0.0, 100.0], [1.0, 2.0])
+    point = Point("strategy", 50, 1.5)
+    assert place_names([point], [], [], plane) == ["middle right"]
+    assert place_names([point], [], [53], plane) == ["middle left"]
+    curve = [Point("", 52, 1.5), Point("", 100, 1.5)]
+    assert place_names([point], [curve], [], plane) == ["middle left"]
+
+
+def test_one_axis_has_one_unit():
+    assert byte_scale([3, 5 * GIB]).unit == "GiB"
+    assert byte_scale([MIB]).unit == "MiB"
+    assert byte_scale([KIB, 5]).of(512) == 0.5
+    assert byte_scale([]).unit == "B"

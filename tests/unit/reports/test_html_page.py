@@ -1,0 +1,273 @@
+"""A page shows everything that its artifacts hold, as text where it is text, and needs nothing but itself."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from typing import Any
+
+import msgspec
+import plotly.graph_objects as go
+import pytest
+
+from pages.page_samples import HOSTILE, HOSTILE_QUOTES, HOSTILE_TAGS, MODEL, full_page, make_full_plan, make_verdict
+from plimsoll.artifacts.decision import Status
+from plimsoll.artifacts.store import Artifact
+from plimsoll.artifacts.verdict import Ruling
+from plimsoll.errors import InvalidReport, PlanMismatch
+from plimsoll.reports.html.write import build_html
+from plimsoll.units import GIB
+from samples import make_comparison, make_mismatch, make_plan, make_receipt
+
+
+class Parsed(HTMLParser):
+    """A page as a browser reads it: elements, visible text, contents of scripts."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self.texts: list[str] = []
+        self._inside: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag == "script":
+            self.scripts.append((dict(attrs), ""))
+        if tag in ("script", "style"):
+            self._inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._inside and self._inside[-1] == tag:
+            self._inside.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self._inside:
+            self.texts.append(data)
+        elif self._inside[-1] == "script":
+            attributes, before = self.scripts[-1]
+            self.scripts[-1] = (attributes, before + data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    @property
+    def charts(self) -> dict[str, dict[str, Any]]:
+        def refuse(constant: str) -> None:
+            raise AssertionError(f"{constant} is no JSON")
+
+        return {
+            str(attributes["data-chart"]): json.loads(content, parse_constant=refuse)
+            for attributes, content in self.scripts
+            if "data-chart" in attributes
+        }
+
+    @property
+    def programs(self) -> list[str]:
+        return [content for attributes, content in self.scripts if attributes.get("type") != "application/json"]
+
+
+@pytest.fixture(scope="module")
+def html() -> str:
+    return build_html(full_page())
+
+
+@pytest.fixture(scope="module")
+def page(html: str) -> Parsed:
+    return Parsed(html)
+
+
+def strings(node: Any) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, dict):
+        for value in node.values():
+            yield from strings(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from strings(value)
+
+
+def test_a_page_begins_with_what_each_artifact_comes_to(page: Parsed):
+    for words in (
+        "Plan: FEASIBLE",
+        "Receipt: WITHIN_ERROR",
+        "Comparison: MEASURED",
+        "Probe: GOOD",
+        "Advice: manage activations",
+        "instead of 100.0 MiB, for 3.0% more time a step",
+    ):
+        assert words in page.text
+
+
+def test_a_page_has_a_section_for_everything(page: Parsed):
+    for title in (
+        "Memory over the step",
+        "What happens to each value",
+        "Time against memory",
+        "Measured beside the unmanaged step",
+        "Training with and without the plan",
+        "Checklist",
+        "Decisions",
+        "Notes",
+        "Machine and versions",
+    ):
+        assert title in page.text
+
+
+def test_every_decision_can_be_read_without_pointing_at_anything(page: Parsed):
+    for region in make_full_plan().regions:
+        assert region.name in page.text
+        for decision in region.decisions:
+            assert decision.value in page.text
+            assert decision.reason in page.text
+
+
+def test_a_page_draws_a_chart_of_each_kind(page: Parsed):
+    assert sorted(page.charts) == [
+        "frontier",
+        "map-0",
+        "memory-0",
+        "probe-0-boxes",
+        "probe-0-losses",
+        "probe-0-norms",
+        "receipt-0",
+    ]
+
+
+def test_plotly_knows_every_property_of_every_chart(page: Parsed):
+    for chart in page.charts.values():
+        go.Figure(chart)
+
+
+def test_a_page_loads_nothing(html: str, page: Parsed):
+    library = max(page.programs, key=len)
+    rest = html.replace(library, "")
+    assert "http://" not in rest
+    assert "https://" not in rest
+    assert "@import" not in rest
+    assert "url(" not in rest
+    assert not {"link", "img", "iframe", "object", "base"} & set(page.tags)
+    assert not {"src", "href", "srcset", "action"} & {name for name, _ in page.attributes}
+
+
+def test_a_page_forbids_itself_the_network_and_foreign_scripts(page: Parsed):
+    policy = next(text for name, text in page.attributes if name == "content" and text and "default-src" in text)
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe-eval" not in policy
+    allowed = re.findall(r"'sha256-([^']+)'", policy)
+    assert allowed == [base64.b64encode(hashlib.sha256(p.encode()).digest()).decode() for p in page.programs]
+
+
+def test_the_library_is_in_a_page_once_and_only_where_there_is_a_chart(html: str):
+    assert html.count("* plotly.js v") == 1
+    assert len(html) < 6_000_000
+    bare = build_html([make_receipt(baseline_losses=(1.0,), plan_losses=(1.0,))])
+    assert len(bare) < 30_000
+    assert "<script" not in bare
+
+
+def test_names_from_a_model_are_text_and_nothing_else(page: Parsed):
+    for name in (HOSTILE, HOSTILE_TAGS, HOSTILE_QUOTES, MODEL):
+        assert name in page.text
+    assert "img" not in page.tags
+    assert "onerror" not in {name for name, _ in page.attributes}
+    assert len(page.programs) == 2
+    assert all("alert(" not in program for program in page.programs[1:])
+
+
+def test_charts_show_names_letter_by_letter(page: Parsed):
+    tags = {tag for chart in page.charts.values() for text in strings(chart) for tag in re.findall(r"<[^>]*>", text)}
+    assert tags == {"<b>", "</b>", "<br>", "<extra>", "</extra>"}
+    assert any("&lt;script&gt;" in text for text in strings(page.charts["map-0"]))
+
+
+def test_the_data_of_a_chart_cannot_end_its_script(html: str):
+    for content in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', html, re.DOTALL):
+        assert "<" not in content
+        json.loads(content)
+
+
+def test_numbers_that_are_not_finite_are_gaps_in_a_curve(page: Parsed):
+    assert page.charts["probe-0-losses"]["data"][1]["y"][-1] is None
+
+
+@pytest.mark.parametrize(
+    "artifact",
+    [
+        make_plan(),
+        make_plan(regions=(), timeline=(), frontier=(), classes={}, budget_bytes=None),
+        make_plan(status=Status.INFEASIBLE),
+        make_plan(baseline_seconds=0.0),
+        make_receipt(measured_peak_bytes=None, regions=()),
+        make_receipt(baseline_losses=(None, 1.0), plan_losses=(None, 1.0)),
+        make_receipt(gradient_mismatches=(make_mismatch(difference=None),) * 60),
+        make_comparison(),
+        make_comparison(rows=()),
+        make_verdict(comparisons=(), gradients=()),
+        *full_page(),
+    ],
+    ids=lambda artifact: artifact.KIND,
+)
+def test_every_artifact_makes_a_page_of_its_own(artifact: Artifact):
+    page = Parsed(build_html([artifact]))
+    assert artifact.model in page.text
+    for chart in page.charts.values():
+        go.Figure(chart)
+
+
+def test_what_does_not_hold_is_said_first():
+    failed = build_html([make_receipt(gradient_mismatches=(make_mismatch(),))])
+    assert '<p class="statement bad"><strong>Receipt: GRADIENTS_DIFFER</strong>' in failed
+    rows = (msgspec.structs.replace(make_comparison().rows[0], is_bit_equal=False),)
+    assert "Gradients differ under full" in build_html([make_comparison(rows=rows)])
+    open_ = build_html([make_verdict(ruling=Ruling.UNDECIDED, missing=("more steps",))])
+    assert '<p class="statement neutral"><strong>Probe: UNDECIDED</strong>' in open_
+    assert "Missing: more steps" in open_
+    assert '<p class="statement bad"><strong>Plan: INFEASIBLE</strong>' in build_html(
+        [make_plan(status=Status.INFEASIBLE)]
+    )
+
+
+def test_a_long_list_of_mismatches_says_how_many_it_leaves_out():
+    assert "and 10 more" in build_html([make_receipt(gradient_mismatches=(make_mismatch(),) * 60)])
+
+
+def test_several_plans_are_told_apart_by_their_budgets():
+    page = Parsed(build_html([make_plan(), make_plan(budget_bytes=GIB)]))
+    assert "Decisions, 1 of 2 (auto, 64.0 MiB)" in page.text
+    assert "Decisions, 2 of 2 (auto, 1.0 GiB)" in page.text
+    named = [trace["text"] for trace in page.charts["frontier"]["data"] if "text" in trace]
+    assert named == [["plan auto, 64.0 MiB", "plan auto, 1.0 GiB"]]
+
+
+def test_artifacts_of_different_models_are_refused_with_both_shown():
+    with pytest.raises(PlanMismatch) as caught:
+        build_html([make_plan(), make_receipt(fingerprint="e" * 16)], ["plan.json", "receipt.json"])
+    assert "plan.json and receipt.json are about different models" in caught.value.found
+    assert "f" * 16 in caught.value.why
+    assert "e" * 16 in caught.value.why
+    with pytest.raises(PlanMismatch) as caught:
+        build_html([make_comparison(model="Other"), make_plan()])
+    assert "the comparison: Other; the plan: TinyModel" in caught.value.why
+
+
+def test_artifacts_of_different_batches_are_refused_with_both_shown():
+    with pytest.raises(PlanMismatch) as caught:
+        build_html([make_plan(), make_comparison(signature="x: float32[4, 8]")])
+    assert "x: float32[2, 8]" in caught.value.why
+    assert "x: float32[4, 8]" in caught.value.why
+
+
+def test_a_page_of_nothing_is_refused():
+    with pytest.raises(InvalidReport):
+        build_html([])
