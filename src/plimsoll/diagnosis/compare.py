@@ -7,12 +7,13 @@ from collections.abc import Callable
 import msgspec
 
 from plimsoll.artifacts.finding import Finding, Origin, Phase, Unit
+from plimsoll.diagnosis.accounts import keep_ledger
 from plimsoll.diagnosis.layers import tabulate_layers
+from plimsoll.diagnosis.ledger import Ledger, WorkKind
 from plimsoll.diagnosis.matching import refuse_unlike
 from plimsoll.diagnosis.measures import layer_counts, measure_side, read_signs
 from plimsoll.diagnosis.profile import Profile
 from plimsoll.diagnosis.split import repeats_are_inferred, split_overhead
-from plimsoll.diagnosis.work import Ledger, WorkKind, keep_ledger
 
 Bandwidth = Callable[[str], float | None]
 """A device's name in, its peak in bytes per second out."""

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from plimsoll.artifacts.finding import Layer, Phase
-from plimsoll.diagnosis.work import Ledger, Work
+from plimsoll.diagnosis.ledger import Ledger, Work
 
 _MOST_OPERATIONS = 12
 _DIGITS = "0123456789"

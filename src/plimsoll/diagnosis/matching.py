@@ -10,13 +10,16 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 
 from plimsoll.artifacts.finding import Phase
-from plimsoll.diagnosis.work import Ledger, Work, WorkKind
+from plimsoll.diagnosis.ledger import Ledger, Work, WorkKind
 from plimsoll.errors import InvalidTrace
 
 LEAST_COMMON_SHARE = 0.9
 _MOST_FACTOR = 1.1
+_SAME_FACTOR, _MOST_KEYS = 0.02, 0.8
+"""Another number of steps shows as one factor for nearly every operation."""
 FUSED = re.compile(r"triton_(?:poi|red|per|tem|for)_|_fused_|nvfuser|CompiledF(?:unction|xGraph)", re.IGNORECASE)
 HEAVY = re.compile(
     r"gemm|cutlass|cublas|conv|wgrad|dgrad|flash|fmha|attention|splitk|::(?:_?mm|addmm|bmm|baddbmm|linear|matmul)$",
@@ -41,7 +44,8 @@ def refuse_unlike(baseline: Ledger, plan: Ledger) -> None:
     factors = [theirs[key] / count for key, count in ours.items() if theirs[key]]
     common = sum(min(count, theirs[key]) for key, count in ours.items()) / total
     factor = statistics.median(factors) if factors else 0.0
-    if factors and not 1 / _MOST_FACTOR <= factor <= _MOST_FACTOR:
+    is_uniform = sum(1 for each in factors if abs(each - factor) <= _SAME_FACTOR * factor) >= _MOST_KEYS * len(factors)
+    if factors and is_uniform and not 1 / _MOST_FACTOR <= factor <= _MOST_FACTOR:
         raise InvalidTrace(
             f"{plan.source} runs each forward operation {factor:.2f} times as often as {baseline.source}.",
             why=f"per step, over {plan.steps} and {baseline.steps} steps that could be told apart; "
@@ -59,21 +63,22 @@ def refuse_unlike(baseline: Ledger, plan: Ledger) -> None:
 
 def _forward_counts(ledger: Ledger, other: Ledger) -> Counter[str]:
     """Forward work per step, by name and, where both traces have shapes, by shape."""
+    works = _forward_work(ledger, has_ops=bool(ledger.forward_ops and other.forward_ops))
     has_shapes = ledger.has_shapes and other.has_shapes
-    has_forward = all(any(work.phase is Phase.FORWARD for work in each.work) for each in (ledger, other))
     is_compiled = _is_compiled(ledger) != _is_compiled(other)
-    counts: Counter[str] = Counter()
-    for work in ledger.work:
-        if (
-            not work.is_counted
-            or work.kind is not WorkKind.COMPUTE
-            or (has_forward and work.phase is not Phase.FORWARD)
-        ):
-            continue
-        if is_compiled and not HEAVY.search(work.name):
-            continue
-        counts[f"{work.name} {work.shape}" if has_shapes else work.name] += 1
+    counts = Counter(
+        f"{name} {shape}" if has_shapes else name for name, shape in works if not is_compiled or HEAVY.search(name)
+    )
     return Counter({key: count / ledger.steps for key, count in counts.items()})
+
+
+def _forward_work(ledger: Ledger, *, has_ops: bool) -> Sequence[tuple[str, str]]:
+    """Ops, or kernels where one side knows no ops; all kernels where phases are not known."""
+    if has_ops:
+        return ledger.forward_ops
+    kernels = [work for work in ledger.work if work.kind is WorkKind.COMPUTE and work.is_counted]
+    forward = [work for work in kernels if work.phase is Phase.FORWARD]
+    return [(work.name, work.shape) for work in forward or kernels]
 
 
 def _is_compiled(ledger: Ledger) -> bool:

@@ -16,7 +16,7 @@ from plimsoll.artifacts.finding import (
     Unit,
 )
 from plimsoll.diagnosis.layers import repeated_layers
-from plimsoll.diagnosis.work import Ledger, WorkKind
+from plimsoll.diagnosis.ledger import Ledger, WorkKind
 from plimsoll.units import format_seconds
 
 _NS = 1e-9

@@ -22,8 +22,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from plimsoll.artifacts.finding import Cause, Part, Phase
+from plimsoll.diagnosis.ledger import Ledger, Work, WorkKind
 from plimsoll.diagnosis.matching import FUSED, is_element_wise
-from plimsoll.diagnosis.work import Ledger, Work, WorkKind
 from plimsoll.units import format_seconds
 
 _NS = 1e-9

@@ -1,0 +1,81 @@
+"""The accounts of one profile: its work, each piece with phase, module and the time that is its own, and its idle time.
+
+On a device a piece of work is a kernel, a copy, a fill or a whole graph; without device activity it is a CPU op's own
+time. Every busy instant belongs to one piece, so the pieces add up to the busy time, and busy and idle time to the steps.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from plimsoll.artifacts.finding import Phase, Unit
+
+
+class WorkKind(enum.Enum):
+    """What a piece of work is; in this order an instant is given to it."""
+
+    COMPUTE = 0
+    COMMUNICATION = 1
+    GRAPH = 2
+    COPY = 3
+    SET = 4
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One piece of work. ``own_ns`` is its share of the busy time; ``operation`` the op or range that asked for it."""
+
+    name: str
+    shape: str
+    kind: WorkKind
+    phase: Phase
+    module: str
+    operation: str
+    step: int
+    own_ns: int
+    is_counted: bool = True
+    """Whether it computes: a CPU op that only looks at tensors, or calls other ops, takes time but is none of the count."""
+    bytes: int | None = None
+
+
+class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One interval in which nothing runs, split into what the host did meanwhile."""
+
+    step: int
+    waiting_ns: int
+    """The host waited for the device."""
+    launching_ns: int
+    """The host had not come as far as launching what runs next."""
+    stalled_ns: int
+    """What runs next was launched already, and did not start for longer than a launch takes."""
+
+    @property
+    def length_ns(self) -> int:
+        return self.waiting_ns + self.launching_ns + self.stalled_ns
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """A profile as accounts: ``work`` and ``idle`` together are the ``steps`` steps, ``wall_ns`` each."""
+
+    source: str
+    unit: Unit
+    device: int | None
+    device_name: str
+    bandwidth_bytes_per_second: float | None
+    wall_ns: tuple[int, ...]
+    work: tuple[Work, ...]
+    idle: tuple[Gap, ...]
+    forward_ops: tuple[tuple[str, str], ...]
+    """The forward pass's ops, those that compute, with their shapes."""
+    graph_launches: int
+    has_shapes: bool
+    has_modules: bool
+    has_nodes: bool
+    """Whether the trace shows autograd's nodes, so that recomputation inside them can be told from backward."""
+    notes: tuple[str, ...]
+
+    @property
+    def steps(self) -> int:
+        """How many steps the accounts cover."""
+        return len(self.wall_ns)
