@@ -11,6 +11,7 @@ from advice_samples import make_advice
 from plimsoll.artifacts.advice import Advice
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.decision import Decision, Status
+from plimsoll.artifacts.finding import Cause, Finding, Layer, Origin, Part, Phase, PhaseUse, Side, Sign, Unit
 from plimsoll.artifacts.plan import FrontierPoint, Holder, Peak, Plan, RegionPlan, TimelinePoint, ValueDecision
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.verdict import (
@@ -229,6 +230,62 @@ def _norms(block: str) -> NormComparison:
     )
 
 
-def full_page() -> list[Plan | Receipt | Comparison | Verdict | Advice]:
+def make_finding(**changes: object) -> Finding:
+    """A diagnosis with three parts, one of them a gain."""
+
+    def side(source: str, step_seconds: float) -> Side:
+        uses = (PhaseUse(phase=Phase.FORWARD, busy_seconds=0.03, count=40.0, read_bytes=9.0 * MIB),)
+        return Side(
+            source=source,
+            steps=5,
+            step_seconds=step_seconds,
+            busy_seconds=0.8 * step_seconds,
+            idle_seconds=0.2 * step_seconds,
+            waiting_seconds=0.0,
+            count=120.0,
+            phases=uses,
+            attributed_share=0.995,
+        )
+
+    finding = Finding(
+        origin=Origin.PROFILED,
+        unit=Unit.CPU_OPS,
+        model=MODEL,
+        strategy="auto",
+        device="cpu",
+        versions={"torch": "2.13.0"},
+        baseline=side("plain", 0.1),
+        plan=side("managed", 0.112),
+        parts=(
+            Part(cause=Cause.RECOMPUTE, seconds=0.01, spread_seconds=0.001, details=(f"mm in {HOSTILE}",)),
+            Part(cause=Cause.MEMORY, seconds=-0.001, spread_seconds=0.0005),
+            Part(cause=Cause.UNEXPLAINED, seconds=0.003),
+        ),
+        layers=(
+            Layer(
+                name=HOSTILE_TAGS,
+                baseline_count=10,
+                plan_count=14,
+                baseline_seconds=0.02,
+                plan_seconds=0.024,
+                recompute_seconds=0.004,
+            ),
+        ),
+        signs=(
+            Sign(name="kernels per layer", is_raised=True, text=f"1.60 × in {HOSTILE}"),
+            Sign(name="bandwidth", is_raised=None, text="the trace has no shapes"),
+        ),
+    )
+    return msgspec.structs.replace(finding, **changes)
+
+
+def full_page() -> list[Plan | Receipt | Comparison | Verdict | Finding | Advice]:
     """One artifact of every kind."""
-    return [make_full_plan(), make_full_receipt(), make_full_comparison(), make_verdict(), make_full_advice()]
+    return [
+        make_full_plan(),
+        make_full_receipt(),
+        make_full_comparison(),
+        make_verdict(),
+        make_finding(),
+        make_full_advice(),
+    ]

@@ -34,6 +34,7 @@
       lines: chart.querySelectorAll(".scatterlayer .trace").length,
       areas: [...chart.querySelectorAll(".scatterlayer .js-fill")].filter((n) => n.getAttribute("d")).length,
       boxes: chart.querySelectorAll(".boxlayer .trace path.box").length,
+      bars: chart.querySelectorAll(".barlayer .point path").length,
       grids: chart.querySelectorAll(".heatmaplayer image").length,
       width: frame.width,
       words: words.map((node) => node.textContent),

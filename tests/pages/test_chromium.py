@@ -88,7 +88,7 @@ def test_the_page_itself_writes_nothing_to_the_console_and_runs_no_foreign_scrip
     path.write_text(html, encoding="utf-8")
     dom, console = browse(path, profile)
     assert console == []
-    assert dom.count('data-drawn="true"') == 7
+    assert dom.count('data-drawn="true"') == 8
     assert dom.count("<script>") == 2
     assert "<img" not in dom
 
@@ -99,6 +99,7 @@ def test_every_chart_is_drawn(view: dict[str, Any]):
     assert charts["memory-0"]["lines"] == 6
     assert charts["map-0"]["grids"] == 1
     assert charts["frontier"]["lines"] == 3
+    assert charts["overhead-0"]["bars"] == 3
     assert charts["probe-0-boxes"]["boxes"] == 8
     for name in ("receipt-0", "probe-0-losses", "probe-0-norms"):
         assert charts[name]["lines"] == 2

@@ -14,7 +14,16 @@ import msgspec
 import plotly.graph_objects as go
 import pytest
 
-from pages.page_samples import HOSTILE, HOSTILE_QUOTES, HOSTILE_TAGS, MODEL, full_page, make_full_plan, make_verdict
+from pages.page_samples import (
+    HOSTILE,
+    HOSTILE_QUOTES,
+    HOSTILE_TAGS,
+    MODEL,
+    full_page,
+    make_finding,
+    make_full_plan,
+    make_verdict,
+)
 from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.store import Artifact
 from plimsoll.artifacts.verdict import Ruling
@@ -103,6 +112,7 @@ def test_a_page_begins_with_what_each_artifact_comes_to(page: Parsed):
         "Receipt: WITHIN_ERROR",
         "Comparison: MEASURED",
         "Probe: GOOD",
+        "Diagnosis: +12.0%",
         "Advice: manage activations",
         "instead of 100.0 MiB, for 3.0% more time a step",
     ):
@@ -116,6 +126,7 @@ def test_a_page_has_a_section_for_everything(page: Parsed):
         "Time against memory",
         "Measured beside the unmanaged step",
         "Training with and without the plan",
+        "Where the overhead goes",
         "Checklist",
         "Decisions",
         "Notes",
@@ -137,6 +148,7 @@ def test_a_page_draws_a_chart_of_each_kind(page: Parsed):
         "frontier",
         "map-0",
         "memory-0",
+        "overhead-0",
         "probe-0-boxes",
         "probe-0-losses",
         "probe-0-norms",
@@ -214,6 +226,7 @@ def test_numbers_that_are_not_finite_are_gaps_in_a_curve(page: Parsed):
         make_comparison(),
         make_comparison(rows=()),
         make_verdict(comparisons=(), gradients=()),
+        make_finding(parts=(), signs=(), layers=(), measured_baseline_seconds=0.1, measured_plan_seconds=0.11),
         *full_page(),
     ],
     ids=lambda artifact: artifact.KIND,
@@ -266,6 +279,14 @@ def test_artifacts_of_different_batches_are_refused_with_both_shown():
         build_html([make_plan(), make_comparison(signature="x: float32[4, 8]")])
     assert "x: float32[2, 8]" in caught.value.why
     assert "x: float32[4, 8]" in caught.value.why
+
+
+def test_a_diagnosis_of_a_model_without_a_name_goes_with_any_model():
+    finding = make_finding(model="", device="")
+    assert "A model without a name" in Parsed(build_html([finding])).text
+    assert MODEL in Parsed(build_html([finding, make_full_plan()])).text
+    with pytest.raises(PlanMismatch):
+        build_html([make_finding(), make_plan()])
 
 
 def test_a_page_of_nothing_is_refused():

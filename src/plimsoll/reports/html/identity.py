@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from plimsoll.artifacts.comparison import Comparison
+from plimsoll.artifacts.finding import Finding
 from plimsoll.artifacts.store import Artifact
 from plimsoll.errors import InvalidReport, PlanMismatch
 
@@ -58,6 +59,8 @@ def _first(texts: Iterable[str]) -> str:
 def _subject(artifact: Artifact, source: str) -> Subject:
     if isinstance(artifact, Comparison):
         return Subject(source, artifact.model, "", artifact.signature)
+    if isinstance(artifact, Finding):
+        return Subject(source, artifact.model, "", "")
     return Subject(source, artifact.model, artifact.fingerprint, artifact.signature)
 
 

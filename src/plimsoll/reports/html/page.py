@@ -39,8 +39,8 @@ class _Given:
     receipts: tuple[Receipt, ...]
     comparisons: tuple[Comparison, ...]
     verdicts: tuple[Verdict, ...]
-    advice: tuple[Advice, ...]
     findings: tuple[Finding, ...]
+    advice: tuple[Advice, ...]
 
 
 def compose_page(artifacts: Sequence[Artifact], subject: Subject) -> Page:
@@ -50,12 +50,12 @@ def compose_page(artifacts: Sequence[Artifact], subject: Subject) -> Page:
         receipts=tuple(artifact for artifact in artifacts if isinstance(artifact, Receipt)),
         comparisons=tuple(artifact for artifact in artifacts if isinstance(artifact, Comparison)),
         verdicts=tuple(artifact for artifact in artifacts if isinstance(artifact, Verdict)),
-        advice=tuple(artifact for artifact in artifacts if isinstance(artifact, Advice)),
         findings=tuple(artifact for artifact in artifacts if isinstance(artifact, Finding)),
+        advice=tuple(artifact for artifact in artifacts if isinstance(artifact, Advice)),
     )
     statements = tuple(_statement(artifact) for artifact in artifacts)
     sections = [*_pictures(given), *_evidence(given), *_details(given), *_remarks(artifacts), _machine(artifacts)]
-    return Page(subject.model, _facts(artifacts, subject), statements, tuple(sections))
+    return Page(subject.model or "A model without a name", _facts(artifacts, subject), statements, tuple(sections))
 
 
 def _statement(artifact: Artifact) -> Statement:
@@ -95,7 +95,7 @@ def _evidence(given: _Given) -> list[Section]:
         sections.append(verdict_section(verdict, f"probe-{index}", title))
     for index, finding in enumerate(given.findings):
         title = _numbered("Where the overhead goes", index, given.findings)
-        sections.append(finding_section(finding, title))
+        sections.append(finding_section(finding, f"overhead-{index}", title))
     for index, advice in enumerate(given.advice):
         sections.append(advice_section(advice, _numbered("What to do", index, given.advice)))
         sections.append(checklist_section(advice, _numbered("Checklist", index, given.advice)))
@@ -121,14 +121,15 @@ def _numbered(title: str, index: int, all_: Sequence[object]) -> str:
 
 def _facts(artifacts: Sequence[Artifact], subject: Subject) -> tuple[tuple[str, str], ...]:
     """What the page is about: device, budget, batch, fingerprint."""
-    devices = ", ".join(dict.fromkeys(artifact.device for artifact in artifacts))
+    devices = ", ".join(dict.fromkeys(artifact.device for artifact in artifacts if artifact.device))
     budgets = [
         a.budget_bytes for a in artifacts if isinstance(a, Plan | Receipt | Advice) and a.budget_bytes is not None
     ]
-    rows = [("device", devices)]
+    rows = [("device", devices)] if devices else []
     if budgets:
         rows.append(("budget", ", ".join(dict.fromkeys(format_bytes(budget) for budget in budgets))))
-    rows.append(("batch", subject.signature))
+    if subject.signature:
+        rows.append(("batch", subject.signature))
     if subject.fingerprint:
         rows.append(("model's fingerprint", subject.fingerprint))
     return tuple(rows)
@@ -168,5 +169,5 @@ def _machine(artifacts: Sequence[Artifact]) -> Section:
             rows["costs"] = f"{artifact.cost_source} on {artifact.cost_device}"
         else:
             rows |= artifact.versions
-    rows |= {f"device of the {artifact.KIND}": artifact.device for artifact in artifacts}
+    rows |= {f"device of the {artifact.KIND}": artifact.device for artifact in artifacts if artifact.device}
     return Section("Machine and versions", (Figures(tuple(rows.items())),))
