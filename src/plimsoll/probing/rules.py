@@ -100,6 +100,28 @@ def judge(evidence: Evidence, settings: Settings) -> Findings:
     return Findings(ruling, decided_by, tuple(rules), comparisons, gradients, longer, held_out)
 
 
+def stop_here(evidence: Evidence, settings: Settings) -> Findings | None:
+    """The findings if they are clear enough to stop before all steps are taken.
+
+    Between looks only NaN, infinity and bit-equality count, which chance cannot fake. What is bad may be said at any look,
+    that a plan is good from half of the steps on.
+    """
+    steps = evidence.steps
+    if not (evidence.is_baseline_finite and evidence.is_plan_finite):
+        return judge(evidence, settings)
+    if not settings.is_early or not 0 < steps < settings.steps:
+        return None
+    is_identical = evidence.is_identical
+    if is_identical and steps >= settings.identical_steps:
+        return judge(evidence, settings)
+    if is_identical or steps not in settings.looks:
+        return None
+    findings = judge(evidence, settings)
+    if findings.ruling is Ruling.GOOD:
+        return findings if 2 * steps >= settings.steps else None
+    return None if findings.ruling is Ruling.UNDECIDED else findings
+
+
 _ORDER = (
     Ruling.BASELINE_DIVERGED,
     Ruling.DIVERGED,

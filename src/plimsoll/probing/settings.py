@@ -53,9 +53,14 @@ class Settings:
 
         All rules have to be clear, so an error in any one of them does no harm beside the others.
         """
-        return self.error / len(self.looks)
+        return self.error / self._decisions
 
     @property
     def error_to_break(self) -> float:
         """Two-sided error of the intervals that break a rule: any rule at any look can do it, so they share the error."""
-        return self.error / (len(self.looks) * STATISTICAL_RULES)
+        return self.error / (self._decisions * STATISTICAL_RULES)
+
+    @property
+    def _decisions(self) -> int:
+        """How often the rules decide: at every look, or at the end alone."""
+        return len(self.looks) if self.is_early else 1

@@ -1,0 +1,65 @@
+"""A small model with dropout and batch norm, data for it and plans: training it takes milliseconds a step."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import plimsoll
+from plimsoll.artifacts.plan import Plan
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.drop(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": nn.functional.mse_loss(self.head(x)[:, 0], y)}
+
+
+def make_model() -> Small:
+    torch.manual_seed(0)
+    return Small().train()
+
+
+def make_batches(count: int = 40, *, rows: int = 64) -> list[dict[str, torch.Tensor]]:
+    """A regression on a fixed random function: there is something to learn, and new rows in every batch."""
+    random = torch.Generator().manual_seed(1)
+    direction = torch.randn(WIDTH, generator=random)
+    xs = [torch.randn(rows, WIDTH, generator=random) for _ in range(count)]
+    return [{"x": x, "y": torch.tanh(x @ direction / 4)} for x in xs]
+
+
+@functools.cache
+def make_plan(strategy: str = "int8") -> Plan:
+    """A plan for the small model; the same one for every test, because planning takes longer than probing."""
+    return plimsoll.plan(make_model(), make_batches(1)[0], strategy=strategy)
+
+
+def read_log(run: Path, arm: str) -> list[dict[str, Any]]:
+    """The log without what a clock or a meter said."""
+    lines = [json.loads(line) for line in (run / f"{arm}.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in ("seconds", "peak_bytes")} for line in lines]
