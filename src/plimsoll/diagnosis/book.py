@@ -92,6 +92,7 @@ class Book:
             work=tuple(work),
             idle=tuple(idle),
             forward_ops=self._forward_ops(),
+            are_steps_marked=bool(profile.steps),
             graph_launches=self.graph_launches(),
             has_shapes=any(span.bytes is not None for span in self.nesting.spans),
             has_modules=any(label.module for label in self.labels),

@@ -33,6 +33,9 @@ class DeviceBook(Book):
             for index, span in enumerate(nesting.spans)
             if span.kind is HostKind.OP and span.external and span.external != "0"
         }
+        step_start_ns = profile.steps[0].start_ns if profile.steps else None
+        named = (s for s in profile.host if s.kind is HostKind.RANGE and s.start_ns == step_start_ns)
+        self.main_thread = next((span.thread for span in named), "")
         super().__init__(profile, nesting, labels)
         if len(busy) > 1:
             self.notes.append(
@@ -86,6 +89,8 @@ class DeviceBook(Book):
             asked = self.by_external.get(span.external, -1)
         if launch < 0:
             launch = asked
+        if launch >= 0 and asked < 0:
+            asked = self._phase_range(self.nesting.spans[launch].start_ns)
         label = self.labels[asked] if asked >= 0 else Label()
         at_ns = self.nesting.spans[launch].start_ns if launch >= 0 else span.start_ns
         bytes_ = span.bytes
@@ -103,6 +108,16 @@ class DeviceBook(Book):
             own_ns=own_ns,
             bytes=bytes_,
         )
+
+    def _phase_range(self, at_ns: int) -> int:
+        """What the thread that runs the steps has named at a moment, for launches by a thread that names nothing.
+
+        It waits inside ``backward`` while autograd's thread launches.
+        """
+        index = self.nesting.innermost(self.main_thread, at_ns)
+        while index >= 0 and (self.nesting.spans[index].kind is not HostKind.RANGE or self.labels[index].phase is None):
+            index = self.nesting.parents[index]
+        return index
 
     def _gap(self, start: int, end: int, starts: list[int]) -> Gap:
         """Waiting first, then whatever came after the launch of what runs next, if that is longer than a launch takes."""

@@ -68,6 +68,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     idle: tuple[Gap, ...]
     forward_ops: tuple[tuple[str, str], ...]
     """The forward pass's ops, those that compute, with their shapes."""
+    are_steps_marked: bool
     graph_launches: int
     has_shapes: bool
     has_modules: bool

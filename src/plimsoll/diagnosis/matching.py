@@ -18,8 +18,7 @@ from plimsoll.errors import InvalidTrace
 
 LEAST_COMMON_SHARE = 0.9
 _MOST_FACTOR = 1.1
-_SAME_FACTOR, _MOST_KEYS = 0.02, 0.8
-"""Another number of steps shows as one factor for nearly every operation."""
+_SAME_FACTOR, _MOST_KEYS, _FEW_KEYS = 0.02, 0.8, 8
 FUSED = re.compile(r"triton_(?:poi|red|per|tem|for)_|_fused_|nvfuser|CompiledF(?:unction|xGraph)", re.IGNORECASE)
 HEAVY = re.compile(
     r"gemm|cutlass|cublas|conv|wgrad|dgrad|flash|fmha|attention|splitk|::(?:_?mm|addmm|bmm|baddbmm|linear|matmul)$",
@@ -44,8 +43,7 @@ def refuse_unlike(baseline: Ledger, plan: Ledger) -> None:
     factors = [theirs[key] / count for key, count in ours.items() if theirs[key]]
     common = sum(min(count, theirs[key]) for key, count in ours.items()) / total
     factor = statistics.median(factors) if factors else 0.0
-    is_uniform = sum(1 for each in factors if abs(each - factor) <= _SAME_FACTOR * factor) >= _MOST_KEYS * len(factors)
-    if factors and is_uniform and not 1 / _MOST_FACTOR <= factor <= _MOST_FACTOR:
+    if _is_uniform(factors, factor, baseline, plan) and not 1 / _MOST_FACTOR <= factor <= _MOST_FACTOR:
         raise InvalidTrace(
             f"{plan.source} runs each forward operation {factor:.2f} times as often as {baseline.source}.",
             why=f"per step, over {plan.steps} and {baseline.steps} steps that could be told apart; "
@@ -59,6 +57,16 @@ def refuse_unlike(baseline: Ledger, plan: Ledger) -> None:
             f"{_examples(ours, theirs)}; it seems to be another model or batch",
             next="profile the same model and batch twice, once without and once with the plan",
         )
+
+
+def _is_uniform(factors: list[float], factor: float, baseline: Ledger, plan: Ledger) -> bool:
+    """Whether nearly every operation runs more often by one factor: another number of steps, or of micro-batches.
+
+    A few operations tell that only where the steps are not marked.
+    """
+    same = sum(1 for each in factors if abs(each - factor) <= _SAME_FACTOR * factor)
+    least = _FEW_KEYS if baseline.are_steps_marked and plan.are_steps_marked else 1
+    return same >= max(_MOST_KEYS * len(factors), least)
 
 
 def _forward_counts(ledger: Ledger, other: Ledger) -> Counter[str]:
@@ -76,7 +84,7 @@ def _forward_work(ledger: Ledger, *, has_ops: bool) -> Sequence[tuple[str, str]]
     """Ops, or kernels where one side knows no ops; all kernels where phases are not known."""
     if has_ops:
         return ledger.forward_ops
-    kernels = [work for work in ledger.work if work.kind is WorkKind.COMPUTE and work.is_counted]
+    kernels = [work for work in ledger.work if work.kind in (WorkKind.COMPUTE, WorkKind.GRAPH)]
     forward = [work for work in kernels if work.phase is Phase.FORWARD]
     return [(work.name, work.shape) for work in forward or kernels]
 

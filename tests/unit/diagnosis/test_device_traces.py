@@ -38,9 +38,7 @@ def step(
     for index in range(recompute_kernels):
         numbered = 9 + index if recompute == "checkpoint" else -1
         trace.op("aten::mm", 101 + 10 * index, 105 + 10 * index, thread=BACKWARD, sequence=numbered)
-        trace.launch(
-            102 + 10 * index, at, at + 20, "gemm_forward", thread=BACKWARD, grid=[8, 1, 1], block=[128, 1, 1]
-        )
+        trace.launch(102 + 10 * index, at, at + 20, "gemm_forward", thread=BACKWARD, grid=[8, 1, 1], block=[128, 1, 1])
         at += 20
     if copy:
         trace.launch(30, at, at + copy, "Memcpy DtoH", category="gpu_memcpy", call="cudaMemcpyAsync", bytes=4096)
@@ -146,7 +144,9 @@ def test_a_broken_capture_is_a_sign(compare: Compare):
         built.step(0, 0, 40)
         return built
 
-    sign = next(s for s in compare(trace("cudaGraphLaunch"), trace("cudaLaunchKernel")).signs if s.name == "CUDA graphs")
+    sign = next(
+        s for s in compare(trace("cudaGraphLaunch"), trace("cudaLaunchKernel")).signs if s.name == "CUDA graphs"
+    )
     assert sign.is_raised
     assert all(s.name != "CUDA graphs" for s in compare(trace("cudaLaunchKernel"), trace("cudaLaunchKernel")).signs)
 
