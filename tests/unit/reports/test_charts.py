@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pages.page_samples import make_full_comparison, make_full_plan
+from pages.page_samples import make_full_comparison, make_full_plan, make_verdict
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
 from plimsoll.reports.html.frontier_chart import draw_frontier
@@ -13,6 +13,7 @@ from plimsoll.reports.html.labels import byte_scale, escape, shorten
 from plimsoll.reports.html.map_chart import decision_key, draw_map
 from plimsoll.reports.html.memory_chart import draw_memory
 from plimsoll.reports.html.names import Plane, Point, place_names
+from plimsoll.reports.html.norm_chart import draw_norms
 from plimsoll.units import GIB, KIB, MIB
 from samples import make_plan, make_region
 
@@ -146,6 +147,44 @@ def test_names_keep_off_the_budget_and_the_curve():
     assert place_names([point], [], [53], plane) == ["middle left"]
     curve = [Point("", 52, 1.5), Point("", 100, 1.5)]
     assert place_names([point], [curve], [], plane) == ["middle left"]
+
+
+@pytest.mark.parametrize(
+    ("scale", "ticks"),
+    [(1.0, ["0.1", "0.2", "0.5", "1", "2", "5", "10", "20", "50"]), (1e-9, ["1e-10", "2e-10", "5e-10"]), (0.0, None)],
+)
+def test_norms_have_ticks_that_do_not_lie_on_each_other(scale: float, ticks: list[str] | None):
+    comparisons = [
+        msgspec.structs.replace(
+            entry,
+            baseline=msgspec.structs.replace(
+                entry.baseline, quantiles=tuple(scale * q for q in entry.baseline.quantiles)
+            ),
+            plan=msgspec.structs.replace(entry.plan, quantiles=tuple(10 * scale * q for q in entry.plan.quantiles)),
+        )
+        for entry in make_verdict().comparisons
+    ]
+    axis = draw_norms(comparisons, "norms").figure["layout"]["yaxis"]
+    assert axis["type"] == "log"
+    shown = axis.get("ticktext")
+    assert shown is None if ticks is None else shown[: len(ticks)] == ticks
+
+
+def test_norms_over_many_decades_have_a_tick_for_each():
+    first, *others = make_verdict().comparisons
+    tiny = msgspec.structs.replace(
+        first, plan=msgspec.structs.replace(first.plan, quantiles=tuple(1e-8 * q for q in first.plan.quantiles))
+    )
+    axis = draw_norms([tiny, *others], "norms").figure["layout"]["yaxis"]
+    assert axis["tickvals"] == pytest.approx([10.0**decade for decade in range(-9, 2)])
+
+
+def test_a_box_spans_the_middle_half_of_the_norms():
+    verdict = make_verdict()
+    boxes, _ = draw_norms(verdict.comparisons, "norms").figure["data"]
+    quantiles = verdict.comparisons[0].baseline.quantiles
+    found = [boxes[name][0] for name in ("lowerfence", "q1", "median", "q3", "upperfence")]
+    assert found == list(quantiles[1:6])
 
 
 def test_one_axis_has_one_unit():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from plimsoll.reports.html.figure import figure
 from plimsoll.reports.html.labels import drawable, label
 
 _NAMED_BLOCKS = 60
+_DECADES_IN_STEPS = 5
 
 
 def draw_norms(comparisons: Sequence[NormComparison], name: str) -> Chart:
@@ -34,7 +36,7 @@ def draw_norms(comparisons: Sequence[NormComparison], name: str) -> Chart:
             _boxes([entry.plan for entry in comparisons], "with the plan", VERMILION),
         ],
         x={"showgrid": False, **(ticks if len(comparisons) <= _NAMED_BLOCKS else {"title": {"text": "block"}})},
-        y={"title": {"text": "norm of the gradient"}, "type": "log", "exponentformat": "power"},
+        y={"title": {"text": "norm of the gradient"}, "type": "log", **_log_ticks(comparisons)},
         height=480,
         boxmode="group",
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)"},
@@ -42,6 +44,18 @@ def draw_norms(comparisons: Sequence[NormComparison], name: str) -> Chart:
     return Chart(
         name, chart, f"Distributions of the gradient's norm in {len(comparisons)} blocks, unmanaged and with the plan."
     )
+
+
+def _log_ticks(comparisons: Sequence[NormComparison]) -> dict[str, Any]:
+    """Ticks at 1, 2 and 5 of each decade, or at decades where these are many: plotly's own lie on top of each other."""
+    norms = [norm for entry in comparisons for side in (entry.baseline, entry.plan) for norm in side.quantiles[1:6]]
+    positive = [norm for norm in norms if norm > 0 and math.isfinite(norm)]
+    if not positive:
+        return {}
+    decades = range(math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive))) + 1)
+    steps = (1, 2, 5) if len(decades) <= _DECADES_IN_STEPS else (1,)
+    ticks = [float(f"{step}e{decade}") for decade in decades for step in steps]
+    return {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
 def _boxes(summaries: Sequence[NormSummary], name: str, colour: str) -> dict[str, Any]:
