@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -202,7 +202,10 @@ def rounding_tolerance(model: nn.Module) -> float:
 def _observe(step: TrainingStep, setup: Setup, evidence: Evidence, steps: int, depth: Depth) -> _Seen:
     watch = SavedTensorWatch(step.model)
     with watched(watch.wrap) as used, setup.context(), _modules_of(watch, setup):
-        step.run()
+        try:
+            step.run()
+        except Exception as error:  # a model's own hooks may raise anything
+            raise _broken(step, setup, error, watch.faults) from error
     if not used and not setup.is_compiled:
         raise _nothing_at_work(step.model)
     apart = compare_with(evidence, step)
@@ -239,6 +242,17 @@ def _nothing_at_work(model: nn.Module) -> InvalidModel:
     )
 
 
+def _broken(step: TrainingStep, setup: Setup, error: Exception, faults: Sequence[Fault]) -> InvalidModel:
+    """The step runs with everything kept, and fails as it is: say so, and why, as far as its ops show it."""
+    found = [*_repeat_watched(step, setup), *faults]
+    return InvalidModel(
+        f"The step of {type(step.model).__name__} fails as it is: {type(error).__name__}: {error}",
+        why="with everything kept it runs, so what it does to saved tensors breaks it"
+        + (f"; the first that came back wrong: {found[0]}" if found else ""),
+        next="mend the checkpointing or the hooks, or switch them off and use a plan",
+    )
+
+
 def _is_right(seen: _Seen, tolerance: float) -> bool:
     beyond = [m for m in (*seen.apart.gradients, *seen.apart.buffers) if not m.is_within_spread]
     return not seen.faults and (not beyond or seen.apart.error <= tolerance > 0)
@@ -249,14 +263,19 @@ def _explain(step: TrainingStep, setup: Setup, tolerance: float) -> tuple[Fault,
 
     Compiled code is run without its random numbers.
     """
-    if setup.is_compiled:
-        return _blame_randomness(step, setup, tolerance)
+    return _blame_randomness(step, setup, tolerance) if setup.is_compiled else _repeat_watched(step, setup)
+
+
+def _repeat_watched(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
     stack = ModuleStack()
+    ops = RepeatedOps(step.model, stack)
     with (
-        setup.as_it_is(),
+        contextlib.suppress(Exception),  # a step that fails has shown its ops by then
         torch.compiler.set_stance("force_eager"),
+        watched(ops.wrap),
+        setup.as_it_is(),
         stack.watch(step.model),
-        RepeatedOps(step.model, stack) as ops,
+        ops,
     ):
         step.run()
     return tuple(ops.faults())

@@ -1,8 +1,9 @@
 """One step of a model that recomputes in backward in; the first op whose second run differs from its first, and why, out.
 
-Every op of forward is noted with checksums of what it read and made. Ops that run in backward with autograd on are a
-recomputation: they are laid beside the forward ops that they repeat. The first one that reads the same and makes something
-else is where things go wrong; if it reads something else, then what it reads was changed.
+Every op of forward is noted with checksums of what it read and made. Ops that run in backward with autograd
+on, or in a module while a saved tensor is unpacked, are a recomputation: they are laid beside the forward ops that they
+repeat. The first one that reads the same and makes something else is where things go wrong; if it reads something else, then
+that was changed.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from plimsoll.artifacts.fault import Cause, Fault
 from plimsoll.recording.bits import content_fingerprint
 from plimsoll.recording.geometry import is_plain
 from plimsoll.recording.modules import ModuleStack
+from plimsoll.verification.saved_hooks import Hook
 
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Ops whose results are not defined."""
+_UNNOTED = {*_UNSET, "detach", "alias"}
+"""Ops that compute nothing; checkpointing runs some of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,6 @@ class _Setting:
     """What an op ran under, besides its arguments."""
 
     is_training: bool
-    autocast: torch.dtype | None
     default_dtype: torch.dtype
 
 
@@ -72,18 +75,33 @@ class RepeatedOps(TorchDispatchMode):
         self._forward: list[_Entry] = []
         self._again: list[list[_Entry]] = []
         self._task = -1
+        self._unpacking = 0
         self._unset: dict[int, StorageWeakRef] = {}
+
+    def wrap(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
+        """Saved-tensor hooks whose unpacking is known to be a recomputation."""
+
+        def watched_unpack(packed: Any) -> Any:
+            self._unpacking += 1
+            try:
+                return unpack(packed)
+            finally:
+                self._unpacking -= 1
+
+        return pack, watched_unpack
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         task = torch._C._current_graph_task_id()
-        if task != -1 and not torch.is_grad_enabled():
+        if task != -1 and not torch.is_grad_enabled() and not (self._unpacking and self._stack.path):
             self._task = -1  # backward's own ops stand between one recomputation and the next
             return func(*args, **kwargs)
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
         inputs = tuple(0 if self._is_unset(tensor) else content_fingerprint(tensor) for tensor in read)
         out = func(*args, **kwargs)
         self._note_unset(func, args, out)
+        if _name_of(func) in _UNNOTED:
+            return out
         entry = self._entry(func, args, kwargs, read, inputs, out)
         if task == -1:
             self._forward.append(entry)
@@ -100,7 +118,7 @@ class RepeatedOps(TorchDispatchMode):
 
     def _note_unset(self, func: Any, args: Any, out: Any) -> None:
         """Memory that nobody has written yet says nothing."""
-        if func._schema.name.split("::")[1] in _UNSET:
+        if _name_of(func) in _UNSET:
             storage = out.untyped_storage()
             self._unset[storage._cdata] = StorageWeakRef(storage)
         elif func._schema.is_mutable:
@@ -111,30 +129,23 @@ class RepeatedOps(TorchDispatchMode):
     def _entry(
         self, func: Any, args: Any, kwargs: Any, read: Sequence[torch.Tensor], inputs: tuple[int, ...], out: Any
     ) -> _Entry:
-        name = func._schema.name.split("::")[1]
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
         constants = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, bool | int | float | str)]
         module = self._modules.get(self._stack.path)
-        device = made[0].device.type if made else "cpu"
         return _Entry(
             module=self._stack.path,
-            name=name,
+            name=_name_of(func),
             is_random=torch.Tag.nondeterministic_seeded in func.tags,
             constants=tuple(map(repr, constants)),
             inputs=inputs,
-            outputs=() if name in _UNSET else tuple(content_fingerprint(tensor) for tensor in made),
+            outputs=tuple(content_fingerprint(tensor) for tensor in made),
             shapes=tuple((tuple(tensor.shape), tensor.dtype) for tensor in made),
             setting=_Setting(
                 module is not None and module.training,
-                torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
                 torch.get_default_dtype(),
             ),
             sources=tuple(self._names.get(tensor.untyped_storage()._cdata, "") for tensor in read),
         )
-
-    @property
-    def has_recomputed(self) -> bool:
-        return bool(self._again)
 
     def faults(self) -> Iterator[Fault]:
         """The first fault of every recomputation."""
@@ -182,10 +193,18 @@ class RepeatedOps(TorchDispatchMode):
         return None
 
 
+def _name_of(func: Any) -> str:
+    name: str = func._schema.name.split("::")[1]
+    return name
+
+
 def _why(first: _Entry, again: _Entry, skipped: _Entry | None) -> tuple[Cause, str]:
     """The cause; ``skipped`` is a forward op before this one that was not run again."""
     if first.setting != again.setting:
         return Cause.CHANGED_CONTEXT, _describe_change(first.setting, again.setting)
+    dtypes = [dtype for _, dtype in first.shapes], [dtype for _, dtype in again.shapes]
+    if dtypes[0] != dtypes[1]:  # autocast itself cannot be seen below autograd, but what it does can
+        return Cause.CHANGED_CONTEXT, f"{dtypes[0]} became {dtypes[1]}: autocast, or a default dtype, was another one"
     if first.constants != again.constants:
         changed = [f"{a} became {b}" for a, b in zip(first.constants, again.constants, strict=False) if a != b]
         return Cause.CHANGED_CONTROL_FLOW, f"its argument {', '.join(changed[:3])}"
@@ -204,12 +223,16 @@ def _why(first: _Entry, again: _Entry, skipped: _Entry | None) -> tuple[Cause, s
 def _other_path(entry: _Entry, expected: _Entry | None) -> Fault:
     if expected is not None and expected.setting != entry.setting:
         return _fault(entry, Cause.CHANGED_CONTEXT, _describe_change(expected.setting, entry.setting))
-    was = "" if expected is None else f"; forward ran {expected.name!r} in {expected.module!r} there"
+    was = (
+        ""
+        if expected is None or not expected.module
+        else f"; forward ran {expected.name!r} in {expected.module!r} there"
+    )
     return _fault(entry, Cause.CHANGED_CONTROL_FLOW, f"forward has no such op at this point{was}")
 
 
 def _describe_change(first: _Setting, again: _Setting) -> str:
-    names = {"is_training": "training flag", "autocast": "autocast", "default_dtype": "default dtype"}
+    names = {"is_training": "training flag", "default_dtype": "default dtype"}
     changes = [
         f"{label} {getattr(first, name)} became {getattr(again, name)}"
         for name, label in names.items()

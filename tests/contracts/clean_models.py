@@ -1,0 +1,197 @@
+"""Models of many kinds that save memory in many ways, and train on the right gradients: nobody must cry wolf over them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import steps
+from contracts.planted_faults import WIDTH, Autocast, Wrapped, checkpointed, dropping, exact
+from steps import Block, CheckpointedStack, Stack, Step, mean_square
+
+
+@dataclass(frozen=True)
+class Clean:
+    """One clean model. ``strategy`` is a plan's; without one the model saves memory by itself."""
+
+    name: str
+    build: Callable[[], Step]
+    strategy: str | None = None
+    context: Callable[[], Any] | None = None
+    budget: float = 1.0
+    hides_tensors: bool = False
+    """Whether what comes back in backward cannot be seen: re-entrant and compiled code have no hooks."""
+
+
+def checkpointing(make: Callable[[], Step]) -> Step:
+    """A transformers model that checkpoints its own layers."""
+    model, batch, loss = make()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model, batch, loss
+
+
+def of(make: Callable[[], nn.Module]) -> Step:
+    torch.manual_seed(0)
+    return make().train(), torch.randn(WIDTH, WIDTH), mean_square
+
+
+def stack() -> nn.Module:
+    return Stack(3, WIDTH)
+
+
+class Reentrant(CheckpointedStack):
+    is_reentrant = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clone().requires_grad_())
+
+
+class Nested(Wrapped):
+    """A checkpoint inside of a checkpoint."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[None]
+        for cell in self.cells:
+            x = checkpoint(lambda y, cell=cell: cell(y)[0], x, use_reentrant=False)
+        return x
+
+
+class Sequential(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(WIDTH) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint_sequential(self.blocks, 2, x, use_reentrant=False)
+
+
+class Compiled(nn.Module):
+    """Below torch.compile with a memory budget, without random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(exact() for _ in range(2))
+        self.run = torch.compile(self.plain, backend="aot_eager_decomp_partition")
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x)
+
+
+def selective(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+def to_numpy() -> Any:
+    """An offloading context in the way that trainers write them."""
+
+    def pack(tensor: torch.Tensor) -> Any:
+        return (tensor.detach().numpy().copy(), tensor.stride())
+
+    def unpack(packed: Any) -> torch.Tensor:
+        array, stride = packed
+        return (
+            torch.from_numpy(array)
+            if torch.from_numpy(array).stride() == stride
+            else torch.from_numpy(array).contiguous()
+        )
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def packed_masks() -> Any:
+    """Booleans and whole numbers in a smaller type, everything else as it is."""
+
+    def pack(tensor: torch.Tensor) -> Any:
+        tensor = tensor.detach()
+        is_small = (
+            not tensor.is_floating_point() and tensor.numel() > 8 and int(tensor.max()) < 128 and int(tensor.min()) >= 0
+        )
+        return (tensor.to(torch.int8), tensor.dtype) if is_small else (tensor, tensor.dtype)
+
+    return saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1]))
+
+
+def mixtral() -> Step:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=64,
+        use_cache=False,
+    )
+    tokens = torch.randint(0, 128, (2, 32))
+    return transformers.MixtralForCausalLM(config).train(), {"input_ids": tokens, "labels": tokens}, None
+
+
+def t5() -> Step:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=128,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    tokens = torch.randint(1, 128, (2, 32))
+    return transformers.T5ForConditionalGeneration(config).train(), {"input_ids": tokens, "labels": tokens}, None
+
+
+CLEAN = (
+    Clean("checkpoint with dropout", lambda: of(CheckpointedStack)),
+    Clean("checkpoint, re-entrant", lambda: of(Reentrant), hides_tensors=True),
+    Clean("checkpoint, selective", lambda: of(lambda: Wrapped(selective, dropping))),
+    Clean("checkpoint, nested", lambda: of(lambda: Nested(checkpointed(), dropping))),
+    Clean("checkpoint, under autocast", lambda: of(lambda: Autocast(checkpointed(), dropping))),
+    Clean("checkpoint of a recurrent net", lambda: of(Recurrent)),
+    Clean("checkpoint_sequential", lambda: of(Sequential)),
+    Clean("Llama checkpoints its layers", lambda: checkpointing(steps.llama)),
+    Clean("GPT-2 with dropout checkpoints its layers", lambda: checkpointing(steps.gpt2)),
+    Clean("ViT with dropout checkpoints its layers", lambda: checkpointing(steps.vit)),
+    Clean("Mixtral checkpoints its layers", lambda: checkpointing(mixtral)),
+    Clean("T5 checkpoints its layers", lambda: checkpointing(t5)),
+    Clean("save_on_cpu", lambda: of(stack), context=save_on_cpu),
+    Clean("offloading hooks", lambda: of(lambda: Stack(3, WIDTH)), context=to_numpy),
+    Clean("lossless hooks", lambda: steps.gpt2(), context=packed_masks),
+    Clean("compiled under a budget", lambda: of(Compiled), budget=0.2, hides_tensors=True),
+    Clean("Llama under a plan", steps.llama, strategy="full"),
+    Clean("GPT-2 with dropout under a plan", steps.gpt2, strategy="full"),
+    Clean("ViT with dropout under a plan", steps.vit, strategy="selective:mlp"),
+    Clean("convolutions with batch norm under a plan", steps.conv_net, strategy="full"),
+    Clean("a stack under a plan for every second block", lambda: of(stack), strategy="every:2"),
+)

@@ -1,0 +1,379 @@
+"""Models that train on wrong gradients, each for one classic reason, and the cause that verification has to name.
+
+Each is right when it keeps everything: only recomputing, moving or compressing what backward needs makes it wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from plimsoll.artifacts.fault import Cause
+from plimsoll.artifacts.receipt import Verdict
+from steps import Block, Stack, mean_square
+
+WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One fault: the step, what the verdict has to be, and the cause to name (``None``: gradients alone can show it)."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    cause: Cause | None
+    verdict: Verdict = Verdict.GRADIENTS_DIFFER
+    context: Callable[[], Any] | None = None
+    budget: float = 1.0
+    raises: bool = False
+    """Whether the step fails by itself, and only the cause is to be named."""
+
+    def step(self) -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        torch.manual_seed(0)
+        return self.build().train(), torch.randn(WIDTH, WIDTH), mean_square
+
+
+class Wrapped(Stack):
+    """Every block called through ``call``."""
+
+    def __init__(self, call: Callable[[nn.Module, torch.Tensor], torch.Tensor], block: Callable[[], nn.Module]) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self._call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self._call(block, x)
+        return x
+
+
+def checkpointed(**options: Any) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    return lambda block, x: checkpoint(block, x, **{"use_reentrant": False, **options})
+
+
+def reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x if x.requires_grad else x.clone().requires_grad_()
+    return checkpoint(block, x, use_reentrant=True, preserve_rng_state=False)
+
+
+def frozen_inputs(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Re-entrant checkpointing of a block whose input needs no gradient: its parameters get none either."""
+    x = x if x.requires_grad else x.clone().requires_grad_()
+    return checkpoint(block, x.detach(), use_reentrant=True) + x
+
+
+def selective(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731 - it is an argument
+    return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+class Shifted(nn.Module):
+    """Adds before it squares: backward saves the sum, recomputation needs the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+        self.inner = Block(WIDTH, dropout=0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh((x + self.shift) * 0.5) + self.inner(x + self.shift)
+
+
+def overwrites_its_input(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    scratch = x * 1.0
+    out = checkpoint(block, scratch, use_reentrant=False)
+    scratch.data.zero_()  # an in-place op proper would be noticed by autograd
+    return out
+
+
+class Counting(nn.Module):
+    """A buffer that moves with every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.ones(1))
+        self.inner = Block(WIDTH, dropout=0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * torch.tanh(x + self.level.clone())
+
+
+class CountingStack(Wrapped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        with torch.no_grad():
+            for block in self.blocks:
+                block.level.add_(1.0)
+        return x
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(self.linear(x)))
+
+
+class NumpyScaled(nn.Module):
+    """A scale from a generator that torch does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(WIDTH, dropout=0.0)
+        self._random = np.random.default_rng(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x) * float(self._random.uniform(0.5, 1.5)))
+
+
+class OwnGenerator(nn.Module):
+    """Noise from a generator of its own, which checkpointing does not put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(WIDTH, dropout=0.0)
+        self._generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch._C._current_graph_task_id() == -1:
+            self._generator.manual_seed(1)
+        return self.inner(x) * torch.rand(x.shape, generator=self._generator)
+
+
+class Alternating(nn.Module):
+    """Takes the other branch every second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self._is_again = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_backward = torch._C._current_graph_task_id() != -1
+        y = torch.tanh(self.one(x)) if not is_backward else torch.sigmoid(self.other(x)) * 0.5 + self.one(x) * 0.1
+        return torch.sin(y) * y
+
+
+class Evaluated(Wrapped):
+    """Leaves its blocks in evaluation mode when forward ends, as a metric callback would."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.train()
+        x = super().forward(x)
+        for block in self.blocks:
+            block.eval()
+        return x
+
+
+class Autocast(Wrapped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+def without_autocast(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def contexts() -> tuple[Any, Any]:
+        return contextlib.nullcontext(), torch.autocast("cpu", enabled=False)
+
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts, determinism_check="none")
+
+
+class Noisy(torch.autograd.Function):
+    """An op that never gives the same bits twice (its noise is far larger than rounding, so that a test can rely on it)."""
+
+    draws = itertools.count()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.plimsoll_tests.unsteady(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@torch.library.custom_op("plimsoll_tests::unsteady", mutates_args=())
+def unsteady(x: torch.Tensor) -> torch.Tensor:
+    """Rounds its input in another way in backward than in forward: an atomic addition in another order."""
+    return x * (1.0 if torch._C._current_graph_task_id() == -1 else 1.01)
+
+
+class Unsteady(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(WIDTH, dropout=0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(Noisy.apply(self.inner(x)))
+
+
+def hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Callable[[], Any]:
+    return lambda: saved_tensors_hooks(pack, unpack)
+
+
+def is_activation(tensor: torch.Tensor) -> bool:
+    return tensor.shape == (WIDTH, WIDTH) and not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+
+
+def address_keyed() -> Any:
+    """A table of copies by address, which outlives the tensors."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        return copies.setdefault(tensor.data_ptr(), tensor.detach().clone())
+
+    return saved_tensors_hooks(pack, lambda copy: copy)
+
+
+def first_in_first_out() -> Any:
+    """Prefetches in forward order what backward needs in reverse."""
+    waiting: deque[torch.Tensor] = deque()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if is_activation(tensor):
+            waiting.append(tensor.detach().clone())
+            return None
+        return tensor.detach()
+
+    return saved_tensors_hooks(pack, lambda packed: waiting.popleft() if packed is None else packed)
+
+
+def half_copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that backward takes before it is complete."""
+    copy = tensor.detach().clone()
+    copy[tensor.shape[0] // 2 :] = 0
+    return copy
+
+
+def floored(tensor: torch.Tensor) -> Any:
+    """int8 that rounds down instead of to the nearest."""
+    if not is_activation(tensor):
+        return tensor.detach()
+    scale = tensor.abs().max() / 127
+    return torch.floor(tensor.detach() / scale).to(torch.int8), scale
+
+
+def unfloored(packed: Any) -> torch.Tensor:
+    return packed[0].float() * packed[1] if isinstance(packed, tuple) else packed
+
+
+def averaged(tensor: torch.Tensor) -> torch.Tensor:
+    """One row instead of all: autograd broadcasts it without a word."""
+    is_squared = is_activation(tensor) and bool((tensor >= 0).all())
+    return tensor.detach().mean(0, keepdim=True) if is_squared else tensor.detach()
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """A square matrix taken for its transpose."""
+    return tensor.detach().t().contiguous() if is_activation(tensor) else tensor.detach()
+
+
+def dropped_gradient(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A recomputation that is cut from its input: nothing flows further up."""
+    x = x if x.requires_grad else x.clone().requires_grad_()
+
+    def cut_in_backward(y: torch.Tensor) -> torch.Tensor:
+        return block(y.detach() if torch._C._current_graph_task_id() != -1 else y)
+
+    return checkpoint(cut_in_backward, x, use_reentrant=True)
+
+
+def plain() -> nn.Module:
+    return Stack(3, WIDTH)
+
+
+def dropping() -> nn.Module:
+    return Block(WIDTH, dropout=0.2)
+
+
+def exact() -> nn.Module:
+    return Block(WIDTH, dropout=0.0)
+
+
+def same(packed: Any) -> Any:
+    return packed
+
+
+class Compiled(nn.Module):
+    """Dropout below torch.compile with a memory budget: PyTorch's partitioner recomputes it with another mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(dropping() for _ in range(2))
+        self.run = torch.compile(self.plain, backend="aot_eager_decomp_partition")
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = F.gelu(block(x))
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x)
+
+
+FAULTS = (
+    Planted(
+        "random state not restored",
+        lambda: Wrapped(checkpointed(preserve_rng_state=False), dropping),
+        Cause.RANDOM_STATE,
+    ),
+    Planted("random state not restored, re-entrant", lambda: Wrapped(reentrant, dropping), Cause.RANDOM_STATE),
+    Planted("random state not restored, selective", lambda: Wrapped(selective, dropping), Cause.RANDOM_STATE),
+    Planted("a generator of its own", lambda: Wrapped(checkpointed(), OwnGenerator), Cause.RANDOM_STATE),
+    Planted("a scale drawn by numpy", lambda: Wrapped(checkpointed(), NumpyScaled), Cause.CHANGED_CONTROL_FLOW),
+    Planted(
+        "another branch",
+        lambda: Wrapped(checkpointed(determinism_check="none"), Alternating),
+        Cause.CHANGED_CONTROL_FLOW,
+    ),
+    Planted("an input written in place", lambda: Wrapped(overwrites_its_input, Shifted), Cause.IN_PLACE_WRITE),
+    Planted("a stale buffer", lambda: CountingStack(checkpointed(), Counting), Cause.CHANGED_BUFFER),
+    Planted(
+        "running statistics moved twice",
+        lambda: Wrapped(checkpointed(), Normed),
+        Cause.CHANGED_BUFFER,
+        Verdict.BUFFERS_DIFFER,
+    ),
+    Planted(
+        "evaluation mode in backward",
+        lambda: Evaluated(checkpointed(determinism_check="none"), dropping),
+        Cause.CHANGED_CONTEXT,
+        raises=True,
+    ),
+    Planted("autocast not restored", lambda: Autocast(without_autocast, exact), Cause.CHANGED_CONTEXT, raises=True),
+    Planted("an op that is not deterministic", lambda: Wrapped(checkpointed(), Unsteady), Cause.NON_DETERMINISTIC),
+    Planted("no gradient for frozen inputs", lambda: Wrapped(frozen_inputs, exact), None),
+    Planted("a detached recomputation", lambda: Wrapped(dropped_gradient, exact), None),
+    Planted("an address used again", plain, Cause.TRANSFER, context=address_keyed),
+    Planted("prefetched in the wrong order", plain, Cause.TRANSFER, context=first_in_first_out),
+    Planted("a copy not complete", plain, Cause.TRANSFER, context=hooks(half_copied, same)),
+    Planted("a biased codec", plain, Cause.TRANSFER, context=hooks(floored, unfloored)),
+    Planted(
+        "a lossy cast",
+        plain,
+        Cause.TRANSFER,
+        context=hooks(lambda t: (t.detach().bfloat16(), t.dtype), lambda p: p[0].to(p[1])),
+    ),
+    Planted("a shape that broadcasts", plain, Cause.CHANGED_LAYOUT, context=hooks(averaged, same)),
+    Planted("a wrong stride", plain, Cause.TRANSFER, context=hooks(transposed, same)),
+    Planted("compiled dropout below a budget of 1", Compiled, Cause.COMPILED_RANDOMNESS, budget=0.0),
+)
