@@ -10,7 +10,7 @@ from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
 from plimsoll.units import format_bytes, format_share
 
-EQUAL = 0.005
+EQUAL = 0.01
 """Steps that differ by less than this share of the unmanaged step are as fast as each other."""
 _NOTHING = "none"
 
@@ -26,6 +26,8 @@ class Made:
     """The same as a command line takes it."""
     refused: str = ""
     """Why values did not take the forms that were allowed, where that is known."""
+    is_point: bool = False
+    """A point of the frontier, to be seen and not chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ def choose(made: Sequence[Made], wish: Wish, knee_bytes: int | None) -> tuple[Ca
     """Mark the best plan and say of the others why they lost.
 
     Eligible is what keeps to the budget (without one: to the knee of the frontier) and to the tolerated error. Of those
-    the fastest wins; within half a percent of the step the simplest one does (nothing, recomputation, other forms).
+    the fastest wins; within one percent of the step the simplest one does (nothing, recomputation, other forms).
 
     Args:
         made: the plans; the first is the unmanaged step.
@@ -51,7 +53,7 @@ def choose(made: Sequence[Made], wish: Wish, knee_bytes: int | None) -> tuple[Ca
         knee_bytes: the knee's peak where there is no budget.
     """
     limit_bytes = wish.budget_bytes if wish.budget_bytes is not None else knee_bytes
-    eligible = [entry for entry in made if not _obstacle(entry.plan, limit_bytes, wish)]
+    eligible = [entry for entry in made if not entry.is_point and not _obstacle(entry.plan, limit_bytes, wish)]
     best = min(eligible, key=lambda entry: entry.plan.predicted_seconds, default=None)
     chosen = None
     if best is not None:
@@ -114,10 +116,10 @@ def _reason(entry: Made, chosen: Made | None, made: Sequence[Made], limit_bytes:
     other = chosen.plan
     if entry is chosen:
         if _complexity(plan) == 0:
-            return "fits as it is"
+            return "fits as it is" if wish.budget_bytes is not None else "no plan frees enough to be worth its time"
         return "the least time within the budget" if wish.budget_bytes is not None else "the knee of the frontier"
     if _is_same(plan, other):
-        return f"the same plan: {entry.refused or 'what it may do besides is not used'}"
+        return f"the same plan: {entry.refused}" if entry.refused else "the same plan"
     slower = f"{format_share((plan.predicted_seconds - other.predicted_seconds) / plan.baseline_seconds).lstrip('+')}"
     if _is_worse(plan, other) or wish.budget_bytes is not None:
         is_slower = plan.predicted_seconds - other.predicted_seconds > EQUAL * plan.baseline_seconds
@@ -167,7 +169,8 @@ def recommend(
     if wish.budget_bytes is None and bottleneck.reachable_share < little:
         return Recommendation(
             kind=Kind.LOOK_ELSEWHERE,
-            headline=f"managing activations will not help: it frees at most {bottleneck.reachable_share:.0%} of the peak",
+            headline="look elsewhere: managing activations would free "
+            f"{bottleneck.reachable_share:.0%} of the peak at most",
             reasons=(bottleneck.summary, *bottleneck.remedies),
         )
     return _manage(chosen, made, bottleneck, wish)
@@ -211,6 +214,7 @@ def _manage(chosen: Made, made: Sequence[Made], bottleneck: Bottleneck, wish: Wi
             f"checkpointing every layer (full) would take {format_bytes(full.predicted_peak_bytes)} for "
             f"{format_share(full.predicted_overhead)}"
         )
+    reasons += _alternatives(chosen, made)
     if not plan.is_lossless:
         reasons.append(f"it is lossy: a gradient error of {plan.predicted_error:.2%} is expected")
     if wish.budget_bytes is None:
@@ -218,6 +222,19 @@ def _manage(chosen: Made, made: Sequence[Made], bottleneck: Bottleneck, wish: Wi
     else:
         headline = f"{chosen.name}: {figures}"
     return Recommendation(kind=Kind.MANAGE, headline=headline, reasons=tuple(reasons), command=_command(chosen, wish))
+
+
+def _alternatives(chosen: Made, made: Sequence[Made]) -> list[str]:
+    """What the other plans for the same budget would take, or why they come to the same."""
+    lines = []
+    for entry in made:
+        if entry is chosen or not entry.budget_text:
+            continue
+        if _is_same(entry.plan, chosen.plan):
+            lines.append(f"{entry.name} comes to the same plan: {entry.refused}")
+        elif entry.plan.predicted_seconds > chosen.plan.predicted_seconds:
+            lines.append(f"{entry.name} would take {format_share(entry.plan.predicted_overhead)}")
+    return lines
 
 
 def _command(chosen: Made, wish: Wish) -> str:

@@ -1,7 +1,7 @@
 """What the compiler captured and the eager trace in, the share of ops and of time out, and what follows from it.
 
-Both runs execute the same ops in the same order, so that captured ones are found by aligning the two sequences of op keys
-(``difflib``): an op of the trace counts as captured where it is matched. Constants that the compiler folded are not.
+Both runs execute the same ops in the same order but for a few (a mask that is folded to a constant, heads that are not
+repeated), so that captured ones are found by aligning the two sequences of op keys (``difflib``) and filling the holes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
+from itertools import pairwise
 
 from plimsoll.artifacts.advice import CompilerCoverage
 from plimsoll.artifacts.capture import Capture
@@ -61,12 +62,30 @@ def judge_coverage(trace: Trace, costs: Costs, capture: Capture) -> CompilerCove
 
 def captured_ticks(trace: Trace, capture: Capture) -> set[int]:
     """The ticks of forward and backward whose op ran, or came from, a captured graph."""
-    forward = [tick for tick, op in enumerate(trace.ops) if op.phase is Phase.FORWARD]
-    backward = [tick for tick, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD]
-    found = {forward[place] for place, _ in _aligned(trace, forward, capture.forward)}
-    keys = [op.cost_key for op in capture.backward]
-    pairs = _aligned(trace, backward, keys)
-    return found | {backward[place] for place, other in pairs if capture.backward[other].is_captured}
+    return _captured_forward(trace, capture) | _captured_backward(trace, capture)
+
+
+def _captured_forward(trace: Trace, capture: Capture) -> set[int]:
+    """Everything between the first and the last op of a graph belongs to it: graphs have no holes."""
+    ticks = [tick for tick, op in enumerate(trace.ops) if op.phase is Phase.FORWARD]
+    runs = [run for run, keys in enumerate(capture.forward) for _ in keys]
+    spans: dict[int, tuple[int, int]] = {}
+    for place, other in _aligned(trace, ticks, [key for keys in capture.forward for key in keys]):
+        first, _ = spans.get(runs[other], (place, place))
+        spans[runs[other]] = (first, place)
+    return {tick for first, last in spans.values() for tick in ticks[first : last + 1]}
+
+
+def _captured_backward(trace: Trace, capture: Capture) -> set[int]:
+    """An op that is not matched is captured where its neighbours on both sides are."""
+    ticks = [tick for tick, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD]
+    pairs = _aligned(trace, ticks, [op.cost_key for op in capture.backward])
+    found: set[int] = set()
+    for (place, other), (next_place, next_other) in pairwise([*pairs, (len(ticks), -1)]):
+        if capture.backward[other].is_captured:
+            is_inside = next_other < 0 or capture.backward[next_other].is_captured
+            found.update(ticks[place : next_place if is_inside else place + 1])
+    return found
 
 
 def _aligned(trace: Trace, ticks: Sequence[int], keys: Sequence[str]) -> list[tuple[int, int]]:

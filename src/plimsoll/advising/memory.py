@@ -12,6 +12,7 @@ LITTLE = 0.1
 """Where recomputation reaches less of the peak, activation management is not worth its trouble."""
 _LARGE = 0.25
 """A group that holds this share of the peak gets its remedies."""
+_NOTHING = 0.005
 _RANKS = 8
 _CHUNKS = 8
 
@@ -67,7 +68,11 @@ def find_bottleneck(trace: Trace, unmanaged: Plan) -> Bottleneck:
         parts=parts,
         summary="",
     )
-    reach = f"recomputation can lower the peak to {format_bytes(unmanaged.floor_bytes)}, by {found.reachable_share:.0%} at most"
+    reach = (
+        f"recomputation can lower it to {format_bytes(unmanaged.floor_bytes)}, by {found.reachable_share:.0%} at most"
+        if found.reachable_share >= _NOTHING
+        else "recomputation cannot lower it"
+    )
     share = groups[part] / peak.bytes if peak.bytes else 0.0
     summary = (
         f"the largest part of the unmanaged peak of {format_bytes(peak.bytes)} is {_in_words(part)}: "

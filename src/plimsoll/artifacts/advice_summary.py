@@ -19,9 +19,9 @@ def summarise_advice(advice: Advice) -> str:
     lines += [f"  - {reason}" for reason in recommendation.reasons]
     if recommendation.command:
         lines += ["", f"  {recommendation.command}"]
-    lines += ["", "Where the memory is", f"  {advice.bottleneck.summary}"]
+    lines += ["", f"Where the memory is ({advice.bottleneck.moment})"]
     lines += align(part_rows(advice), right=[1, 2])
-    lines += [f"  - {remedy}" for remedy in advice.bottleneck.remedies]
+    lines += [f"  - {line}" for line in untold(advice)]
     lines += ["", "Layers: what autograd saves in each"]
     lines += align([list(LAYER_HEADER), *layer_rows(advice.layers)], right=[1, 2, 3, 4])
     lines += ["", "Plans that were made"]
@@ -39,6 +39,12 @@ def summarise_advice(advice: Advice) -> str:
 def part_rows(advice: Advice) -> list[list[str]]:
     """One row per part of the peak: name, bytes, share, who holds most of it."""
     return [[p.name, format_bytes(p.bytes), f"{p.share:.0%}", p.largest] for p in advice.bottleneck.parts if p.bytes]
+
+
+def untold(advice: Advice) -> list[str]:
+    """What is to be said about the memory beyond the reasons of the recommendation."""
+    lines = (advice.bottleneck.summary, *advice.bottleneck.remedies)
+    return [line for line in lines if line not in advice.recommendation.reasons]
 
 
 LAYER_HEADER = ("layer", "saved", "forward", "backward", "freed per ms")

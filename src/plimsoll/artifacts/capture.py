@@ -17,15 +17,15 @@ class BackwardOp(msgspec.Struct, frozen=True, kw_only=True):
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
     """One step under a compiler that captures graphs and runs them op by op.
 
-    ``forward`` are the ``cost_key``s of the ops that ran in captured graphs, ``backward`` all ops of backward, both in the
-    order of execution. ``failure`` is empty where the step ran to its end; otherwise it says why not, and nothing counts as
+    ``forward`` has one entry per run of a captured graph, the ``cost_key``s of its ops; ``backward`` has all ops of backward;
+    both in the order of execution. ``failure`` is empty where the step ran to its end; otherwise it says why not, and nothing counts as
     captured. With ``is_asked`` false the compiler was not asked at all, and ``failure`` says why.
     """
 
     is_asked: bool
     failure: str = ""
     graphs: int = 0
-    forward: tuple[str, ...] = ()
+    forward: tuple[tuple[str, ...], ...] = ()
     backward: tuple[BackwardOp, ...] = ()
     breaks: tuple[GraphBreak, ...] = ()
     hazards: tuple[CaptureHazard, ...] = ()

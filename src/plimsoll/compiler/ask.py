@@ -35,6 +35,7 @@ from plimsoll.recording.untouched import private_copy, untouched
 
 Progress = Callable[[str, float], None]
 
+_MARK = "_is_torch_compile"
 _FAILURES = (
     RuntimeError,
     TypeError,
@@ -84,7 +85,7 @@ def ask_compiler(
     report = progress or (lambda stage, share: None)
     report("asking torch.compile", 0.0)
     job = _Job(loss, time.monotonic() + limit_seconds, report)
-    with untouched(model), _fresh_dynamo(job.check_time), job.breaks.watching():
+    with untouched(model), _unmarked(model), _fresh_dynamo(job.check_time), job.breaks.watching():
         try:
             job.run(model, *private_copy((args, kwargs)))
         except _OutOfTimeError:
@@ -105,7 +106,7 @@ class _Job:
         self._deadline_seconds = deadline_seconds
         self._report = report
         self._graphs = 0
-        self._forward: list[str] = []
+        self._forward: list[list[str]] = []
         self._backward: list[BackwardOp] = []
         self._nodes: list[tuple[int, int]] = []
         """Half-open ranges of the numbers of the autograd nodes that captured graphs made, ascending."""
@@ -127,7 +128,7 @@ class _Job:
         return Capture(
             is_asked=True,
             graphs=self._graphs,
-            forward=tuple(self._forward),
+            forward=tuple(map(tuple, self._forward)),
             backward=tuple(self._backward),
             breaks=self.breaks.entries(),
         )
@@ -139,6 +140,7 @@ class _Job:
         self._report(f"asking torch.compile, graph {self._graphs}", min(0.1 * self._graphs, 0.7))
 
         def run(*inputs: Any) -> Any:
+            self._forward.append([])
             first = torch._C._autograd._get_sequence_nr()
             with _Watch(self._note_forward):
                 out = graph.forward(*inputs)
@@ -149,7 +151,7 @@ class _Job:
 
     def _note_forward(self, key: str) -> None:
         self.check_time()
-        self._forward.append(key)
+        self._forward[-1].append(key)
 
     def _note_backward(self, key: str) -> None:
         self.check_time()
@@ -177,6 +179,17 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         self._note(cost_key(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _unmarked(model: nn.Module) -> Iterator[None]:
+    """Take off the mark that torch.compile puts on a module, unless it was there before."""
+    kept = {name: value for name, value in vars(model).items() if name == _MARK}
+    try:
+        yield
+    finally:
+        vars(model).pop(_MARK, None)
+        vars(model).update(kept)
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class BreakBook:
         self._found[_readable(reason.reason), *place] += 1
 
     def _note_frames(self) -> None:
-        inner: dict[str, tuple[str, int]] = {}
+        inner: dict[str, tuple[str, str, int]] = {}
         for entry in get_compilation_metrics():
             if (entry.start_time_us or 0) < self._started_microseconds:
                 continue
@@ -60,11 +60,11 @@ class BreakBook:
                 self._found[reason, entry.fail_user_frame_filename or "", entry.fail_user_frame_lineno or 0] += 1
             for text in entry.restart_reasons or ():
                 if not text.startswith(_UNKNOWN):  # the innermost function that met it comes last
-                    inner[_readable(text)] = (entry.co_filename or "", entry.co_firstlineno or 0)
+                    inner[_readable(text)] = (_frame(entry.co_name), entry.co_filename or "", entry.co_firstlineno or 0)
         known = {reason for reason, _, _ in self._found}
-        for reason, place in inner.items():
+        for reason, (name, file, line) in inner.items():
             if not any(text.startswith(reason) for text in known):
-                self._found[reason, *place] += 1
+                self._found[f"{reason}, in {name}", file, line] += 1
 
     def entries(self) -> tuple[GraphBreak, ...]:
         """Every place once, those that were met most often first."""
@@ -73,7 +73,7 @@ class BreakBook:
                 reason=reason,
                 file=shorten(file) if file else "",
                 line=line,
-                code=linecache.getline(file, line).strip() if file else "",
+                code=_code(file, line),
                 count=count,
             )
             for (reason, file, line), count in self._found.most_common()
@@ -87,6 +87,12 @@ def shorten(file: str) -> str:
         return inside
     path, here = Path(file), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
+
+
+def _code(file: str, line: int) -> str:
+    """The line itself; the head of a function says nothing that its name does not."""
+    text = linecache.getline(file, line).strip() if file else ""
+    return "" if text.startswith(("@", "def ")) else text
 
 
 def _readable(text: str) -> str:

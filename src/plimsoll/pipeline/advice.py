@@ -35,7 +35,7 @@ from plimsoll.pipeline.request import as_patterns, check_model, explained_loss, 
 from plimsoll.recording.calling import Loss, call_tensors
 from plimsoll.recording.fingerprint import fingerprint
 from plimsoll.units import format_bytes
-from plimsoll.verification.verify import versions
+from plimsoll.verification.evidence import versions
 from plimsoll.verification.step import TrainingStep
 
 Progress = Callable[[str, float], None]

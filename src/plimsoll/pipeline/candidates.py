@@ -10,6 +10,7 @@ import msgspec
 
 from plimsoll.advising.choosing import Made
 from plimsoll.advising.knee import find_knee
+from plimsoll.advising.memory import LITTLE
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.forms import Forms
@@ -78,20 +79,22 @@ class CandidateMaker:
             knee_bytes = self._walk_down(unmanaged)
         if self._allowance.may_recompute:
             self._add_auto(self._planner, ("recompute",))
-        if self._allowance.wants_forms:
+        if self._allowance.wants_forms and self._budget_bytes != unmanaged.baseline_peak_bytes:
             self._add_forms()
         return Candidates(tuple(self._made), knee_bytes)
 
     def _walk_down(self, unmanaged: Plan) -> int:
         """Plans at shares of what recomputation reaches; the knee of the whole frontier is the budget from here on."""
-        floor, room = unmanaged.floor_bytes, unmanaged.baseline_peak_bytes - unmanaged.floor_bytes
-        for share in _SHARES if self._allowance.may_recompute and room else ():
-            budget_bytes = floor + int(room * (1 - share))
-            plan = self._solve(self._planner, "auto", budget_bytes, ("recompute",))
-            self._add(f"auto, {share:.0%} to the floor", plan)
+        peak_bytes, room_bytes = unmanaged.baseline_peak_bytes, unmanaged.baseline_peak_bytes - unmanaged.floor_bytes
         knee = find_knee(unmanaged.frontier, unmanaged.baseline_seconds)
-        knee_bytes = unmanaged.baseline_peak_bytes if knee is None else knee.peak_bytes
-        self._budget_text = format_bytes_up(knee_bytes).replace(" ", "")
+        if knee is None or room_bytes < LITTLE * peak_bytes:
+            self._budget_bytes = peak_bytes
+            return peak_bytes
+        for share in _SHARES if self._allowance.may_recompute else ():
+            budget_bytes = peak_bytes - int(room_bytes * share)
+            plan = self._solve(self._planner, "auto", budget_bytes, ("recompute",))
+            self._made.append(Made(name=f"auto, {share:.0%} to the floor", plan=plan, is_point=True))
+        self._budget_text = format_bytes_up(knee.peak_bytes).replace(" ", "")
         self._budget_bytes = parse_bytes(self._budget_text)
         return self._budget_bytes
 

@@ -18,6 +18,7 @@ from plimsoll.artifacts.advice_summary import (
     hazard_lines,
     layer_rows,
     next_steps,
+    untold,
 )
 from plimsoll.reports.timeline import draw_bar
 from plimsoll.units import format_bytes
@@ -40,8 +41,8 @@ _WORD_STYLE = {
 def render_advice(advice: Advice) -> RenderableType:
     """The advice as people read it: verdict, memory, plans, compiler, checklist."""
     parts = _verdict(advice)
-    parts += [_heading("Where the memory is"), _indented(advice.bottleneck.summary), render_parts(advice)]
-    parts += _bullets(advice.bottleneck.remedies)
+    parts += [_heading(f"Where the memory is ({advice.bottleneck.moment})"), render_parts(advice)]
+    parts += _bullets(untold(advice))
     parts += [_heading("Layers: what autograd saves in each"), _table(LAYER_HEADER, layer_rows(advice.layers))]
     parts += [_heading("Plans that were made"), render_candidates(advice)]
     parts += [_heading("torch.compile"), *map(_indented, compiler_lines(advice.compiler))]
