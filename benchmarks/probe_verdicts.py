@@ -16,7 +16,7 @@ import functools
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -227,12 +227,16 @@ def main() -> int:
             "| plan | made to be | held-out | error | worst cosine | worst gain | harm | verdict | rule | steps | right |"
         )
         print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
-        chosen = [each for each in CANDIDATES if any(part in each.name for part in options.plans)]
-        right = [_row(candidate, options.steps, max(seeds) - min(seeds)) for candidate in chosen]
-        for candidate in BORDERLINE if len(chosen) == len(CANDIDATES) else ():
-            _row(candidate, options.steps, max(seeds) - min(seeds))
+        spread = max(seeds) - min(seeds)
+        right = [_row(each, options.steps, spread) for each in _chosen(CANDIDATES, options.plans)]
+        for candidate in _chosen(BORDERLINE, options.plans):
+            _row(candidate, options.steps, spread)
     print(f"{sum(right)} of {len(right)} right")
     return 0 if all(right) else 1
+
+
+def _chosen(candidates: Sequence[Candidate], parts: Sequence[str]) -> list[Candidate]:
+    return [each for each in candidates if any(part in each.name for part in parts)]
 
 
 def _row(candidate: Candidate, steps: int, spread: float) -> bool:

@@ -167,10 +167,14 @@ class Arms:
         managed: Managed | None,
         chunk: tuple[int, int],
     ) -> StepRecord:
-        """One step of a chunk: the first records, the second is compared, the last one's peak is measured."""
+        """One step of a chunk: the first records, the second is compared.
+
+        The peak is measured in the last step of the first chunk and of the last one: on a CPU that takes seconds.
+        """
         start, count = chunk
         trainer, offset = self._job.trainer, step - start
-        if offset == count - 1 and count >= _LEAST_STEPS_TO_MEASURE:
+        is_end = offset == count - 1 and count >= _LEAST_STEPS_TO_MEASURE
+        if is_end and (start == 0 or step + 1 == self._job.settings.steps):
             return trainer.measured_step(step, call, optimizer)
         if managed is not None and offset == min(_COMPARED, count - 1):
             reference = self._reference(call, managed)
