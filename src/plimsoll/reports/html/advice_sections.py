@@ -13,6 +13,7 @@ from plimsoll.artifacts.advice_summary import (
     part_rows,
 )
 from plimsoll.reports.html.content import Check, Checks, Element, Fold, Paragraph, Section, Statement, Table, Tone
+from plimsoll.reports.html.labels import sentence
 
 _TONES = {
     Outcome.PASS: Tone.GOOD,
@@ -28,20 +29,20 @@ def advice_statement(advice: Advice) -> Statement:
     tone = {Kind.DOES_NOT_FIT: Tone.BAD, Kind.LOOK_ELSEWHERE: Tone.NEUTRAL}.get(advice.recommendation.kind, Tone.GOOD)
     passed = sum(item.outcome is Outcome.PASS for item in advice.checklist)
     checks = f"{passed} of {len(advice.checklist)} items of the checklist pass."
-    headline = advice.recommendation.headline
-    return Statement(tone, "Advice", advice.recommendation.kind, f"{headline[:1].upper()}{headline[1:]}. {checks}")
+    text = f"{sentence(advice.recommendation.headline)} {checks}"
+    return Statement(tone, "Advice", advice.recommendation.kind, text)
 
 
 def advice_section(advice: Advice, title: str) -> Section:
     """Why, with the numbers that decided it."""
     recommendation, bottleneck = advice.recommendation, advice.bottleneck
-    elements: list[Element] = [Paragraph(text) for text in recommendation.reasons]
+    reasons = dict.fromkeys([*recommendation.reasons, bottleneck.summary])
+    elements: list[Element] = [Paragraph(sentence(reason)) for reason in reasons]
     if recommendation.command:
         elements.append(Paragraph(f"Command: {recommendation.command}"))
-    elements.append(Paragraph(bottleneck.summary))
     parts = ("at the unmanaged peak", "bytes", "share", "held mostly by")
     elements.append(_table(parts, part_rows(advice), (1, 2)))
-    elements += [Paragraph(remedy) for remedy in bottleneck.remedies]
+    elements += [Paragraph(sentence(remedy)) for remedy in bottleneck.remedies]
     candidates = [[cell.strip() for cell in candidate_cells(candidate)] for candidate in advice.candidates]
     elements.append(_table(CANDIDATE_HEADER, candidates, (1, 2, 3), "Plans that were made, predicted"))
     layers = _table(LAYER_HEADER, layer_rows(advice.layers), (1, 2, 3, 4))

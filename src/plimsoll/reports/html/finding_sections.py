@@ -33,7 +33,7 @@ from plimsoll.reports.html.content import (
     Tone,
 )
 from plimsoll.reports.html.figure import figure
-from plimsoll.reports.html.labels import escape
+from plimsoll.reports.html.labels import escape, sentence
 from plimsoll.units import format_seconds, format_share
 
 _TONES = {"RAISED": Tone.BAD, "ok": Tone.GOOD}
@@ -42,15 +42,20 @@ _BAR_PIXELS = 34
 
 def finding_statement(finding: Finding) -> Statement:
     """The overhead and what most of it is."""
-    share = format_share(finding.overhead_share)
-    text = f"A step takes {share} under the profiler ({format_seconds(finding.overhead_seconds)})."
+    text = f"Under the profiler a step with the plan takes {_more(finding.overhead_share)} time"
+    text += f" ({format_seconds(finding.overhead_seconds)})"
     if finding.measured_overhead_share is not None:
-        text += f" Without a profiler it takes {format_share(finding.measured_overhead_share)}."
+        text += f", without it {_more(finding.measured_overhead_share)}"
+    text += "."
     parts = notable_parts(finding)
     if parts:
         largest = max(parts, key=lambda part: part.seconds)
         text += f" The largest part is {largest.cause}: {largest.cause.meaning}."
-    return Statement(Tone.NEUTRAL, "Diagnosis", share, text)
+    return Statement(Tone.NEUTRAL, "Diagnosis", format_share(finding.overhead_share), text)
+
+
+def _more(share: float) -> str:
+    return f"{abs(share):.1%} {'more' if share >= 0 else 'less'}"
 
 
 def finding_section(finding: Finding, name: str, title: str) -> Section:
@@ -59,7 +64,7 @@ def finding_section(finding: Finding, name: str, title: str) -> Section:
     if notable_parts(finding):
         elements.append(_draw_parts(notable_parts(finding), name))
     elements.append(Table(PARTS_HEADER, tuple(part_rows(finding)), (1, 2), "Where the overhead goes"))
-    elements += [Paragraph(line) for line in advice_lines(finding)]
+    elements += [Paragraph(sentence(line)) for line in advice_lines(finding)]
     elements.append(Table(PHASES_HEADER, tuple(phase_rows(finding)), (1, 2, 3, 4), "Busy time by phase"))
     if finding.signs:
         signs = (Check(_TONES.get(word, Tone.NEUTRAL), word, sign, text) for sign, word, text in sign_rows(finding))

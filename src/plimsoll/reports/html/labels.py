@@ -35,6 +35,17 @@ def shorten(text: str, most_letters: int = _MOST_LETTERS) -> str:
     return f"{text[:head]}…{text[len(text) - (most_letters - 1 - head) :]}"
 
 
+def sentence(text: str) -> str:
+    """A text with the capital and the full stop of a sentence.
+
+    Example:
+        >>> sentence("every rule is clear")
+        'Every rule is clear.'
+    """
+    stop = "" if text.endswith((".", "!", "?")) else "."
+    return f"{text[:1].upper()}{text[1:]}{stop}" if text else ""
+
+
 def label(text: str, most_letters: int = _MOST_LETTERS) -> str:
     """A name as an axis or an annotation shows it: short and escaped."""
     return escape(shorten(text, most_letters))

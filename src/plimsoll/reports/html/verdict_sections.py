@@ -16,6 +16,7 @@ from plimsoll.artifacts.verdict_summary import (
 )
 from plimsoll.reports.html.content import Element, Fold, Paragraph, Section, Statement, Table, Tone
 from plimsoll.reports.html.curve_chart import draw_curves
+from plimsoll.reports.html.labels import sentence
 from plimsoll.reports.html.norm_chart import draw_norms
 
 
@@ -25,7 +26,7 @@ def verdict_statement(verdict: Verdict) -> Statement:
         tone = Tone.GOOD
     else:
         tone = Tone.NEUTRAL if verdict.ruling is Ruling.UNDECIDED else Tone.BAD
-    return Statement(tone, "Probe", verdict.ruling, f"{verdict.ruling.advice} {verdict.reason}")
+    return Statement(tone, "Probe", verdict.ruling, f"{verdict.ruling.advice} {sentence(verdict.reason)}")
 
 
 def verdict_section(verdict: Verdict, name: str, title: str) -> Section:
