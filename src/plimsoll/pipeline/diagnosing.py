@@ -22,7 +22,7 @@ from plimsoll.pipeline.matching import refuse_other_model, refuse_other_signatur
 from plimsoll.pipeline.plans import part_of
 from plimsoll.pipeline.request import check_model, check_plan, explained_loss, is_profiled, split_detached
 from plimsoll.profiling.modules import named_calls
-from plimsoll.profiling.session import profile_in_turns
+from plimsoll.profiling.session import Recording, profile_in_turns
 from plimsoll.recording.calling import Loss, check_devices
 from plimsoll.recording.untouched import untouched
 from plimsoll.runtime.apply import apply_plan
@@ -32,6 +32,7 @@ from plimsoll.verification.step import TrainingStep
 Progress = Callable[[str, float], None]
 
 _BASELINE, _PLAN = "baseline", "plan"
+_NOISY_SHARE = 0.05
 _WARMUPS = 2
 """The first managed step records, the second one is as all that follow."""
 
@@ -142,8 +143,8 @@ def _of_model(
     refuse_other_signature(model, args, kwargs, plan, loss)
     with _folder(keep_traces) as folder, untouched(model):
         step = TrainingStep(model, args, kwargs, loss=loss)
-        seconds, traces = _run_both(step, plan, steps, folder, report)
-        before, after, _ = read_profiles(traces[_BASELINE], traces[_PLAN])
+        seconds, recording = _run_both(step, plan, steps, folder, report)
+        before, after, _ = read_profiles(recording.traces[_BASELINE], recording.traces[_PLAN])
         finding = compare_profiles(before, after, origin=Origin.PROFILED, bandwidth=_catalogue_bandwidth)
         step.clear_gradients()
     report("done", 1.0)
@@ -156,13 +157,23 @@ def _of_model(
         versions=versions(),
         measured_baseline_seconds=seconds[_BASELINE],
         measured_plan_seconds=seconds[_PLAN],
+        notes=(*finding.notes, *_noise_notes(recording)),
     )
+
+
+def _noise_notes(recording: Recording) -> list[str]:
+    if recording.lost_share < _NOISY_SHARE:
+        return []
+    return [
+        f"The profiled steps lost {recording.lost_share:.0%} of their time to other programs, which falls on whatever was "
+        "running: diagnose on a quiet machine, or trust only parts well above their spread."
+    ]
 
 
 def _run_both(
     step: TrainingStep, plan: Plan, steps: int, folder: Path, report: Progress
-) -> tuple[dict[str, float], dict[str, Path]]:
-    """Median seconds of plain steps, and the traces of profiled ones."""
+) -> tuple[dict[str, float], Recording]:
+    """Median seconds of plain steps, and profiled ones."""
     report("running the unmanaged step", 0.0)
     for _ in range(_WARMUPS):
         step.run()
@@ -189,7 +200,7 @@ def _run_both(
             step.rewind()
 
         with named_calls(step.model), one_thread() if step.device.type == "cpu" else contextlib.nullcontext():
-            traces = profile_in_turns(
+            recording = profile_in_turns(
                 (_BASELINE, _PLAN),
                 prepare,
                 step.go_on,
@@ -200,7 +211,7 @@ def _run_both(
             )
     finally:
         handle.remove()
-    return {name: timing.median_seconds for name, timing in timings.items()}, traces
+    return {name: timing.median_seconds for name, timing in timings.items()}, recording
 
 
 def _check(model: nn.Module) -> None:

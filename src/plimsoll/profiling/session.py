@@ -1,4 +1,4 @@
-"""A step and the ways to take it in, a Chrome trace of each out: profiled in turns, in one session of ``torch.profiler``.
+"""A step and the ways to take it in, Chrome traces out: profiled in turns, in one session of ``torch.profiler``.
 
 One session for all, so that whatever drifts hits all of them; the trace is then cut at the steps. On a CPU the rounds that
 lost least time to other programs are kept, by the step's wall time less its CPU time.
@@ -34,7 +34,16 @@ class Turn:
     number: int
     name: str
     turn: int
+    seconds: float
     lost_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """The trace of each name; ``lost_share`` is the share of their steps' time that went to other programs, on a CPU."""
+
+    traces: dict[str, Path]
+    lost_share: float
 
 
 def profile_in_turns(
@@ -46,7 +55,7 @@ def profile_in_turns(
     device: torch.device,
     rounds: int,
     report: Callable[[str, float], None],
-) -> dict[str, Path]:
+) -> Recording:
     """Profile a step once per round and name, and write one trace per name.
 
     Args:
@@ -59,7 +68,7 @@ def profile_in_turns(
         report: told the stage and the share done.
 
     Returns:
-        The trace of each name.
+        The traces, and how quiet it was.
     """
     is_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
@@ -77,18 +86,20 @@ def profile_in_turns(
         profiler.export_chrome_trace(str(whole))
         trace: dict[str, Any] = msgspec.json.decode(whole.read_bytes())
     kept = _quietest(turns, rounds)
-    return {name: _write(trace, [turn for turn in kept if turn.name == name], folder, name) for name in names}
+    traces = {name: _write(trace, [turn for turn in kept if turn.name == name], folder, name) for name in names}
+    lost_share = 0.0 if is_cuda else sum(turn.lost_seconds for turn in kept) / sum(turn.seconds for turn in kept)
+    return Recording(traces=traces, lost_share=max(0.0, lost_share))
 
 
 def _run(step: Callable[[], object], number: int, name: str, turn: int, device: torch.device) -> Turn:
     gc.collect()  # garbage of the step before must not be collected on this one's time
-    start, start_of_thread = time.perf_counter(), time.process_time()
+    start, start_of_process = time.perf_counter(), time.process_time()
     with record_function(f"{STEP_PREFIX}{number}"):
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    lost_seconds = (time.perf_counter() - start) - (time.process_time() - start_of_thread)
-    return Turn(number=number, name=name, turn=turn, lost_seconds=lost_seconds)
+    seconds, busy_seconds = time.perf_counter() - start, time.process_time() - start_of_process
+    return Turn(number=number, name=name, turn=turn, seconds=seconds, lost_seconds=seconds - busy_seconds)
 
 
 def _quietest(turns: list[Turn], rounds: int) -> list[Turn]:
