@@ -35,6 +35,9 @@ from plimsoll.probing.settings import (
     Settings,
 )
 
+_MORE_COMPARISONS = (
+    f"more comparisons at equal parameters: one per chunk is made, {statistics.LEAST_SAMPLES} are the least"
+)
 _MOST_LOGARITHM = 50.0
 """Beyond it a ratio is infinite for all that matters."""
 
@@ -344,9 +347,7 @@ def _gradient(evidence: Evidence, settings: Settings) -> Rule:
             if wide is not None and narrow is not None:
                 figures.append(_Bounded(f"{block} {label}", wide, narrow, low, high))
     allowed = f"every block's cosine at least {LEAST_COSINE:g}, gain {1 - MOST_SHIFT:g} to {1 + MOST_SHIFT:g}"
-    return _judged(
-        "gradient", Ruling.RECOMPUTE_INSTEAD, allowed, figures, "more comparisons at equal parameters (steps)"
-    )
+    return _judged("gradient", Ruling.RECOMPUTE_INSTEAD, allowed, figures, _MORE_COMPARISONS)
 
 
 def _delay(evidence: Evidence, settings: Settings) -> tuple[Rule, Estimate | None]:

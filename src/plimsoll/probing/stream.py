@@ -93,11 +93,11 @@ class Stream:
         """
         calls = []
         for _ in range(count):
-            calls.append(self._next_call() if self._first is None else self._first)
+            call = self._next_call() if self._first is None else self._first
             self._first = None
-        self.drawn += count
-        for call in calls:
+            self.drawn += 1
             self.checksum = checksum(call, self.checksum)
+            calls.append(call)
         return calls
 
     def skip(self, count: int) -> None:
