@@ -233,7 +233,7 @@ def _curves(evidence: Evidence) -> CheckItem:
         steps = len(curve) or len(receipt.plan_losses)
         kind = "steps with the optimizer" if curve else "losses from the same weights"
         found = f"the receipt has {steps} {kind}: too few to call a curve"
-    return CheckItem(name=name, title=title, outcome=Outcome.NOT_CHECKED, evidence=found, next=evidence.probe_command)
+    return CheckItem(name=name, title=title, outcome=Outcome.NOT_CHECKED, evidence=found, next=evidence.curve_command)
 
 
 _CHECKS: tuple[Callable[[Evidence], CheckItem], ...] = (

@@ -53,10 +53,13 @@ class Evidence:
         return f"plimsoll verify {self.target}{plan} -o receipt.json, then plimsoll advise {self.target} --receipt receipt.json"
 
     @property
-    def probe_command(self) -> str:
-        """What makes the verdict that is missing."""
+    def curve_command(self) -> str:
+        """What makes the loss curves that are missing."""
         plan = "" if self.manages_nothing else " --plan plan.json"
-        return f"plimsoll probe {self.target} --steps 1000{plan} -o verdict.json, then --verdict verdict.json here"
+        return (
+            f"plimsoll verify {self.target}{plan} --curve 100 -o receipt.json, or for lossy plans plimsoll probe "
+            f"{self.target} --steps 1000{plan} -o verdict.json, then plimsoll advise {self.target} with what they wrote"
+        )
 
 
 def name_receipt(receipt: Receipt) -> str:

@@ -180,10 +180,10 @@ def why_unused(forms: Forms, plan: Plan) -> str:
     entries = [entry for region in forms.regions for entry in region.values]
     if any(entry.forms for entry in entries):
         return "another form would take more time than recomputing"
+    kind = "another form" if plan.max_error else "another form without loss"
     reasons = Counter(reason for entry in entries for _, reason in entry.refused)
-    if not reasons:
-        return "no value here can take another form"
-    return f"no value here can take another form ({reasons.most_common(1)[0][0]})"
+    common = f" ({reasons.most_common(1)[0][0]})" if reasons else ""
+    return f"no value here can take {kind}{common}"
 
 
 def _uses_forms(plan: Plan) -> bool:
