@@ -140,6 +140,13 @@ def test_names_of_neighbours_are_written_on_different_sides():
     assert place_names(points, [], [], plane) == ["middle left", "middle right"]
 
 
+def test_names_of_points_in_one_place_do_not_cover_each_other():
+    plane = Plane(byte_scale([100]), [0.0, 100.0], [1.0, 2.0])
+    points = [Point(name, 50, 1.5) for name in ("plan auto", "auto", "sqrt")]
+    curve = [Point("", 0, 1.7), Point("", 100, 1.3)]
+    assert len(set(place_names(points, [curve], [51], plane))) == 3
+
+
 def test_names_keep_off_the_budget_and_the_curve():
     plane = Plane(byte_scale([100]), [0.0, 100.0], [1.0, 2.0])
     point = Point("strategy", 50, 1.5)

@@ -15,6 +15,8 @@ _LETTER_SHARE = 0.0085
 _LINE_SHARE = 0.06
 _MARK = (0.008, 0.02)
 """Half the width and half the height of a point's mark."""
+_LINE_MARK = (0.004, 0.006)
+"""The same for a place on a line."""
 _SAMPLES = 12
 _PLACES = ("middle right", "middle left", "top right", "bottom right", "top left", "bottom left")
 """Beside a point: above and below it lies its interval."""
@@ -57,7 +59,7 @@ class Plane:
 def place_names(
     points: Sequence[Point], curves: Sequence[Sequence[Point]], budgets: Sequence[int], plane: Plane
 ) -> list[str]:
-    """For each point the first side that is free, as plotly's ``textposition``.
+    """For each point the side on which its name hurts least, as plotly's ``textposition``.
 
     Args:
         points: those that have names.
@@ -65,23 +67,29 @@ def place_names(
         budgets: bytes at which a line goes through the whole chart.
         plane: what the chart shows.
     """
-    taken = [_mark(plane.place(point.peak_bytes, point.ratio)) for point in points]
+    taken = [_mark(plane.place(point.peak_bytes, point.ratio), _MARK) for point in points]
     for curve in curves:
-        taken += [_mark(place) for place in _along(curve, plane)]
+        taken += [_mark(place, _LINE_MARK) for place in _along(curve, plane)]
     for budget_bytes in budgets:
         x, _ = plane.place(budget_bytes, 1.0)
         taken.append((x, 0.0, x, 1.0))
+    names: list[Box] = []
     found = []
     for point in points:
         x, y = plane.place(point.peak_bytes, point.ratio)
         width = _LETTER_SHARE * len(shorten(point.name, MOST_LETTERS))
         boxes = [(place, _box(x, y, width, place)) for place in _PLACES]
-        inside = [entry for entry in boxes if entry[1][0] >= 0 and entry[1][2] <= 1]
-        free = [entry for entry in inside if not any(_overlap(entry[1], other) for other in taken)]
-        place, box = (free or inside or boxes)[0]
-        taken.append(box)
+        inside = [entry for entry in boxes if entry[1][0] >= 0 and entry[1][2] <= 1] or boxes
+        # Another name hurts more than a line, and of equal places the first one is the best.
+        place, box = min(inside, key=lambda entry: (_covered(entry[1], names), _covered(entry[1], taken)))
+        names.append(box)
         found.append(place)
     return found
+
+
+def _covered(box: Box, others: Sequence[Box]) -> int:
+    """How many of the others a name would lie on."""
+    return sum(_overlap(box, other) for other in others)
 
 
 def _along(curve: Sequence[Point], plane: Plane) -> list[tuple[float, float]]:
@@ -93,8 +101,8 @@ def _along(curve: Sequence[Point], plane: Plane) -> list[tuple[float, float]]:
     return places
 
 
-def _mark(place: tuple[float, float]) -> Box:
-    return place[0] - _MARK[0], place[1] - _MARK[1], place[0] + _MARK[0], place[1] + _MARK[1]
+def _mark(place: tuple[float, float], half: tuple[float, float]) -> Box:
+    return place[0] - half[0], place[1] - half[1], place[0] + half[0], place[1] + half[1]
 
 
 def _box(x: float, y: float, width: float, place: str) -> Box:
