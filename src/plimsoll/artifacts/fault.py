@@ -70,12 +70,18 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
     def __str__(self) -> str:
-        share = (
-            "another layout"
-            if not self.differing_elements
-            else f"{self.differing_elements} of {self.elements} elements"
+        place = (
+            f"{self.value!r} of region {self.region!r} (op {self.op!r})"
+            if self.region
+            else f"{self.value!r} (op {self.op!r})"
         )
-        return (
-            f"{self.value!r} of region {self.region!r} (op {self.op!r}) came back with {share} changed in step {self.step}: "
-            f"{self.cause}. {self.cause.advice}" + (f" ({self.detail})" if self.detail else "")
-        )
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{place} came back {self._how} in step {self.step}: {self.cause}. {self.cause.advice}{detail}"
+
+    @property
+    def _how(self) -> str:
+        if not self.elements:
+            return "as something else"
+        if not self.differing_elements:
+            return "with another layout"
+        return f"with {self.differing_elements} of {self.elements} elements changed"

@@ -1,0 +1,161 @@
+"""Verification without a plan: other people's checkpointing, and what verify looks at besides gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction
+
+import plimsoll
+from plimsoll.artifacts.fault import Cause
+from plimsoll.artifacts.receipt import OWN, Verdict
+from plimsoll.artifacts.store import from_json, to_json
+from plimsoll.verification.repeated_ops import RepeatedOps
+from steps import CheckpointedStack, Stack, gpt2, mean_square
+
+
+@pytest.fixture
+def checkpointed():
+    torch.manual_seed(0)
+    return CheckpointedStack(), torch.randn(64, 32)
+
+
+def test_the_receipt_says_what_was_found_at_work_and_what_it_saves(checkpointed):
+    model, batch = checkpointed
+    receipt = plimsoll.verify(model, batch, loss=mean_square, steps=2)
+    assert receipt.strategy == OWN
+    assert receipt.method == "torch.utils.checkpoint (3 times a step)"
+    assert receipt.verdict is Verdict.VERIFIED
+    assert receipt.measured_peak_bytes < receipt.measured_baseline_peak_bytes
+    assert receipt.predicted_peak_bytes is None
+    assert receipt.slope.is_conclusive
+    assert receipt.slope.measured == pytest.approx(receipt.slope.expected, rel=1e-3)
+    assert "Receipt for torch.utils.checkpoint (3 times a step)" in str(receipt)
+    assert from_json(to_json(receipt)) == receipt
+
+
+def test_everything_that_was_patched_is_put_back_and_the_model_is_as_it_was(checkpointed):
+    model, batch = checkpointed
+    before = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    plimsoll.verify(model, batch, loss=mean_square, steps=1, intermediates="blocks.*", curve_steps=2)
+    assert (saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__) == before
+    assert torch.utils.checkpoint.CheckpointFunction is CheckpointFunction
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_step_that_fails_is_put_back_too():
+    torch.manual_seed(0)
+    model, batch = Stack(1), torch.randn(4, 32)
+    before = saved_tensors_hooks.__enter__
+
+    def broken(packed):
+        raise RuntimeError("lost")
+
+    with pytest.raises(plimsoll.PlimsollError) as caught:
+        plimsoll.verify(model, batch, loss=mean_square, context=lambda: saved_tensors_hooks(lambda t: None, broken))
+    assert "RuntimeError: lost" in caught.value.found
+    assert "with everything kept it runs" in caught.value.why
+    assert saved_tensors_hooks.__enter__ is before
+
+
+def test_a_model_that_saves_nothing_has_nothing_to_verify():
+    with pytest.raises(plimsoll.PlimsollError) as caught:
+        plimsoll.verify(Stack(1), torch.randn(4, 32), loss=mean_square)
+    assert "keeps everything by itself" in caught.value.found
+    assert "gradient_checkpointing_enable" in caught.value.next
+
+
+def test_lossy_hooks_may_be_allowed_their_error():
+    torch.manual_seed(0)
+    model, batch = Stack(2), torch.randn(16, 32)
+
+    def context():
+        return saved_tensors_hooks(lambda t: (t.detach().bfloat16(), t.dtype), lambda packed: packed[0].to(packed[1]))
+
+    strict = plimsoll.verify(model, batch, loss=mean_square, context=context, steps=1)
+    assert strict.verdict is Verdict.GRADIENTS_DIFFER
+    assert strict.faults[0].cause is Cause.TRANSFER
+    allowed = plimsoll.verify(model, batch, loss=mean_square, context=context, steps=1, max_error="2%")
+    assert allowed.verdict is Verdict.WITHIN_ERROR
+    assert 0 < allowed.gradient_error <= 0.02
+
+
+@pytest.mark.parametrize("option", [{"context": save_on_cpu}, {"max_error": 0.1}])
+def test_what_has_no_effect_on_a_plan_is_refused(option):
+    torch.manual_seed(0)
+    model, batch = Stack(2), torch.randn(16, 32)
+    plan = plimsoll.plan(model, batch, strategy="full", loss=mean_square)
+    with pytest.raises(plimsoll.PlimsollError, match="has no effect on a plan"):
+        plimsoll.verify(model, batch, plan, loss=mean_square, **option)
+
+
+def test_intermediates_of_both_runs_are_compared_bit_for_bit():
+    model, batch, _ = gpt2()
+    plan = plimsoll.plan(model, batch, strategy="full")
+    receipt = plimsoll.verify(model, batch, plan, steps=1, intermediates=("transformer.h.*.mlp", "transformer.ln_f"))
+    names = {(each.module, each.is_gradient) for each in receipt.intermediates}
+    assert names == {
+        (name, is_gradient)
+        for name in ("transformer.h.0.mlp", "transformer.h.1.mlp", "transformer.ln_f")
+        for is_gradient in (False, True)
+    }
+    assert all(each.is_bit_equal for each in receipt.intermediates)
+    assert receipt.compared_tensors > 0
+    assert "gradient of transformer.h.1.mlp" in str(receipt)
+
+
+def test_an_intermediate_that_differs_is_named_with_its_distance():
+    torch.manual_seed(0)
+
+    class Bad(Stack):
+        def forward(self, x):
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            return x
+
+    receipt = plimsoll.verify(Bad(), torch.randn(16, 32), loss=mean_square, steps=1, intermediates="blocks.0")
+    output, gradient = receipt.intermediates
+    assert output.is_bit_equal
+    assert not gradient.is_bit_equal
+    assert gradient.max_relative_difference > 0.01
+
+
+def test_a_pattern_that_matches_no_module_names_some_that_exist(checkpointed):
+    model, batch = checkpointed
+    with pytest.raises(plimsoll.PlimsollError) as caught:
+        plimsoll.verify(model, batch, loss=mean_square, intermediates="layers.*")
+    assert "blocks" in caught.value.why
+
+
+def test_curves_of_both_runs_agree_and_the_optimizer_is_left_as_it_was():
+    torch.manual_seed(0)
+    model, batch = Stack(2), torch.randn(16, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = {p: {k: v.clone() for k, v in of_one.items()} for p, of_one in optimizer.state.items()}
+    plan = plimsoll.plan(model, batch, strategy="full", loss=mean_square, optimizer=optimizer)
+    receipt = plimsoll.verify(model, batch, plan, loss=mean_square, optimizer=optimizer, steps=1, curve_steps=6)
+    assert receipt.baseline_curve == receipt.plan_curve
+    assert len(receipt.plan_curve) == 6
+    assert receipt.plan_curve[-1] < receipt.plan_curve[0]
+    for parameter, of_one in optimizer.state.items():
+        assert all(torch.equal(of_one[key], state[parameter][key]) for key in of_one)
+
+
+def test_repeated_ops_watch_nothing_in_a_step_that_recomputes_nothing():
+    from plimsoll.recording.modules import ModuleStack
+
+    model = Stack(1)
+    stack = ModuleStack()
+    with stack.watch(model), RepeatedOps(model, stack) as ops:
+        model(torch.randn(4, 32)).sum().backward()
+    assert list(ops.faults()) == []
