@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from plimsoll.artifacts.advice import CaptureHazard, GraphBreak
+from plimsoll.artifacts.advice import GraphBreak
 
 
 class BackwardOp(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,8 +18,8 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
     """One step under a compiler that captures graphs and runs them op by op.
 
     ``forward`` has one entry per run of a captured graph, the ``cost_key``s of its ops; ``backward`` has all ops of backward;
-    both in the order of execution. ``failure`` is empty where the step ran to its end; otherwise it says why not, and nothing counts as
-    captured. With ``is_asked`` false the compiler was not asked at all, and ``failure`` says why.
+    both in the order of execution. ``failure`` is empty where the step ran to its end; otherwise it says why not, and
+    nothing counts as captured. With ``is_asked`` false the compiler was not asked at all, and ``failure`` says why.
     """
 
     is_asked: bool
@@ -28,4 +28,3 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
     forward: tuple[tuple[str, ...], ...] = ()
     backward: tuple[BackwardOp, ...] = ()
     breaks: tuple[GraphBreak, ...] = ()
-    hazards: tuple[CaptureHazard, ...] = ()
