@@ -73,7 +73,7 @@ _MEANING = {
     Cause.ADDED: "other work that the baseline does not have",
     Cause.COPIES: "copies and fills that nothing hides",
     Cause.LAUNCH: "idle: the host has not launched what is next",
-    Cause.SYNCHRONISATION: "idle: the host waits for the device",
+    Cause.SYNCHRONISATION: "waiting: of the host, of ranks for each other",
     Cause.UNEXPLAINED: "what the two traces do not tell",
 }
 
@@ -84,7 +84,7 @@ _ADVICE = {
     Cause.ADDED: "see which operations these are; cheaper codecs, and fewer samples where the model is launch-bound",
     Cause.COPIES: "offload less, or earlier; copies pay only where computation hides them",
     Cause.LAUNCH: "larger batches, fewer and larger regions; on a GPU a CUDA graph that covers forward and backward",
-    Cause.SYNCHRONISATION: "find what reads a value back (.item(), printing a loss, blocking copies) in the recomputed regions",
+    Cause.SYNCHRONISATION: "find what reads a value back (.item(), printing a loss, blocking copies); between ranks, which one is late",
     Cause.UNEXPLAINED: "profile again with shapes, modules and more steps; compare the timelines by eye",
 }
 

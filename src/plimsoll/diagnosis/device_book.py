@@ -11,7 +11,7 @@ from plimsoll.diagnosis.intervals import Interval, clip, covered_ns, gaps, owned
 from plimsoll.diagnosis.labels import Label
 from plimsoll.diagnosis.ledger import Gap, Ledger, Work, WorkKind
 from plimsoll.diagnosis.nesting import Nesting
-from plimsoll.diagnosis.profile import DeviceKind, DeviceSpan, HostKind, Profile
+from plimsoll.diagnosis.profile import DeviceKind, DeviceSpan, HostKind, Profile, is_step
 
 _LONG_GAP_NS = round(LONG_GAP_SECONDS * 1e9)
 _COMMUNICATION = re.compile(r"nccl|rccl", re.IGNORECASE)
@@ -89,6 +89,8 @@ class DeviceBook(Book):
             asked = self.by_external.get(span.external, -1)
         if launch < 0:
             launch = asked
+        if asked >= 0 and is_step(self.nesting.spans[asked]):
+            asked = -1
         if launch >= 0 and asked < 0:
             asked = self._phase_range(self.nesting.spans[launch].start_ns)
         label = self.labels[asked] if asked >= 0 else Label()

@@ -102,6 +102,11 @@ _STEP_NAME = re.compile(
 )
 
 
+def is_step(span: HostSpan) -> bool:
+    """Whether a range marks a training step, which says nothing about what runs in it."""
+    return span.kind is HostKind.RANGE and _STEP_NAME.fullmatch(span.name) is not None
+
+
 def find_steps(host: tuple[HostSpan, ...]) -> tuple[tuple[Step, ...], bool]:
     """The ranges that mark training steps, in order, and whether they stand apart.
 

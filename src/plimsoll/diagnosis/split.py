@@ -11,7 +11,8 @@ baseline's median time of the same work (same name and, where both traces have t
   FUSION;
 - idle time goes to SYNCHRONISATION while the host waits, to LAUNCH while it has not launched what runs next, and to
   UNEXPLAINED where that was launched long before it ran;
-- whole CUDA graphs, whose kernels were not recorded, and what communication took longer, go to UNEXPLAINED.
+- what communication took beyond m goes to SYNCHRONISATION: ranks wait for each other inside it;
+- whole CUDA graphs, whose kernels were not recorded, go to UNEXPLAINED.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class _Rules:
         is_shared = reference is not None and key in self._plan_keys
         if reference is None or not is_shared:
             return ((self._cause_of_unshared(work), work.own_ns),)
-        slower = Cause.UNEXPLAINED if work.kind is WorkKind.COMMUNICATION else Cause.MEMORY
+        slower = Cause.SYNCHRONISATION if work.kind is WorkKind.COMMUNICATION else Cause.MEMORY
         return ((self._cause_of_count(work, key), reference), (slower, work.own_ns - reference))
 
     def _cause_of_count(self, work: Work, key: Key) -> Cause:
