@@ -84,7 +84,7 @@ _ADVICE = {
     Cause.ADDED: "see which operations these are; cheaper codecs, and fewer samples where the model is launch-bound",
     Cause.COPIES: "offload less, or earlier; copies pay only where computation hides them",
     Cause.LAUNCH: "larger batches, fewer and larger regions; on a GPU a CUDA graph that covers forward and backward",
-    Cause.SYNCHRONISATION: "find what reads a value back (.item(), printing a loss, blocking copies); between ranks, which one is late",
+    Cause.SYNCHRONISATION: "find what reads values back (.item(), printing, blocking copies); between ranks, find the late one",
     Cause.UNEXPLAINED: "profile again with shapes, modules and more steps; compare the timelines by eye",
 }
 
