@@ -46,10 +46,12 @@ def finding_figures(finding: Finding) -> tuple[tuple[str, str], ...]:
         ("from", f"{finding.origin}, {finding.baseline.steps} and {finding.plan.steps} steps, {_place(finding)}"),
         ("step", _both(finding, lambda side: format_seconds(side.step_seconds))),
         ("busy", _both(finding, lambda side: _with_share(side.busy_seconds, side))),
-        ("idle", _both(finding, lambda side: _with_share(side.idle_seconds, side))),
+        ("idle", _both(finding, _idle)),
         (str(finding.unit), _both(finding, lambda side: f"{side.count:.0f}") + f", {finding.kernel_ratio:.2f} ×"),
         ("attributed", _both(finding, _attribution)),
     ]
+    if finding.baseline.copied_bytes or finding.plan.copied_bytes:
+        rows.append(("copied and filled", _both(finding, _copied)))
     if finding.measured_overhead_share is not None:
         rows.insert(2, ("without a profiler", _plain_figures(finding)))
     return tuple(rows)
@@ -66,6 +68,15 @@ def _both(finding: Finding, describe: Callable[[Side], str]) -> str:
 def _with_share(seconds: float, side: Side) -> str:
     share = seconds / side.step_seconds if side.step_seconds else 0.0
     return f"{format_seconds(seconds)} ({share:.0%})"
+
+
+def _idle(side: Side) -> str:
+    waiting = f", {format_seconds(side.waiting_seconds)} of it waiting" if side.waiting_seconds else ""
+    return _with_share(side.idle_seconds, side) + waiting
+
+
+def _copied(side: Side) -> str:
+    return "not known" if side.copied_bytes is None else format_bytes(side.copied_bytes)
 
 
 def _attribution(side: Side) -> str:

@@ -79,11 +79,6 @@ def covered_ns(interval: Interval, merged: Sequence[Interval]) -> int:
     return sum(end - start for start, end in clip(interval, merged))
 
 
-def total_ns(intervals: Iterable[Interval]) -> int:
-    """The length of disjoint intervals."""
-    return sum(end - start for start, end in intervals)
-
-
 def owned_ns(pieces: Sequence[tuple[int, int, int]]) -> list[int]:
     """Give every covered instant to one piece: that of the lowest rank, among equals the one that started first.
 

@@ -91,7 +91,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     forward_links: dict[tuple[str, int], tuple[str, int]] = {}
 
 
-STEP_PREFIX = "plimsoll.step: "
 MODULE_PREFIX = "plimsoll.module: "
 RECOMPUTE_PREFIX = "plimsoll.recompute: "
 TORCH_MODULE_PREFIX = "nn.Module: "
