@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from plimsoll.cli import options, terminal
+
+if TYPE_CHECKING:
+    from plimsoll.artifacts.plan import Plan
+    from plimsoll.artifacts.receipt import Receipt
+    from plimsoll.cli.work import Loaded
 
 PlanFileOption = Annotated[
     Path | None,
@@ -61,10 +67,8 @@ def verify(
 
     Example: plimsoll verify llama-tiny --plan plan.json
     """
-    import plimsoll
     from plimsoll.artifacts.store import load_plan
     from plimsoll.cli import work
-    from plimsoll.cli.progress import show_progress
     from plimsoll.cli.target import TargetOptions
     from plimsoll.reports.receipt_terminal import render_receipt
 
@@ -81,21 +85,39 @@ def verify(
         )
         is_own = saved is None and budget is None and strategy == _AUTO and not override
         checked = saved if is_own or saved is not None else work.make_plan(loaded, request)
-        with show_progress(terminal.stderr()) as report:
-            receipt = plimsoll.verify(
-                loaded.target.model,
-                loaded.target.batch,
-                checked,
-                loss=loaded.target.loss,
-                optimizer=loaded.optimizer,
-                steps=steps,
-                intermediates=tuple(intermediate or ()),
-                curve_steps=curve,
-                max_error=max_error if is_own else 0.0,
-                progress=report,
-            )
+        depth = _Depth(steps, tuple(intermediate or ()), curve, max_error if checked is None else "0")
+        receipt = _verify(loaded, checked, depth)
         if output is not None:
             receipt.save(output)
         terminal.print_result(receipt, render_receipt(receipt), is_json=json)
         if receipt.exit_code:
             raise typer.Exit(receipt.exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Depth:
+    """How much is compared."""
+
+    steps: int
+    intermediates: tuple[str, ...]
+    curve_steps: int
+    max_error: str
+
+
+def _verify(loaded: Loaded, plan: Plan | None, depth: _Depth) -> Receipt:
+    import plimsoll
+    from plimsoll.cli.progress import show_progress
+
+    with show_progress(terminal.stderr()) as report:
+        return plimsoll.verify(
+            loaded.target.model,
+            loaded.target.batch,
+            plan,
+            loss=loaded.target.loss,
+            optimizer=loaded.optimizer,
+            steps=depth.steps,
+            intermediates=depth.intermediates,
+            curve_steps=depth.curve_steps,
+            max_error=depth.max_error,
+            progress=report,
+        )

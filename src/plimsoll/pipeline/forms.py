@@ -26,6 +26,7 @@ from plimsoll.errors import TracingFailed
 from plimsoll.links.measure import LinkSpeed, measure_link
 from plimsoll.links.open import default_link_name, open_link
 from plimsoll.pipeline.allowance import Allowance
+from plimsoll.pipeline.attention import made_into_scores, score_inputs
 from plimsoll.planning.step import StepIndex
 from plimsoll.recording.untouched import untouched
 from plimsoll.runtime.apply import apply_plan
@@ -172,7 +173,7 @@ class _FormMaker:
     def _value(self, name: str, calls: Sequence[RegionCall]) -> ValueForms:
         seen = [(call, self._seen(call)[name]) for call in calls if name in self._seen(call)]
         sampled = [(call, entry) for call, entry in seen if entry.trials]
-        sensitivity = self._sensitivity(sampled)
+        sensitivity = self._sensitivity(name, sampled)
         readers = frozenset().union(*(entry.readers for _, entry in seen))
         forms: list[Form] = []
         refused: list[tuple[str, str]] = []
@@ -200,6 +201,8 @@ class _FormMaker:
             return f"{codec_name}: not only ReLU reads it"
         if not codec.is_lossless and _is_statistic(graph, name):
             return f"{codec_name}: backward needs a statistic exactly"
+        if not codec.is_lossless and name in made_into_scores(graph):
+            return f"{codec_name}: fused attention's backward would see its error as an exponent"
         count, dtype = seen[0].count, seen[0].dtype
         exact = codec.payload_bytes(count, dtype)
         held = exact if exact is not None else int(_SLACK * max(t.payload_bytes or 0 for t in trials))
@@ -217,11 +220,16 @@ class _FormMaker:
             is_private=codec.keeps_sign_only,
         )
 
-    def _sensitivity(self, sampled: Sequence[tuple[RegionCall, Seen]]) -> float:
-        """Relative error of the whole gradient per unit of noise; infinite for what is no floating-point number."""
+    def _sensitivity(self, name: str, sampled: Sequence[tuple[RegionCall, Seen]]) -> float:
+        """Relative error of the whole gradient per unit of noise; infinite for what has to be exact.
+
+        That is what is no floating-point number, and queries and keys: whatever they are rebuilt from.
+        """
         if not sampled or not self._total:
             return 0.0
         if not sampled[0][1].dtype.is_floating_point:
+            return math.inf
+        if any(name in score_inputs(call.graph) for call, _ in sampled):
             return math.inf
         squares = [
             (entry.parameter_error + entry.flow_error * self._upstream(call)) / self._total for call, entry in sampled

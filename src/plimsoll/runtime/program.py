@@ -13,6 +13,7 @@ import torch
 
 from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.errors import ReplayMismatch
+from plimsoll.recording.bits import same_bits
 from plimsoll.recording.geometry import Geometry
 from plimsoll.runtime.cells import Cell, Copy, Readable
 from plimsoll.runtime.choosing import Choice, choose
@@ -21,7 +22,6 @@ from plimsoll.runtime.frame import Frame, Link
 from plimsoll.runtime.packed import Packer, Refused, Source, is_exact, plan_packing
 from plimsoll.runtime.randomness import ENTRY
 from plimsoll.runtime.sentinels import SentinelPolicy, must_defer, sample_geometry
-from plimsoll.recording.bits import same_bits
 from plimsoll.schedule import BOUNDARY, Unreachable, build_schedule, recipe_ops
 
 _GONE = torch.empty(0)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from plimsoll.recording.geometry import Geometry
 from plimsoll.recording.bits import INTEGER_OF_SIZE
+from plimsoll.recording.geometry import Geometry
 
 SAMPLE_SIZE = 16
 

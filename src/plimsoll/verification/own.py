@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 import torch._functorch.config
 from torch import nn
@@ -63,6 +64,13 @@ class Setup:
     def is_compiled(self) -> bool:
         """Whether the compiler drops activations by itself."""
         return self.budget < 1.0
+
+    def tolerance(self, model: nn.Module) -> float:
+        """Half the digits of the least precise parameter: what kernels compiled anew may do to a gradient by rounding."""
+        if not self.is_compiled:
+            return 0.0
+        dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
+        return math.sqrt(max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))
 
     @contextlib.contextmanager
     def as_it_is(self) -> Iterator[None]:
@@ -147,35 +155,39 @@ def verify_own(
     report("running the step as it is", 0.3)
     with setup.as_it_is():
         seen = _observe(step, setup, evidence, steps, depth)
-        gradients = copies(step.gradients())
         report("measuring the loss's slope", 0.5)
-        slope = measure_slope(step, gradients)
-    tolerance = rounding_tolerance(step.model) if setup.is_compiled else 0.0
+        slope = measure_slope(step, copies(step.gradients()))
     report("looking for the cause", 0.6)
-    if not _is_right(seen, tolerance):
-        seen = replace(seen, faults=(_explain(step, setup, tolerance) or seen.faults)[:_MOST_FAULTS])
+    if not _is_right(seen, setup.tolerance(step.model)):
+        seen = replace(seen, faults=(_explain(step, setup) or seen.faults)[:_MOST_FAULTS])
     report("timing both", 0.7)
-    baseline, ours = _time(step, setup, steps)
+    timings = _time(step, setup, steps)
     step.clear_gradients()
+    receipt = _receipt(step, setup, plain, seen, timings)
+    return msgspec.structs.replace(
+        receipt, signature=signature, slope=slope, is_lossless=max_error == 0.0, max_error=max_error
+    )
+
+
+def _receipt(step: TrainingStep, setup: Setup, plain: _Plain, seen: _Seen, timings: tuple[Timing, Timing]) -> Receipt:
+    """What was compared and measured; the caller adds what it was asked for."""
+    evidence, (baseline, ours) = plain.evidence, timings
     return Receipt(
         model=type(step.model).__name__,
         fingerprint=fingerprint(step.model),
-        signature=signature,
+        signature="",
         device=str(step.device),
         strategy=OWN,
         method=_describe(seen.used, setup),
         budget_bytes=None,
         versions=versions(),
-        steps=steps,
+        steps=len(seen.losses),
         compared_gradients=sum(gradient is not None for gradient in evidence.gradients.values()),
         gradient_mismatches=seen.apart.gradients,
         compared_buffers=len(evidence.buffers),
         buffer_mismatches=seen.apart.buffers,
-        is_lossless=max_error == 0.0,
-        max_error=max_error,
         gradient_error=finite(seen.apart.error),
-        rounding_tolerance=tolerance,
-        slope=slope,
+        rounding_tolerance=setup.tolerance(step.model),
         faults=seen.faults,
         compared_tensors=seen.compared_tensors,
         intermediates=seen.intermediates,
@@ -191,12 +203,6 @@ def verify_own(
         measured_seconds=ours.median_seconds,
         measured_spread_seconds=ours.spread_seconds,
     )
-
-
-def rounding_tolerance(model: nn.Module) -> float:
-    """Half the digits of the least precise parameter: what other kernels may do to a gradient by rounding alone."""
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
-    return math.sqrt(max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))
 
 
 def _observe(step: TrainingStep, setup: Setup, evidence: Evidence, steps: int, depth: Depth) -> _Seen:
@@ -258,12 +264,12 @@ def _is_right(seen: _Seen, tolerance: float) -> bool:
     return not seen.faults and (not beyond or seen.apart.error <= tolerance > 0)
 
 
-def _explain(step: TrainingStep, setup: Setup, tolerance: float) -> tuple[Fault, ...]:
+def _explain(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
     """Run the step once more with every op watched, which says more than saved tensors do; nothing if all ops agree.
 
     Compiled code is run without its random numbers.
     """
-    return _blame_randomness(step, setup, tolerance) if setup.is_compiled else _repeat_watched(step, setup)
+    return _blame_randomness(step, setup) if setup.is_compiled else _repeat_watched(step, setup)
 
 
 def _repeat_watched(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
@@ -281,7 +287,7 @@ def _repeat_watched(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
     return tuple(ops.faults())
 
 
-def _blame_randomness(step: TrainingStep, setup: Setup, tolerance: float) -> tuple[Fault, ...]:
+def _blame_randomness(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
     """A difference that is gone in evaluation mode, where nothing is dropped, is one of random numbers."""
     random = [name for name, module in step.model.named_modules() if "dropout" in type(module).__name__.lower()]
     flags = [(module, module.training) for module in step.model.modules()]
@@ -296,7 +302,7 @@ def _blame_randomness(step: TrainingStep, setup: Setup, tolerance: float) -> tup
     finally:
         for module, flag in flags:
             module.training = flag
-    if error > tolerance:
+    if error > setup.tolerance(step.model):
         return ()
     return (
         Fault(

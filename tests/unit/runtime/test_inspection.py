@@ -13,8 +13,8 @@ from contracts.harness import manage
 from plimsoll.artifacts.fault import Cause
 from plimsoll.artifacts.receipt import Engine
 from plimsoll.links.simulated import SimulatedLink
-from plimsoll.runtime.frame import Frame
 from plimsoll.recording.bits import same_bits
+from plimsoll.runtime.frame import Frame
 from plimsoll.runtime.witness import PIECE_BYTES, Witness
 from steps import Block, Stack
 

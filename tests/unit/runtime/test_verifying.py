@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from contracts.harness import assert_unchanged, plain_step, stack_of
-from plimsoll.runtime.randomness import RandomPoints
 from plimsoll.recording.bits import fingerprint, same_bits
+from plimsoll.runtime.randomness import RandomPoints
 from plimsoll.runtime.verifying import VerifyingRecorder
 
 CALLS = itertools.count()
