@@ -127,7 +127,7 @@ def make_receipt(**changes: object) -> Receipt:
     return msgspec.structs.replace(receipt, **changes)
 
 
-def make_mismatch(*, difference: float | None = 1e-3, spread: float = 0.0) -> Mismatch:
+def make_mismatch(*, difference: float | None = 1e-3, spread: float | None = 0.0) -> Mismatch:
     """A gradient that differs."""
     return Mismatch(
         name="model.layers.0.weight",

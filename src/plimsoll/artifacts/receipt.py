@@ -68,21 +68,22 @@ _ADVICE = {
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor that is not equal bit for bit.
 
-    ``baseline_max_absolute_difference`` is how far two unmanaged runs of the same step lie apart on this tensor.
+    ``baseline_max_absolute_difference`` is how far two unmanaged runs of the same step lie apart on this tensor;
+    ``None`` where that is no finite number.
     """
 
     name: str
     max_absolute_difference: float | None
     max_relative_difference: float | None
-    baseline_max_absolute_difference: float = 0.0
+    baseline_max_absolute_difference: float | None = 0.0
 
     @property
     def is_within_spread(self) -> bool:
         """Whether the unmanaged model differs from itself by at least as much."""
-        return (
-            self.max_absolute_difference is not None
-            and self.max_absolute_difference <= self.baseline_max_absolute_difference
-        )
+        if self.max_absolute_difference is None:
+            return False
+        spread = self.baseline_max_absolute_difference
+        return spread is None or self.max_absolute_difference <= spread
 
 
 class Intermediate(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,20 +233,21 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     def verdict(self) -> Verdict:
         """What the receipt comes to."""
         gradients = self._verdict_on_gradients()
-        if gradients is Verdict.GRADIENTS_DIFFER or (self.slope is not None and self.slope.disagrees):
+        if gradients is Verdict.GRADIENTS_DIFFER or self._slope_disagrees:
             return Verdict.GRADIENTS_DIFFER
-        if not all(mismatch.is_within_spread for mismatch in self.buffer_mismatches):
+        if not all(mismatch.is_within_spread or self._is_rounding(mismatch) for mismatch in self.buffer_mismatches):
             return Verdict.BUFFERS_DIFFER
         if self.is_deterministic and not self._losses_agree(gradients):
             return Verdict.LOSSES_DIFFER
-        if self.faults and self.is_lossless:
+        if self.faults and (self.is_lossless or self.strategy != OWN):  # a plan's lossy values are not compared
             return Verdict.TENSORS_DIFFER
         if self.is_deterministic and gradients is Verdict.VERIFIED and not self._intermediates_agree():
             return Verdict.INTERMEDIATES_DIFFER
         if self.is_over_budget:
             return Verdict.OVER_BUDGET
         if gradients is Verdict.VERIFIED and not self.is_bit_equal:
-            return Verdict.WITHIN_SPREAD
+            is_spread = all(mismatch.is_within_spread for mismatch in self.buffer_mismatches)
+            return Verdict.WITHIN_SPREAD if is_spread else Verdict.WITHIN_ROUNDING
         return gradients
 
     def _verdict_on_gradients(self) -> Verdict:
@@ -259,6 +261,16 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         if all(mismatch.is_within_spread for mismatch in self.gradient_mismatches):
             return Verdict.WITHIN_SPREAD
         return Verdict.WITHIN_ROUNDING if error <= self.rounding_tolerance > 0 else Verdict.GRADIENTS_DIFFER
+
+    def _is_rounding(self, mismatch: Mismatch) -> bool:
+        """Whether kernels compiled anew explain it."""
+        relative = mismatch.max_relative_difference
+        return relative is not None and relative <= self.rounding_tolerance
+
+    @property
+    def _slope_disagrees(self) -> bool:
+        """Whether the loss itself contradicts the gradient; one from lossy forms is judged by the error it was allowed."""
+        return self.is_lossless and self.slope is not None and self.slope.disagrees
 
     def _losses_agree(self, gradients: Verdict) -> bool:
         """Whether forward gives the same losses; with lossy values or other kernels, weights may drift apart later on."""

@@ -19,7 +19,7 @@ def copies(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor
 def mismatches(
     expected: Mapping[str, torch.Tensor | None],
     found: Mapping[str, torch.Tensor | None],
-    spread: Mapping[str, float],
+    spread: Mapping[str, float | None],
 ) -> tuple[Mismatch, ...]:
     """Tensors of ``found`` that are not ``expected``'s bits, with how far they are and how far the model is from itself."""
     differing: list[Mismatch] = []

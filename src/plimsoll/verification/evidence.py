@@ -34,7 +34,7 @@ class Evidence:
     loss: float
     gradients: dict[str, torch.Tensor | None]
     buffers: dict[str, torch.Tensor | None]
-    spread: dict[str, float]
+    spread: dict[str, float | None]
     intermediates: dict[Key, torch.Tensor] = field(default_factory=dict)
     curve: tuple[float | None, ...] = ()
 
@@ -66,7 +66,7 @@ def collect_evidence(step: TrainingStep, depth: Depth) -> Evidence:
     gradients, buffers = copies(step.gradients()), copies(step.buffers())
     step.run()
     apart = [*mismatches(gradients, step.gradients(), {}), *mismatches(buffers, step.buffers(), {})]
-    spread = {m.name: float("inf") if m.max_absolute_difference is None else m.max_absolute_difference for m in apart}
+    spread = {mismatch.name: mismatch.max_absolute_difference for mismatch in apart}
     return Evidence(loss, gradients, buffers, spread, run_intermediates(step, depth), run_curve(step, depth))
 
 

@@ -19,7 +19,7 @@ import torch._functorch.config
 from torch import nn
 
 from plimsoll.artifacts.fault import Cause, Fault
-from plimsoll.artifacts.receipt import OWN, Intermediate, Receipt, finite
+from plimsoll.artifacts.receipt import OWN, Intermediate, Receipt, Slope, finite
 from plimsoll.errors import InvalidModel
 from plimsoll.measuring.timing import Timing, time_in_turns
 from plimsoll.recording.fingerprint import fingerprint
@@ -157,6 +157,7 @@ def verify_own(
         seen = _observe(step, setup, evidence, steps, depth)
         report("measuring the loss's slope", 0.5)
         slope = measure_slope(step, copies(step.gradients()))
+    slope, notes = _own_slope(step, setup, evidence, slope)
     report("looking for the cause", 0.6)
     if not _is_right(seen, setup.tolerance(step.model)):
         seen = replace(seen, faults=(_explain(step, setup) or seen.faults)[:_MOST_FAULTS])
@@ -165,7 +166,24 @@ def verify_own(
     step.clear_gradients()
     receipt = _receipt(step, setup, plain, seen, timings)
     return msgspec.structs.replace(
-        receipt, signature=signature, slope=slope, is_lossless=max_error == 0.0, max_error=max_error
+        receipt, signature=signature, slope=slope, is_lossless=max_error == 0.0, max_error=max_error, notes=notes
+    )
+
+
+def _own_slope(
+    step: TrainingStep, setup: Setup, evidence: Evidence, slope: Slope | None
+) -> tuple[Slope | None, tuple[str, ...]]:
+    """The slope, and a note instead of it where the step with everything kept disagrees with its loss as well."""
+    if slope is None or not slope.disagrees:
+        return slope, ()
+    with setup.plain():
+        reference = measure_slope(step, evidence.gradients)
+    if reference is None or not reference.disagrees:
+        return slope, ()
+    return None, (
+        f"the gradient is not the loss's slope (measured / expected {slope.measured / slope.expected:.4f}), and with "
+        "everything kept it is not either: the model stops or replaces gradients on purpose (detach, straight-through), "
+        "or what it does could not be switched off",
     )
 
 

@@ -2,9 +2,11 @@
 
 The gradient ``g`` claims that the loss at ``θ + h·g/‖g‖`` grows by ``h·‖g‖``. Losses at shifted parameters, under the same
 random numbers, show whether it does: a gradient made with another dropout mask than the loss's own fails this by its very
-size. It judges one direction only, and only where the loss is smooth at that scale.
+size. It judges one direction only, and only where the loss is smooth at that scale, and precise enough: below float32
+rounding alone is more than the slope's change.
 
-Source: the central difference with one Richardson step; its error is judged by the difference of two step lengths.
+Source: the central difference with one Richardson step; its error is judged by the difference of two step lengths, and by
+the precision of the parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +39,13 @@ def measure_slope(step: TrainingStep, gradients: Mapping[str, torch.Tensor | Non
     if not all(map(math.isfinite, slopes)):
         return None
     coarse, fine = slopes
-    return Slope(expected=norm, measured=fine + (fine - coarse) / 3, measured_error=abs(fine - coarse))
+    rounding = norm * _precision(gradients) / _LENGTHS[-1]
+    return Slope(expected=norm, measured=fine + (fine - coarse) / 3, measured_error=max(abs(fine - coarse), rounding))
+
+
+def _precision(gradients: Mapping[str, torch.Tensor | None]) -> float:
+    """The share by which the least precise dtype rounds: two equally rounded slopes would look exact."""
+    return max(torch.finfo(g.dtype).eps for g in gradients.values() if g is not None)
 
 
 def _central_difference(

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from plimsoll.artifacts.receipt import Mismatch, Verdict, finite
+from plimsoll.artifacts.fault import Cause, Fault
+from plimsoll.artifacts.receipt import OWN, Mismatch, Slope, Verdict, finite
+from plimsoll.artifacts.store import from_json, to_json
 from plimsoll.units import MIB
 from samples import make_comparison, make_mismatch, make_receipt
+
+OFF = Slope(expected=1.0, measured=0.9, measured_error=1e-6)
+FAULT = Fault(step=1, region="a", value="b", op="mul", cause=Cause.TRANSFER, elements=4, differing_elements=4)
 
 
 @pytest.mark.parametrize(
@@ -17,6 +22,13 @@ from samples import make_comparison, make_mismatch, make_receipt
         ({"gradient_mismatches": (make_mismatch(difference=None),)}, Verdict.GRADIENTS_DIFFER),
         ({"gradient_mismatches": (make_mismatch(spread=1e-2),), "is_deterministic": False}, Verdict.WITHIN_SPREAD),
         ({"buffer_mismatches": (make_mismatch(),)}, Verdict.BUFFERS_DIFFER),
+        ({"buffer_mismatches": (make_mismatch(),), "rounding_tolerance": 1e-2}, Verdict.WITHIN_ROUNDING),
+        ({"buffer_mismatches": (make_mismatch(),), "rounding_tolerance": 1e-4}, Verdict.BUFFERS_DIFFER),
+        ({"slope": OFF}, Verdict.GRADIENTS_DIFFER),
+        ({"slope": OFF, "is_lossless": False, "max_error": 0.1, "gradient_error": 0.05}, Verdict.WITHIN_ERROR),
+        ({"faults": (FAULT,)}, Verdict.TENSORS_DIFFER),
+        ({"faults": (FAULT,), "is_lossless": False, "max_error": 0.1}, Verdict.TENSORS_DIFFER),
+        ({"faults": (FAULT,), "is_lossless": False, "max_error": 0.1, "strategy": OWN}, Verdict.WITHIN_ERROR),
         ({"plan_losses": (1.25, 1.0)}, Verdict.LOSSES_DIFFER),
         ({"plan_losses": (1.25, 1.0), "is_deterministic": False}, Verdict.VERIFIED),
         ({"measured_peak_bytes": 65 * MIB}, Verdict.OVER_BUDGET),
@@ -29,6 +41,12 @@ def test_the_verdict_names_the_first_thing_that_fails(changes: dict[str, object]
     receipt = make_receipt(**changes)
     assert receipt.verdict is verdict
     assert receipt.exit_code == (0 if verdict.is_pass else 1)
+
+
+def test_a_spread_that_is_not_finite_survives_json():
+    receipt = make_receipt(gradient_mismatches=(make_mismatch(spread=None),), is_deterministic=False)
+    assert receipt.verdict is Verdict.WITHIN_SPREAD
+    assert from_json(to_json(receipt)) == receipt
 
 
 def test_every_verdict_has_advice():

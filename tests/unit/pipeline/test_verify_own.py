@@ -87,6 +87,39 @@ def test_lossy_hooks_may_be_allowed_their_error():
     assert 0 < allowed.gradient_error <= 0.02
 
 
+def test_a_model_that_replaces_gradients_on_purpose_raises_no_alarm():
+    class StraightThrough(CheckpointedStack):
+        def forward(self, x):
+            y = super().forward(x)
+            return y + (2 * y).detach()
+
+    torch.manual_seed(0)
+    receipt = plimsoll.verify(StraightThrough(), torch.randn(16, 32), loss=mean_square, steps=1)
+    assert receipt.verdict is Verdict.VERIFIED
+    assert receipt.slope is None
+    assert "straight-through" in receipt.notes[0]
+
+
+def test_an_allowed_error_is_not_held_against_the_slope():
+    def shrinking():
+        return saved_tensors_hooks(lambda t: t.detach() * 0.95, lambda packed: packed)
+
+    torch.manual_seed(0)
+    receipt = plimsoll.verify(
+        Stack(2), torch.randn(16, 32), loss=mean_square, context=shrinking, steps=1, max_error="50%"
+    )
+    assert receipt.slope.disagrees
+    assert receipt.verdict is Verdict.WITHIN_ERROR
+
+
+def test_a_slope_in_low_precision_is_not_conclusive():
+    torch.manual_seed(0)
+    model, batch = CheckpointedStack().half(), torch.randn(16, 32).half()
+    receipt = plimsoll.verify(model, batch, loss=mean_square, steps=1)
+    assert not receipt.slope.is_conclusive
+    assert receipt.verdict is Verdict.VERIFIED
+
+
 @pytest.mark.parametrize("option", [{"context": save_on_cpu}, {"max_error": 0.1}])
 def test_what_has_no_effect_on_a_plan_is_refused(option):
     torch.manual_seed(0)
