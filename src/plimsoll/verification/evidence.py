@@ -11,7 +11,7 @@ import torch
 from plimsoll.artifacts.receipt import Mismatch, finite
 from plimsoll.verification.compare_tensors import copies, mismatches, relative_error
 from plimsoll.verification.curve import loss_curve
-from plimsoll.verification.intermediates import Intermediates, Key
+from plimsoll.verification.intermediates import Found, Intermediates
 from plimsoll.verification.step import TrainingStep
 
 
@@ -35,7 +35,7 @@ class Evidence:
     gradients: dict[str, torch.Tensor | None]
     buffers: dict[str, torch.Tensor | None]
     spread: dict[str, float | None]
-    intermediates: dict[Key, torch.Tensor] = field(default_factory=dict)
+    intermediates: Found = field(default_factory=dict)
     curve: tuple[float | None, ...] = ()
 
     @property
@@ -79,7 +79,7 @@ def compare_with(evidence: Evidence, step: TrainingStep) -> Apart:
     )
 
 
-def run_intermediates(step: TrainingStep, depth: Depth) -> dict[Key, torch.Tensor]:
+def run_intermediates(step: TrainingStep, depth: Depth) -> Found:
     """What the named modules make in one run of the step; nothing where none are named."""
     if not depth.intermediates:
         return {}

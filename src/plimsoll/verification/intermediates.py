@@ -18,6 +18,8 @@ from plimsoll.verification.compare_tensors import difference
 
 Key = tuple[str, int, bool]
 """Module, which of its calls, and whether it is the gradient."""
+Found = dict[Key, torch.Tensor | None]
+"""Copies; ``None`` stands for a gradient that cannot be seen, since the module ran without autograd."""
 
 
 class Intermediates:
@@ -44,9 +46,9 @@ class Intermediates:
         self._names = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
 
     @contextlib.contextmanager
-    def collect(self) -> Iterator[dict[Key, torch.Tensor]]:
+    def collect(self) -> Iterator[Found]:
         """What one run makes, filled in while the block runs. A recomputation in backward is no further call."""
-        found: dict[Key, torch.Tensor] = {}
+        found: Found = {}
         calls = dict.fromkeys(self._names, 0)
         handles = [
             module.register_forward_hook(self._hook(name, found, calls))
@@ -59,7 +61,7 @@ class Intermediates:
             for handle in handles:
                 handle.remove()
 
-    def _hook(self, name: str, found: dict[Key, torch.Tensor], calls: dict[str, int]) -> Any:
+    def _hook(self, name: str, found: Found, calls: dict[str, int]) -> Any:
         def look(module: nn.Module, args: Any, output: Any) -> None:
             tensors = output_tensors(output)
             if torch._C._current_graph_task_id() != -1 or not tensors:
@@ -69,16 +71,22 @@ class Intermediates:
             found[name, call, False] = tensor.detach().clone()
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: found.__setitem__((name, call, True), gradient.detach().clone()))
+            elif not torch.is_grad_enabled():  # re-entrant checkpointing
+                found[name, call, True] = None
 
         return look
 
 
-def compare_intermediates(
-    expected: dict[Key, torch.Tensor], found: dict[Key, torch.Tensor]
-) -> tuple[Intermediate, ...]:
-    """Both runs, tensor by tensor, in the order of the first; one that is missing in either differs."""
+def compare_intermediates(expected: Found, found: Found) -> tuple[Intermediate, ...]:
+    """Both runs, tensor by tensor, in the order of the first; one that is missing in either differs.
+
+    A gradient that cannot be seen in one of the runs is left out.
+    """
+    hidden = {key for seen in (expected, found) for key, tensor in seen.items() if tensor is None}
     rows = []
     for key in dict.fromkeys((*expected, *found)):
+        if key in hidden:
+            continue
         one, other = expected.get(key), found.get(key)
         name, call, is_gradient = key
         is_equal = one is not None and other is not None and same_contents(one, other)

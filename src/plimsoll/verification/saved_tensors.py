@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from plimsoll.artifacts.fault import Cause, Fault
 from plimsoll.recording.bits import content_fingerprint
@@ -70,14 +71,10 @@ class SavedTensorWatch:
             return None
         path = self.stack.path
         index = self._counts[path] = self._counts.get(path, -1) + 1
-        return _Note(
-            path,
-            index,
-            tuple(tensor.shape),
-            tensor.dtype,
-            content_fingerprint(tensor),
-            StorageWeakRef(tensor.untyped_storage()),
-        )
+        with _disable_current_modes():  # selective checkpointing would cache the checksum's ops
+            checksum = content_fingerprint(tensor)
+            storage = StorageWeakRef(tensor.untyped_storage())
+        return _Note(path, index, tuple(tensor.shape), tensor.dtype, checksum, storage)
 
     def _compare(self, note: _Note, value: torch.Tensor) -> None:
         self.compared += 1

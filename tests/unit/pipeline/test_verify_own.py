@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy, create_selective_checkpoint_contexts
 
 import plimsoll
 from plimsoll.artifacts.fault import Cause
@@ -158,6 +160,44 @@ def test_an_intermediate_that_differs_is_named_with_its_distance():
     assert output.is_bit_equal
     assert not gradient.is_bit_equal
     assert gradient.max_relative_difference > 0.01
+
+
+def test_gradients_that_reentrant_checkpointing_hides_are_left_out():
+    class Reentrant(CheckpointedStack):
+        is_reentrant = True
+
+        def forward(self, x):
+            return super().forward(x.clone().requires_grad_())
+
+    torch.manual_seed(0)
+    receipt = plimsoll.verify(Reentrant(), torch.randn(16, 32), loss=mean_square, steps=1, intermediates="blocks.*")
+    assert receipt.verdict is Verdict.VERIFIED
+    assert {each.is_gradient for each in receipt.intermediates if each.module == "blocks.0"} == {False}
+
+
+def test_selective_checkpointing_does_not_meet_the_ops_of_the_watch():
+    def policy(ctx, op, *args, **kwargs):
+        seen.append(op)
+        return CheckpointPolicy.PREFER_SAVE
+
+    class Selective(Stack):
+        def forward(self, x):
+            for block in self.blocks:
+                contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            return x
+
+    seen: list[object] = []
+    torch.manual_seed(0)
+    model, batch = Selective(1), torch.randn(16, 32)
+    model.blocks[0].dropout.p = 0.0
+    model(batch).sum().backward()
+    own = set(seen)
+    seen.clear()
+    receipt = plimsoll.verify(model, batch, loss=mean_square, steps=1)
+    assert receipt.verdict is Verdict.VERIFIED
+    assert receipt.compared_tensors > 0
+    assert set(seen) == own
 
 
 def test_a_pattern_that_matches_no_module_names_some_that_exist(checkpointed):
