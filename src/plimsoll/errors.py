@@ -11,6 +11,7 @@
     ├── InvalidLoss            no scalar to call backward on
     ├── InvalidStrategy        no such strategy
     ├── InvalidRegions         a region pattern that matches nothing
+    ├── InvalidOption          an option whose value means nothing, or that has no effect here
     ├── InvalidTarget          a command-line target that does not load
     ├── UnknownDevice          a device profile that the catalogue does not have
     ├── PlanFileError          not a plan, truncated, or of a newer schema
@@ -87,6 +88,10 @@ class InvalidStrategy(PlimsollError):
 
 class InvalidRegions(PlimsollError):
     """The region pattern matches nothing."""
+
+
+class InvalidOption(PlimsollError):
+    """An option's value means nothing, or it has no effect here."""
 
 
 class InvalidTarget(PlimsollError):

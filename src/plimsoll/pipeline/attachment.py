@@ -28,7 +28,7 @@ from plimsoll.pipeline.calibration import MeasuredStep, OptimizerWatch, planned_
 from plimsoll.pipeline.confirm import Trial, error_scale
 from plimsoll.pipeline.making import Maker, make_maker
 from plimsoll.pipeline.plans import trace_and_cost
-from plimsoll.pipeline.request import as_patterns, check_model, is_profiled, split_detached
+from plimsoll.pipeline.request import as_patterns, check_count, check_model, is_profiled, split_detached
 from plimsoll.recording.calling import call_tensors, output_tensors
 from plimsoll.runtime.apply import Handle, apply_plan
 from plimsoll.units import format_bytes, parse_bytes
@@ -303,7 +303,7 @@ def attach(
         An attachment with ``plan``, ``faults`` and ``remove()``; also a context manager.
 
     Raises:
-        InvalidBudget, InvalidModel: at once.
+        InvalidBudget, InvalidModel, InvalidOption: at once.
         BudgetBelowFloor, InvalidRegions, …: in the training call that shows it (the first, or the second, when the first
             step has been measured), with the model unmanaged and unchanged.
 
@@ -314,6 +314,7 @@ def attach(
         ...     loss.backward()
     """
     check_model(model, optimizer)
+    check_count("verify_every", verify_every, least=0)
     if budget != "auto":
         parse_bytes(budget)
     allowance = read_allowance(

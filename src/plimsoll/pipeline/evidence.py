@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt, finite
 from plimsoll.artifacts.trace import Trace
-from plimsoll.errors import InvalidModel, InvalidStrategy
+from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.measuring.timing import Interval, paired_ratio
 from plimsoll.pipeline.allowance import Allowance, read_allowance, read_error
 from plimsoll.pipeline.budgets import read_budget, resolve_budget
@@ -23,6 +24,7 @@ from plimsoll.pipeline.plans import part_of, trace_and_cost
 from plimsoll.pipeline.request import (
     as_patterns,
     as_strategies,
+    check_count,
     check_model,
     check_plan,
     explained_loss,
@@ -35,8 +37,8 @@ from plimsoll.recording.fingerprint import signature
 from plimsoll.recording.untouched import untouched
 from plimsoll.runtime.apply import apply_plan
 from plimsoll.verification.evidence import Depth, versions
-from plimsoll.verification.own import Context, verify_own
-from plimsoll.verification.step import TrainingStep
+from plimsoll.verification.own import verify_own
+from plimsoll.verification.step import Context, TrainingStep
 from plimsoll.verification.verify import verify_plan
 
 Progress = Callable[[str, float], None]
@@ -81,7 +83,8 @@ def verify(
             those, are compared in both runs.
         curve_steps: so many training steps, on this batch with ``optimizer`` (else with gradient descent), are compared
             by their losses.
-        context: without a plan: makes a context to run the step in, such as ``torch.autograd.graph.save_on_cpu``.
+        context: without a plan: makes a context to run a step in, such as ``torch.autograd.graph.save_on_cpu``; it is
+            called anew for every step.
         max_error: without a plan: the relative error of the gradient that is fine with you (hooks that compress).
         progress: told the stage and the share done.
 
@@ -95,6 +98,7 @@ def verify(
             it does nothing by itself.
         InvalidRegions: a pattern of intermediates that matches no module.
         InvalidBudget: ``max_error`` is no share.
+        InvalidOption: ``context`` makes none, or has no effect; ``curve_steps`` is no count; a pattern is no text.
 
     Example:
         >>> receipt = plimsoll.verify(model, batch, plan)  # doctest: +SKIP
@@ -108,21 +112,23 @@ def verify(
     args, kwargs = split_detached(batch)
     check_devices(model, args, kwargs)
     loss, steps = explained_loss(loss), max(1, steps)
-    patterns = (intermediates,) if isinstance(intermediates, str) else tuple(intermediates)
-    depth = Depth(intermediates=patterns, curve_steps=curve_steps, optimizer=optimizer)
+    check_count("curve_steps", curve_steps, least=0)
+    _check_context(context)
+    depth = Depth(intermediates=_as_names(intermediates), curve_steps=curve_steps, optimizer=optimizer)
     error = read_error(max_error)
     if plan is not None:
         refuse_other_signature(model, args, kwargs, plan, loss)
         _refuse_without_effect(context, error)
     with untouched(model):
-        step = TrainingStep(model, args, kwargs, loss=loss, optimizer=optimizer)
+        step = TrainingStep(
+            model, args, kwargs, loss=loss, optimizer=optimizer, context=context or contextlib.nullcontext
+        )
         if plan is not None:
             made = plan
             return verify_plan(step, made, lambda: apply_plan(model, made), steps=steps, depth=depth, progress=progress)
         return verify_own(
             step,
             signature=signature(model, args, kwargs, loss=loss),
-            context=context,
             max_error=error,
             steps=steps,
             depth=depth,
@@ -223,11 +229,31 @@ def _refuse_without_effect(context: Context | None, max_error: float) -> None:
     """A plan says itself what it is allowed; what would be ignored is refused."""
     if context is not None or max_error:
         name = "max_error=" if context is None else "context="
-        raise InvalidStrategy(
+        raise InvalidOption(
             f"{name} has no effect on a plan.",
             why="it belongs to verifying what a model does by itself; a plan carries its own limits",
             next=f"leave {name} out, or leave the plan out",
         )
+
+
+def _check_context(context: object) -> None:
+    if context is not None and not callable(context):
+        raise InvalidOption(
+            f"context= is a {type(context).__name__}, which cannot be called.",
+            why="every step runs in a context of its own, and one that was left may not be entered again",
+            next="context=lambda: ..., or the class itself, as in context=torch.autograd.graph.save_on_cpu",
+        )
+
+
+def _as_names(intermediates: Sequence[str] | str) -> tuple[str, ...]:
+    names = (intermediates,) if isinstance(intermediates, str) else intermediates
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise InvalidOption(
+            f"intermediates={intermediates!r} names no modules.",
+            why="patterns of module names are text",
+            next='intermediates="model.layers.*.mlp", or a list of such patterns',
+        )
+    return tuple(names)
 
 
 def _check_measurable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

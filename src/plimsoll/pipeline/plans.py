@@ -24,6 +24,7 @@ from plimsoll.pipeline.making import make_maker
 from plimsoll.pipeline.matching import refuse_other_model
 from plimsoll.pipeline.request import (
     as_patterns,
+    check_count,
     check_model,
     check_module,
     check_plan,
@@ -197,6 +198,7 @@ def apply(model: nn.Module, plan: Plan, *, sentinel_every: int = 1, verify_every
     Raises:
         PlanMismatch: the plan was made for another model (both fingerprints are shown), or one is at work already.
         PlanNotUsable: it is no plan, or its status says that there is nothing to apply.
+        InvalidOption: ``sentinel_every`` below 1, or ``verify_every`` below 0.
 
     Example:
         >>> with plimsoll.apply(model, plan):  # doctest: +SKIP
@@ -205,6 +207,8 @@ def apply(model: nn.Module, plan: Plan, *, sentinel_every: int = 1, verify_every
     """
     check_module(model)
     check_plan(plan)
+    check_count("sentinel_every", sentinel_every, least=1)
+    check_count("verify_every", verify_every, least=0)
     refuse_other_model(model, plan)
     return apply_plan(model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
 

@@ -11,7 +11,15 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.errors import InvalidLoss, InvalidModel, InvalidRegions, PlanNotUsable, PlimsollError, TracingFailed
+from plimsoll.errors import (
+    InvalidLoss,
+    InvalidModel,
+    InvalidOption,
+    InvalidRegions,
+    PlanNotUsable,
+    PlimsollError,
+    TracingFailed,
+)
 from plimsoll.recording.calling import Loss, split_batch
 from plimsoll.runtime.region import ManagedRegion
 
@@ -91,6 +99,21 @@ def check_plan(plan: object) -> None:
             why="decisions come from plimsoll.plan(...), or from a file by plimsoll.load(path)",
             next="plimsoll.load(path)" if isinstance(plan, str) else "plan = plimsoll.plan(model, batch, budget=...)",
         )
+
+
+def check_count(name: str, count: object, *, least: int) -> None:
+    """Refuse an option that counts steps or calls and is no whole number, or too small.
+
+    Raises:
+        InvalidOption: says which.
+    """
+    if isinstance(count, int) and not isinstance(count, bool) and count >= least:
+        return
+    raise InvalidOption(
+        f"{name}={count!r} is no number of steps.",
+        why=f"it has to be a whole number, {least} or more",
+        next=f"{name}={max(least, 1)}" + (f", or {name}=0 for never" if least == 0 else ""),
+    )
 
 
 def split_detached(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -44,21 +44,19 @@ from plimsoll.verification.slope import measure_slope
 from plimsoll.verification.step import TrainingStep
 
 Progress = Callable[[str, float], None]
-Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 _MOST_FAULTS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The model's own ways to save memory: ``context`` is entered around every step; ``budget`` is the compiler's."""
+    """What can be switched off besides hooks: ``budget`` is the compiler's."""
 
-    context: Context
     budget: float
 
     @staticmethod
-    def of(context: Context | None) -> Setup:
-        return Setup(context or contextlib.nullcontext, float(torch._functorch.config.activation_memory_budget))
+    def current() -> Setup:
+        return Setup(float(torch._functorch.config.activation_memory_budget))
 
     @property
     def is_compiled(self) -> bool:
@@ -73,14 +71,9 @@ class Setup:
         return math.sqrt(max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))
 
     @contextlib.contextmanager
-    def as_it_is(self) -> Iterator[None]:
-        with self.context():
-            yield
-
-    @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
         """The same step with everything kept."""
-        with switched_off(), self._compiled_under(1.0), self.context():
+        with switched_off(), self._compiled_under(1.0):
             yield
 
     @contextlib.contextmanager
@@ -124,7 +117,6 @@ def verify_own(
     step: TrainingStep,
     *,
     signature: str,
-    context: Context | None = None,
     max_error: float = 0.0,
     steps: int = 5,
     depth: Depth | None = None,
@@ -135,7 +127,6 @@ def verify_own(
     Args:
         step: the training step, with no plan at work.
         signature: of the step, for the receipt.
-        context: makes a context that is entered around forward and backward (an offloading context of the training loop).
         max_error: the relative error of the gradient that is fine with the user.
         steps: timed runs of each side; the losses of as many consecutive steps are compared.
         depth: what is compared besides.
@@ -145,7 +136,7 @@ def verify_own(
         InvalidModel: nothing is at work that could be switched off.
     """
     report = progress or (lambda stage, share: None)
-    depth, setup = depth or Depth(), Setup.of(context)
+    depth, setup = depth or Depth(), Setup.current()
     report("running the step with everything kept, twice", 0.0)
     with setup.plain():
         evidence = collect_evidence(step, depth)
@@ -153,11 +144,9 @@ def verify_own(
             evidence=evidence, peak_bytes=step.measure_peak().peak_bytes, losses=consecutive_losses(step, steps)
         )
     report("running the step as it is", 0.3)
-    with setup.as_it_is():
-        seen = _observe(step, setup, evidence, steps, depth)
-        report("measuring the loss's slope", 0.5)
-        slope = measure_slope(step, copies(step.gradients()))
-    slope, notes = _own_slope(step, setup, evidence, slope)
+    seen = _observe(step, setup, evidence, steps, depth)
+    report("measuring the loss's slope", 0.5)
+    slope, notes = _own_slope(step, setup, evidence)
     report("looking for the cause", 0.6)
     if not _is_right(seen, setup.tolerance(step.model)):
         seen = replace(seen, faults=(_explain(step, setup) or seen.faults)[:_MOST_FAULTS])
@@ -170,10 +159,9 @@ def verify_own(
     )
 
 
-def _own_slope(
-    step: TrainingStep, setup: Setup, evidence: Evidence, slope: Slope | None
-) -> tuple[Slope | None, tuple[str, ...]]:
+def _own_slope(step: TrainingStep, setup: Setup, evidence: Evidence) -> tuple[Slope | None, tuple[str, ...]]:
     """The slope, and a note instead of it where the step with everything kept disagrees with its loss as well."""
+    slope = measure_slope(step, copies(step.gradients()))
     if slope is None or not slope.disagrees:
         return slope, ()
     with setup.plain():
@@ -225,7 +213,7 @@ def _receipt(step: TrainingStep, setup: Setup, plain: _Plain, seen: _Seen, timin
 
 def _observe(step: TrainingStep, setup: Setup, evidence: Evidence, steps: int, depth: Depth) -> _Seen:
     watch = SavedTensorWatch(step.model)
-    with watched(watch.wrap) as used, setup.context(), _modules_of(watch, setup):
+    with watched(watch.wrap) as used, _modules_of(watch, setup):
         try:
             step.run()
         except Exception as error:  # a model's own hooks may raise anything
@@ -257,11 +245,13 @@ def _modules_of(watch: SavedTensorWatch, setup: Setup) -> contextlib.AbstractCon
 
 
 def _nothing_at_work(model: nn.Module) -> InvalidModel:
+    mode = "" if model.training else "; the model is in evaluation mode, in which many do not checkpoint"
     return InvalidModel(
         f"{type(model).__name__} keeps everything by itself: there is nothing to verify.",
         why="its step entered no checkpoint, no offloading context and no other saved-tensor hooks, and "
-        "torch._functorch.config.activation_memory_budget is 1",
-        next="name a plan, a budget or a strategy to verify; or switch the model's own checkpointing on "
+        f"torch._functorch.config.activation_memory_budget is 1{mode}",
+        next=("" if model.training else "model.train(); or ")
+        + "name a plan, a budget or a strategy to verify; or switch the model's own checkpointing on "
         "(model.gradient_checkpointing_enable() in transformers)",
     )
 
@@ -297,7 +287,6 @@ def _repeat_watched(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
         contextlib.suppress(Exception),  # a step that fails has shown its ops by then
         torch.compiler.set_stance("force_eager"),
         watched(ops.wrap),
-        setup.as_it_is(),
         stack.watch(step.model),
         ops,
     ):
@@ -314,9 +303,8 @@ def _blame_randomness(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
         with setup.plain():
             step.run()
             expected = copies(step.gradients())
-        with setup.as_it_is():
-            step.run()
-            error = relative_error(expected, step.gradients())
+        step.run()
+        error = relative_error(expected, step.gradients())
     finally:
         for module, flag in flags:
             module.training = flag
@@ -350,15 +338,10 @@ def _time(step: TrainingStep, setup: Setup, rounds: int) -> tuple[Timing, Timing
         with setup.plain():
             step.run()
 
-    def as_it_is() -> None:
-        with setup.as_it_is():
-            step.run()
-
     if not setup.is_compiled:
-        timings = time_in_turns({"baseline": plain, "own": as_it_is}, device=step.device, rounds=rounds)
+        timings = time_in_turns({"baseline": plain, "own": step.run}, device=step.device, rounds=rounds)
         return timings["baseline"], timings["own"]
     with setup.plain():
         baseline = time_in_turns({"baseline": step.run}, device=step.device, rounds=rounds)
-    with setup.as_it_is():
-        ours = time_in_turns({"own": step.run}, device=step.device, rounds=rounds)
+    ours = time_in_turns({"own": step.run}, device=step.device, rounds=rounds)
     return baseline["baseline"], ours["own"]

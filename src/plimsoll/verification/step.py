@@ -6,16 +6,20 @@ backward has ended. The optimizer does not step, so every run starts from the sa
 
 from __future__ import annotations
 
-from collections.abc import ValuesView
+import contextlib
+from collections.abc import Callable, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from plimsoll.errors import InvalidOption
 from plimsoll.measuring.memory import PeakMeter, storage_bytes
 from plimsoll.recording.calling import Loss, scalar_loss
 from plimsoll.recording.untouched import private_copy
+
+Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,10 @@ class StepPeaks:
 
 
 class TrainingStep:
-    """One step, repeatable: ``run`` starts from the random state and the buffers that were there when it was made."""
+    """One step, repeatable: ``run`` starts from the random state and the buffers that were there when it was made.
+
+    ``context`` makes what is entered anew around every forward and backward (an offloading context of the training loop).
+    """
 
     def __init__(
         self,
@@ -37,6 +44,7 @@ class TrainingStep:
         *,
         loss: Loss | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        context: Context = contextlib.nullcontext,
     ) -> None:
         self.model = model
         self.device = next(model.parameters()).device
@@ -44,6 +52,7 @@ class TrainingStep:
         self._kwargs = kwargs
         self._loss = loss
         self._optimizer = optimizer
+        self._context = context
         self._accumulates = [parameter.grad is not None for parameter in model.parameters()]
         self._random = torch.get_rng_state()
         self._cuda_random = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
@@ -60,18 +69,30 @@ class TrainingStep:
         return self._forward_and_backward(*private_copy((self._args, self._kwargs)))
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        output = self.model(*args, **kwargs)
-        loss = scalar_loss(output, self._loss)
-        loss.backward()
-        value = float(loss.detach())
-        del output, loss
+        with self._entered():
+            output = self.model(*args, **kwargs)
+            loss = scalar_loss(output, self._loss)
+            loss.backward()
+            value = float(loss.detach())
+            del output, loss
         return value
+
+    def _entered(self) -> contextlib.AbstractContextManager[object]:
+        made: object = self._context()
+        if not isinstance(made, contextlib.AbstractContextManager):
+            raise InvalidOption(
+                f"context= made a {type(made).__name__}, which is no context.",
+                why="it is called before every step for a new context to run that step in",
+                next="context=lambda: torch.autograd.graph.save_on_cpu(), or any function that returns a context",
+            )
+        return made
 
     def forward_loss(self) -> float:
         """The loss from the starting state, without backward; autograd is on, as in a training step."""
         self.rewind()
         args, kwargs = private_copy((self._args, self._kwargs))
-        return float(scalar_loss(self.model(*args, **kwargs), self._loss).detach())
+        with self._entered():
+            return float(scalar_loss(self.model(*args, **kwargs), self._loss).detach())
 
     def rewind(self) -> None:
         """Put the random state and the buffers back."""

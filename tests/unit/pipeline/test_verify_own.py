@@ -14,6 +14,7 @@ import plimsoll
 from plimsoll.artifacts.fault import Cause
 from plimsoll.artifacts.receipt import OWN, Verdict
 from plimsoll.artifacts.store import from_json, to_json
+from plimsoll.errors import InvalidOption
 from plimsoll.verification.repeated_ops import RepeatedOps
 from steps import CheckpointedStack, Stack, gpt2, mean_square
 
@@ -120,6 +121,68 @@ def test_a_slope_in_low_precision_is_not_conclusive():
     receipt = plimsoll.verify(model, batch, loss=mean_square, steps=1)
     assert not receipt.slope.is_conclusive
     assert receipt.verdict is Verdict.VERIFIED
+
+
+def test_every_step_runs_in_a_context_of_its_own():
+    alive, made = [], []
+
+    class Once(saved_tensors_hooks):
+        def __init__(self):
+            super().__init__(lambda tensor: tensor.detach(), lambda packed: packed)
+
+        def __enter__(self):
+            alive.append(self)
+            made.append(self)
+            assert alive == [self]
+            return super().__enter__()
+
+        def __exit__(self, *args):
+            alive.remove(self)
+            return super().__exit__(*args)
+
+    torch.manual_seed(0)
+    receipt = plimsoll.verify(Stack(1), torch.randn(8, 32), loss=mean_square, context=Once, steps=2)
+    assert receipt.verdict is Verdict.VERIFIED
+    assert len(made) == len(set(made)) > 10
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"context": saved_tensors_hooks(lambda t: t, lambda t: t)}, "context= is a saved_tensors_hooks"),
+        ({"context": lambda: 3}, "context= made a int"),
+        ({"curve_steps": -1}, "curve_steps=-1"),
+        ({"curve_steps": 1.5}, "curve_steps=1.5"),
+        ({"intermediates": 3}, "intermediates=3"),
+        ({"intermediates": ["blocks.0", None]}, "names no modules"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(checkpointed, options, found):
+    model, batch = checkpointed
+    with pytest.raises(InvalidOption) as caught:
+        plimsoll.verify(model, batch, loss=mean_square, steps=1, **options)
+    assert found in caught.value.found
+
+
+@pytest.mark.parametrize("options", [{"verify_every": -1}, {"verify_every": "10"}, {"sentinel_every": 0}])
+def test_apply_refuses_numbers_of_steps_that_mean_nothing(options):
+    model, batch = Stack(1), torch.randn(4, 32)
+    plan = plimsoll.plan(model, batch, strategy="full", loss=mean_square)
+    with pytest.raises(InvalidOption, match="is no number of steps"):
+        plimsoll.apply(model, plan, **options)
+    assert "forward" not in model.blocks[0].__dict__
+
+
+def test_attach_refuses_numbers_of_steps_that_mean_nothing():
+    with pytest.raises(InvalidOption, match="verify_every=-1"):
+        plimsoll.attach(Stack(1), "1GiB", verify_every=-1)
+
+
+def test_a_model_in_evaluation_mode_is_told_so():
+    with pytest.raises(plimsoll.PlimsollError) as caught:
+        plimsoll.verify(Stack(1).eval(), torch.randn(4, 32), loss=mean_square)
+    assert "evaluation mode" in caught.value.why
+    assert "model.train()" in caught.value.next
 
 
 @pytest.mark.parametrize("option", [{"context": save_on_cpu}, {"max_error": 0.1}])
