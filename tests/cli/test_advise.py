@@ -37,7 +37,7 @@ def test_the_verdict_is_the_first_line_and_the_command_names_the_target(runner: 
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("Advice for Sequential on cpu: if the step fits, do nothing")
-    assert f"plimsoll plan {real_target} --budget" in result.stdout
+    assert f"plimsoll plan {real_target} --optimizer none --budget" in result.stdout
     for heading in ("Where the memory is", "Plans that were made", "torch.compile", "Checklist", "Failure modes"):
         assert heading in result.stdout
     assert "saved to advice.json" in result.stdout

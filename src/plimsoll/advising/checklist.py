@@ -10,11 +10,14 @@ from plimsoll.artifacts.advice import CheckItem, Outcome
 from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.receipt import Verdict as ReceiptVerdict
+from plimsoll.artifacts.verdict import Ruling
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 _ENOUGH_LOSSES = 100
 """Steps with the optimizer that make a loss curve; fewer show the first differences at most."""
 _NO_RECEIPT = "no receipt was given"
+_SAYS_NOTHING = (Ruling.UNDECIDED, Ruling.BASELINE_DIVERGED)
+"""Rulings that neither clear the plan nor blame it."""
 
 
 def check_all(evidence: Evidence) -> tuple[CheckItem, ...]:
@@ -174,7 +177,7 @@ def _throughput(evidence: Evidence) -> CheckItem:
             name=name,
             title=title,
             outcome=Outcome.PASS,
-            evidence=f"probe: {after:,.0f} {verdict.items}/s with the plan, {before:,.0f} without",
+            evidence=f"probe: {after:,.0f} {verdict.items}/s with strategy {verdict.strategy}, {before:,.0f} without",
         )
     if receipt is not None and receipt.measured_seconds and receipt.measured_baseline_seconds:
         before, after = (
@@ -201,11 +204,12 @@ def _curves(evidence: Evidence) -> CheckItem:
     verdict, receipt = evidence.verdict, evidence.receipt
     if verdict is not None:
         passes = verdict.ruling.is_pass
+        failed = Outcome.NOT_CHECKED if verdict.ruling in _SAYS_NOTHING else Outcome.FAIL
         return CheckItem(
             name=name,
             title=title,
-            outcome=Outcome.PASS if passes else Outcome.FAIL,
-            evidence=f"probe over {verdict.steps} steps: {verdict.ruling} ({verdict.reason})",
+            outcome=Outcome.PASS if passes else failed,
+            evidence=f"probe of strategy {verdict.strategy} over {verdict.steps} steps: {verdict.ruling} ({verdict.reason})",
             next="" if passes else verdict.ruling.advice,
         )
     curve = () if receipt is None else receipt.plan_curve

@@ -39,6 +39,8 @@ class Wish:
     max_error: float
     target: str
     device_profile: str = ""
+    options: tuple[str, ...] = ()
+    """Further words that ``plimsoll plan`` needs to make the same plans: regions, host budget, link."""
 
 
 def choose(made: Sequence[Made], wish: Wish, knee_bytes: int | None) -> tuple[Candidate, ...]:
@@ -231,7 +233,8 @@ def _alternatives(chosen: Made, made: Sequence[Made]) -> list[str]:
         if entry is chosen or not entry.budget_text:
             continue
         if _is_same(entry.plan, chosen.plan):
-            lines.append(f"{entry.name} comes to the same plan: {entry.refused}")
+            why = f": {entry.refused}" if entry.refused else ""
+            lines.append(f"{entry.name} comes to the same plan{why}")
         elif entry.plan.predicted_seconds > chosen.plan.predicted_seconds:
             lines.append(f"{entry.name} would take {format_share(entry.plan.predicted_overhead)}")
     return lines
@@ -251,4 +254,4 @@ def _command(chosen: Made, wish: Wish) -> str:
         words.append(f"--max-error {wish.max_error:g}")
     if wish.device_profile:
         words.append(f"--device-profile {wish.device_profile}")
-    return " ".join([*words, "-o plan.json"])
+    return " ".join([*words, *wish.options, "-o plan.json"])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from plimsoll.cli import options, terminal
+
+if TYPE_CHECKING:
+    from plimsoll.cli.target import TargetOptions
 
 ReceiptOption = Annotated[
     Path | None, typer.Option("--receipt", metavar="FILE", help="What verify saved: evidence for the checklist.")
@@ -74,13 +77,27 @@ def advise(
                 receipt=receipt,
                 verdict=verdict,
                 compile_seconds=compile_seconds,
-                target=target,
+                target=_words(target, how, optimizer),
                 progress=report,
             )
         if output is not None:
             advice.save(output)
-        terminal.print_result(advice, render_advice(advice), is_json=json)
-        if output is not None and not json:
-            terminal.stdout().print(f"\nsaved to {output}")
+        terminal.print_result(advice, render_advice(advice), is_json=json, saved_to=output)
         if advice.recommendation.kind is Kind.DOES_NOT_FIT:
             raise typer.Exit(BudgetBelowFloor.exit_code)
+
+
+def _words(target: str, how: TargetOptions, optimizer: options.OptimizerName) -> str:
+    """The target as the next command has to name it, so that it means the same step."""
+    import shlex
+
+    words = [shlex.quote(target)]
+    if how.batch is not None:
+        words.append(f"--batch {how.batch}")
+    if how.sequence is not None:
+        words.append(f"--seq {how.sequence}")
+    if how.device != "cpu":
+        words.append(f"--device {how.device}")
+    if optimizer is not options.OptimizerName.ADAMW:
+        words.append(f"--optimizer {optimizer}")
+    return " ".join(words)

@@ -69,6 +69,6 @@ def compare(
             )
         if output is not None:
             comparison.save(output)
-        terminal.print_result(comparison, render_comparison(comparison), is_json=json)
+        terminal.print_result(comparison, render_comparison(comparison), is_json=json, saved_to=output)
         if comparison.exit_code:
             raise typer.Exit(comparison.exit_code)

@@ -48,7 +48,5 @@ def plan(
         made = work.make_plan(loaded, request)
         if output is not None:
             made.save(output)
-        terminal.print_result(made, made.explain() if explain else render_plan(made), is_json=json)
-        if output is not None and not json:
-            terminal.stdout().print(f"\nsaved to {output}")
+        terminal.print_result(made, made.explain() if explain else render_plan(made), is_json=json, saved_to=output)
         work.refuse_unusable(made)

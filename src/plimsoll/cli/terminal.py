@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import typer
 from rich.console import Console, RenderableType
@@ -67,11 +68,14 @@ def exit_codes(*, is_json: bool = False) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from interrupt
 
 
-def print_result(artifact: Artifact, view: RenderableType, *, is_json: bool) -> None:
-    """Write an artifact for a machine, or its view for a person."""
+def print_result(artifact: Artifact, view: RenderableType, *, is_json: bool, saved_to: Path | None = None) -> None:
+    """Write an artifact for a machine, or its view for a person with the place where it was saved."""
     if is_json:
         print_json(artifact)
-    elif isinstance(view, str):
+        return
+    if isinstance(view, str):
         stdout().print(Text(view), soft_wrap=True)
     else:
         stdout().print(view)
+    if saved_to is not None:
+        stdout().print(f"\nsaved to {saved_to}", markup=False, soft_wrap=True)

@@ -89,7 +89,7 @@ def verify(
         receipt = _verify(loaded, checked, depth)
         if output is not None:
             receipt.save(output)
-        terminal.print_result(receipt, render_receipt(receipt), is_json=json)
+        terminal.print_result(receipt, render_receipt(receipt), is_json=json, saved_to=output)
         if receipt.exit_code:
             raise typer.Exit(receipt.exit_code)
 

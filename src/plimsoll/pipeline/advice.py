@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,7 @@ def advise(
         max_error=allowance.max_error,
         target=target,
         device_profile=device_profile or "",
+        options=_options(as_patterns(regions), host_budget, link),
     )
     advice = job.advise(wish, allowance, (found_receipt, found_verdict), compile_seconds, part_of(report, 0.3, 1.0))
     report("done", 1.0)
@@ -242,6 +244,16 @@ def _budget(budget: int | str | None, costs: Costs, trace: Trace) -> int | None:
     if budget is None and is_accelerator and costs.memory_bytes is not None:
         return resolve_budget("auto", costs)
     return resolve_budget(budget, costs)
+
+
+def _options(regions: Sequence[str] | None, host_budget: int | str | None, link: str | None) -> tuple[str, ...]:
+    """What the command line needs to plan under the same limits."""
+    words = [f"--regions {shlex.quote(pattern)}" for pattern in regions or ()]
+    if host_budget is not None:
+        words.append(f"--host-budget {host_budget}{'B' if isinstance(host_budget, int) else ''}")
+    if link is not None:
+        words.append(f"--link {link}")
+    return tuple(words)
 
 
 def _notes(trace: Trace, *, has_optimizer: bool) -> tuple[str, ...]:

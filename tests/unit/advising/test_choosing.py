@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from plimsoll.advising.choosing import Made, Wish, choose, recommend
@@ -106,6 +108,19 @@ def test_the_same_plan_under_another_name_says_what_was_refused():
     found, advice = outcome([NONE, AUTO, twin], wish())
     assert found["auto (compress)"].reason == "the same plan: no value takes another form"
     assert any("no value takes another form" in reason for reason in advice.reasons)
+
+
+def test_a_twin_without_a_reason_ends_without_a_colon():
+    packed = made("packed", 60, 0.01, regions=(region(Decision.COMPRESS, "bits"),), budget_text="64MiB")
+    twin = Made(name="packed and sent", plan=packed.plan, budget_text="64MiB")
+    _, advice = outcome([NONE, packed, twin], wish())
+    assert "packed and sent comes to the same plan" in advice.reasons
+
+
+def test_the_command_plans_under_the_same_limits():
+    limited = dataclasses.replace(wish(), options=("--regions 'layers.*'", "--link disk"))
+    _, advice = outcome([NONE, AUTO], limited)
+    assert advice.command == "plimsoll plan llama-tiny --budget 64MiB --regions 'layers.*' --link disk -o plan.json"
 
 
 def test_without_a_budget_the_knee_decides_and_doing_nothing_comes_first():

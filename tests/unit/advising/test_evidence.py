@@ -7,6 +7,7 @@ import dataclasses
 import msgspec
 import pytest
 
+from pages.page_samples import make_verdict
 from plimsoll.advising.checklist import check_all
 from plimsoll.advising.choosing import Made, Wish, choose
 from plimsoll.advising.evidence import Evidence
@@ -16,6 +17,7 @@ from plimsoll.artifacts.advice import Outcome, Sign
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.artifacts.trace import Phase
+from plimsoll.artifacts.verdict import Ruling
 from plimsoll.pipeline.plans import trace_and_cost
 from plimsoll.planning.solve import Planner, solve
 from samples import make_mismatch, make_receipt
@@ -86,6 +88,23 @@ def test_a_curve_takes_steps(evidence: Evidence, steps: int, outcome: Outcome):
     curve = tuple(1 / (step + 1) for step in range(steps))
     receipt = make_receipt(baseline_curve=curve, plan_curve=curve)
     assert checked(evidence, receipt=receipt)["loss-curves"].outcome is outcome
+
+
+@pytest.mark.parametrize(
+    ("ruling", "outcome"),
+    [
+        (Ruling.GOOD, Outcome.PASS),
+        (Ruling.NET_LOSS, Outcome.FAIL),
+        (Ruling.UNDECIDED, Outcome.NOT_CHECKED),
+        (Ruling.BASELINE_DIVERGED, Outcome.NOT_CHECKED),
+    ],
+)
+def test_only_a_verdict_that_says_something_about_the_plan_passes_or_fails(
+    evidence: Evidence, ruling: Ruling, outcome: Outcome
+):
+    item = checked(evidence, verdict=make_verdict(ruling=ruling))["loss-curves"]
+    assert item.outcome is outcome
+    assert "strategy" in item.evidence
 
 
 def test_losses_that_differ_fail_however_few_they_are(evidence: Evidence):
