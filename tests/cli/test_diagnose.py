@@ -85,7 +85,12 @@ def test_a_target_is_profiled_with_and_without_its_plan(run: Run, monkeypatch: p
         (("baseline.json", "absent.json"), "cannot be read"),
         (("absent.json.gz",), "alone cannot be diagnosed"),
         (("report.nsys-rep",), "alone cannot be diagnosed"),
-        (("baseline.json", "with-plan.json", "--budget", "1GiB"), "would have no effect"),
+        (("baseline.json", "with-plan.json", "--budget", "1GiB"), "--budget would have no effect"),
+        (
+            ("baseline.json", "with-plan.json", "--steps", "5", "--batch", "2"),
+            "--batch and --steps would have no effect",
+        ),
+        (("steps:stack", "--plan", "plan.json", "-s", "full"), "--strategy would have no effect beside --plan"),
         (("nothing",), "is no target"),
     ],
 )

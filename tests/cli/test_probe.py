@@ -78,7 +78,8 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
 
 
 def probe(runner: CliRunner, function: str, *arguments: str) -> object:
-    return runner.invoke(app, ["probe", f"probe_target:{function}", "--strategy", "full", *arguments])
+    strategy = () if "--plan" in arguments else ("--strategy", "full")
+    return runner.invoke(app, ["probe", f"probe_target:{function}", *strategy, *arguments])
 
 
 def test_a_good_plan_exits_with_0_and_its_verdict_is_saved_and_shown(runner: CliRunner, here: Path):
@@ -90,7 +91,7 @@ def test_a_good_plan_exits_with_0_and_its_verdict_is_saved_and_shown(runner: Cli
     assert verdict.baseline.held_out_loss is not None
     shown = runner.invoke(app, ["show", "verdict.json"])
     assert shown.exit_code == 0
-    assert shown.stdout == result.stdout
+    assert result.stdout == f"{shown.stdout}\nsaved to verdict.json\n"
 
 
 @pytest.mark.parametrize("function", ["loader", "fixed"])
@@ -124,13 +125,15 @@ def test_a_target_that_goes_to_nan_is_named_and_exits_with_1(runner: CliRunner, 
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        (["stream", "--steps", "0"], "steps=0 is no number of steps to take."),
+        (["stream", "--steps", "0"], "greater than or equal to 1"),
         (["empty", "--steps", "4"], "returned a stream without batches."),
         (["stream", "--steps", "4", "--held-out", "30"], "30 of 30 batches cannot be set apart."),
         (["once", "--steps", "9"], "The stream of batches ended after 5."),
         (["stream", "--steps", "4", "--optimizer", "none"], "A probe trains, and --optimizer none does not."),
         (["stream", "--steps", "4", "--run", "."], "is not empty, and holds no probe."),
         (["stream", "--plan", "absent.json"], "absent.json cannot be read."),
+        (["stream", "--plan", "absent.json", "--budget", "1GiB"], "--budget would have no effect beside --plan."),
+        (["stream", "--target-loss", "nan"], "target_loss=nan is no loss"),
     ],
 )
 def test_bad_input_is_said_in_three_lines_and_exits_with_2(

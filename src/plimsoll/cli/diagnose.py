@@ -31,13 +31,12 @@ PlanTraceArgument = Annotated[
         metavar="[TRACE]", help="The trace of the step with the plan, of the same kind.", show_default=False
     ),
 ]
-PlanFileOption = Annotated[
-    Path | None, typer.Option("--plan", "-p", metavar="FILE", help="A saved plan; without one, plan first.")
-]
 KeepOption = Annotated[
     Path | None,
     typer.Option("--keep-traces", metavar="DIR", help="Keep the two Chrome traces there.", file_okay=False),
 ]
+_OF_TRACES = ("--output", "--json")
+"""The options that mean something beside two traces."""
 _TRACE_ENDINGS = (".json.gz", ".sqlite", ".sqlite3", ".db", ".nsys-rep", ".qdrep")
 
 
@@ -50,10 +49,11 @@ class Profiled:
 
 
 def diagnose(
+    context: typer.Context,
     subject: SubjectArgument,
     trace: PlanTraceArgument = None,
     *,
-    plan: PlanFileOption = None,
+    plan: options.PlanFileOption = None,
     budget: options.BudgetOption = None,
     strategy: options.StrategyOption = "auto",
     regions: options.RegionsOption = None,
@@ -81,10 +81,11 @@ def diagnose(
 
     with terminal.exit_codes(is_json=json):
         if trace is not None:
-            _refuse_ignored(plan, budget, keep_traces)
+            _refuse_ignored(context)
             finding = _of_traces(subject, trace)
         else:
             _refuse_single_trace(subject)
+            options.refuse_beside_plan(context)
             request = work.PlanRequest(
                 budget=budget,
                 strategy=strategy,
@@ -102,7 +103,7 @@ def diagnose(
             finding = _of_target(subject, how, optimizer, plan, request, profiled)
         if output is not None:
             finding.save(output)
-        terminal.print_result(finding, render_finding(finding), is_json=json)
+        terminal.print_result(finding, render_finding(finding), is_json=json, saved_to=output)
 
 
 def _of_traces(baseline: str, plan: Path) -> Finding:
@@ -122,11 +123,10 @@ def _of_target(
     profiled: Profiled,
 ) -> Finding:
     import plimsoll
-    from plimsoll.artifacts.store import load_plan
     from plimsoll.cli import work
     from plimsoll.cli.progress import show_progress
 
-    saved = load_plan(plan) if plan is not None else None
+    saved = work.load_saved(plan)
     loaded = work.load(text, how, optimizer)
     used = saved or work.make_plan(loaded, request)
     with show_progress(terminal.stderr()) as report:
@@ -141,13 +141,14 @@ def _of_target(
         )
 
 
-def _refuse_ignored(plan: Path | None, budget: str | None, keep_traces: Path | None) -> None:
+def _refuse_ignored(context: typer.Context) -> None:
     """Two traces are compared as they are."""
-    if plan is not None or budget is not None or keep_traces is not None:
+    ignored = [name for name in options.given(context) if name not in _OF_TRACES]
+    if ignored:
         raise InvalidTrace(
-            "--plan, --budget and --keep-traces would have no effect on two traces.",
+            f"{' and '.join(ignored)} would have no effect on two traces.",
             why="what was profiled is in the traces already",
-            next="leave them out, or profile a target: plimsoll diagnose TARGET --plan plan.json",
+            next="leave out what has no effect, or profile a target: plimsoll diagnose TARGET --plan plan.json",
         )
 
 

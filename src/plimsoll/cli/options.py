@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from plimsoll.errors import InvalidStrategy
+
 if TYPE_CHECKING:
     import torch
 
@@ -82,7 +84,49 @@ OutputOption = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the result as JSON.", dir_okay=False)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, errors as well.")]
+PlanFileOption = Annotated[
+    Path | None, typer.Option("--plan", "-p", metavar="FILE", help="A saved plan; without one, plan first.")
+]
 ExplainOption = Annotated[bool, typer.Option("--explain", help="Say for every value what was decided, and why.")]
+
+_OF_PLANNING = (
+    "--budget",
+    "--strategy",
+    "--regions",
+    "--allow",
+    "--max-error",
+    "--host-budget",
+    "--override",
+    "--link",
+)
+"""What decides how a plan is made."""
+
+
+def given(context: typer.Context) -> list[str]:
+    """The options that stand on the command line, by their long names."""
+    return [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name
+        and parameter.opts[0].startswith("--")
+        and getattr(context.get_parameter_source(parameter.name), "name", "") == "COMMANDLINE"
+    ]
+
+
+def refuse_beside_plan(context: typer.Context) -> None:
+    """Refuse options that decide how a plan is made where a saved one is used.
+
+    Raises:
+        InvalidStrategy: names them.
+    """
+    options = given(context)
+    ignored = [name for name in options if name in _OF_PLANNING]
+    if "--plan" in options and ignored:
+        raise InvalidStrategy(
+            f"{' and '.join(ignored)} would have no effect beside --plan.",
+            why="the saved plan says what is decided already",
+            next="leave out either --plan or the others",
+        )
 
 
 def make_optimizer(name: OptimizerName, model: torch.nn.Module) -> torch.optim.Optimizer | None:

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from plimsoll.cli.work import Loaded
     from plimsoll.probing.arms import MakeOptimizer
 
-PlanFileOption = Annotated[
-    Path | None, typer.Option("--plan", "-p", metavar="FILE", help="A saved plan; without one, plan first.")
-]
-ProbeStepsOption = Annotated[int, typer.Option("--steps", help="Training steps that each arm takes at most.")]
+ProbeStepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps that each arm takes at most.")]
 RunOption = Annotated[
     Path | None,
     typer.Option(
@@ -31,7 +28,7 @@ RunOption = Annotated[
 ]
 HeldOutOption = Annotated[
     int | None,
-    typer.Option("--held-out", metavar="N", help="Batches at the end of the data that are kept for evaluation."),
+    typer.Option("--held-out", min=0, metavar="N", help="Batches at the end of the data that are kept for evaluation."),
 ]
 TargetLossOption = Annotated[
     float | None,
@@ -39,7 +36,7 @@ TargetLossOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of everything random.")]
 ChunkOption = Annotated[
-    int, typer.Option("--chunk", metavar="N", help="Steps that one arm takes before the other's turn.")
+    int, typer.Option("--chunk", min=1, metavar="N", help="Steps that one arm takes before the other's turn.")
 ]
 EarlyOption = Annotated[bool, typer.Option("--early/--no-early", help="Stop as soon as the answer is clear.")]
 
@@ -58,10 +55,11 @@ class _Asked:
 
 
 def probe(
+    context: typer.Context,
     target: options.TargetArgument,
     *,
     steps: ProbeStepsOption = 1000,
-    plan: PlanFileOption = None,
+    plan: options.PlanFileOption = None,
     run: RunOption = None,
     held_out: HeldOutOption = None,
     target_loss: TargetLossOption = None,
@@ -90,14 +88,14 @@ def probe(
 
     Example: plimsoll probe llama-tiny --steps 200 --strategy int8 --run probe-int8
     """
-    from plimsoll.artifacts.store import load_plan
     from plimsoll.cli import work
     from plimsoll.cli.target import TargetOptions
     from plimsoll.reports.verdict_terminal import render_verdict
 
     with terminal.exit_codes(is_json=json):
+        options.refuse_beside_plan(context)
         make_optimizer = _optimizer(optimizer)
-        saved = load_plan(plan) if plan is not None else None
+        saved = work.load_saved(plan)
         loaded = work.load(target, TargetOptions(batch=batch, sequence=seq, device=device), optimizer)
         request = work.PlanRequest(
             budget=budget,
@@ -119,7 +117,7 @@ def probe(
         verdict = _probe(loaded, saved or work.make_plan(loaded, request), make_optimizer, asked)
         if output is not None:
             verdict.save(output)
-        terminal.print_result(verdict, render_verdict(verdict), is_json=json)
+        terminal.print_result(verdict, render_verdict(verdict), is_json=json, saved_to=output)
         if verdict.exit_code:
             raise typer.Exit(verdict.exit_code)
 

@@ -28,7 +28,7 @@ TimelineOption = Annotated[
 
 
 def report(files: FilesArgument, *, output: PageOption = None, timeline: TimelineOption = None) -> None:
-    """Make one HTML page of saved plans, receipts, comparisons, verdicts and advice about one model.
+    """Make one HTML page of saved plans, receipts, comparisons, verdicts, findings and advice about one model.
 
     Example: plimsoll report plan.json receipt.json comparison.json -o page.html
     """

@@ -1,4 +1,4 @@
-"""``plimsoll show FILE``: a saved plan, receipt, comparison or advice, to read. Needs neither torch nor the model."""
+"""``plimsoll show FILE``: what another command saved, to read. Needs neither torch nor the model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from plimsoll.cli import options, terminal
 FileArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="FILE", help="What plan, verify, compare or advise saved with --output.", show_default=False
+        metavar="FILE",
+        help="What plan, verify, compare, probe, diagnose or advise saved with --output.",
+        show_default=False,
     ),
 ]
 
 
 def show(file: FileArgument, *, explain: options.ExplainOption = False, json: options.JsonOption = False) -> None:
-    """Show a saved plan, receipt, comparison or advice.
+    """Show a saved plan, receipt, comparison, verdict, finding or advice.
 
     Example: plimsoll show plan.json --explain
     """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 import plimsoll
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.store import load_plan
 from plimsoll.cli import terminal
 from plimsoll.cli.options import OptimizerName, make_optimizer
 from plimsoll.cli.progress import show_progress
@@ -55,6 +57,11 @@ def load(text: str, how: TargetOptions, optimizer: OptimizerName) -> Loaded:
         report(f"loading {text}", 0.0)
         target = load_target(text, how)
     return Loaded(target=target, optimizer=make_optimizer(optimizer, target.model))
+
+
+def load_saved(file: Path | None) -> Plan | None:
+    """The plan that ``--plan`` names, if it names one."""
+    return None if file is None else load_plan(file)
 
 
 def make_plan(loaded: Loaded, request: PlanRequest) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable
@@ -82,7 +83,7 @@ def probe(
         the plan.
 
     Raises:
-        InvalidProbe: no steps, no batches, or fewer than are to be held out.
+        InvalidProbe: no steps, no batches, fewer than are to be held out, or a target loss that is not finite.
         ProbeRunMismatch: the run directory belongs to another probe, or the data has changed.
         ProbeRunUnusable: the run directory cannot be read or written.
         PlanMismatch: the plan was made for another model or step.
@@ -116,7 +117,7 @@ def probe(
     about = _about(model, stream, evaluated, plan, loss, optimizer, data)
     with tempfile.TemporaryDirectory(prefix="plimsoll-probe-") as temporary:
         directory = RunDirectory(Path(temporary) / "run" if run is None else Path(run))
-        directory.claim(_identity(model, plan, settings, about, evaluated, loss))
+        directory.claim(_identity(model, plan, settings, about, evaluated))
         finished = _finished(directory)
         if finished is not None:
             report("this run was finished before: its verdict is shown", 1.0)
@@ -163,6 +164,12 @@ def _settings(steps: int, chunk_steps: int, seed: int, target_loss: float | None
                 why="each arm takes at least one",
                 next="take a thousand, or as many as you have time for",
             )
+    if target_loss is not None and not math.isfinite(target_loss):
+        raise InvalidProbe(
+            f"target_loss={target_loss} is no loss that training can reach.",
+            why="it is not finite",
+            next="give a number, or leave it out for the baseline's own final loss",
+        )
     return Settings(steps=steps, chunk_steps=chunk_steps, seed=seed, target_loss=target_loss, is_early=is_early)
 
 
@@ -231,9 +238,7 @@ def _describe_optimizer(model: nn.Module, optimizer: MakeOptimizer) -> str:
     return f"{type(made).__name__}({', '.join(f'{name}={value}' for name, value in sorted(shown.items()))})"
 
 
-def _identity(
-    model: nn.Module, plan: Plan, settings: Settings, about: About, held_out: list[Call], loss: Loss | None
-) -> dict[str, str]:
+def _identity(model: nn.Module, plan: Plan, settings: Settings, about: About, held_out: list[Call]) -> dict[str, str]:
     """Everything that decides what a run gives, part by part; long parts as checksums."""
     weights = 0
     for tensor in (*model.parameters(), *model.buffers()):

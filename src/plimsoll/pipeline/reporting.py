@@ -12,10 +12,10 @@ from plimsoll.reports.html.write import build_html
 def report(artifacts: Artifact | Sequence[Artifact], path: str | Path) -> None:
     """Write one HTML page about one model: memory over time, decisions, time against peak, evidence.
 
-    The page needs no network and no server; it weighs about 5 MB, nearly all of it the drawing library.
+    The page needs no network and no server; it weighs about 5 MiB, nearly all of it the drawing library.
 
     Args:
-        artifacts: a plan, receipt, comparison, verdict or advice, or several about one model and batch.
+        artifacts: a plan, receipt, comparison, verdict, finding or advice, or several about one model and batch.
         path: where to; an existing file is replaced, whole or not at all.
 
     Raises:
