@@ -166,10 +166,15 @@ class Trainer:
 
 
 class _Clock:
-    """Adds up the seconds of the blocks that it is entered for: CPU time of the process, or time between events on CUDA."""
+    """Adds up the seconds of the blocks that it is entered for: time between events on CUDA, else CPU time.
+
+    Several threads add up more CPU time than passes: where torch computes on several, it is the time that passes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
+        self._device = device
+        self._now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         self._started_seconds = 0.0
         self._seconds = 0.0
         self._events: list[torch.cuda.Event] = []
@@ -178,7 +183,7 @@ class _Clock:
         if self._is_cuda:
             self._mark()
         else:
-            self._started_seconds = time.process_time()
+            self._started_seconds = self._now()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -186,7 +191,7 @@ class _Clock:
         if self._is_cuda:
             self._mark()
         else:
-            self._seconds += time.process_time() - self._started_seconds
+            self._seconds += self._now() - self._started_seconds
 
     def seconds(self) -> float:
         """The sum; waits for the device."""
@@ -198,7 +203,7 @@ class _Clock:
 
     def _mark(self) -> None:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         self._events.append(event)
 
 

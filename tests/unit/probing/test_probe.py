@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,8 @@ import plimsoll
 from plimsoll.artifacts.store import from_json, to_json
 from plimsoll.artifacts.verdict import WHOLE_MODEL, Outcome, Ruling
 from plimsoll.demo.corpus import VOCABULARY, Batches, read_corpus
+from plimsoll.probing.step import Blocks, Trainer
+from plimsoll.probing.stream import Call
 from unit.probing.sample_job import make_batches, make_model, make_plan, read_log
 
 ROOT = Path(__file__).parents[3]
@@ -136,6 +139,25 @@ def test_the_losses_are_those_of_an_ordinary_training_loop():
         expected.append(float(loss.detach()))
     assert again.curves.baseline_losses == tuple(expected)
     assert verdict.curves.baseline_losses != tuple(expected)
+
+
+@pytest.mark.parametrize(("threads", "counts_waiting"), [(1, False), (2, True)])
+def test_seconds_on_several_threads_are_those_that_pass(threads: int, counts_waiting: bool):
+    model = nn.Linear(2, 1)
+
+    def slow(output: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        return output.sum()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        record = Trainer(model, slow, Blocks(model, ())).step(0, Call((torch.ones(1, 2),), {}), optimizer)
+    finally:
+        torch.set_num_threads(before)
+    assert record.seconds is not None
+    assert (record.seconds >= 0.1) is counts_waiting
 
 
 def test_one_fixed_batch_is_allowed_and_the_verdict_says_what_that_means():

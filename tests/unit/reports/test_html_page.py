@@ -28,6 +28,7 @@ from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.store import Artifact
 from plimsoll.artifacts.verdict import Ruling
 from plimsoll.errors import InvalidReport, PlanMismatch
+from plimsoll.reports.html.finding_sections import finding_statement
 from plimsoll.reports.html.write import build_html
 from plimsoll.units import GIB
 from samples import make_comparison, make_mismatch, make_plan, make_receipt
@@ -249,6 +250,13 @@ def test_what_does_not_hold_is_said_first():
     assert '<p class="statement bad"><strong>Plan: INFEASIBLE</strong>' in build_html(
         [make_plan(status=Status.INFEASIBLE)]
     )
+
+
+def test_a_diagnosis_names_no_largest_part_where_nothing_takes_more_time():
+    finding = make_finding()
+    assert "The largest part is" in finding_statement(finding).text
+    gains = tuple(msgspec.structs.replace(part, seconds=-abs(part.seconds)) for part in finding.parts)
+    assert "The largest part is" not in finding_statement(msgspec.structs.replace(finding, parts=gains)).text
 
 
 def test_a_long_list_of_mismatches_says_how_many_it_leaves_out():

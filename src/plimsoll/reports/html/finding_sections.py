@@ -47,9 +47,8 @@ def finding_statement(finding: Finding) -> Statement:
     if finding.measured_overhead_share is not None:
         text += f", without it {_more(finding.measured_overhead_share)}"
     text += "."
-    parts = notable_parts(finding)
-    if parts:
-        largest = max(parts, key=lambda part: part.seconds)
+    largest = max(notable_parts(finding), key=lambda part: part.seconds, default=None)
+    if largest is not None and largest.seconds > 0:
         text += f" The largest part is {largest.cause}: {largest.cause.meaning}."
     return Statement(Tone.NEUTRAL, "Diagnosis", format_share(finding.overhead_share), text)
 
