@@ -73,15 +73,18 @@ def test_an_interrupted_probe_gives_the_bits_of_an_uninterrupted_one(
 
 def test_a_killed_process_loses_at_most_the_chunk_that_it_was_in(whole: tuple[Path, Verdict], tmp_path: Path):
     script = (
-        "import sys; sys.path[:0] = sys.argv[2:]\n"
+        "import sys; sys.path[:0] = sys.argv[3:]\n"
         "from pathlib import Path; import time\n"
+        "from plimsoll.artifacts.store import load_plan\n"
         "from unit.probing import test_resume\n"
+        "test_resume.make_plan = lambda: load_plan(sys.argv[2])\n"
         "test_resume.probe(Path(sys.argv[1]), progress=lambda stage, share: time.sleep(0.02))\n"
     )
-    run = tmp_path / "run"
+    run, plan = tmp_path / "run", tmp_path / "plan.json"
+    make_plan().save(plan)
     paths = [str(HERE.parents[1])]
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(run), *paths], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, "-c", script, str(run), str(plan), *paths], env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     deadline = time.monotonic() + 60
     while not (run / "plan.pt").exists() and time.monotonic() < deadline:
