@@ -93,11 +93,9 @@ def read_signs(baseline: Side, plan: Side, unit: Unit) -> tuple[Sign, ...]:
 
 
 def _ratio_sign(baseline: Side, plan: Side, unit: Unit) -> Sign:
-    where = "per layer" if baseline.kernels_per_layer and plan.kernels_per_layer else "per step"
-    before = baseline.kernels_per_layer or baseline.count
-    after = plan.kernels_per_layer or plan.count
-    if where == "per step":
-        before, after = baseline.count, plan.count
+    where, before, after = "per step", baseline.count, plan.count
+    if baseline.kernels_per_layer and plan.kernels_per_layer:
+        where, before, after = "per layer", baseline.kernels_per_layer, plan.kernels_per_layer
     ratio = after / before if before else 0.0
     return Sign(
         name=f"{unit} {where}",
