@@ -19,7 +19,8 @@ _RATE = 1e-2
 def loss_curve(step: TrainingStep, optimizer: torch.optim.Optimizer | None, steps: int) -> tuple[float | None, ...]:
     """Losses of consecutive training steps on the step's batch; random numbers go on from step to step.
 
-    Parameters, the optimizer's state and its settings are bit for bit what they were when it returns.
+    Parameters (the optimizer's own, of a loss, too), the optimizer's state and its settings are bit for bit what they were
+    when it returns.
 
     Args:
         step: its random state and buffers are where the curve begins.
@@ -38,9 +39,13 @@ def loss_curve(step: TrainingStep, optimizer: torch.optim.Optimizer | None, step
 
 @contextlib.contextmanager
 def _put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    state = {} if optimizer is None else {p: copy.deepcopy(of_one) for p, of_one in optimizer.state.items()}
-    settings = [] if optimizer is None else [{**group, "params": None} for group in optimizer.param_groups]
+    groups = [] if optimizer is None else optimizer.param_groups
+    stepped = dict.fromkeys((*model.parameters(), *(parameter for group in groups for parameter in group["params"])))
+    weights = [(parameter, parameter.detach().clone()) for parameter in stepped]
+    state = {} if optimizer is None else dict(optimizer.state)
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    if optimizer is not None:
+        optimizer.state.update({parameter: copy.deepcopy(of_one) for parameter, of_one in state.items()})
     try:
         yield
     finally:
@@ -50,5 +55,5 @@ def _put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iter
         if optimizer is not None:
             optimizer.state.clear()
             optimizer.state.update(state)
-            for group, setting in zip(optimizer.param_groups, settings, strict=True):
-                group.update({name: value for name, value in setting.items() if name != "params"})
+            for group, setting in zip(groups, settings, strict=True):
+                group.update(setting)

@@ -287,6 +287,26 @@ def test_curves_of_both_runs_agree_and_the_optimizer_is_left_as_it_was():
         assert all(torch.equal(of_one[key], state[parameter][key]) for key in of_one)
 
 
+def test_a_curve_leaves_the_parameters_of_a_loss_and_the_state_tensors_themselves():
+    torch.manual_seed(0)
+    model, batch, scale = CheckpointedStack(), torch.randn(16, 32), torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.AdamW([*model.parameters(), scale], lr=1e-2)
+
+    def loss(output):
+        return (output * scale).square().mean()
+
+    loss(model(batch)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    moments = {parameter: of_one["exp_avg"] for parameter, of_one in optimizer.state.items()}
+    before, copies = scale.detach().clone(), {parameter: moment.clone() for parameter, moment in moments.items()}
+    plimsoll.verify(model, batch, loss=loss, optimizer=optimizer, steps=1, curve_steps=2)
+    assert torch.equal(scale, before)
+    for parameter, moment in moments.items():
+        assert optimizer.state[parameter]["exp_avg"] is moment
+        assert torch.equal(moment, copies[parameter])
+
+
 def test_repeated_ops_watch_nothing_in_a_step_that_recomputes_nothing():
     from plimsoll.recording.modules import ModuleStack
 
