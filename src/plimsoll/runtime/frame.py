@@ -139,17 +139,17 @@ class Frame:
     def rebuild(self, slot: int) -> torch.Tensor | None:
         """The slot made once more from what is held, whatever this backward has made; ``None`` if its cell is gone."""
         leaves = self.leaves_of(slot)
-        if not leaves:
+        if leaves is None:
             return None
         assert self.program is not None
         value: torch.Tensor = self._run(self.program.alone(slot), leaves, {})
         return value
 
-    def leaves_of(self, slot: int) -> tuple[Readable, ...]:
-        """What a dropped slot's recipe starts from; nothing if its cell is gone."""
+    def leaves_of(self, slot: int) -> tuple[Readable, ...] | None:
+        """What a dropped slot's recipe starts from (nothing, for random numbers); ``None`` if its cell is gone."""
         reference = self._waiting.get(slot)
         cell = None if reference is None else reference()
-        return () if cell is None else cell.leaves
+        return None if cell is None else cell.leaves
 
     def _start(self, task: int) -> None:
         """A new backward pass: nothing is rebuilt yet."""

@@ -174,7 +174,9 @@ class Inspection:
 
     def _has_changed_leaf(self, frame: Frame, slot: int) -> bool:
         """Whether a kept tensor was written behind autograd's back (``.data``, numpy)."""
-        kept = (leaf for leaf in frame.leaves_of(slot) if isinstance(leaf, Cell) and leaf.index in self._witnesses)
+        kept = (
+            leaf for leaf in frame.leaves_of(slot) or () if isinstance(leaf, Cell) and leaf.index in self._witnesses
+        )
         return any(self._witnesses[leaf.index].compare(leaf.read()) is not None for leaf in kept)
 
 

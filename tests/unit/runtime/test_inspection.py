@@ -127,6 +127,32 @@ def test_random_state_that_was_not_put_back_is_named(monkeypatch: pytest.MonkeyP
         assert "bernoulli" in handle.faults[0].op or "dropout" in handle.faults[0].op or handle.faults[0].op == "div_"
 
 
+def test_wrong_random_numbers_are_named_themselves_and_not_what_they_are_made_into(monkeypatch: pytest.MonkeyPatch):
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Block(32, dropout=0.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.inner(x) * torch.rand(16, 32))
+
+    torch.manual_seed(0)
+    model = model_of(Noisy())
+    with manage(model, verify_every=1) as handle:
+        gradients(model)
+        start = Frame._start
+
+        def forgetful(self: Frame, task: int) -> None:
+            self.states = {point: torch.Generator().manual_seed(99).get_state() for point in self.states}
+            start(self, task)
+
+        monkeypatch.setattr(Frame, "_start", forgetful)
+        with pytest.warns(UserWarning, match="RANDOM_STATE"):
+            gradients(model)
+        assert handle.faults[0].cause is Cause.RANDOM_STATE
+        assert handle.faults[0].op in ("rand", "uniform_")
+
+
 def test_an_op_that_never_repeats_itself_is_named(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     model = model_of(Block(32, dropout=0.0))
