@@ -69,3 +69,13 @@ def test_checkpointing_that_is_wrong_fails_and_names_the_cause(here: Path):
     assert receipt["faults"][0]["region"] == "layers.2.1"
     shown = CliRunner().invoke(app, ["show", "receipt.json"])
     assert "preserve_rng_state=True" in shown.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(["--allow", "compress"], "--allow"), (["--plan", "plan.json", "--budget", "1GiB"], "--budget")],
+)
+def test_options_that_would_be_ignored_are_refused(here: Path, arguments: list[str], named: str):
+    result = CliRunner().invoke(app, ["verify", "own_targets:good", *arguments])
+    assert result.exit_code == 2
+    assert f"{named} would have no effect" in result.output

@@ -129,6 +129,21 @@ def refuse_beside_plan(context: typer.Context) -> None:
         )
 
 
+def refuse_without_plan(context: typer.Context) -> None:
+    """Refuse options that decide how a plan is made where there is none; an allowed error stands for itself.
+
+    Raises:
+        InvalidStrategy: names them.
+    """
+    ignored = [name for name in given(context) if name in _OF_PLANNING and name != "--max-error"]
+    if ignored:
+        raise InvalidStrategy(
+            f"{' and '.join(ignored)} would have no effect.",
+            why="without --plan, --budget, a --strategy or an --override, the model's own checkpointing is verified",
+            next="add --budget or --strategy to verify a plan, or leave them out",
+        )
+
+
 def make_optimizer(name: OptimizerName, model: torch.nn.Module) -> torch.optim.Optimizer | None:
     """The named optimizer over the model's parameters, or none."""
     import torch

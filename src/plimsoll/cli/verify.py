@@ -40,6 +40,7 @@ _AUTO = "auto"
 
 
 def verify(
+    context: typer.Context,
     target: options.TargetArgument,
     *,
     plan: PlanFileOption = None,
@@ -73,6 +74,10 @@ def verify(
     from plimsoll.reports.receipt_terminal import render_receipt
 
     with terminal.exit_codes(is_json=json):
+        options.refuse_beside_plan(context)
+        is_own = plan is None and budget is None and strategy == _AUTO and not override
+        if is_own:
+            options.refuse_without_plan(context)
         saved = load_plan(plan) if plan is not None else None
         loaded = work.load(target, TargetOptions(batch=batch, sequence=seq, device=device), optimizer)
         request = work.PlanRequest(
@@ -83,7 +88,6 @@ def verify(
                 allow=allow, max_error=max_error, host_budget=host_budget, overrides=tuple(override or ()), link=link
             ),
         )
-        is_own = saved is None and budget is None and strategy == _AUTO and not override
         checked = saved if is_own or saved is not None else work.make_plan(loaded, request)
         depth = _Depth(steps, tuple(intermediate or ()), curve, max_error if checked is None else "0")
         receipt = _verify(loaded, checked, depth)

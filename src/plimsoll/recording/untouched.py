@@ -22,8 +22,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    versions = [buffer._version for buffer, _ in buffers]
+    buffers = KeptBuffers(model)
     flags = [(module, module.training) for module in model.modules()]
     devices = sorted({parameter.device.index or 0 for parameter in parameters if parameter.is_cuda})
     with torch.random.fork_rng(devices=devices):
@@ -36,10 +35,28 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
             for module, flag in flags:
                 module.training = flag
-            with torch.no_grad():
-                for (buffer, copy), version in zip(buffers, versions, strict=True):
-                    if buffer._version != version or not _same_bits(buffer, copy):
-                        buffer.copy_(copy)
+            buffers.put_back()
+
+
+class KeptBuffers:
+    """What a model's buffers are and hold now, to be put back later: also where a step binds new tensors in their places."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (module._buffers, name, buffer, buffer.detach().clone(), buffer._version)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def put_back(self) -> None:
+        """The same tensors in their places, with the contents that they had; those that nobody wrote are not touched."""
+        with torch.no_grad():
+            for holder, name, buffer, copy, version in self._kept:
+                if holder.get(name) is not buffer:
+                    holder[name] = buffer
+                if buffer._version != version or not _same_bits(buffer, copy):
+                    buffer.copy_(copy)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -295,7 +295,9 @@ def _repeat_watched(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
 
 
 def _blame_randomness(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
-    """A difference that is gone in evaluation mode, where nothing is dropped, is one of random numbers."""
+    """A difference of a step that draws random numbers, and that is gone in evaluation mode, is one of random numbers."""
+    if not step.draws_random_numbers():
+        return ()
     random = [name for name, module in step.model.named_modules() if "dropout" in type(module).__name__.lower()]
     flags = [(module, module.training) for module in step.model.modules()]
     try:

@@ -17,7 +17,7 @@ from torch import nn
 from plimsoll.errors import InvalidOption
 from plimsoll.measuring.memory import PeakMeter, storage_bytes
 from plimsoll.recording.calling import Loss, scalar_loss
-from plimsoll.recording.untouched import private_copy
+from plimsoll.recording.untouched import KeptBuffers, private_copy
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -56,7 +56,7 @@ class TrainingStep:
         self._accumulates = [parameter.grad is not None for parameter in model.parameters()]
         self._random = torch.get_rng_state()
         self._cuda_random = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._buffers = KeptBuffers(model)
 
     def run(self) -> float:
         """Forward, loss and backward from the starting state; the loss's value."""
@@ -94,14 +94,19 @@ class TrainingStep:
         with self._entered():
             return float(scalar_loss(self.model(*args, **kwargs), self._loss).detach())
 
+    def draws_random_numbers(self) -> bool:
+        """Whether forward moves torch's generator."""
+        self.forward_loss()
+        if self._cuda_random is not None:
+            return not torch.equal(torch.cuda.get_rng_state(self.device), self._cuda_random)
+        return not torch.equal(torch.get_rng_state(), self._random)
+
     def rewind(self) -> None:
         """Put the random state and the buffers back."""
         torch.set_rng_state(self._random)
         if self._cuda_random is not None:
             torch.cuda.set_rng_state(self._cuda_random, self.device)
-        with torch.no_grad():
-            for buffer, copy in self._buffers:
-                buffer.copy_(copy)
+        self._buffers.put_back()
 
     def clear_gradients(self) -> None:
         """No gradients, or zeros where the step accumulates into existing ones."""

@@ -315,3 +315,22 @@ def test_repeated_ops_watch_nothing_in_a_step_that_recomputes_nothing():
     with stack.watch(model), RepeatedOps(model, stack) as ops:
         model(torch.randn(4, 32)).sum().backward()
     assert list(ops.faults()) == []
+
+
+def test_a_buffer_that_is_bound_anew_in_every_step_is_put_back():
+    class Counter(CheckpointedStack):
+        def __init__(self):
+            super().__init__(2)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return super().forward(x) * (1 + 0.1 * self.calls)
+
+    torch.manual_seed(0)
+    model = Counter()
+    buffer = model.calls
+    receipt = plimsoll.verify(model, torch.randn(16, 32), loss=mean_square, steps=1)
+    assert receipt.verdict is Verdict.VERIFIED
+    assert model.calls is buffer
+    assert buffer == 0
