@@ -16,7 +16,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.costing.devices import find_device
 from plimsoll.diagnosis.compare import compare_profiles
 from plimsoll.diagnosis.read import read_profiles
-from plimsoll.errors import InvalidModel, InvalidTrace, PlanFileError, TracingFailed, UnknownDevice
+from plimsoll.errors import InvalidModel, InvalidOption, InvalidTrace, PlanFileError, TracingFailed, UnknownDevice
 from plimsoll.measuring.timing import one_thread, time_in_turns
 from plimsoll.pipeline.matching import refuse_other_model, refuse_other_signature
 from plimsoll.pipeline.plans import part_of
@@ -86,6 +86,7 @@ def diagnose(
 
     Raises:
         InvalidTrace: a trace that cannot be read, or two that do not belong together.
+        InvalidOption: traces are given, and an option that they have no use for.
         InvalidModel: a plan is at work on it already, or it is on the meta device.
         PlanMismatch: the plan was made for something else.
         TracingFailed: a profiler runs already.
@@ -100,6 +101,12 @@ def diagnose(
     """
     report = progress or (lambda stage, share: None)
     if isinstance(subject, str | Path):
+        if loss is not None or keep_traces is not None:
+            raise InvalidOption(
+                f"{'keep_traces=' if loss is None else 'loss='} has no effect on traces.",
+                why="it belongs to profiling a model, and the traces are there already",
+                next='plimsoll.diagnose("baseline.json.gz", "plan.json.gz")',
+            )
         return _of_traces(subject, beside, plan, report)
     if plan is None:
         raise InvalidTrace(

@@ -155,3 +155,8 @@ def test_one_trace_alone_is_refused(good: Path):
         plimsoll.diagnose(good, None)  # type: ignore[call-overload]
     with pytest.raises(InvalidTrace):
         plimsoll.diagnose(3, 4)  # type: ignore[call-overload]
+
+
+def test_options_of_profiling_are_refused_beside_traces(tmp_path):
+    with pytest.raises(plimsoll.PlimsollError, match="loss= has no effect on traces"):
+        plimsoll.diagnose(tmp_path / "one.json", tmp_path / "two.json", loss=lambda output: output)
