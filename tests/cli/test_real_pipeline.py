@@ -69,10 +69,12 @@ def test_plan_show_verify_and_compare_agree(run):
     assert compared.exit_code == 0, compared.output
     assert [line.split()[1] for line in compared.stdout.splitlines() if line.startswith(" auto")]
     assert "DIFFER" not in compared.stdout
-    assert run("show", "comparison.json").stdout == compared.stdout
+    assert f"{run('show', 'comparison.json').stdout}\nsaved to comparison.json\n" == compared.stdout
 
 
-@pytest.mark.parametrize("command", [["plan"], ["verify", "--steps", "1"], ["compare", "-s", "full", "--steps", "1"]])
+@pytest.mark.parametrize(
+    "command", [["plan"], ["verify", "-s", "full", "--steps", "1"], ["compare", "-s", "full", "--steps", "1"]]
+)
 def test_every_command_speaks_json(command: list[str], run):
     result = run(*command, "steps:stack", "--json")
     assert result.exit_code == 0

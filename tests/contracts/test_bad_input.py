@@ -243,7 +243,8 @@ def test_what_is_no_plan_cannot_be_applied(plan: Plan):
         with unchanged(model), pytest.raises(errors.PlanNotUsable) as caught:
             plimsoll.apply(model, thing)
         assert_refused(caught.value, "plimsoll.")
-        with pytest.raises(errors.PlanNotUsable):
+    for thing in ("plan.json", 3):  # without a plan, what the model does by itself is verified
+        with unchanged(model), pytest.raises(errors.PlanNotUsable):
             plimsoll.verify(model, batch, thing, loss=loss)
 
 
