@@ -5,6 +5,7 @@ They follow the protocol of `plimsoll.codecs`, and are known to the registry onl
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ _BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Careless(Codec):
+class Careless(Codec, abc.ABC):
     """A codec of floats that fits in a few lines: whole tensors at once, float32 scales, no care for NaN."""
 
     is_lossless: ClassVar[bool] = False
@@ -51,11 +52,11 @@ class Careless(Codec):
         flat.copy_((padded * scales).flatten()[: codes.numel()])
         return tensor
 
-    def scales(self, blocks: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def scales(self, blocks: torch.Tensor) -> torch.Tensor: ...
 
-    def codes(self, scaled: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def codes(self, scaled: torch.Tensor) -> torch.Tensor: ...
 
     @staticmethod
     def _starts(elements: Elements) -> range:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import itertools
 import re
 from bisect import bisect_right
@@ -18,7 +19,7 @@ _WAITING = re.compile(r"(?:cuda|cu|hip)(?:Device|Stream|Event|Ctx)Synchronize|(?
 _LAUNCHING_GRAPHS = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
 
 
-class Book:
+class Book(abc.ABC):
     """What device and host accounts share: windows of steps, and the host's calls."""
 
     unit = Unit.CPU_OPS
@@ -38,8 +39,8 @@ class Book:
         self.windows = self._windows()
         self.step_starts = [step.start_ns for step in profile.steps] or [self.windows[0][0]]
 
-    def _windows(self) -> list[Interval]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _windows(self) -> list[Interval]: ...
 
     def _host_windows(self) -> list[Interval]:
         steps = self.profile.steps
@@ -100,8 +101,8 @@ class Book:
             notes=tuple(self.notes),
         )
 
-    def close(self) -> Ledger:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def close(self) -> Ledger: ...
 
 
 def is_inside(at_ns: int, windows: list[Interval]) -> bool:
