@@ -19,6 +19,7 @@ from plimsoll.artifacts.fault import Cause, Fault
 from plimsoll.errors import OffloadFailed
 from plimsoll.links.open import default_link_name, open_link
 from plimsoll.links.protocol import Link
+from plimsoll.recording.bits import same_contents
 from plimsoll.runtime.cells import Cell
 from plimsoll.runtime.witness import Difference, Witness
 
@@ -166,7 +167,7 @@ class Inspection:
         if self._has_changed_leaf(frame, slot):
             return Cause.IN_PLACE_WRITE
         first, second = frame.rebuild(slot), frame.rebuild(slot)
-        if first is not None and second is not None and not _are_equal(first, second):
+        if first is not None and second is not None and not same_contents(first, second):
             return Cause.NON_DETERMINISTIC
         if any(program.graph.ops[op].is_random for op in program.recipe_of(slot)):
             return Cause.RANDOM_STATE
@@ -178,7 +179,3 @@ class Inspection:
             leaf for leaf in frame.leaves_of(slot) or () if isinstance(leaf, Cell) and leaf.index in self._witnesses
         )
         return any(self._witnesses[leaf.index].compare(leaf.read()) is not None for leaf in kept)
-
-
-def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return torch.equal(first.nan_to_num(), second.nan_to_num())
