@@ -13,6 +13,8 @@
     ├── InvalidRegions         a region pattern that matches nothing
     ├── InvalidOption          an option whose value means nothing, or that has no effect here
     ├── InvalidTarget          a command-line target that does not load
+    ├── InvalidLayout          degrees of parallelism that the model or each other rule out
+    ├── UnknownOptimizer       an optimizer that the catalogue does not have
     ├── UnknownDevice          a device profile that the catalogue does not have
     ├── PlanFileError          not a plan, truncated, or of a newer schema
     ├── PlanMismatch           a plan for another model, dtype or shape
@@ -92,6 +94,14 @@ class InvalidRegions(PlimsollError):
 
 class InvalidOption(PlimsollError):
     """An option's value means nothing, or it has no effect here."""
+
+
+class InvalidLayout(PlimsollError):
+    """Degrees of parallelism that do not go with the model or with each other."""
+
+
+class UnknownOptimizer(PlimsollError):
+    """An optimizer that the catalogue does not have."""
 
 
 class InvalidTarget(PlimsollError):

@@ -61,12 +61,28 @@ class TraceOp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a roofline needs to know about one ``cost_key``: arithmetic, bytes moved, and the dtype that does it."""
+    """What a roofline needs to know about one ``cost_key``: arithmetic, bytes moved, and the dtype that does it.
+
+    For a collective ``group`` is the dimension of the layout over which it runs (``tp``, ``cp``, ``ep``, ``dp``, ``pp``), and
+    ``moved_bytes`` the size of the whole tensor on one rank: the gathered one, the one to be reduced, the one exchanged.
+    """
 
     name: str
     flops: int
     moved_bytes: int
     dtype: str
+    group: str = ""
+
+
+class TraceParameter(msgspec.Struct, frozen=True, kw_only=True):
+    """One parameter of the traced model; ``storage`` is its storage in the trace (``-1``: the step does not touch it)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    storage: int
+    is_trainable: bool = True
 
 
 class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,3 +121,5 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     workspaces: dict[str, int]
     """Bytes that an op of this ``cost_key`` allocates and frees inside itself, measured by allocator events."""
     notes: tuple[str, ...] = ()
+    parameters: tuple[TraceParameter, ...] = ()
+    """Every parameter once, in the order of ``named_parameters``; empty in older traces."""

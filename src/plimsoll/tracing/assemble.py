@@ -52,6 +52,10 @@ def assemble(
         timings=dict(timings),
         workspaces={key: size for key, size in workspaces.items() if size > 0},
         notes=notes,
+        parameters=tuple(
+            msgspec.structs.replace(parameter, storage=lives.ids.get(parameter.storage, -1))
+            for parameter in log.parameters
+        ),
     )
 
 

@@ -12,11 +12,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from plimsoll.artifacts.region import Origin
-from plimsoll.artifacts.trace import Phase
+from plimsoll.artifacts.trace import Phase, TraceParameter
 from plimsoll.errors import InvalidModel
 from plimsoll.measuring.clocks import Clock
 from plimsoll.recording.calling import Loss, call_tensors, output_tensors, scalar_loss
 from plimsoll.recording.modules import ModuleStack
+from plimsoll.recording.opkey import dtype_name
 from plimsoll.tracing.refusals import explain_backward, explain_forward
 from plimsoll.tracing.slots import SlotBook
 from plimsoll.tracing.tracer import StepTracer
@@ -55,6 +56,8 @@ class StepLog:
     without_gradient: frozenset[str]
     """Names of parameters that the step left without a gradient."""
     backward_end: int
+    parameters: tuple[TraceParameter, ...]
+    """Every parameter, with its storage in the tracer's table."""
 
     @property
     def saved_bytes(self) -> int:
@@ -131,7 +134,7 @@ class StepCapture:
             del loss, output
             tracer.note_deaths()
         self._progress(1.0)
-        return StepLog(tracer, self._logs, self._outside, gradients, without, tracer.tick)
+        return StepLog(tracer, self._logs, self._outside, gradients, without, tracer.tick, self._parameters())
 
     def _backward_at(self, node: int) -> None:
         first, last = self._sequence
@@ -149,6 +152,19 @@ class StepCapture:
             tracer.add_static(buffer, Origin.BUFFER, f"buffer:{name}")
         for position, tensor in enumerate(call_tensors(args, kwargs)):
             tracer.add_static(tensor, Origin.INPUT, f"batch:{position}")
+
+    def _parameters(self) -> tuple[TraceParameter, ...]:
+        return tuple(
+            TraceParameter(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=dtype_name(parameter.dtype),
+                bytes=parameter.numel() * parameter.element_size(),
+                storage=self.tracer.table.find(parameter),
+                is_trainable=parameter.requires_grad,
+            )
+            for name, parameter in self._model.named_parameters()
+        )
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         return self.tracer.table.find(tensor) in self._parameter_storages
