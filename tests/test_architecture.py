@@ -45,6 +45,7 @@ BASES = {
     "codecs": {"costing", "runtime", "pipeline"},
     "links": {"costing", "runtime", "pipeline"},
     "recording": {"tracing", "runtime", "verification", "pipeline", "probing", "compiler"},
+    "targets": {"cli", "pipeline"},
     "measuring": {"tracing", "costing", "runtime", "verification", "pipeline", "probing"},
 }
 """Shared torch code, and who may import it."""

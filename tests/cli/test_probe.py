@@ -15,7 +15,7 @@ from plimsoll.artifacts.store import load_any
 from plimsoll.artifacts.verdict import Ruling, Verdict
 from plimsoll.cli.app import app
 from plimsoll.cli.probe_data import data_for
-from plimsoll.cli.target import TargetOptions, load_target
+from plimsoll.targets.target import TargetOptions, load_target
 
 SOURCE = """
 import torch

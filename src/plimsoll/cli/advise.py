@@ -10,7 +10,7 @@ import typer
 from plimsoll.cli import options, terminal
 
 if TYPE_CHECKING:
-    from plimsoll.cli.target import TargetOptions
+    from plimsoll.targets.target import TargetOptions
 
 ReceiptOption = Annotated[
     Path | None, typer.Option("--receipt", metavar="FILE", help="What verify saved: evidence for the checklist.")
@@ -54,9 +54,9 @@ def advise(
     from plimsoll.artifacts.advice import Kind
     from plimsoll.cli import work
     from plimsoll.cli.progress import show_progress
-    from plimsoll.cli.target import TargetOptions
     from plimsoll.errors import BudgetBelowFloor
     from plimsoll.reports.advice_terminal import render_advice
+    from plimsoll.targets.target import TargetOptions
 
     with terminal.exit_codes(is_json=json):
         how = TargetOptions(batch=batch, sequence=seq, device=device, is_meta=device_profile is not None)

@@ -45,8 +45,8 @@ def compare(
     import plimsoll
     from plimsoll.cli import work
     from plimsoll.cli.progress import show_progress
-    from plimsoll.cli.target import TargetOptions
     from plimsoll.reports.comparison_terminal import render_comparison
+    from plimsoll.targets.target import TargetOptions
 
     with terminal.exit_codes(is_json=json):
         loaded = work.load(target, TargetOptions(batch=batch, sequence=seq, device=device), optimizer)

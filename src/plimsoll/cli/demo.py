@@ -30,11 +30,11 @@ def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed
 
     Takes a few minutes on a laptop. Exits with 1 if gradients, losses or weights differ anywhere.
     """
-    from plimsoll.cli.hugging_face import quiet_transformers
     from plimsoll.cli.progress import show_progress
     from plimsoll.demo import story
     from plimsoll.demo.training import Setup
     from plimsoll.reports.demo_terminal import render_introduction, render_preparation, render_story
+    from plimsoll.targets.hugging_face import quiet_transformers
 
     console = terminal.stdout()
     with terminal.exit_codes():

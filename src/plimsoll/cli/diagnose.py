@@ -13,8 +13,8 @@ from plimsoll.cli import options, terminal
 from plimsoll.errors import InvalidTrace
 
 if TYPE_CHECKING:
-    from plimsoll.cli.target import TargetOptions
     from plimsoll.cli.work import PlanRequest
+    from plimsoll.targets.target import TargetOptions
 
 SubjectArgument = Annotated[
     str,
@@ -76,8 +76,8 @@ def diagnose(
     Example: plimsoll diagnose llama-tiny --strategy full
     """
     from plimsoll.cli import work
-    from plimsoll.cli.target import TargetOptions
     from plimsoll.reports.finding_terminal import render_finding
+    from plimsoll.targets.target import TargetOptions
 
     with terminal.exit_codes(is_json=json):
         if trace is not None:

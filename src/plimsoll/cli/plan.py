@@ -30,8 +30,8 @@ def plan(
     Example: plimsoll plan llama-tiny --budget 200MiB --output plan.json
     """
     from plimsoll.cli import work
-    from plimsoll.cli.target import TargetOptions
     from plimsoll.reports.plan_terminal import render_plan
+    from plimsoll.targets.target import TargetOptions
 
     with terminal.exit_codes(is_json=json):
         how = TargetOptions(batch=batch, sequence=seq, device=device, is_meta=device_profile is not None)

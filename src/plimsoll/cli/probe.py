@@ -89,8 +89,8 @@ def probe(
     Example: plimsoll probe llama-tiny --steps 200 --strategy int8 --run probe-int8
     """
     from plimsoll.cli import work
-    from plimsoll.cli.target import TargetOptions
     from plimsoll.reports.verdict_terminal import render_verdict
+    from plimsoll.targets.target import TargetOptions
 
     with terminal.exit_codes(is_json=json):
         options.refuse_beside_plan(context)

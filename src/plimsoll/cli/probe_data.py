@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-from plimsoll.cli.target import Target
 from plimsoll.demo.corpus import VOCABULARY, read_corpus
+from plimsoll.targets.target import Target
 
 if TYPE_CHECKING:
     import torch

@@ -70,8 +70,8 @@ def verify(
     """
     from plimsoll.artifacts.store import load_plan
     from plimsoll.cli import work
-    from plimsoll.cli.target import TargetOptions
     from plimsoll.reports.receipt_terminal import render_receipt
+    from plimsoll.targets.target import TargetOptions
 
     with terminal.exit_codes(is_json=json):
         options.refuse_beside_plan(context)

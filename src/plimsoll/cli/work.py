@@ -14,8 +14,8 @@ from plimsoll.artifacts.store import load_plan
 from plimsoll.cli import terminal
 from plimsoll.cli.options import OptimizerName, make_optimizer
 from plimsoll.cli.progress import show_progress
-from plimsoll.cli.target import Target, TargetOptions, load_target
 from plimsoll.errors import BudgetBelowFloor, PlanNotUsable
+from plimsoll.targets.target import Target, TargetOptions, load_target
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from plimsoll.cli.target import Target, TargetOptions
 from plimsoll.errors import InvalidTarget
+from plimsoll.targets.target import Target, TargetOptions
 
 if TYPE_CHECKING:
     import torch

@@ -60,7 +60,7 @@ def load_target(text: str, options: TargetOptions) -> Target:
     Raises:
         InvalidTarget: it does not import, does not exist, or does not return a model and a batch.
     """
-    from plimsoll.cli import hugging_face
+    from plimsoll.targets import hugging_face
 
     if text in CATALOGUE:
         known = CATALOGUE[text]
