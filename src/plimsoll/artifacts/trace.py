@@ -26,7 +26,7 @@ class Phase(enum.StrEnum):
 
 
 class Category(enum.StrEnum):
-    """torch's memory categories, as users know them from its profiler."""
+    """torch's memory categories, as users know them from its profiler, and the buffers of collectives."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -35,6 +35,7 @@ class Category(enum.StrEnum):
     ACTIVATION = "activation"
     TEMPORARY = "temporary"
     OPTIMIZER_STATE = "optimizer state"
+    COMMUNICATION = "communication"
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +76,10 @@ class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceParameter(msgspec.Struct, frozen=True, kw_only=True):
-    """One parameter of the traced model; ``storage`` is its storage in the trace (``-1``: the step does not touch it)."""
+    """One parameter of the traced model; ``storage`` is its storage in the trace (``-1``: the step does not touch it).
+
+    ``aliases`` are the other names that a tied parameter goes by.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -83,6 +87,7 @@ class TraceParameter(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     storage: int
     is_trainable: bool = True
+    aliases: tuple[str, ...] = ()
 
 
 class RegionCall(msgspec.Struct, frozen=True, kw_only=True):

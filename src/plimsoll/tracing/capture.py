@@ -154,6 +154,9 @@ class StepCapture:
             tracer.add_static(tensor, Origin.INPUT, f"batch:{position}")
 
     def _parameters(self) -> tuple[TraceParameter, ...]:
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
         return tuple(
             TraceParameter(
                 name=name,
@@ -162,6 +165,7 @@ class StepCapture:
                 bytes=parameter.numel() * parameter.element_size(),
                 storage=self.tracer.table.find(parameter),
                 is_trainable=parameter.requires_grad,
+                aliases=tuple(names[parameter][1:]),
             )
             for name, parameter in self._model.named_parameters()
         )

@@ -22,7 +22,8 @@ def test_every_parameter_is_listed_with_shape_storage_and_whether_it_is_trained(
     assert [storage.label for storage in storages] == ["parameter:0.weight", "parameter:0.bias", "parameter:1.weight"]
 
 
-def test_a_tied_parameter_is_listed_once():
+def test_a_tied_parameter_is_listed_once_with_its_other_names():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
-    assert [p.name for p in trace(model, torch.ones(2, 4), loss=torch.sum).parameters] == ["0.weight"]
+    step = trace(model, torch.ones(2, 4), loss=torch.sum)
+    assert [(p.name, p.aliases) for p in step.parameters] == [("0.weight", ("1.weight",))]

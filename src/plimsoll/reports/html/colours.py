@@ -25,6 +25,7 @@ CATEGORIES = {
     "gradient": GREEN,
     "activation": ORANGE,
     "temporary": VERMILION,
+    "communication": LINE,
 }
 """torch's memory categories, what stays longest first: the order in which they are stacked."""
 
