@@ -168,6 +168,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     offloaded_bytes: int = 0
     """Bytes at the other end of the link when they are most."""
     host_budget_bytes: int | None = None
+    in_flight: int = 1
+    """Micro-batches between their forward and their backward at once, on a stage of a pipeline; all follow this plan."""
 
     @property
     def is_lossless(self) -> bool:

@@ -13,6 +13,8 @@ packing, ``w[r]`` = its seconds of waiting for the link, ``E[r]`` = its squared 
 7   Σ E[r] ≤ max_error², Σ B[r] ≤ host budget                   where they are limited
 ==  ==========================================================  ======================================================
 
+With micro-batches that wait, ``waiting`` times what is held at the handover counts at every instant.
+
 ``past[m]`` are the bytes that need no longer be held at m, so ``R[r] - past[m]`` is never more than what is held. Replay's
 own memory is left out (only values being read count), so this is a bound for every choice. It bounds this model of the
 machine (each op run again at most once, these costs), not the machine.
@@ -85,7 +87,7 @@ class LowerBound:
         self.index = index
         self.limits = limits or Limits(math.inf)
         self.regions = [_describe(index, view, choice_set) for view, choice_set in zip(index.views, sets, strict=True)]
-        self.fixed = (_without_boundaries(index) if boundaries else index.fixed) - _relief(index)
+        self.fixed = _least_fixed(index, boundaries=boundaries)
         self.scale_bytes = max(float(self.fixed.max()), 1.0)
         self.scale_seconds = max(index.base_seconds, 1e-12)
         # Errors are counted in units of what is allowed, or of what one choice can cause.
@@ -178,20 +180,23 @@ class LowerBound:
             edges |= {region.frame.exit, region.frame.start, region.frame.stop, *region.sent_until, *region.back_from}
         ordered = sorted(edge for edge in edges if 0 <= edge <= self.index.instants)
         rows, room = [], []
+        at, waiting = self.index.handover, self.index.waiting
+        waits = waiting * np.array([region.held_share(at, at + 1)[0] for region in self.regions])
         for a, b in itertools.pairwise(ordered):
-            between = [region.held_share(a, b) for region in self.regions]
+            between = np.array([region.held_share(a, b) for region in self.regions], dtype=np.float64).reshape(-1, 2)
+            between[:, 0] += waits
             active = [p for p, r in enumerate(self.regions) if r.frame.start <= a and b <= r.frame.stop]
             level = self.fixed[a:b].copy()
             for position in active:
                 frame = self.regions[position].frame
                 level += self.regions[position].read[a - frame.start : b - frame.start]
-            rows.append(np.array(between, dtype=np.float64).T.ravel())
+            rows.append(between.T.ravel())
             room.append(int(level.max()))
             for position in active:
                 region = self.regions[position]
                 past = region.past[a - region.frame.start : b - region.frame.start]
-                with_own = np.array(between, dtype=np.float64)
-                with_own[position] = (1.0, region.buffer_share)
+                with_own = between.copy()
+                with_own[position] = (1.0 + waits[position], region.buffer_share)
                 rows.append(with_own.T.ravel())
                 room.append(int((level - past).max()))
         return np.array(rows).reshape(-1, 2 * len(self.regions)), np.array(room, dtype=np.float64)
@@ -275,6 +280,13 @@ def _relief(index: StepIndex) -> Ints:
                 change[a] += index.trace.storages[storage].bytes
                 change[b] -= index.trace.storages[storage].bytes
     return np.cumsum(change)[:-1]
+
+
+def _least_fixed(index: StepIndex, *, boundaries: bool) -> Ints:
+    """The least that is there besides what regions retain, for this micro-batch and for those that wait."""
+    less = _relief(index) + (index.fixed - _without_boundaries(index) if boundaries else 0)
+    least: Ints = index.fixed - less - index.waiting * int(less[index.handover])
+    return least
 
 
 def _without_boundaries(index: StepIndex) -> Ints:

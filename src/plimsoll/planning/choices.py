@@ -134,7 +134,7 @@ class _Generator:
         return Hull(hull.cuts, tuple(lines))
 
     def _descend_beside_others(self, fixed: Ints) -> None:
-        for others in sorted({0, 1, self.alike}):
+        for others in sorted({0, 1, self.alike, self.alike * (self.index.waiting + 1)}):
             self._descend(fixed, others)
 
     def _sweep(self, prices: Prices) -> Hull:

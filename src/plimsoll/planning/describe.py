@@ -41,11 +41,20 @@ def describe_peak(simulation: Simulation) -> Peak:
         spans = [*actual_cover(index, storage_.id, linked), *holds.get(storage_.id, ())]
         if any(start <= instant < stop for start, stop in spans):
             add(holder_label(storage_.category, storage_.label), storage_.bytes)
+    if index.waiting:
+        add(f"{index.waiting} other micro-batches in flight", waiting_bytes(simulation))
     workspace = int(index.workspace[instant])
     if workspace:
         add(f"workspace of {index.trace.ops[instant // 2].name}", workspace)
     holders = sorted((Holder(label=k, bytes=v) for k, v in bytes_of.items() if v), key=lambda h: (-h.bytes, h.label))
     return Peak(moment=name_instant(index.trace, instant), bytes=simulation.peak_bytes, holders=tuple(holders))
+
+
+def waiting_bytes(simulation: Simulation) -> int:
+    """What the other micro-batches in flight hold while they wait for their backward."""
+    index = simulation.index
+    at_handover = int(simulation.curve[index.handover]) - index.lasting_bytes
+    return at_handover * index.waiting // (index.waiting + 1)
 
 
 def holder_label(category: Category, label: str) -> str:

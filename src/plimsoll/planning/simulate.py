@@ -81,7 +81,8 @@ def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
     choices = [choice.as_is(linked.get(region, frozenset())) for region, choice in enumerate(choices)]
     replays = [replay(index, chain, linked) for chain in chains(index, choices, linked)]
     change = _storage_changes(index, replays, linked)
-    curve = index.fixed + np.cumsum(change)[:-1]
+    added = np.cumsum(change)[:-1]
+    curve = index.fixed + added + index.waiting * int(added[index.handover])
     for outcome in replays:
         _add_levels(curve, outcome)
     peak_instant = int(np.argmax(curve))

@@ -73,10 +73,13 @@ class Planner:
         overrides: Sequence[Override] = (),
         limits: Limits | None = None,
         may_recompute: bool = True,
+        in_flight: int = 1,
     ) -> None:
         started = time.monotonic()
         self.limits = limits or Limits()
-        self.index = pin_values(StepIndex(trace, costs, forms, may_recompute=may_recompute), overrides)
+        self.index = pin_values(
+            StepIndex(trace, costs, forms, may_recompute=may_recompute, in_flight=in_flight), overrides
+        )
         self.baseline = self._run(choose_none(self.index, ""))
         self.loosest = self._run(pin_choices(self.index, self.baseline.choices)) if overrides else self.baseline
         families = [pin_choices(self.index, choose_full(self.index, ""))]
@@ -295,7 +298,8 @@ def _write(
     if simulation.seconds > baseline.seconds:
         relaxed = planner.problem.relax(room_bytes if room_bytes is not None else simulation.peak_bytes)
         window_prices = window_prices if relaxed is None else relaxed.window_prices
-    region_prices = [float(window_prices[list(held)].sum()) for held in planner.problem.windows.is_held]
+    waits = planner.index.waiting * float(window_prices.sum())
+    region_prices = [waits + float(window_prices[list(held)].sum()) for held in planner.problem.windows.is_held]
     overhead = simulation.seconds - baseline.seconds
     gap = max(simulation.seconds - outcome.lower_bound_seconds, 0.0)
     return Plan(
@@ -328,6 +332,7 @@ def _write(
         predicted_error=math.sqrt(simulation.squared_error),
         link=link_of(simulation),
         offloaded_bytes=simulation.link_bytes,
+        in_flight=planner.index.waiting + 1,
     )
 
 

@@ -6,6 +6,10 @@ during the instants ``[2 born + 1, 2 dies)``.
 
 The *fixed* bytes are those that no decision changes: lives of the trace, workspaces, slots that must be kept, and every
 slot until its region's forward ends (the engine keeps real tensors until then).
+
+In a pipeline a stage runs the step of one micro-batch while others *wait* between their forward and their backward. With
+``in_flight`` micro-batches at most, all but one wait, each with what is alive at the ``handover`` from forward to backward
+and was not there before the step. All take the same choices, so what waits is a multiple of what one of them holds there.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import numpy.typing as npt
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.forms import Form, Forms, ValueForms
 from plimsoll.artifacts.region import Origin, RegionGraph, Slot
-from plimsoll.artifacts.trace import RegionCall, Trace
+from plimsoll.artifacts.trace import Category, Phase, RegionCall, Trace
 from plimsoll.schedule import Unreachable, recipe_ops
 
 Ints = npt.NDArray[np.int64]
@@ -86,8 +90,17 @@ class RegionView:
 class StepIndex:
     """Everything about one trace that simulations under different plans share. Immutable once built."""
 
-    def __init__(self, trace: Trace, costs: Costs, forms: Forms | None = None, *, may_recompute: bool = True) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        costs: Costs,
+        forms: Forms | None = None,
+        *,
+        may_recompute: bool = True,
+        in_flight: int = 1,
+    ) -> None:
         self.trace = trace
+        self.waiting = in_flight - 1
         self.costs = costs
         self.forms = forms or Forms()
         self.instants = 2 * len(trace.ops) + 2
@@ -139,8 +152,29 @@ class StepIndex:
         return curve
 
     @cached_property
+    def handover(self) -> int:
+        """The instant between forward and backward."""
+        backward = (tick for tick, op in enumerate(self.trace.ops) if op.phase is not Phase.FORWARD)
+        return 2 * next(backward, len(self.trace.ops))
+
+    @cached_property
+    def lasting_bytes(self) -> int:
+        """What every micro-batch shares: alive at the handover, and there before the step without being its input."""
+        return sum(
+            storage.bytes
+            for storage in self.trace.storages
+            if storage.born < 0
+            and storage.category is not Category.INPUT
+            and any(start <= self.handover < stop for start, stop in self.covered(storage.id))
+        )
+
+    @cached_property
     def fixed(self) -> Ints:
-        """Fixed bytes per instant."""
+        """Fixed bytes per instant, those of waiting micro-batches included."""
+        alone = self._fixed_alone()
+        return alone + self.waiting * (int(alone[self.handover]) - self.lasting_bytes)
+
+    def _fixed_alone(self) -> Ints:
         change = np.zeros(self.instants + 1, dtype=np.int64)
         for storage in self.trace.storages:
             for start, stop in self.covered(storage.id):

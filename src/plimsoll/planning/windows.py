@@ -3,6 +3,7 @@
 A window is a stretch of instants in which every region but at most one adds a constant. Then the peak of the window is a
 sum over regions: constants of the others, and for the active one the joint maximum of fixed bytes and its own curve. Where
 two regions are active at once (parallel branches), every instant is a window of its own, so the constraint stays exact.
+What waiting micro-batches hold is a multiple of what is added at the handover, in every window.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
     unique = {id(choice_set): choice_set for choice_set in sets}
     stacks = {key: _Stack(choice_set.effects) for key, choice_set in unique.items()}
     spans = _split(index, frames, [stacks[id(choice_set)] for choice_set in sets])
+    handover = next((w for w, (a, b) in enumerate(spans) if a <= index.handover < b), -1)
     fixed = np.array([int(index.fixed[a:b].max()) for a, b in spans], dtype=np.int64)
     effects, added = [], []
     for frame, choice_set in zip(frames, sets, strict=True):
@@ -54,13 +56,16 @@ def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
         keys = [stack.key(index, frame, a, b) for a, b in spans]
         left = stack.undominated(tuple(dict.fromkeys(keys)))
         effects.append(tuple(choice_set.effects[choice] for choice in left))
-        added.append(np.stack([stack.row(key)[left] for key in keys]))
+        rows = np.stack([stack.row(key)[left] for key in keys])
+        added.append(rows + index.waiting * rows[handover] if index.waiting else rows)
     is_held = tuple(tuple(frame.exit <= a and b <= frame.stop for a, b in spans) for frame in frames)
     return Windows(tuple(spans), fixed, tuple(effects), tuple(added), is_held)
 
 
 def _split(index: StepIndex, frames: Sequence[Frame], stacks: Sequence[_Stack]) -> list[tuple[int, int]]:
     cuts = {0, index.instants}
+    if index.waiting:
+        cuts |= {index.handover, index.handover + 1}
     varying = []
     for frame, stack in zip(frames, stacks, strict=True):
         settled = frame.start + stack.settles
