@@ -13,21 +13,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plimsoll.artifacts.comparison import Comparison
-    from plimsoll.artifacts.finding import Finding
     from plimsoll.artifacts.plan import Plan
     from plimsoll.artifacts.receipt import Receipt
-    from plimsoll.artifacts.verdict import Verdict
     from plimsoll.errors import PlimsollError
     from plimsoll.pipeline import advise, apply, attach, compare, diagnose, load, plan, probe, report, verify
 
 __all__ = [
-    "Comparison",
-    "Finding",
     "Plan",
     "PlimsollError",
     "Receipt",
-    "Verdict",
     "advise",
     "apply",
     "attach",
@@ -41,12 +35,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Comparison": "plimsoll.artifacts.comparison",
-    "Finding": "plimsoll.artifacts.finding",
     "Plan": "plimsoll.artifacts.plan",
     "PlimsollError": "plimsoll.errors",
     "Receipt": "plimsoll.artifacts.receipt",
-    "Verdict": "plimsoll.artifacts.verdict",
     "advise": "plimsoll.pipeline",
     "apply": "plimsoll.pipeline",
     "attach": "plimsoll.pipeline",
