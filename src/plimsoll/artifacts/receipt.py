@@ -12,10 +12,13 @@ from typing import ClassVar
 
 import msgspec
 
+from plimsoll.artifacts.confirmation import Confirmation
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.fault import Fault
+from plimsoll.artifacts.plan import Plan
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+"""3: a plan made without the device is confirmed, and may come back revised; files of 2 are read without."""
 OWN = "own"
 """The strategy of a receipt for what a model does by itself: its own checkpointing, offloading or compiled budget."""
 
@@ -202,6 +205,10 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
     regions: tuple[RegionOutcome, ...] = ()
     notes: tuple[str, ...] = ()
+    confirmation: Confirmation | None = None
+    """What the device said about a plan that was made without it; ``None`` where the plan was made on the device."""
+    revised_plan: Plan | None = None
+    """The plan solved again with measured costs, where the given one was off."""
 
     @property
     def is_bit_equal(self) -> bool:

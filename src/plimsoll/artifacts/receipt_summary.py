@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from plimsoll.artifacts.columns import align
+from plimsoll.artifacts.confirmation_summary import confirmation_rows
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.grouping import compress_names, name_call
 from plimsoll.artifacts.receipt import OWN, Intermediate, Mismatch, Receipt
@@ -75,6 +76,7 @@ def receipt_figures(receipt: Receipt) -> tuple[tuple[str, str], ...]:
                 receipt.measured_baseline_spread_seconds,
             ),
         ),
+        *([] if receipt.confirmation is None else confirmation_rows(receipt.confirmation)),
         *([] if receipt.strategy == OWN else [("droppable", describe_droppable(receipt))]),
         ("versions", ", ".join(f"{name} {version}" for name, version in sorted(receipt.versions.items()))),
     ]

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from plimsoll.artifacts.costs import CostSource
 from plimsoll.cli import options, terminal
+from plimsoll.errors import InvalidOption
 
 if TYPE_CHECKING:
     from plimsoll.artifacts.plan import Plan
@@ -36,6 +38,16 @@ IntermediateOption = Annotated[
 CurveOption = Annotated[
     int, typer.Option("--curve", min=0, metavar="STEPS", help="Compare the losses of so many training steps.")
 ]
+RevisedPlanOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--revised-plan",
+        metavar="FILE",
+        help="Where to save the plan that is solved again with measured costs, if the given one was made for a device that was "
+        "not there and is off. A new file.",
+        dir_okay=False,
+    ),
+]
 _AUTO = "auto"
 
 
@@ -59,6 +71,7 @@ def verify(
     steps: options.StepsOption = 5,
     intermediate: IntermediateOption = None,
     curve: CurveOption = 0,
+    revised_plan: RevisedPlanOption = None,
     output: options.OutputOption = None,
     json: options.JsonOption = False,
 ) -> None:
@@ -79,6 +92,7 @@ def verify(
         if is_own:
             options.refuse_without_plan(context)
         saved = load_plan(plan) if plan is not None else None
+        _check_revised(revised_plan, saved)
         loaded = work.load(target, TargetOptions(batch=batch, sequence=seq, device=device), optimizer)
         request = work.PlanRequest(
             budget=budget,
@@ -94,8 +108,42 @@ def verify(
         if output is not None:
             receipt.save(output)
         terminal.print_result(receipt, render_receipt(receipt), is_json=json, saved_to=output)
+        if revised_plan is not None:
+            _save_revised(receipt, revised_plan, is_json=json)
         if receipt.exit_code:
             raise typer.Exit(receipt.exit_code)
+
+
+def _check_revised(file: Path | None, plan: Plan | None) -> None:
+    """Refuse a place for a revised plan where there can be none, or where something is already.
+
+    Raises:
+        InvalidOption: says which.
+    """
+    if file is None:
+        return
+    if plan is None or plan.cost_source is not CostSource.ROOFLINE:
+        made = "there is no --plan" if plan is None else f"the plan was made on {plan.cost_device} with measured costs"
+        raise InvalidOption(
+            "--revised-plan would have no effect.",
+            why=f"{made}; only a plan made for a device that was not there is solved again",
+            next="leave it out, or give a plan made with --device-profile",
+        )
+    if file.exists():
+        raise InvalidOption(
+            f"{file} is there already.",
+            why="a revised plan replaces nothing by itself",
+            next="give --revised-plan a new name",
+        )
+
+
+def _save_revised(receipt: Receipt, file: Path, *, is_json: bool) -> None:
+    if receipt.revised_plan is not None:
+        receipt.revised_plan.save(file)
+    if not is_json:
+        is_saved = receipt.revised_plan is not None
+        said = f"revised plan saved to {file}" if is_saved else f"there is no revised plan: {file} was not written"
+        terminal.stdout().print(said, markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)

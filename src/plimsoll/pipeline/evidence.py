@@ -19,7 +19,7 @@ from plimsoll.measuring.timing import Interval, paired_ratio
 from plimsoll.pipeline.allowance import Allowance, read_allowance, read_error
 from plimsoll.pipeline.budgets import read_budget, resolve_budget
 from plimsoll.pipeline.making import make_maker
-from plimsoll.pipeline.matching import refuse_other_model, refuse_other_signature
+from plimsoll.pipeline.matching import refuse_other_device, refuse_other_model, refuse_other_signature
 from plimsoll.pipeline.plans import part_of, trace_and_cost
 from plimsoll.pipeline.request import (
     as_patterns,
@@ -31,6 +31,7 @@ from plimsoll.pipeline.request import (
     refuse_profiler,
     split_detached,
 )
+from plimsoll.pipeline.revising import Reviser, needs_confirmation
 from plimsoll.pipeline.side_by_side import BASELINE, SideBySide, measure_side_by_side
 from plimsoll.recording.calling import Loss, check_devices
 from plimsoll.recording.fingerprint import signature
@@ -65,6 +66,10 @@ def verify(
     whether what comes back in backward is what forward saved; where it is not, the receipt names the region, the value,
     the op and the likely cause.
 
+    A plan that was made without the device (``device_profile=``) is confirmed here: ops are timed, and where the peak is above
+    the budget, or peak or time were predicted wrong, the plan is solved again with measured costs and verified. The receipt
+    says what was off (``confirmation``) and carries the new plan (``revised_plan``).
+
     Without a plan, what the model does by itself is verified: ``torch.utils.checkpoint``, selective checkpointing,
     offloading contexts, any saved-tensor hooks, and torch.compile under an ``activation_memory_budget`` below 1. The
     reference is the same step with that switched off. There the gradient is also held against the loss itself: the slope
@@ -92,7 +97,7 @@ def verify(
         A receipt with a verdict and an exit code.
 
     Raises:
-        PlanMismatch: the plan was made for another model, batch shape, dtype or mode.
+        PlanMismatch: the plan was made for another model, batch shape, dtype or mode, or for another kind of device.
         PlanNotUsable: there is nothing to apply.
         InvalidModel: a plan is at work on it, or it is on the meta device: nothing could be measured; or, without a plan,
             it does nothing by itself.
@@ -109,6 +114,7 @@ def verify(
     if plan is not None:
         check_plan(plan)
         refuse_other_model(model, plan)
+        refuse_other_device(model, plan)
     args, kwargs = split_detached(batch)
     check_devices(model, args, kwargs)
     loss, steps = explained_loss(loss), max(1, steps)
@@ -124,8 +130,14 @@ def verify(
             model, args, kwargs, loss=loss, optimizer=optimizer, context=context or contextlib.nullcontext
         )
         if plan is not None:
-            made = plan
-            return verify_plan(step, made, lambda: apply_plan(model, made), steps=steps, depth=depth, progress=progress)
+            made, report = plan, progress or (lambda stage, share: None)
+            is_made_elsewhere = needs_confirmation(made)
+            shown = part_of(report, 0.0, 0.5) if is_made_elsewhere else report
+            receipt = verify_plan(step, made, lambda: apply_plan(model, made), steps=steps, depth=depth, progress=shown)
+            if not is_made_elsewhere:
+                return receipt
+            reviser = Reviser(model, batch, step, loss, optimizer, part_of(report, 0.5, 1.0))
+            return reviser.confirm(made, receipt, steps=steps)
         return verify_own(
             step,
             signature=signature(model, args, kwargs, loss=loss),

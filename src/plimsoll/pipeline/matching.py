@@ -10,6 +10,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import PlanMismatch
 from plimsoll.recording.calling import Loss
 from plimsoll.recording.fingerprint import fingerprint, signature
+from plimsoll.tracing.kernels import runs_gpu_kernels
 
 
 def refuse_other_model(model: nn.Module, plan: Plan) -> None:
@@ -41,4 +42,19 @@ def refuse_other_signature(
             f"This plan was made for another step: {plan.signature}",
             why=f"this one is {found}",
             next="plan with this batch, or pass the batch, loss= and mode that the plan was made with",
+        )
+
+
+def refuse_other_device(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan for another kind of device: its kernels save other tensors for backward, so decisions do not carry over.
+
+    Raises:
+        PlanMismatch: both devices are shown.
+    """
+    here = next(model.parameters()).device
+    if runs_gpu_kernels(plan.device) is not runs_gpu_kernels(str(here)):
+        raise PlanMismatch(
+            f"This plan was made for {plan.device}; the model is on {here}.",
+            why="a GPU's kernels save other tensors for backward than a CPU's, and the plan decides about those tensors",
+            next=f"verify it on {plan.device}, or plan for this device: leave device_profile= (--device-profile) out",
         )
