@@ -17,8 +17,10 @@ PACKAGE = Path(plimsoll.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 STAGES = {
     "advising",
+    "allocating",
     "compiler",
     "diagnosis",
+    "estimating",
     "profiling",
     "tracing",
     "costing",
@@ -40,6 +42,8 @@ WITHOUT_TORCH = {
     "errors",
     "catalogue",
     "advising",
+    "allocating",
+    "estimating",
 }
 BASES = {
     "codecs": {"costing", "runtime", "pipeline"},

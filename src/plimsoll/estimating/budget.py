@@ -1,0 +1,106 @@
+"""Bytes by category at the peak of one rank, its allocator and its framework in; the items of its memory budget out.
+
+The error of an item is what comparisons with real steps leave open (``docs/estimate.md``). On a CPU the peak of live tensors
+is compared with torch's own count; on a GPU the same trace takes the kernels that the device would run, which has been
+compared with published figures only, so errors are wider there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.estimate import BudgetItem
+from plimsoll.artifacts.optimizer_use import OptimizerUse
+from plimsoll.artifacts.trace import Category
+
+_ACTIVATION_ERROR = {False: 0.02, True: 0.05}
+_TEMPORARY_ERROR = {False: 0.03, True: 0.15}
+"""By whether a GPU's kernels are stood in for: masks, statistics and workspaces differ between kernels and versions."""
+_COMMUNICATION_ERROR = 0.2
+"""Buffers follow FSDP2 and DDP of torch 2.13; settings of theirs change how many are alive at once."""
+_FRAGMENTATION_ERROR = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """What was simulated for one rank, at the moment of its peak.
+
+    ``classes`` are bytes by category, of which ``waiting_bytes`` are activations of other micro-batches in flight. Where a
+    caching allocator was simulated, ``rounded_bytes`` is its allocated peak and ``reserved_bytes`` what it holds in all.
+    """
+
+    classes: Mapping[str, int]
+    waiting_bytes: int
+    is_gpu: bool
+    rounded_bytes: int | None = None
+    reserved_bytes: int | None = None
+
+
+def budget_items(
+    memory: RankMemory, optimizer: OptimizerUse | None, outside: Iterable[BudgetItem]
+) -> tuple[BudgetItem, ...]:
+    """Every part of a device's memory at the peak, none of them counted twice.
+
+    Args:
+        memory: what the rank's step allocates.
+        optimizer: whose state is among it; its own error and its master weights are told apart.
+        outside: what lies outside of the allocator: context, library workspaces, communicators.
+    """
+    classes, is_gpu = memory.classes, memory.is_gpu
+    exact = {name: _item(name, classes.get(name.value, 0), 0.0, Basis.EXACT) for name in _EXACT}
+    activations = classes.get(Category.ACTIVATION, 0) - memory.waiting_bytes
+    error = _ACTIVATION_ERROR[is_gpu]
+    items = [
+        exact[Category.PARAMETER],
+        exact[Category.GRADIENT],
+        *_optimizer_items(classes.get(Category.OPTIMIZER_STATE, 0), optimizer),
+        _item("activations", activations, error, Basis.MODELLED),
+        _item("activations of other micro-batches", memory.waiting_bytes, error, Basis.MODELLED),
+        _item("temporaries", classes.get(Category.TEMPORARY, 0), _TEMPORARY_ERROR[is_gpu], Basis.MODELLED),
+        _item("communication", classes.get(Category.COMMUNICATION, 0), _COMMUNICATION_ERROR, Basis.MODELLED),
+        exact[Category.BUFFER],
+        exact[Category.INPUT],
+        *_allocator_items(memory),
+    ]
+    return (*items, *outside)
+
+
+_EXACT = {
+    Category.PARAMETER: "parameters",
+    Category.GRADIENT: "gradients",
+    Category.BUFFER: "buffers",
+    Category.INPUT: "batch",
+}
+
+
+def _item(name: str, bytes_: int, relative_error: float, basis: Basis, note: str = "") -> BudgetItem:
+    return BudgetItem(name=_EXACT.get(name, name), bytes=bytes_, relative_error=relative_error, basis=basis, note=note)
+
+
+def _optimizer_items(state_bytes: int, optimizer: OptimizerUse | None) -> list[BudgetItem]:
+    """State and master weights; the notes of the optimizer's rules stand beside its state."""
+    if optimizer is None:
+        return []
+    master = optimizer.total_master_bytes
+    return [
+        _item(
+            "optimizer state",
+            state_bytes - master,
+            optimizer.relative_error,
+            optimizer.basis,
+            "; ".join(optimizer.notes),
+        ),
+        _item("master weights", master, 0.0, Basis.EXACT),
+    ]
+
+
+def _allocator_items(memory: RankMemory) -> list[BudgetItem]:
+    if memory.rounded_bytes is None or memory.reserved_bytes is None:
+        return []
+    live = sum(memory.classes.values())
+    return [
+        _item("allocator rounding", memory.rounded_bytes - live, 0.1, Basis.MODELLED, "blocks of 512 bytes"),
+        _item("fragmentation", memory.reserved_bytes - memory.rounded_bytes, _FRAGMENTATION_ERROR, Basis.MODELLED),
+    ]
