@@ -1,0 +1,220 @@
+"""Hidden states, weight and labels in, the losses out, with gradients made chunk by chunk; all logits never exist together.
+
+For a sum the gradients of hidden states, weight and bias are computed in forward, where each chunk's logits are at hand
+anyway; backward only scales them. For losses per row the scale is not known before backward: there each chunk is computed
+again. Gradients are held without the mean's divisor, so that float16 does not lose small ones.
+
+Legend: z logits of a chunk (rows, classes), p their softmax, s the softcap. d loss / d z = p - (1 - e) y - e / classes for the
+label smoothing e; a softcap turns it into (1 - tanh(z / s)^2) times that.
+
+Known weakness: where weights are narrower than float32, their gradient is summed over chunks in their own dtype, unless
+``accumulate_dtype`` says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from plimsoll.errors import InvalidLoss
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Of the hidden states, of the weight, of the bias."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What happens between hidden states and loss: ``softcap * tanh(scale * linear / softcap)``, then cross-entropy."""
+
+    chunk_rows: int
+    compute_dtype: torch.dtype
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    scale: float = 1.0
+    softcap: float | None = None
+    accumulate_dtype: torch.dtype | None = None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a loss is computed: float32 for all that is narrower."""
+    return dtype if dtype is torch.float64 else torch.float32
+
+
+class ChunkedLosses(torch.autograd.Function):
+    """The sum of the losses (a scalar), with gradients ready when forward returns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        head: Head,
+    ) -> torch.Tensor:
+        work = _Work(hidden, weight, bias, labels, head)
+        gradients = work.empty_gradients(ctx.needs_input_grad[:3])
+        losses = work.run(gradients, None)
+        ctx.gradients = work.as_given(gradients)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> Any:
+        _refuse_second_order()
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise InvalidLoss(
+                "Backward ran a second time through one chunked loss.",
+                why="the gradients that forward had made were given away the first time",
+                next="compute the loss again, or use the model's own loss where retain_graph=True is needed",
+            )
+        (scale,) = outer
+        return (*(g if g is None else g.mul_(scale.to(g.dtype)) for g in gradients), None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _no_derivative("in forward mode")
+
+
+class ChunkedLossPerRow(torch.autograd.Function):
+    """One loss per row; the gradients are made in backward, where each chunk's logits are computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        head: Head,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.head = head
+        return _Work(hidden, weight, bias, labels, head).run((None, None, None), None)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> Any:
+        _refuse_second_order()
+        hidden, weight, bias, labels = ctx.saved_tensors
+        work = _Work(hidden, weight, bias, labels, ctx.head)
+        gradients = work.empty_gradients(ctx.needs_input_grad[:3])
+        work.run(gradients, outer[0])
+        return (*work.as_given(gradients), None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _no_derivative("in forward mode")
+
+
+def _refuse_second_order() -> None:
+    if torch.is_grad_enabled():
+        raise _no_derivative("twice")
+
+
+def _no_derivative(how: str) -> InvalidLoss:
+    return InvalidLoss(
+        f"The chunked loss cannot be differentiated {how}.",
+        why="its gradients are made by hand, chunk by chunk, and carry no graph",
+        next="use the full logits where derivatives of that kind are needed: handle.remove()",
+    )
+
+
+class _Work:
+    """The loop over chunks, without autograd."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        head: Head,
+    ) -> None:
+        dtype = head.compute_dtype
+        self._given = (hidden, weight, bias)
+        self._head = head
+        self._hidden = hidden
+        self._weight = weight.to(dtype)
+        self._bias = None if bias is None else bias.to(dtype)
+        self._labels = labels
+        self._is_ignored = labels == head.ignore_index
+
+    def empty_gradients(self, needed: tuple[bool, ...]) -> Gradients:
+        """Zeros to add to, for what needs a gradient."""
+        hidden, weight, bias = self._given
+        wanted = self._head.accumulate_dtype
+        return (
+            torch.empty_like(hidden) if needed[0] else None,
+            torch.zeros_like(weight, dtype=wanted) if needed[1] else None,
+            torch.zeros_like(bias, dtype=wanted) if needed[2] and bias is not None else None,
+        )
+
+    def as_given(self, gradients: Gradients) -> Gradients:
+        """The gradients in the dtypes of what they belong to."""
+        hidden, weight, bias = (
+            gradient if gradient is None or given is None else gradient.to(given.dtype)
+            for gradient, given in zip(gradients, self._given, strict=True)
+        )
+        return hidden, weight, bias
+
+    def run(self, gradients: Gradients, row_scale: torch.Tensor | None) -> torch.Tensor:
+        """Losses per row, with gradients of ``sum(row_scale * losses)`` added to what is given."""
+        count = self._hidden.shape[0]
+        losses = torch.empty(count, dtype=wide(self._head.compute_dtype), device=self._hidden.device)
+        for start in range(0, count, self._head.chunk_rows):
+            rows = slice(start, min(start + self._head.chunk_rows, count))
+            self._chunk(rows, losses, gradients, None if row_scale is None else row_scale[rows])
+        return losses
+
+    def _chunk(self, rows: slice, losses: torch.Tensor, gradients: Gradients, row_scale: torch.Tensor | None) -> None:
+        head = self._head
+        states = self._hidden[rows].to(head.compute_dtype)
+        logits = torch.nn.functional.linear(states, self._weight, self._bias).to(wide(head.compute_dtype))
+        if head.scale != 1.0:
+            logits.mul_(head.scale)
+        bent = None
+        if head.softcap is not None:
+            bent = logits.div_(head.softcap).tanh_()
+            logits = bent * head.softcap
+        is_ignored = self._is_ignored[rows]
+        labels = self._labels[rows].masked_fill(is_ignored, 0).unsqueeze(1)
+        logits.sub_(logits.amax(1, keepdim=True))
+        target = logits.gather(1, labels).squeeze(1)
+        smoothing = head.label_smoothing
+        mean = logits.mean(1) if smoothing else None
+        total = logits.exp_().sum(1)
+        loss = total.log() - target if mean is None else total.log() - (1 - smoothing) * target - smoothing * mean
+        losses[rows] = loss.masked_fill_(is_ignored, 0.0)
+        if not any(gradient is not None for gradient in gradients):
+            return
+        slope = logits.div_(total.unsqueeze(1))
+        if smoothing:
+            slope.sub_(smoothing / slope.shape[1])
+        slope.scatter_add_(1, labels, torch.full_like(labels, -(1 - smoothing), dtype=slope.dtype))
+        scale = (~is_ignored).to(slope.dtype) * head.scale
+        if row_scale is not None:
+            scale = scale * row_scale
+        slope.mul_(scale.unsqueeze(1))
+        if bent is not None:
+            slope.mul_(bent.square_().neg_().add_(1.0))
+        self._add(rows, states, slope.to(head.compute_dtype), gradients)
+
+    def _add(self, rows: slice, states: torch.Tensor, slope: torch.Tensor, gradients: Gradients) -> None:
+        """The chain rule through the linear map."""
+        of_hidden, of_weight, of_bias = gradients
+        if of_hidden is not None:
+            if of_hidden.dtype is slope.dtype:
+                torch.mm(slope, self._weight, out=of_hidden[rows])
+            else:
+                of_hidden[rows] = slope @ self._weight
+        if of_weight is not None:
+            if of_weight.dtype is slope.dtype:
+                of_weight.addmm_(slope.t(), states)
+            else:  # a block of classes at a time, as large as the chunk: no second gradient of the weight is alive
+                step = max(1, slope.numel() // states.shape[1])
+                for first in range(0, slope.shape[1], step):
+                    of_weight[first : first + step].add_(slope[:, first : first + step].t() @ states)
+        if of_bias is not None:
+            of_bias.add_(slope.sum(0, dtype=of_bias.dtype))
