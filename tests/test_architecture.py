@@ -29,6 +29,8 @@ STAGES = {
     "verification",
     "reports",
     "probing",
+    "layouts",
+    "pipelining",
 }
 """What hands over artifacts; only the wiring below may know several of them."""
 WIRING = {"pipeline", "cli"}
@@ -44,6 +46,8 @@ WITHOUT_TORCH = {
     "advising",
     "allocating",
     "estimating",
+    "layouts",
+    "pipelining",
 }
 BASES = {
     "codecs": {"costing", "runtime", "pipeline"},
