@@ -13,16 +13,20 @@ from typing import Any
 
 import msgspec
 
-from plimsoll.artifacts import advice, comparison, finding, plan, receipt, verdict
+from plimsoll.artifacts import advice, comparison, estimate, finding, plan, receipt, verdict
 from plimsoll.artifacts.advice import Advice
 from plimsoll.artifacts.comparison import Comparison
+from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.finding import Finding
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import PlanFileError
 
-Artifact = Plan | Receipt | Comparison | Advice | Verdict | Finding
+Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding
+"""What is about one step of one model: what an HTML page can be made of."""
+Artifact = Reportable | Estimate
+"""All that is saved and shown."""
 
 _KINDS: dict[str, tuple[type[Artifact], int]] = {
     Plan.KIND: (Plan, plan.SCHEMA_VERSION),
@@ -31,6 +35,7 @@ _KINDS: dict[str, tuple[type[Artifact], int]] = {
     Verdict.KIND: (Verdict, verdict.SCHEMA_VERSION),
     Advice.KIND: (Advice, advice.SCHEMA_VERSION),
     Finding.KIND: (Finding, finding.SCHEMA_VERSION),
+    Estimate.KIND: (Estimate, estimate.SCHEMA_VERSION),
 }
 _TAG = "plimsoll"
 _NUMBER = "plimsoll.number"

@@ -9,6 +9,7 @@ import typer
 from rich.console import RenderableType
 
 from plimsoll.artifacts.advice import Advice
+from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.finding import Finding
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
@@ -20,14 +21,14 @@ FileArgument = Annotated[
     Path,
     typer.Argument(
         metavar="FILE",
-        help="What plan, verify, compare, probe, diagnose or advise saved with --output.",
+        help="What plan, verify, compare, probe, diagnose, advise or estimate saved with --output.",
         show_default=False,
     ),
 ]
 
 
 def show(file: FileArgument, *, explain: options.ExplainOption = False, json: options.JsonOption = False) -> None:
-    """Show a saved plan, receipt, comparison, verdict, finding or advice.
+    """Show a saved plan, receipt, comparison, verdict, finding, advice or estimate.
 
     Example: plimsoll show plan.json --explain
     """
@@ -42,6 +43,7 @@ def show(file: FileArgument, *, explain: options.ExplainOption = False, json: op
 def _render(artifact: Artifact) -> RenderableType:
     from plimsoll.reports.advice_terminal import render_advice
     from plimsoll.reports.comparison_terminal import render_comparison
+    from plimsoll.reports.estimate_terminal import render_estimate
     from plimsoll.reports.finding_terminal import render_finding
     from plimsoll.reports.plan_terminal import render_plan
     from plimsoll.reports.receipt_terminal import render_receipt
@@ -57,4 +59,6 @@ def _render(artifact: Artifact) -> RenderableType:
         return render_advice(artifact)
     if isinstance(artifact, Finding):
         return render_finding(artifact)
+    if isinstance(artifact, Estimate):
+        return render_estimate(artifact)
     return render_comparison(artifact)

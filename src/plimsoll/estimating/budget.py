@@ -49,7 +49,9 @@ def budget_items(
         outside: what lies outside of the allocator: context, library workspaces, communicators.
     """
     classes, is_gpu = memory.classes, memory.is_gpu
-    exact = {name: _item(name, classes.get(name.value, 0), 0.0, Basis.EXACT) for name in _EXACT}
+    exact = {
+        category: _item(name, classes.get(category.value, 0), 0.0, Basis.EXACT) for category, name in _EXACT.items()
+    }
     activations = classes.get(Category.ACTIVATION, 0) - memory.waiting_bytes
     error = _ACTIVATION_ERROR[is_gpu]
     items = [
@@ -76,7 +78,7 @@ _EXACT = {
 
 
 def _item(name: str, bytes_: int, relative_error: float, basis: Basis, note: str = "") -> BudgetItem:
-    return BudgetItem(name=_EXACT.get(name, name), bytes=bytes_, relative_error=relative_error, basis=basis, note=note)
+    return BudgetItem(name=name, bytes=bytes_, relative_error=relative_error, basis=basis, note=note)
 
 
 def _optimizer_items(state_bytes: int, optimizer: OptimizerUse | None) -> list[BudgetItem]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.finding import Finding
-from plimsoll.artifacts.store import Artifact
+from plimsoll.artifacts.store import Reportable
 from plimsoll.errors import InvalidReport, PlanMismatch
 
 
@@ -22,7 +22,7 @@ class Subject:
     signature: str
 
 
-def common_subject(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> Subject:
+def common_subject(artifacts: Sequence[Reportable], names: Sequence[str] = ()) -> Subject:
     """What all artifacts are about.
 
     Args:
@@ -56,7 +56,7 @@ def _first(texts: Iterable[str]) -> str:
     return next((text for text in texts if text), "")
 
 
-def _subject(artifact: Artifact, source: str) -> Subject:
+def _subject(artifact: Reportable, source: str) -> Subject:
     if isinstance(artifact, Comparison):
         return Subject(source, artifact.model, "", artifact.signature)
     if isinstance(artifact, Finding):

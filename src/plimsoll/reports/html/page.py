@@ -11,7 +11,7 @@ from plimsoll.artifacts.comparison_summary import comparison_notes
 from plimsoll.artifacts.finding import Finding
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
-from plimsoll.artifacts.store import Artifact
+from plimsoll.artifacts.store import Reportable
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.reports.html.advice_sections import advice_section, advice_statement, checklist_section
 from plimsoll.reports.html.comparison_sections import comparison_statement, comparison_table
@@ -43,7 +43,7 @@ class _Given:
     advice: tuple[Advice, ...]
 
 
-def compose_page(artifacts: Sequence[Artifact], subject: Subject) -> Page:
+def compose_page(artifacts: Sequence[Reportable], subject: Subject) -> Page:
     """Everything that the artifacts hold, in the order in which people ask for it."""
     given = _Given(
         plans=tuple(artifact for artifact in artifacts if isinstance(artifact, Plan)),
@@ -58,7 +58,7 @@ def compose_page(artifacts: Sequence[Artifact], subject: Subject) -> Page:
     return Page(subject.model or "A model without a name", _facts(artifacts, subject), statements, tuple(sections))
 
 
-def _statement(artifact: Artifact) -> Statement:
+def _statement(artifact: Reportable) -> Statement:
     if isinstance(artifact, Plan):
         return plan_statement(artifact)
     if isinstance(artifact, Receipt):
@@ -119,7 +119,7 @@ def _numbered(title: str, index: int, all_: Sequence[object]) -> str:
     return title if len(all_) == 1 else f"{title}, {index + 1} of {len(all_)}"
 
 
-def _facts(artifacts: Sequence[Artifact], subject: Subject) -> tuple[tuple[str, str], ...]:
+def _facts(artifacts: Sequence[Reportable], subject: Subject) -> tuple[tuple[str, str], ...]:
     """What the page is about: device, budget, batch, fingerprint."""
     devices = ", ".join(dict.fromkeys(artifact.device for artifact in artifacts if artifact.device))
     budgets = [
@@ -152,16 +152,16 @@ def _frontier(plans: Sequence[Plan], comparisons: Sequence[Comparison]) -> list[
     return [Section("Time against memory", tuple(elements))]
 
 
-def _remarks(artifacts: Sequence[Artifact]) -> list[Section]:
+def _remarks(artifacts: Sequence[Reportable]) -> list[Section]:
     notes = [note for artifact in artifacts for note in _notes(artifact)]
     return [Section("Notes", tuple(Paragraph(note) for note in dict.fromkeys(notes)))] if notes else []
 
 
-def _notes(artifact: Artifact) -> Sequence[str]:
+def _notes(artifact: Reportable) -> Sequence[str]:
     return comparison_notes(artifact) if isinstance(artifact, Comparison) else artifact.notes
 
 
-def _machine(artifacts: Sequence[Artifact]) -> Section:
+def _machine(artifacts: Sequence[Reportable]) -> Section:
     """Where the figures come from."""
     rows: dict[str, str] = {}
     for artifact in artifacts:

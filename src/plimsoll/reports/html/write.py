@@ -14,7 +14,8 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from plimsoll.artifacts.store import Artifact
+from plimsoll.artifacts.store import Artifact, Reportable
+from plimsoll.errors import InvalidReport
 from plimsoll.reports.html.content import Chart, Element, Fold, Page
 from plimsoll.reports.html.identity import common_subject
 from plimsoll.reports.html.page import compose_page
@@ -29,9 +30,23 @@ def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
 
     Raises:
         PlanMismatch: they are about different models or batches.
-        InvalidReport: there are none.
+        InvalidReport: there are none, or one is not about one step of one model.
     """
-    return render_html(compose_page(artifacts, common_subject(artifacts, names)))
+    reportable = _reportable(artifacts)
+    return render_html(compose_page(reportable, common_subject(reportable, names)))
+
+
+def _reportable(artifacts: Sequence[Artifact]) -> list[Reportable]:
+    found: list[Reportable] = []
+    for artifact in artifacts:
+        if not isinstance(artifact, Reportable):
+            raise InvalidReport(
+                f"There is no page for an artifact of kind {artifact.KIND!r}.",
+                why="a page is about one step of one model on one device",
+                next="`plimsoll show FILE` displays it",
+            )
+        found.append(artifact)
+    return found
 
 
 def render_html(page: Page) -> str:

@@ -1,0 +1,163 @@
+"""The whole training budget of one model on one layout of devices, rank by rank, with an error for every figure. No torch.
+
+An estimate lists *stages*: the ranks of one stage of a pipeline hold the same, so each stage stands for ``ranks`` of them.
+Bytes of a stage's items add up to what the device has to provide at the moment of the peak.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.model_facts import ModelFacts
+from plimsoll.artifacts.plan import Peak, Plan
+
+SCHEMA_VERSION = 1
+
+
+class BudgetItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of a device's memory at the moment of the peak.
+
+    ``bytes`` is ``None`` where the figure is ``UNSUPPORTED``; ``note`` then says why. ``relative_error`` is half the width of
+    the range in which the truth is expected, as a share of ``bytes``.
+    """
+
+    name: str
+    bytes: int | None
+    relative_error: float
+    basis: Basis
+    note: str = ""
+
+    @property
+    def error_bytes(self) -> int:
+        """Half the width of the range in which the truth is expected."""
+        return 0 if self.bytes is None else round(self.bytes * self.relative_error)
+
+
+class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of one stage: of one micro-batch but for ``optimizer_seconds`` and ``exposed_seconds``, which are of the step.
+
+    ``communication_seconds`` are those of collectives within forward and backward (and part of those figures);
+    ``exposed_seconds`` what data-parallel collectives add because no compute hides it.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    weight_gradient_seconds: float
+    recompute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    optimizer_seconds: float
+
+
+class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """What every rank of one pipeline rank's group holds and how long it takes; with virtual stages, all of them.
+
+    ``allocated_bytes`` is the peak of live tensors, ``reserved_bytes`` what the caching allocator holds for them,
+    ``expandable_bytes`` the same with ``expandable_segments:True``; ``None`` on a CPU, which has no such allocator.
+    ``unmanaged_bytes`` and ``recomputed_bytes`` are the allocated peaks without a plan and with everything recomputed.
+    """
+
+    stage: int
+    ranks: int
+    regions: str
+    in_flight: int
+    items: tuple[BudgetItem, ...]
+    allocated_bytes: int
+    reserved_bytes: int | None
+    expandable_bytes: int | None
+    unmanaged_bytes: int
+    recomputed_bytes: int
+    peak: Peak
+    seconds: StageSeconds
+    bubble_share: float
+    plans: tuple[Plan, ...] = ()
+    """The decisions of each stage of this rank, where memory was managed under a budget."""
+
+    @property
+    def total_bytes(self) -> int:
+        """What a device has to provide: all items that have a figure."""
+        return sum(item.bytes or 0 for item in self.items)
+
+    @property
+    def error_bytes(self) -> int:
+        """Half the width of the range of ``total_bytes``: errors of the items add up, none is taken to cancel another."""
+        return sum(item.error_bytes for item in self.items)
+
+    @property
+    def unsupported(self) -> tuple[BudgetItem, ...]:
+        """Items that no figure is given for."""
+        return tuple(item for item in self.items if item.basis is Basis.UNSUPPORTED)
+
+
+class Throughput(msgspec.Struct, frozen=True, kw_only=True):
+    """Speed of the whole job. ``tokens_per_second`` is ``None`` for models that do not count tokens.
+
+    ``mfu`` is the share of the devices' dense peak that the model's own arithmetic reaches (recomputation does not count as
+    arithmetic of the model); ``relative_error`` holds for all of these.
+    """
+
+    step_seconds: float
+    samples_per_second: float
+    tokens_per_second: float | None
+    mfu: float | None
+    relative_error: float
+    basis: Basis
+    note: str = ""
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """The training budget of ``target`` on ``device`` under ``layout``. Build one with ``plimsoll.estimate``."""
+
+    KIND: ClassVar[str] = "estimate"
+
+    schema_version: int = SCHEMA_VERSION
+    target: str
+    model: str
+    device: str
+    device_bytes: int | None
+    precision: str
+    optimizer: str
+    strategy: str
+    budget_bytes: int | None
+    layout: Layout
+    facts: ModelFacts
+    stages: tuple[StageEstimate, ...]
+    throughput: Throughput
+    notes: tuple[str, ...] = ()
+    trace_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+    @property
+    def tightest(self) -> StageEstimate:
+        """The stage that needs most memory."""
+        return max(self.stages, key=lambda stage: stage.total_bytes)
+
+    @property
+    def does_fit(self) -> bool | None:
+        """Whether every rank's memory holds; ``None`` where the error bars leave it open or the memory is not known."""
+        if self.device_bytes is None:
+            return None
+        needed, error = self.tightest.total_bytes, self.tightest.error_bytes
+        if needed + error <= self.device_bytes:
+            return True
+        return False if needed - error > self.device_bytes else None
+
+    def save(self, path: str | Path) -> None:
+        """Write the estimate as JSON, whole or not at all.
+
+        Raises:
+            PlanFileError: the place cannot be written.
+        """
+        from plimsoll.artifacts.store import save
+
+        save(self, path)
+
+    def __str__(self) -> str:
+        from plimsoll.artifacts.estimate_summary import summarise_estimate
+
+        return summarise_estimate(self)

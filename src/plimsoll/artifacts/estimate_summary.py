@@ -1,0 +1,157 @@
+"""An estimate in, plain text out: the verdict first, then the tightest stage item by item, then all stages. No torch."""
+
+from __future__ import annotations
+
+from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.columns import align
+from plimsoll.artifacts.estimate import BudgetItem, Estimate, StageEstimate
+from plimsoll.units import format_bytes, format_seconds
+
+_HOLDERS_SHOWN = 5
+_UNSUPPORTED = "unsupported"
+ITEM_HEADER = ("", "bytes", "±", "basis", "")
+STAGE_HEADER = (
+    "stage",
+    "ranks",
+    "regions",
+    "in flight",
+    "total",
+    "allocated",
+    "no plan",
+    "all recomputed",
+    "busy",
+    "bubble",
+)
+
+
+def summarise_estimate(estimate: Estimate) -> str:
+    """Everything that the estimate says, as text."""
+    lines = [f"Estimate of {title(estimate)}: {verdict(estimate)}", *setting_lines(estimate), ""]
+    lines += [tightest_heading(estimate), *align([list(ITEM_HEADER), *item_rows(estimate.tightest)], right=[1, 2])]
+    lines += ["", *peak_lines(estimate.tightest)]
+    if len(estimate.stages) > 1:
+        lines += ["", "Stages", *align([list(STAGE_HEADER), *stage_rows(estimate)], right=list(range(3, 10)))]
+    lines += ["", *speed_lines(estimate)]
+    lines += [f"\nNote: {note}" for note in estimate.notes]
+    return "\n".join(lines)
+
+
+def title(estimate: Estimate) -> str:
+    """``llama-3-70b on 64 x H100-SXM``."""
+    ranks = estimate.layout.ranks
+    return f"{estimate.target} on {f'{ranks:,} x ' if ranks > 1 else ''}{estimate.device}"
+
+
+def verdict(estimate: Estimate) -> str:
+    """Whether it fits, with the numbers that say so."""
+    stage = estimate.tightest
+    needed = f"{format_bytes(stage.total_bytes)} ± {format_bytes(stage.error_bytes)}"
+    if estimate.device_bytes is None:
+        return f"needs {needed}"
+    room = format_bytes(estimate.device_bytes)
+    if estimate.does_fit is None:
+        return f"too close to call, {needed} of {room}"
+    return f"fits, {needed} of {room}" if estimate.does_fit else f"does not fit, {needed} of {room}"
+
+
+def setting_lines(estimate: Estimate) -> list[str]:
+    """What was asked: sizes, precision, optimizer, layout, plan."""
+    facts = estimate.facts
+    sizes = [estimate.model]
+    if facts.parameters is not None:
+        sizes.append(f"{format_count(facts.parameters)} parameters")
+    sizes.append(f"micro-batch {facts.batch}" + (f" x {facts.sequence} tokens" if facts.sequence else ""))
+    how = [estimate.precision, estimate.optimizer, f"layout {estimate.layout}"]
+    managed = f"strategy {estimate.strategy}"
+    if estimate.budget_bytes is not None:
+        managed += f" under {format_bytes(estimate.budget_bytes)}"
+    return ["  " + ", ".join(sizes), "  " + ", ".join([*how, managed])]
+
+
+def format_count(count: int) -> str:
+    """A number of parameters as people write it.
+
+    Example:
+        >>> format_count(70_553_706_496)
+        '70.6B'
+    """
+    for scale, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if count >= scale:
+            return f"{count / scale:.1f}{unit}"
+    return f"{count:,}"
+
+
+def tightest_heading(estimate: Estimate) -> str:
+    """Which ranks the items are of."""
+    stage = estimate.tightest
+    if len(estimate.stages) == 1:
+        return "Every rank" if stage.ranks > 1 else "The device"
+    return f"The tightest stage, {stage.stage} of {len(estimate.stages)}: {stage.ranks:,} ranks each with"
+
+
+def item_rows(stage: StageEstimate) -> list[list[str]]:
+    """One row per item with bytes or reason, and the total."""
+    rows = [_item_row(item) for item in stage.items if item.bytes or item.basis is Basis.UNSUPPORTED]
+    return [*rows, ["total", format_bytes(stage.total_bytes), format_bytes(stage.error_bytes), "", ""]]
+
+
+def _item_row(item: BudgetItem) -> list[str]:
+    if item.bytes is None:
+        return [item.name, _UNSUPPORTED, "", "", item.note]
+    error = format_bytes(item.error_bytes) if item.error_bytes else "0"
+    return [item.name, format_bytes(item.bytes), error, item.basis.value, item.note]
+
+
+def peak_lines(stage: StageEstimate) -> list[str]:
+    """The moment of the peak and who holds it."""
+    lines = [f"Peak of live tensors: {format_bytes(stage.allocated_bytes)} in {stage.peak.moment}"]
+    holders = [[format_bytes(h.bytes), h.label] for h in stage.peak.holders[:_HOLDERS_SHOWN]]
+    lines += [f"  {line}" for line in align(holders, right=[0])]
+    if stage.reserved_bytes is not None and stage.expandable_bytes is not None:
+        lines.append(
+            f"Reserved by the allocator: {format_bytes(stage.reserved_bytes)}; "
+            f"{format_bytes(stage.expandable_bytes)} with expandable segments"
+        )
+    return lines
+
+
+def stage_rows(estimate: Estimate) -> list[list[str]]:
+    """One row per stage; neighbours that show the same are one row."""
+    rows: list[list[str]] = []
+    for stage in estimate.stages:
+        cells = _stage_cells(stage)
+        if rows and rows[-1][3:] == cells[3:]:
+            rows[-1][0] = f"{rows[-1][0].partition('-')[0]}-{stage.stage}"
+            rows[-1][2] = f"{rows[-1][2].partition(' … ')[0]} … {cells[2]}"
+        else:
+            rows.append(cells)
+    return rows
+
+
+def _stage_cells(stage: StageEstimate) -> list[str]:
+    seconds = stage.seconds
+    return [
+        str(stage.stage),
+        f"{stage.ranks:,}",
+        stage.regions,
+        str(stage.in_flight),
+        format_bytes(stage.total_bytes),
+        format_bytes(stage.allocated_bytes),
+        format_bytes(stage.unmanaged_bytes),
+        format_bytes(stage.recomputed_bytes),
+        format_seconds(seconds.forward_seconds + seconds.backward_seconds + seconds.recompute_seconds),
+        f"{stage.bubble_share:.0%}",
+    ]
+
+
+def speed_lines(estimate: Estimate) -> list[str]:
+    """Seconds of the step, tokens per second, MFU, and what takes the time."""
+    speed = estimate.throughput
+    facts = [f"step {format_seconds(speed.step_seconds)}"]
+    if speed.tokens_per_second is not None:
+        facts.append(f"{speed.tokens_per_second:,.0f} tokens/s")
+    facts.append(f"{speed.samples_per_second:,.3g} samples/s")
+    if speed.mfu is not None:
+        facts.append(f"MFU {speed.mfu:.0%}")
+    lines = [f"Speed: {', '.join(facts)}; ± {speed.relative_error:.0%}, {speed.basis.value}"]
+    return [*lines, f"  {speed.note}"] if speed.note else lines

@@ -1,0 +1,77 @@
+"""An estimate in, its picture for a terminal out: does it fit, what holds the memory, how fast it would be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.estimate import Estimate, StageEstimate
+from plimsoll.artifacts.estimate_summary import (
+    STAGE_HEADER,
+    peak_lines,
+    setting_lines,
+    speed_lines,
+    stage_rows,
+    tightest_heading,
+    title,
+    verdict,
+)
+from plimsoll.reports.timeline import draw_bar
+from plimsoll.units import format_bytes
+
+_VERDICT_STYLE = {True: "bold green", False: "bold red", None: "bold yellow"}
+
+
+def render_estimate(estimate: Estimate) -> RenderableType:
+    """The estimate as people read it: verdict, items with their errors, stages, speed."""
+    parts: list[RenderableType] = [
+        Text.assemble(
+            ("Estimate ", "bold"), f"of {title(estimate)}: ", (verdict(estimate), _VERDICT_STYLE[estimate.does_fit])
+        ),
+        *(Text(line, style="dim") for line in setting_lines(estimate)),
+        _heading(tightest_heading(estimate)),
+        render_items(estimate.tightest),
+        *(Padding(Text(line), (0, 0, 0, 2)) for line in peak_lines(estimate.tightest)),
+    ]
+    if len(estimate.stages) > 1:
+        parts += [_heading("Stages"), _table(STAGE_HEADER, stage_rows(estimate))]
+    parts += [Text(), *map(Text, speed_lines(estimate))]
+    parts += [Text(f"\nNote: {note}") for note in estimate.notes]
+    return Group(*parts)
+
+
+def render_items(stage: StageEstimate) -> Table:
+    """What one rank holds at its peak, item by item, as bars with errors."""
+    table = Table.grid(padding=(0, 2))
+    for justify in ("left", "right", "right", "left", "left"):
+        table.add_column(justify=justify)
+    total = max(stage.total_bytes, 1)
+    for item in stage.items:
+        if item.bytes is None:
+            table.add_row(f"  {item.name}", Text(Basis.UNSUPPORTED.value, style="yellow"), "", "", item.note)
+        elif item.bytes:
+            error = f"± {format_bytes(item.error_bytes)}" if item.error_bytes else item.basis.value
+            bar = draw_bar(item.bytes / total)
+            table.add_row(f"  {item.name}", format_bytes(item.bytes), error, bar, Text(item.note, style="dim"))
+    table.add_row(
+        Text("  total", style="bold"), Text(format_bytes(total), style="bold"), f"± {format_bytes(stage.error_bytes)}"
+    )
+    return table
+
+
+def _heading(text: str) -> Text:
+    return Text(f"\n{text}", style="bold")
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for position, name in enumerate(header):
+        table.add_column(name, justify="left" if position in (0, 2) else "right", no_wrap=position != 2)
+    for row in rows:
+        table.add_row(*row)
+    return table
