@@ -29,6 +29,7 @@ STAGES = {
     "verification",
     "reports",
     "probing",
+    "sharding",
     "layouts",
     "pipelining",
 }

@@ -15,6 +15,8 @@ from torch.utils.flop_counter import flop_registry
 from plimsoll.artifacts.trace import OpSpec
 
 _LONGEST_KEY = 512
+_COLLECTIVES = "plimsoll"
+"""The namespace of our stand-ins for collectives; each has an argument ``group``."""
 
 _SHORT = {
     torch.float32: "f32",
@@ -70,12 +72,25 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return []
 
 
+def _grouped_flops(rows: torch.Tensor, weights: torch.Tensor) -> int:
+    """Of a grouped product, which torch has no formula for: every row meets the weights of one group."""
+    groups = rows.shape[0] if rows.dim() == weights.dim() == 3 else 1
+    return 2 * groups * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
+
+
 def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpSpec:
-    """Arithmetic (torch's own flop formulas) and bytes moved (every tensor read or written once)."""
+    """Arithmetic (torch's own flop formulas) and bytes moved (every tensor read or written once).
+
+    Of a collective: no arithmetic, the size of the whole tensor, and the group it runs over.
+    """
     inputs = _tensors(args) + _tensors(list(kwargs.values()))
     outputs = _tensors(out)
+    if func.namespace == _COLLECTIVES:
+        return _collective_spec(func, args, kwargs, inputs + outputs)
     count = flop_registry.get(func._overloadpacket)
-    if count is not None:
+    if func is torch.ops.aten._grouped_mm.default:
+        flops = _grouped_flops(args[0], args[1])
+    elif count is not None:
         flops = int(count(*args, **kwargs, out_val=out))
     else:
         flops = sum(math.prod(tensor.shape) for tensor in outputs)
@@ -86,4 +101,17 @@ def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
         flops=flops,
         moved_bytes=moved,
         dtype=dtype_name(floats[0]) if floats else "i64",
+    )
+
+
+def _collective_spec(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+) -> OpSpec:
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return OpSpec(
+        name=op_name(func),
+        flops=0,
+        moved_bytes=max(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors),
+        dtype=dtype_name(tensors[0].dtype),
+        group=named["group"],
     )

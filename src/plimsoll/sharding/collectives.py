@@ -1,0 +1,165 @@
+"""One rank's tensors in, tensors of the shapes that a collective would give it out: stand-ins, on a single rank.
+
+Each is an op of its own (``plimsoll::all_gather`` and so on), so that a trace shows it, a planner sees its output as a value
+with a producer and a price, and a fake trace knows its shape. Nothing is sent: every other rank is taken to hold what this
+one holds (``all_gather`` repeats it, ``reduce_scatter`` keeps the first part, the reductions change nothing). Shapes,
+storages and what autograd saves are those of the real collective; values are not.
+
+``group`` names the dimension of the layout (``tp``, ``ep``), ``ranks`` its size.
+
+Source: the conjugate pairs f/g and g/ḡ of Shoeybi et al. 2019 (section 3) and Korthikanti et al. 2022 (section 4.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from plimsoll.errors import InvalidLayout
+
+
+@torch.library.custom_op("plimsoll::all_gather", mutates_args=())
+def all_gather(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
+    """Every rank's part, one after the other along ``dim``."""
+    return torch.cat([x] * ranks, dim)
+
+
+@all_gather.register_fake
+def _(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
+    return x.new_empty([size * ranks if axis == dim else size for axis, size in enumerate(x.shape)])
+
+
+@torch.library.custom_op("plimsoll::reduce_scatter", mutates_args=())
+def reduce_scatter(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
+    """The sum over ranks, of which each keeps one part along ``dim``."""
+    return x.narrow(dim, 0, x.shape[dim] // ranks).clone(memory_format=torch.contiguous_format)
+
+
+@reduce_scatter.register_fake
+def _(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
+    return x.new_empty([size // ranks if axis == dim else size for axis, size in enumerate(x.shape)])
+
+
+@torch.library.custom_op("plimsoll::all_to_all", mutates_args=())
+def all_to_all(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    """Rows exchanged in equal shares: as many come as go."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@all_to_all.register_fake
+def _(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("plimsoll::all_reduce_", mutates_args=("x",))
+def all_reduce_(x: torch.Tensor, ranks: int, group: str) -> None:
+    """The sum (or the largest) over ranks, in the place of ``x``."""
+
+
+@all_reduce_.register_fake
+def _(x: torch.Tensor, ranks: int, group: str) -> None:
+    return None
+
+
+def _keep_shape(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.call = inputs[1:]
+
+
+def _gathered_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    return reduce_scatter(gradient, *ctx.call), None, None, None
+
+
+def _scattered_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    return all_gather(gradient, *ctx.call), None, None, None
+
+
+def _exchanged_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    return all_to_all(gradient, *ctx.call), None, None
+
+
+all_gather.register_autograd(_gathered_gradient, setup_context=_keep_shape)
+reduce_scatter.register_autograd(_scattered_gradient, setup_context=_keep_shape)
+all_to_all.register_autograd(_exchanged_gradient, setup_context=_keep_shape)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+        ctx.call = (ranks, group)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        all_reduce_(gradients[0], *ctx.call)
+        return gradients[0], None, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+        all_reduce_(x, ranks, group)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return gradients[0], None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
+        ctx.call = (dim, ranks, group)
+        return _part(x, dim, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return all_gather(gradients[0], *ctx.call), None, None, None
+
+
+class _Unsplit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
+        ctx.call = (dim, ranks)
+        return all_gather(x, dim, ranks, group)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return _part(gradients[0], *ctx.call), None, None, None
+
+
+def enter(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    """Megatron's f: nothing in forward (the same memory); the gradient is summed over ranks, in place."""
+    return _Enter.apply(x, ranks, group)  # type: ignore[no-any-return]
+
+
+def leave(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    """Megatron's g: summed over ranks, in place; nothing in backward."""
+    return _Leave.apply(x, ranks, group)  # type: ignore[no-any-return]
+
+
+def split(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
+    """This rank's part of what every rank has; nothing is sent in forward, the gradient is gathered.
+
+    Raises:
+        InvalidLayout: the size along ``dim`` is no multiple of ``ranks``.
+    """
+    size = x.shape[dim]
+    if size % ranks:
+        raise InvalidLayout(
+            f"Sequence parallelism cannot divide {size} positions among {ranks} ranks.",
+            why=f"{size} is no multiple of {ranks}, and every rank holds as many positions of the residual stream",
+            next=f"take a sequence of {size // ranks * ranks or ranks} or {(size // ranks + 1) * ranks}, "
+            "or leave sequence parallelism out",
+        )
+    return _Split.apply(x, dim, ranks, group)  # type: ignore[no-any-return]
+
+
+def unsplit(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
+    """Every rank's part gathered, for work that every rank repeats: its gradient is whole, and only a part of it is kept."""
+    return _Unsplit.apply(x, dim, ranks, group)  # type: ignore[no-any-return]
+
+
+def _part(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
+    return x.narrow(dim, 0, x.shape[dim] // ranks).clone(memory_format=torch.contiguous_format)
