@@ -1,0 +1,211 @@
+"""Text such as ``dp=8,tp=8,sp,pp=16`` in, a ``Layout`` without contradictions out. No torch here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+import msgspec
+
+from plimsoll.artifacts.layout import Layout, PipelineSchedule
+from plimsoll.errors import InvalidLayout
+
+_FIELDS = {
+    "dp": "dp",
+    "tp": "tp",
+    "cp": "cp",
+    "pp": "pp",
+    "ep": "ep",
+    "zero": "zero",
+    "virtual": "virtual_stages",
+    "micro-batches": "micro_batches",
+}
+"""Keys whose values are whole numbers, and the fields that they set."""
+_KEYS = (*_FIELDS, "schedule", "sp")
+_SPELLINGS = {"micro_batches": "micro-batches", "microbatches": "micro-batches", "fsdp": "dp", "zero-stage": "zero"}
+"""What people also write, as a hint in the error."""
+_HIGHEST_ZERO = 3
+
+
+def read_layout(layout: str | Layout) -> Layout:
+    """A layout from text; one that is a ``Layout`` already is only checked.
+
+    Args:
+        layout: ``dp``, ``tp``, ``cp``, ``pp``, ``ep``, ``zero``, ``virtual``, ``micro-batches`` with a number, ``schedule``
+            with a name, ``sp`` alone; in any order, with commas between them.
+
+    Returns:
+        The layout; what was left out is 1 (``zero``: 0).
+
+    Raises:
+        InvalidLayout: an unknown key, a value that is no degree, or parts that contradict each other.
+
+    Example:
+        >>> layout = read_layout("pp=16, tp=8, sp, dp=8, schedule=interleaved, virtual=2, micro-batches=64")
+        >>> layout.ranks, layout.stages
+        (1024, 32)
+    """
+    if isinstance(layout, Layout):
+        _check(layout)
+        return layout
+    values: dict[str, int | bool | PipelineSchedule] = {}
+    for key, text in _entries(layout):
+        if key == "sp":
+            values["sequence_parallel"] = _flag(text)
+        elif key == "schedule":
+            values["schedule"] = _schedule(text)
+        else:
+            values[_FIELDS[key]] = _degree(key, text)
+    if "schedule" in values and values.get("pp", 1) == 1:
+        raise InvalidLayout(
+            f"A schedule, {values['schedule']}, but no pipeline.",
+            why="a schedule orders the micro-batches of several stages, and pp is 1",
+            next="give pp=, the number of pipeline ranks, or leave schedule= out",
+        )
+    found = msgspec.convert(values, Layout)
+    _check(found)
+    return found
+
+
+def layout_notes(layout: Layout) -> tuple[str, ...]:
+    """What a valid layout does that may not be wanted, in words."""
+    notes = []
+    if layout.zero == _HIGHEST_ZERO and layout.pp > 1:
+        notes.append(
+            f"zero=3 with pp={layout.pp}: every micro-batch gathers the parameters again, {layout.micro_batches} times a step"
+        )
+    if layout.pp > layout.micro_batches:
+        notes.append(
+            f"{layout.micro_batches} micro-batches for {layout.pp} pipeline ranks: at most "
+            f"{layout.micro_batches} ranks compute at a time"
+        )
+    return tuple(notes)
+
+
+def _entries(text: str) -> Iterator[tuple[str, str]]:
+    seen: set[str] = set()
+    for part in text.split(","):
+        key, _, value = (piece.strip() for piece in part.strip().partition("="))
+        if not key and not value and not text.strip():
+            return
+        if key not in _KEYS:
+            raise _unknown_key(key)
+        if key in seen:
+            raise InvalidLayout(
+                f"{key} is given twice in {text!r}.", why="only one value can hold", next=f"give {key} once"
+            )
+        seen.add(key)
+        yield key, value
+
+
+def _unknown_key(key: str) -> InvalidLayout:
+    meant = _SPELLINGS.get(key.lower())
+    close = [meant] if meant else difflib.get_close_matches(key.lower(), _KEYS, n=3, cutoff=0.5)
+    return InvalidLayout(
+        f"A layout has no {key!r}." if key else "A layout has an empty entry.",
+        why=f"it is made of {', '.join(_KEYS)}",
+        next=f"try {' or '.join(close)}" if close else 'write for example "dp=8,tp=2,sp,zero=3"',
+    )
+
+
+def _flag(text: str) -> bool:
+    if text not in ("", "1", "true"):
+        raise InvalidLayout(
+            f"sp={text} means nothing.", why="sequence parallelism is on or off", next="write sp alone, or leave it out"
+        )
+    return True
+
+
+def _schedule(text: str) -> PipelineSchedule:
+    names = [schedule.value for schedule in PipelineSchedule]
+    if text in names:
+        return PipelineSchedule(text)
+    close = difflib.get_close_matches(text.lower(), names, n=2, cutoff=0.3)
+    raise InvalidLayout(
+        f"No schedule is called {text!r}.",
+        why=f"there are {', '.join(names)}",
+        next=f"try {' or '.join(close)}" if close else "pick one of these",
+    )
+
+
+def _degree(key: str, text: str) -> int:
+    if not text.isdecimal():
+        raise InvalidLayout(
+            f"{key}={text} is no degree.", why="a degree is a whole number of ranks, stages or micro-batches",
+            next=f"write {key}=2, or leave it out",
+        )  # fmt: skip
+    return int(text)
+
+
+def _check(layout: Layout) -> None:
+    for key, name in _FIELDS.items():
+        value: int = getattr(layout, name)
+        least = 0 if key == "zero" else 1
+        if value < least:
+            raise InvalidLayout(
+                f"{key}={value} is too small.",
+                why=f"the least is {least}",
+                next=f"write {key}={least}, or leave it out",
+            )
+    _check_pipeline(layout)
+    _check_sharding(layout)
+
+
+def _check_pipeline(layout: Layout) -> None:
+    is_interleaved = layout.schedule is PipelineSchedule.INTERLEAVED
+    if layout.pp == 1 and (layout.schedule is not PipelineSchedule.ONE_F_ONE_B or layout.virtual_stages > 1):
+        raise InvalidLayout(
+            f"schedule={layout.schedule}, virtual={layout.virtual_stages}, but no pipeline.",
+            why="pp is 1: there are no stages to order",
+            next="give pp=, the number of pipeline ranks, or leave schedule= and virtual= out",
+        )
+    if layout.virtual_stages > 1 and not is_interleaved:
+        raise InvalidLayout(
+            f"virtual={layout.virtual_stages} with schedule={layout.schedule}.",
+            why="only the interleaved schedule gives a rank several stages",
+            next="write schedule=interleaved, or leave virtual= out",
+        )
+    if is_interleaved and layout.virtual_stages == 1:
+        raise InvalidLayout(
+            "schedule=interleaved with one stage per rank.",
+            why="interleaving is what several stages per rank are for; with one it is 1f1b",
+            next="give virtual=2 or more, or write schedule=1f1b",
+        )
+    if is_interleaved and layout.micro_batches % layout.pp:
+        below = layout.micro_batches // layout.pp * layout.pp
+        choices = [str(below)] if below else []
+        raise InvalidLayout(
+            f"micro-batches={layout.micro_batches} does not divide by pp={layout.pp}.",
+            why="an interleaved schedule goes through its stages in rounds of as many micro-batches as there are ranks",
+            next=f"write micro-batches={' or '.join([*choices, str(below + layout.pp)])}, or schedule=1f1b",
+        )
+
+
+def _check_sharding(layout: Layout) -> None:
+    if layout.sequence_parallel and layout.tp == 1:
+        raise InvalidLayout(
+            "sp without tp.",
+            why="sequence parallelism splits the sequence among the tensor-parallel ranks, and there is one",
+            next="give tp=2 or more; to split the sequence without tensor parallelism use cp=",
+        )
+    if layout.zero > _HIGHEST_ZERO:
+        raise InvalidLayout(
+            f"zero={layout.zero} does not exist.",
+            why="1 shards the optimizer state, 2 also gradients, 3 also parameters",
+            next="write zero=3",
+        )
+    if layout.zero and layout.shards == 1:
+        raise InvalidLayout(
+            f"zero={layout.zero} with one data-parallel rank.",
+            why="ZeRO shards over the dp and cp ranks, and dp x cp is 1",
+            next="give dp=2 or more, or leave zero= out",
+        )
+    if layout.shards % layout.ep:
+        degrees = [each for each in range(2, layout.shards + 1) if layout.shards % each == 0]
+        raise InvalidLayout(
+            f"ep={layout.ep} does not divide the {layout.shards} data-parallel ranks (dp={layout.dp} x cp={layout.cp}).",
+            why="expert parallelism spreads the experts over ranks of the data-parallel dimension; it adds none",
+            next=f"write ep={' or '.join(map(str, degrees))}"
+            if degrees
+            else "give dp= a multiple of ep, or leave ep= out",
+        )
