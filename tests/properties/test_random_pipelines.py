@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
+from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Status
-from plimsoll.artifacts.trace import Category
+from plimsoll.artifacts.trace import Category, Phase, Storage, Trace, TraceOp
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.describe import classes_at_peak, describe_peak
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
@@ -17,8 +19,27 @@ from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
 from unit.planning.builders import random_step
 
-STEPS = 40
+STEPS = 24
 ENUMERATED_VALUES = 6
+
+
+def random_stage(seed: int) -> tuple[Trace, Costs]:
+    """A random step, every other one with an optimizer that needs a lot of memory after all micro-batches are done."""
+    trace, costs = random_step(seed).finish()
+    if seed % 2 == 0:
+        return trace, costs
+    end = len(trace.ops)
+    step = TraceOp(name="step", module="", phase=Phase.OPTIMIZER, cost_key="step")
+    lasting = [msgspec.structs.replace(s, dies=end + 1) if s.born < 0 and s.dies >= end else s for s in trace.storages]
+    scratch = Storage(
+        id=len(lasting),
+        bytes=random.Random(seed).randint(1, 60),
+        category=Category.TEMPORARY,
+        label="scratch",
+        born=end,
+        dies=end + 1,
+    )
+    return msgspec.structs.replace(trace, ops=(*trace.ops, step), storages=(*lasting, scratch)), costs
 
 
 def every_choice(index: StepIndex) -> list[Simulation]:
@@ -33,7 +54,7 @@ def every_choice(index: StepIndex) -> list[Simulation]:
 @pytest.mark.parametrize("in_flight", [2, 5])
 def test_what_waits_is_what_a_step_alone_holds_between_forward_and_backward(in_flight: int) -> None:
     for seed in range(STEPS):
-        trace, costs = random_step(seed).finish()
+        trace, costs = random_stage(seed)
         draw = random.Random(seed)
         alone, among = StepIndex(trace, costs), StepIndex(trace, costs, in_flight=in_flight)
         choices = [Choice(frozenset(v for v in view.droppable if draw.random() < 0.5)) for view in alone.views]
@@ -44,7 +65,8 @@ def test_what_waits_is_what_a_step_alone_holds_between_forward_and_backward(in_f
             if storage.born < 0 and storage.category is not Category.INPUT and 2 * storage.dies > alone.handover
         )
         waiting = (in_flight - 1) * (int(one.curve[alone.handover]) - lasting)
-        assert np.array_equal(several.curve, one.curve + waiting), seed
+        is_before_step = np.arange(alone.instants) < among.last_wait
+        assert np.array_equal(several.curve, one.curve + waiting * is_before_step), seed
         assert several.seconds == one.seconds, seed
         assert sum(holder.bytes for holder in describe_peak(several).holders) == several.peak_bytes, seed
         assert sum(classes_at_peak(several).values()) == several.peak_bytes, seed
@@ -54,7 +76,7 @@ def test_what_waits_is_what_a_step_alone_holds_between_forward_and_backward(in_f
 def test_plans_for_several_micro_batches_fit_are_bounded_and_optimal_where_that_can_be_checked(in_flight: int) -> None:
     checked = 0
     for seed in range(STEPS):
-        trace, costs = random_step(seed).finish()
+        trace, costs = random_stage(seed)
         planner = Planner(trace, costs, in_flight=in_flight)
         low, high = planner.floor.peak_bytes, planner.baseline.peak_bytes
         budget_bytes = random.Random(seed).randint(int(0.98 * low), max(high, low))

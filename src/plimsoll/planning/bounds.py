@@ -13,7 +13,7 @@ packing, ``w[r]`` = its seconds of waiting for the link, ``E[r]`` = its squared 
 7   Σ E[r] ≤ max_error², Σ B[r] ≤ host budget                   where they are limited
 ==  ==========================================================  ======================================================
 
-With micro-batches that wait, ``waiting`` times what is held at the handover counts at every instant.
+With micro-batches that wait, ``waiting`` times what is held at the handover counts until the optimizer steps.
 
 ``past[m]`` are the bytes that need no longer be held at m, so ``R[r] - past[m]`` is never more than what is held. Replay's
 own memory is left out (only values being read count), so this is a bound for every choice. It bounds this model of the
@@ -175,7 +175,7 @@ class LowerBound:
 
     def _memory_rows(self) -> tuple[Floats, Floats]:
         """Rows 3 to 5: coefficients of R and of B, and the bytes that are there besides."""
-        edges = {0, self.index.instants}
+        edges = {0, self.index.instants, self.index.last_wait}
         for region in self.regions:
             edges |= {region.frame.exit, region.frame.start, region.frame.stop, *region.sent_until, *region.back_from}
         ordered = sorted(edge for edge in edges if 0 <= edge <= self.index.instants)
@@ -184,7 +184,7 @@ class LowerBound:
         waits = waiting * np.array([region.held_share(at, at + 1)[0] for region in self.regions])
         for a, b in itertools.pairwise(ordered):
             between = np.array([region.held_share(a, b) for region in self.regions], dtype=np.float64).reshape(-1, 2)
-            between[:, 0] += waits
+            between[:, 0] += waits if a < self.index.last_wait else 0.0
             active = [p for p, r in enumerate(self.regions) if r.frame.start <= a and b <= r.frame.stop]
             level = self.fixed[a:b].copy()
             for position in active:
@@ -196,7 +196,7 @@ class LowerBound:
                 region = self.regions[position]
                 past = region.past[a - region.frame.start : b - region.frame.start]
                 with_own = between.copy()
-                with_own[position] = (1.0 + waits[position], region.buffer_share)
+                with_own[position] = (1.0 + (waits[position] if a < self.index.last_wait else 0.0), region.buffer_share)
                 rows.append(with_own.T.ravel())
                 room.append(int((level - past).max()))
         return np.array(rows).reshape(-1, 2 * len(self.regions)), np.array(room, dtype=np.float64)
@@ -285,7 +285,7 @@ def _relief(index: StepIndex) -> Ints:
 def _least_fixed(index: StepIndex, *, boundaries: bool) -> Ints:
     """The least that is there besides what regions retain, for this micro-batch and for those that wait."""
     less = _relief(index) + (index.fixed - _without_boundaries(index) if boundaries else 0)
-    least: Ints = index.fixed - less - index.waiting * int(less[index.handover])
+    least: Ints = index.fixed - less - index.waits(int(less[index.handover]))
     return least
 
 

@@ -41,7 +41,7 @@ def describe_peak(simulation: Simulation) -> Peak:
         spans = [*actual_cover(index, storage_.id, linked), *holds.get(storage_.id, ())]
         if any(start <= instant < stop for start, stop in spans):
             add(holder_label(storage_.category, storage_.label), storage_.bytes)
-    if index.waiting:
+    if index.waiting and instant < index.last_wait:
         add(f"{index.waiting} other micro-batches in flight", waiting_bytes(simulation))
     workspace = int(index.workspace[instant])
     if workspace:

@@ -82,7 +82,7 @@ def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
     replays = [replay(index, chain, linked) for chain in chains(index, choices, linked)]
     change = _storage_changes(index, replays, linked)
     added = np.cumsum(change)[:-1]
-    curve = index.fixed + added + index.waiting * int(added[index.handover])
+    curve = index.fixed + added + index.waits(int(added[index.handover]))
     for outcome in replays:
         _add_levels(curve, outcome)
     peak_instant = int(np.argmax(curve))

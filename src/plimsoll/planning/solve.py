@@ -298,7 +298,8 @@ def _write(
     if simulation.seconds > baseline.seconds:
         relaxed = planner.problem.relax(room_bytes if room_bytes is not None else simulation.peak_bytes)
         window_prices = window_prices if relaxed is None else relaxed.window_prices
-    waits = planner.index.waiting * float(window_prices.sum())
+    spans, last_wait = planner.problem.windows.spans, planner.index.last_wait
+    waits = planner.index.waiting * float(window_prices[[a < last_wait for a, _ in spans]].sum())
     region_prices = [waits + float(window_prices[list(held)].sum()) for held in planner.problem.windows.is_held]
     overhead = simulation.seconds - baseline.seconds
     gap = max(simulation.seconds - outcome.lower_bound_seconds, 0.0)

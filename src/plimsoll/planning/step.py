@@ -10,6 +10,7 @@ slot until its region's forward ends (the engine keeps real tensors until then).
 In a pipeline a stage runs the step of one micro-batch while others *wait* between their forward and their backward. With
 ``in_flight`` micro-batches at most, all but one wait, each with what is alive at the ``handover`` from forward to backward
 and was not there before the step. All take the same choices, so what waits is a multiple of what one of them holds there.
+None is left when the optimizer steps.
 """
 
 from __future__ import annotations
@@ -158,6 +159,18 @@ class StepIndex:
         return 2 * next(backward, len(self.trace.ops))
 
     @cached_property
+    def last_wait(self) -> int:
+        """The instant from which on no micro-batch waits: the optimizer steps."""
+        steps = (tick for tick, op in enumerate(self.trace.ops) if op.phase is Phase.OPTIMIZER)
+        return 2 * next(steps, len(self.trace.ops) + 1)
+
+    def waits(self, held_bytes: int) -> Ints:
+        """What waiting micro-batches hold per instant, if each holds so many bytes at the handover."""
+        curve = np.zeros(self.instants, dtype=np.int64)
+        curve[: self.last_wait] = self.waiting * held_bytes
+        return curve
+
+    @cached_property
     def lasting_bytes(self) -> int:
         """What every micro-batch shares: alive at the handover, and there before the step without being its input."""
         return sum(
@@ -172,7 +185,7 @@ class StepIndex:
     def fixed(self) -> Ints:
         """Fixed bytes per instant, those of waiting micro-batches included."""
         alone = self._fixed_alone()
-        return alone + self.waiting * (int(alone[self.handover]) - self.lasting_bytes)
+        return alone + self.waits(int(alone[self.handover]) - self.lasting_bytes)
 
     def _fixed_alone(self) -> Ints:
         change = np.zeros(self.instants + 1, dtype=np.int64)

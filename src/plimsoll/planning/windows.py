@@ -3,7 +3,7 @@
 A window is a stretch of instants in which every region but at most one adds a constant. Then the peak of the window is a
 sum over regions: constants of the others, and for the active one the joint maximum of fixed bytes and its own curve. Where
 two regions are active at once (parallel branches), every instant is a window of its own, so the constraint stays exact.
-What waiting micro-batches hold is a multiple of what is added at the handover, in every window.
+What waiting micro-batches hold is a multiple of what is added at the handover, in every window before the optimizer's.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
     stacks = {key: _Stack(choice_set.effects) for key, choice_set in unique.items()}
     spans = _split(index, frames, [stacks[id(choice_set)] for choice_set in sets])
     handover = next((w for w, (a, b) in enumerate(spans) if a <= index.handover < b), -1)
+    waits = np.array([index.waiting if a < index.last_wait else 0 for a, _ in spans], dtype=np.int64)
     fixed = np.array([int(index.fixed[a:b].max()) for a, b in spans], dtype=np.int64)
     effects, added = [], []
     for frame, choice_set in zip(frames, sets, strict=True):
@@ -57,7 +58,7 @@ def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
         left = stack.undominated(tuple(dict.fromkeys(keys)))
         effects.append(tuple(choice_set.effects[choice] for choice in left))
         rows = np.stack([stack.row(key)[left] for key in keys])
-        added.append(rows + index.waiting * rows[handover] if index.waiting else rows)
+        added.append(rows + np.outer(waits, rows[handover]) if index.waiting else rows)
     is_held = tuple(tuple(frame.exit <= a and b <= frame.stop for a, b in spans) for frame in frames)
     return Windows(tuple(spans), fixed, tuple(effects), tuple(added), is_held)
 
@@ -65,7 +66,7 @@ def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
 def _split(index: StepIndex, frames: Sequence[Frame], stacks: Sequence[_Stack]) -> list[tuple[int, int]]:
     cuts = {0, index.instants}
     if index.waiting:
-        cuts |= {index.handover, index.handover + 1}
+        cuts |= {index.handover, index.handover + 1, index.last_wait}
     varying = []
     for frame, stack in zip(frames, stacks, strict=True):
         settled = frame.start + stack.settles
