@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.forms import Form
@@ -22,6 +23,19 @@ Level = tuple[int, int]
 """From this instant on, this many bytes."""
 Live = tuple[str, int]
 """Label and bytes of one buffer."""
+
+
+class BufferEvent(NamedTuple):
+    """A buffer of a replay that is allocated (positive bytes) or let go (negative) at an even instant.
+
+    ``is_due``: slots let it go, before anything is rebuilt at that instant. Workspaces are buffers for one op.
+    """
+
+    instant: int
+    buffer: int
+    bytes: int
+    label: str
+    is_due: bool = False
 
 
 @dataclass(slots=True)
@@ -45,13 +59,17 @@ class Replay:
     """(region, packed value) in the order of bringing back."""
     live: list[Live] = field(default_factory=list)
     """Rebuilt buffers at the watched instant, at its highest."""
+    buffers: list[BufferEvent] = field(default_factory=list)
+    """Every buffer coming and going, in order."""
 
 
 @dataclass(slots=True)
 class _Memory:
-    """Reference-counted buffers."""
+    """Reference-counted buffers, and the log of their coming and going."""
 
+    log: list[BufferEvent]
     bytes_now: int = 0
+    instant: int = 0
     sizes: list[int] = field(default_factory=list)
     references: list[int] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
@@ -61,16 +79,20 @@ class _Memory:
         self.references.append(1)
         self.labels.append(label)
         self.bytes_now += size
-        return len(self.sizes) - 1
+        buffer = len(self.sizes) - 1
+        self.log.append(BufferEvent(self.instant, buffer, size, label))
+        return buffer
 
     def retain(self, buffer: int) -> int:
         self.references[buffer] += 1
         return buffer
 
-    def release(self, buffer: int) -> None:
+    def release(self, buffer: int, *, is_due: bool = False) -> None:
         self.references[buffer] -= 1
         if not self.references[buffer]:
-            self.bytes_now -= self.sizes[buffer]
+            size = self.sizes[buffer]
+            self.bytes_now -= size
+            self.log.append(BufferEvent(self.instant, buffer, -size, self.labels[buffer], is_due))
 
     def alive(self) -> list[Live]:
         return [
@@ -123,7 +145,7 @@ class _Machine:
         self.index = index
         self.watch = watch
         self.out = Replay()
-        self.memory = _Memory()
+        self.memory = _Memory(self.out.buffers)
         self.highest = 0
         self.watched = -1
         self.releases: dict[int, list[int]] = {}
@@ -263,6 +285,7 @@ class _Machine:
             part = self.parts[region]
             if at == 0 or reads[at - 1][0] != tick:
                 self._let_go(2 * tick)
+                self.memory.instant = 2 * tick
                 self.highest = self.memory.bytes_now
                 self._look(2 * tick)
             self._read(part, part.view.graph.backward_order[rank], 2 * tick)
@@ -275,19 +298,28 @@ class _Machine:
     def _let_go(self, instant: int) -> None:
         """Release everything that slots let go at or before ``instant``."""
         for due in sorted(d for d in self.releases if d <= instant):
+            self.memory.instant = due
             for buffer in self.releases.pop(due):
-                self.memory.release(buffer)
+                self.memory.release(buffer, is_due=True)
             self.out.levels.append((due, self.memory.bytes_now))
             self._look(due)
 
-    def _look(self, instant: int, workspace: Live | None = None) -> None:
+    def _look(self, instant: int) -> None:
         """List the live buffers if nothing later, up to the watched instant, and nothing higher at it was seen."""
         if instant > self.watch:
             return
-        level = self.memory.bytes_now + (workspace[1] if workspace else 0)
+        level = self.memory.bytes_now
         if instant < self.watch or level >= self.watched:
-            self.out.live = self.memory.alive() + ([workspace] if workspace else [])
+            self.out.live = self.memory.alive()
         self.watched = -1 if instant < self.watch else max(level, self.watched)
+
+    def _work(self, instant: int, label: str, workspace_bytes: int) -> None:
+        """Note how high the replay is while an op, or a form, has its workspace."""
+        buffer = self.memory.allocate(workspace_bytes, label) if workspace_bytes else -1
+        self.highest = max(self.highest, self.memory.bytes_now)
+        self._look(instant)
+        if buffer >= 0:
+            self.memory.release(buffer)
 
     def _read(self, part: _Part, slot_index: int, instant: int) -> None:
         slot = part.view.graph.slots[slot_index]
@@ -343,9 +375,8 @@ class _Machine:
                 )
                 if write in wanted:
                     self._keep_until(part.buffer_of[write], wanted[write])
-            workspace = self.index.trace.workspaces.get(op.cost_key, 0)
-            self.highest = max(self.highest, self.memory.bytes_now + workspace)
-            self._look(instant, (f"{part.view.call.name} workspace of {op.name}", workspace) if workspace else None)
+            workspace_bytes = self.index.trace.workspaces.get(op.cost_key, 0)
+            self._work(instant, f"{part.view.call.name} workspace of {op.name}", workspace_bytes)
             self._forget(part, step.frees)
 
     def _load(self, part: _Part, step: Step, wanted: Mapping[int, int], instant: int) -> None:
@@ -360,9 +391,7 @@ class _Machine:
         part.buffer_of[step.load] = buffer
         if step.load in wanted:
             self._keep_until(buffer, wanted[step.load])
-        self.highest = max(self.highest, self.memory.bytes_now + form.workspace_bytes)
-        workspace = (f"{part.view.call.name} workspace of {form.name}", form.workspace_bytes)
-        self._look(instant, workspace if form.workspace_bytes else None)
+        self._work(instant, f"{part.view.call.name} workspace of {form.name}", form.workspace_bytes)
 
     def _keep_until(self, buffer: int, instant: int) -> None:
         self.releases.setdefault(instant, []).append(self.memory.retain(buffer))
