@@ -161,7 +161,7 @@ def test_our_own_mistakes_keep_their_traceback(runner: CliRunner, pipeline: Fake
         ("no_such_module:step", "no_such_module does not import."),
         ("missing.json", "missing.json cannot be read as JSON."),
         ("empty.json", "empty.json is no configuration of a model."),
-        ("unknown.json", "cannot build"),
+        ("unknown.json", "knows no model_type 'perpetuum-mobile'"),
     ],
 )
 def test_a_target_that_does_not_load_says_why(

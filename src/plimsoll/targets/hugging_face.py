@@ -1,137 +1,87 @@
-"""A Hugging Face configuration in, a model with random weights and a random batch out. Nothing is downloaded."""
+"""A transformers configuration in, a model with random weights out. Nothing is downloaded."""
 
 from __future__ import annotations
 
-import json
+import difflib
 import logging
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from plimsoll.errors import InvalidTarget
-from plimsoll.targets.target import Target, TargetOptions
 
 if TYPE_CHECKING:
     import torch
 
-_SEED = 0
-_BATCH = 1
-_SEQUENCE = 512
+    from plimsoll.targets.recipe import Recipe
+
+_AUTO_CLASSES = (
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForMaskedLM",
+    "AutoModelForCausalLM",
+    "AutoModelForImageClassification",
+    "AutoModelForZeroShotImageClassification",
+)
+"""Where a configuration names no class: the first of these that knows its type, a head with a loss."""
 
 
-def build_from_file(path: Path, options: TargetOptions) -> Target:
-    """Build what a ``config.json`` describes.
-
-    Raises:
-        InvalidTarget: no such file, not a model's configuration, or an architecture that transformers does not know.
-    """
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidTarget(
-            f"{path} cannot be read as JSON.",
-            why=str(error),
-            next="give the config.json of a Hugging Face model",
-        ) from error
-    if not isinstance(fields, dict) or "model_type" not in fields:
-        raise InvalidTarget(
-            f"{path} is no configuration of a model.",
-            why='it has no "model_type"',
-            next="give the config.json of a Hugging Face model; `plimsoll show` displays plans",
-        )
-    architectures = fields.get("architectures") or [""]
-    return build(fields, architectures[0], options, _BATCH, _SEQUENCE)
-
-
-def build(fields: dict[str, Any], architecture: str, options: TargetOptions, batch: int, sequence: int) -> Target:
-    """Build a model from the fields of its configuration.
+def build_model(recipe: Recipe, dtype: torch.dtype | None) -> torch.nn.Module:
+    """Build the model on the current default device.
 
     Args:
-        fields: as in ``config.json``.
-        architecture: the class in transformers, or nothing for the causal language model of this ``model_type``.
-        options: what the command line says about size and place; overrides ``batch`` and ``sequence``.
-        batch: examples in the batch.
-        sequence: tokens per example, for models of text.
+        recipe: with the fields of a ``config.json``.
+        dtype: of the parameters; ``None`` for the configuration's own.
 
     Raises:
-        InvalidTarget: transformers is missing, or refuses the configuration.
+        InvalidTarget: transformers is missing, does not know the architecture, or refuses the configuration.
     """
-    import torch
-
     transformers = _import_transformers()
     quiet_transformers()
-    if not options.is_meta:
-        _refuse_absent(options.device)
+    fields = dict(recipe.fields)
     model_type = fields["model_type"]
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise _unknown(transformers, "model_type", model_type, list(transformers.CONFIG_MAPPING.keys()))
     try:
         config = transformers.AutoConfig.for_model(**fields)
         config.use_cache = False  # a cache for generation would keep keys and values alive through the step
-        with torch.random.fork_rng(devices=[]), torch.device("meta" if options.is_meta else options.device):
-            torch.manual_seed(_SEED)
-            model = _make_model(transformers, config, architecture)
+        class_ = _class_of(transformers, config, recipe.architecture)
+        made: torch.nn.Module = class_._from_config(config, **({} if dtype is None else {"dtype": dtype}))
+    except InvalidTarget:
+        raise
     except Exception as error:  # transformers raises whatever its configurations run into
         raise InvalidTarget(
-            f"transformers {transformers.__version__} cannot build {architecture or model_type!r}.",
+            f"transformers {transformers.__version__} cannot build {recipe.architecture or model_type!r}.",
             why=f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}",
             next="check the configuration, or write a function and give package.module:function",
         ) from error
-    model.train()
-    return Target(model=model, batch=_make_batch(model, options, options.batch or batch, options.sequence or sequence))
+    return made.train()
 
 
-def _refuse_absent(device: str) -> None:
-    """Refuse a device that torch cannot allocate on here."""
-    import torch
-
-    try:
-        torch.empty(1, device=device)
-    except Exception as error:  # torch raises AssertionError, RuntimeError or NotImplementedError, by kind of device
+def _class_of(transformers: ModuleType, config: Any, architecture: str) -> Any:
+    if not architecture:
+        for name in _AUTO_CLASSES:
+            known = getattr(transformers, name)._model_mapping
+            if type(config) in known:
+                found = known[type(config)]
+                return found[0] if isinstance(found, tuple) else found
         raise InvalidTarget(
-            f"There is no device {device!r} here.",
-            why=f"torch {torch.__version__} says: {str(error).strip().split(chr(10))[0]}",
-            next="leave --device out for the CPU, or plan for a device that is not here with --device-profile",
-        ) from error
+            f'the configuration of {config.model_type!r} names no class in "architectures".',
+            why="and transformers has no class for it whose loss is known",
+            next='add "architectures": ["…"], or write a function and give package.module:function',
+        )
+    class_ = getattr(transformers, architecture, None)
+    if class_ is None:
+        names = [name for name in dir(transformers) if "For" in name or name.endswith("Model")]
+        raise _unknown(transformers, "architecture", architecture, names)
+    return class_
 
 
-def _make_model(transformers: ModuleType, config: Any, architecture: str) -> torch.nn.Module:
-    made: torch.nn.Module
-    if architecture:
-        made = getattr(transformers, architecture)._from_config(config)
-    else:
-        made = transformers.AutoModelForCausalLM.from_config(config)
-    return made
-
-
-def _make_batch(model: torch.nn.Module, options: TargetOptions, batch: int, sequence: int) -> dict[str, Any]:
-    """A random batch with labels for models of text and for image classifiers."""
-    import torch
-
-    config: Any = model.config
-    known = config.to_dict()
-    if options.sequence is None:  # what is too long for a small configuration is not what anybody asked for
-        sequence = min(sequence, getattr(config, "max_position_embeddings", sequence))
-    random = torch.Generator().manual_seed(_SEED)
-    if "vocab_size" in known:
-        tokens = torch.randint(known["vocab_size"], (batch, sequence), generator=random).to(options.device)
-        labels = tokens
-        if "SequenceClassification" in type(model).__name__:
-            labels = torch.zeros(batch, dtype=torch.long, device=options.device)
-        return {"input_ids": tokens, "labels": labels}
-    if "image_size" in known and "ImageClassification" in type(model).__name__:
-        if options.sequence is not None:
-            raise InvalidTarget(
-                f"--seq would have no effect on {type(model).__name__}.",
-                why="its batch is images, whose size the configuration decides",
-                next="leave it out, or change image_size in the configuration",
-            )
-        shape = (batch, known.get("num_channels", 3), known["image_size"], known["image_size"])
-        pixels = torch.rand(shape, generator=random).to(options.device)
-        labels = torch.randint(config.num_labels, (batch,), generator=random).to(options.device)
-        return {"pixel_values": pixels, "labels": labels}
-    raise InvalidTarget(
-        f"no batch is known for {type(model).__name__}.",
-        why="Plimsoll makes random batches for models of text and for image classifiers only",
-        next="write a function that returns (model, batch) and give package.module:function",
+def _unknown(transformers: ModuleType, what: str, name: str, known: list[str]) -> InvalidTarget:
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    return InvalidTarget(
+        f"transformers {transformers.__version__} knows no {what} {name!r}.",
+        why=f"the closest names are {', '.join(close)}" if close else f"nothing among its {len(known)} is close to it",
+        next="correct the configuration, upgrade transformers, or write a function and give package.module:function",
     )
 
 

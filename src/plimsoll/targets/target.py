@@ -12,34 +12,37 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plimsoll.catalogue.models import CATALOGUE
+from plimsoll.artifacts.precision import Precision
 from plimsoll.errors import InvalidTarget
+from plimsoll.targets.recipe import find_recipe
 
 if TYPE_CHECKING:
     import torch
 
 _HERE = "cpu"
-_FORMS = "package.module:function, a Hugging Face config.json, or a name from the catalogue"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
     """How a target from a configuration is built; a function decides for itself.
 
-    With ``is_meta`` the model's parameters take no memory: enough to plan for a device that is not here.
+    With ``is_meta`` the model's parameters take no memory: enough to plan for a device that is not here. ``precision`` is
+    ``None`` for the configuration's own types.
     """
 
     batch: int | None = None
     sequence: int | None = None
     device: str = _HERE
     is_meta: bool = False
+    precision: Precision | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """What a target stands for. ``batches`` is the stream whose first batch is ``batch``, where there is one.
 
-    With ``is_configured`` the model was built from a configuration, and ``batch`` is random.
+    With ``is_configured`` the model was built from a configuration, and ``batch`` is random. ``precision`` says under which
+    autocast its step runs; ``notes`` what the target does not show.
     """
 
     model: torch.nn.Module
@@ -47,6 +50,21 @@ class Target:
     loss: Callable[[Any], torch.Tensor] | None = None
     batches: Iterable[Any] | None = None
     is_configured: bool = False
+    precision: Precision | None = None
+    notes: tuple[str, ...] = ()
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The context of the forward pass: autocast where the precision is mixed, nothing otherwise."""
+        import torch
+
+        name = None if self.precision is None else self.precision.autocast_dtype
+        if name is None:
+            yield
+            return
+        home = next((parameter.device.type for parameter in self.model.parameters()), _HERE)
+        with torch.autocast(_HERE if home == "meta" else home, dtype=getattr(torch, name)):
+            yield
 
 
 def load_target(text: str, options: TargetOptions) -> Target:
@@ -55,29 +73,18 @@ def load_target(text: str, options: TargetOptions) -> Target:
     Args:
         text: ``package.module:function`` (the working directory is importable), the path of a ``config.json``, or a name
             from the catalogue.
-        options: batch size, sequence length and place for the latter two.
+        options: batch size, sequence length, place and precision for the latter two.
 
     Raises:
         InvalidTarget: it does not import, does not exist, or does not return a model and a batch.
     """
-    from plimsoll.targets import hugging_face
-
-    if text in CATALOGUE:
-        known = CATALOGUE[text]
-        built = hugging_face.build(dict(known.config), known.architecture, options, known.batch, known.sequence)
-        return replace(built, is_configured=True)
-    path = Path(text)
-    if path.suffix == ".json" or path.is_dir():
-        built = hugging_face.build_from_file(path / "config.json" if path.is_dir() else path, options)
-        return replace(built, is_configured=True)
-    if ":" in text:
+    recipe = find_recipe(text)
+    if recipe is None:
         _refuse_sizes(text, options)
-        return _load_function(text)
-    raise InvalidTarget(
-        f"{text!r} is no target.",
-        why=f"a target is {_FORMS}",
-        next=f"the catalogue has {', '.join(CATALOGUE)}",
-    )
+        return _load_function(text, options.precision)
+    from plimsoll.targets.build import build
+
+    return build(recipe, options)
 
 
 def _refuse_sizes(text: str, options: TargetOptions) -> None:
@@ -88,6 +95,7 @@ def _refuse_sizes(text: str, options: TargetOptions) -> None:
             ("--batch", options.batch is not None),
             ("--seq", options.sequence is not None),
             ("--device", options.device != _HERE),
+            ("--precision", options.precision is not None and not options.precision.is_mixed),
         )
         if is_given
     ]
@@ -99,7 +107,7 @@ def _refuse_sizes(text: str, options: TargetOptions) -> None:
         )
 
 
-def _load_function(text: str) -> Target:
+def _load_function(text: str, precision: Precision | None) -> Target:
     module_name, _, function_name = text.partition(":")
     if not module_name or not function_name.isidentifier():
         raise InvalidTarget(
@@ -120,7 +128,7 @@ def _load_function(text: str) -> Target:
                 why=f"{type(error).__name__}: {error}",
                 next=f"call {function_name}() from Python to see where; it takes no arguments",
             ) from error
-    return _unpack(text, made)
+    return replace(_unpack(text, made), precision=precision)
 
 
 def _find_function(text: str, module_name: str, function_name: str) -> Callable[[], object]:

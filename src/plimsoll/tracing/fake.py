@@ -26,6 +26,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from plimsoll.tracing.grouped import GROUPED_MM, grouped_product
+
 _MOST_REAL_FLOAT_BYTES = 4 * 2**20
 _MOST_REAL_INTEGER_BYTES = 64 * 2**20
 """Up to this size a tensor that depends on nothing fake is real."""
@@ -110,6 +112,8 @@ class KnownValues(TorchDispatchMode):
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked several times per op; the fake mode's way to it is long
         kwargs = kwargs or {}
+        if func is GROUPED_MM:
+            return grouped_product(*args, **kwargs)
         tensors = _tensors([args, list(kwargs.values())])
         if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)

@@ -17,11 +17,14 @@ form, which saves the same tensors as cuDNN's up to its small reserve. None of t
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.library import Library
+
+from plimsoll.artifacts.kernels import runs_gpu_kernels as runs_gpu_kernels
 
 _ATEN = torch.ops.aten
 _NARROW_DTYPES = (torch.float16, torch.bfloat16)
@@ -52,11 +55,6 @@ _FLOAT32_UNDER_CUDA_AUTOCAST = (
 """The ops of CUDA's autocast list that models use and that autocast on the CPU leaves in the narrow type."""
 
 
-def runs_gpu_kernels(device_name: str) -> bool:
-    """Whether a device of this name runs GPU kernels: all do that do not call themselves a CPU."""
-    return "cpu" not in device_name.lower()
-
-
 @contextlib.contextmanager
 def target_kernels(device_name: str) -> Iterator[None]:
     """Let CPU tensors take the kernels of the device. Nothing changes for a CPU."""
@@ -73,8 +71,10 @@ def target_kernels(device_name: str) -> Iterator[None]:
         library.impl("log_softmax.int", _log_softmax, "AutogradCPU")
         caller = next((device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)), None)
         if caller is not None:
-            for name in _FLOAT32_UNDER_CUDA_AUTOCAST:
-                library.impl(name, _in_float32(name), "AutocastCPU")
+            with warnings.catch_warnings():  # of the kernels that are replaced: that is what is wanted here
+                warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+                for name in _FLOAT32_UNDER_CUDA_AUTOCAST:
+                    library.impl(name, _in_float32(name), "AutocastCPU")
             stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype(caller)))
         yield
 

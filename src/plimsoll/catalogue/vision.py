@@ -1,0 +1,140 @@
+"""Models of images: ViT, CLIP, and the denoiser of Stable Diffusion 1.5."""
+
+from __future__ import annotations
+
+from plimsoll.catalogue.model import TINY, CatalogueModel, catalogue_model
+
+_VIT = "Dosovitskiy et al. 2021, An Image is Worth 16x16 Words, table 1; ImageNet's 1,000 classes at 224 pixels"
+
+
+def _vit(name: str, hidden: int, intermediate: int, layers: int, patch: int) -> CatalogueModel:
+    return catalogue_model(
+        name,
+        "ViTForImageClassification",
+        batch=32,
+        source=_VIT,
+        model_type="vit",
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        image_size=224,
+        patch_size=patch,
+        num_labels=1000,
+    )
+
+
+MODELS = (
+    catalogue_model(
+        "vit-tiny",
+        "ViTForImageClassification",
+        batch=8,
+        source=TINY,
+        model_type="vit",
+        hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        image_size=96,
+        patch_size=8,
+        hidden_dropout_prob=0.1,
+    ),
+    catalogue_model(
+        "clip-tiny",
+        "CLIPModel",
+        batch=4,
+        sequence=16,
+        source=TINY,
+        model_type="clip",
+        projection_dim=32,
+        text_config={
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 32,
+            "bos_token_id": 510,
+            "eos_token_id": 511,
+        },
+        vision_config={
+            "hidden_size": 96,
+            "intermediate_size": 384,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 64,
+            "patch_size": 16,
+        },
+    ),
+    catalogue_model(
+        "sd-unet-tiny",
+        "UNet2DConditionModel",
+        batch=2,
+        source=TINY,
+        sample_size=16,
+        in_channels=4,
+        out_channels=4,
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        cross_attention_dim=32,
+        attention_head_dim=4,
+    ),
+    _vit("vit-l", 1024, 4096, 24, 16),
+    _vit("vit-h", 1280, 5120, 32, 14),
+    catalogue_model(
+        "clip-vit-l-14",
+        "CLIPModel",
+        batch=32,
+        sequence=77,
+        source="Radford et al. 2021, CLIP, table 20; model card openai/clip-vit-large-patch14",
+        note="one rank's contrast; gathering features over ranks is not in it",
+        model_type="clip",
+        projection_dim=768,
+        text_config={
+            "vocab_size": 49408,
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "max_position_embeddings": 77,
+            "bos_token_id": 49406,
+            "eos_token_id": 49407,
+        },
+        vision_config={
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "image_size": 224,
+            "patch_size": 14,
+        },
+    ),
+    catalogue_model(
+        "sd-1.5-unet",
+        "UNet2DConditionModel",
+        batch=4,
+        source="Rombach et al. 2022, Latent Diffusion Models; unet/config.json of stable-diffusion-v1-5/stable-diffusion-v1-5",
+        note="the denoiser alone, on latents of 64 × 64; text encoder and autoencoder are frozen and run before it",
+        sample_size=64,
+        in_channels=4,
+        out_channels=4,
+        block_out_channels=(320, 640, 1280, 1280),
+        down_block_types=(
+            "CrossAttnDownBlock2D",
+            "CrossAttnDownBlock2D",
+            "CrossAttnDownBlock2D",
+            "DownBlock2D",
+        ),
+        up_block_types=(
+            "UpBlock2D",
+            "CrossAttnUpBlock2D",
+            "CrossAttnUpBlock2D",
+            "CrossAttnUpBlock2D",
+        ),
+        layers_per_block=2,
+        cross_attention_dim=768,
+        attention_head_dim=8,
+    ),
+)
