@@ -1,0 +1,240 @@
+"""The trace of a step at a rank's share of the sequence in, the trace of one rank under context parallelism out. No torch.
+
+Every rank holds ``sequence / cp`` positions of everything; only attention looks beyond them. In ring attention the keys and
+values of every rank pass every other one, while each computes its own queries against those that it holds just then. So, in
+a trace that was made at ``sequence / cp``:
+
+- an attention op does ``cp`` times the arithmetic and reads ``cp`` times the keys and values; what it saves stays local
+  (with the sequence dealt out in ``2 cp`` pieces, as usual, causal attention is balanced and keeps its half);
+- before it, forward and backward, stands an exchange (an op with the group ``cp``): the whole sequence's keys and values pass,
+  in backward their gradients too; its receive buffers (twice the local keys and values, for the ones in use and the ones on
+  their way; twice as much in backward) live until the attention op ends.
+
+What this leaves out: partial outputs that are merged from step to step (one more local output during attention), and that
+the exchange overlaps with the arithmetic: its seconds are an upper bound. Basis: modelled; ``RELATIVE_ERROR`` is what the
+buffers may be off by.
+
+Source: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers", 2023, section 3.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Value
+from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
+from plimsoll.errors import InvalidLayout
+
+RELATIVE_ERROR = 0.5
+
+_ATTENTION = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn|fused)\w*")
+_EXCHANGE = "plimsoll.ring_exchange"
+_TENSOR = re.compile(r"(\w+)\[([\dx]+)\]")
+_ELEMENT_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
+_BUFFERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """The exchange before one kind of attention op."""
+
+    key: str
+    spec: OpSpec
+    buffer_bytes: int
+    attention_key: str
+    attention_spec: OpSpec
+
+
+def with_context_parallel(trace: Trace, cp: int) -> Trace:
+    """The same step where the sequence is divided among ``cp`` ranks.
+
+    Args:
+        trace: of a batch whose sequence is the local one, ``sequence / cp``.
+        cp: degree of context parallelism.
+
+    Returns:
+        The trace with exchanges before its attention ops; ``trace`` itself for ``cp=1``.
+
+    Raises:
+        InvalidLayout: no fused attention in the trace, or one with a mask.
+
+    Example:
+        >>> with_context_parallel(trace, 4)  # doctest: +SKIP
+    """
+    if cp == 1:
+        return trace
+    places = [tick for tick, op in enumerate(trace.ops) if _ATTENTION.fullmatch(op.name)]
+    if not places:
+        raise InvalidLayout(
+            f"unsupported: context parallelism of {trace.model}, whose attention is no single op.",
+            why="a ring passes keys and values between calls of a fused kernel; products and softmax apart hold whole rows",
+            next="trace with attn_implementation='sdpa', or leave context parallelism out",
+        )
+    rings = {key: _ring(key, trace, cp) for key in {trace.ops[tick].cost_key for tick in places}}
+    shift = _Shift(places)
+    specs = {key: spec for key, spec in trace.specs.items() if key not in rings}
+    for ring in rings.values():
+        specs |= {ring.key: ring.spec, ring.attention_key: ring.attention_spec}
+    first_id = max((storage.id for storage in trace.storages), default=-1) + 1
+    buffers = _buffers(trace, places, rings, shift, first_id)
+    in_graphs: dict[int, list[Storage]] = {}
+    for tick, buffer in zip(places, buffers, strict=True):
+        if trace.ops[tick].phase is Phase.FORWARD:
+            in_graphs.setdefault(trace.ops[tick].region, []).append(buffer)
+    return replace(
+        trace,
+        ops=_ops(trace, rings),
+        specs=specs,
+        storages=(*(shift.storage(storage) for storage in trace.storages), *buffers),
+        regions=tuple(_region(region, in_graphs.get(region.index, []), rings, shift, cp) for region in trace.regions),
+        workspaces={rings[key].attention_key if key in rings else key: size for key, size in trace.workspaces.items()},
+        timings={key: samples for key, samples in trace.timings.items() if key not in rings},
+    )
+
+
+def _ring(key: str, trace: Trace, cp: int) -> _Ring:
+    spec = trace.specs[key]
+    is_backward = spec.name.endswith("_backward")
+    arguments = key.partition("(")[2].split(";")
+    keys, values = arguments[2:4] if is_backward else arguments[1:3]
+    mask = arguments[4 if is_backward else 3] if "efficient" in spec.name else key.partition("attn_mask=")[2]
+    if _TENSOR.match(mask):
+        raise InvalidLayout(
+            f"unsupported: context parallelism of {trace.model}, whose attention takes a mask.",
+            why="its columns are the whole sequence's, of which the trace knows the local ones only",
+            next="train without padding, or leave context parallelism out",
+        )
+    local_bytes = _bytes_of(keys) + _bytes_of(values)
+    ways = 2 if is_backward else 1
+    return _Ring(
+        key=f"{_EXCHANGE}({keys};{values};ranks={cp};ways={ways})",
+        spec=OpSpec(name=_EXCHANGE, flops=0, moved_bytes=ways * cp * local_bytes, dtype=spec.dtype, group="cp"),
+        buffer_bytes=ways * _BUFFERS * local_bytes,
+        attention_key=f"{key}@cp={cp}",
+        attention_spec=replace(spec, flops=spec.flops * cp, moved_bytes=spec.moved_bytes + (cp - 1) * local_bytes),
+    )
+
+
+def _bytes_of(argument: str) -> int:
+    found = _TENSOR.match(argument)
+    assert found is not None, argument
+    count = _ELEMENT_BYTES[found[1]]
+    for size in found[2].split("x"):
+        count *= int(size)
+    return count
+
+
+class _Shift:
+    """Old ticks in, new ticks out: an op was inserted before each of ``places``."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self._places = places
+
+    def op(self, tick: int) -> int:
+        """Where the op of this tick runs now."""
+        return tick if tick < 0 else tick + bisect.bisect_right(self._places, tick)
+
+    def instant(self, tick: int) -> int:
+        """The moment before the op of this tick, and before what was inserted there."""
+        return tick if tick < 0 else tick + bisect.bisect_left(self._places, tick)
+
+    def span(self, ticks: tuple[int, int]) -> tuple[int, int]:
+        return self.instant(ticks[0]), self.instant(ticks[1])
+
+    def storage(self, storage: Storage) -> Storage:
+        return replace(storage, born=self.op(storage.born), dies=self.instant(storage.dies))
+
+
+def _buffers(
+    trace: Trace, places: Sequence[int], rings: Mapping[str, _Ring], shift: _Shift, first_id: int
+) -> list[Storage]:
+    return [
+        Storage(
+            id=first_id + index,
+            bytes=rings[op.cost_key].buffer_bytes,
+            category=Category.TEMPORARY,
+            label=f"ring buffers:{op.module}",
+            born=shift.instant(tick),
+            dies=shift.op(tick) + 1,
+            region=op.region if op.phase is Phase.FORWARD else -1,
+        )
+        for index, (tick, op) in enumerate((tick, trace.ops[tick]) for tick in places)
+    ]
+
+
+def _ops(trace: Trace, rings: Mapping[str, _Ring]) -> tuple[TraceOp, ...]:
+    out: list[TraceOp] = []
+    for op in trace.ops:
+        ring = rings.get(op.cost_key)
+        if ring is None:
+            out.append(op)
+        else:
+            out += [replace(op, name=_EXCHANGE, cost_key=ring.key), replace(op, cost_key=ring.attention_key)]
+    return tuple(out)
+
+
+def _region(
+    region: RegionCall, buffers: Sequence[Storage], rings: Mapping[str, _Ring], shift: _Shift, cp: int
+) -> RegionCall:
+    graph = region.graph
+    return replace(
+        region,
+        kind=f"{region.kind}-cp{cp}" if buffers else region.kind,
+        graph=replace(
+            _with_exchanges(graph, buffers, rings, shift),
+            slots=tuple(
+                replace(
+                    slot,
+                    packed=shift.instant(slot.packed),
+                    unpacked=shift.instant(slot.unpacked),
+                    released=shift.instant(slot.released),
+                )
+                for slot in graph.slots
+            ),
+        ),
+        forward=shift.span(region.forward),
+        backward=shift.span(region.backward),
+    )
+
+
+def _with_exchanges(
+    graph: RegionGraph, buffers: Sequence[Storage], rings: Mapping[str, _Ring], shift: _Shift
+) -> RegionGraph:
+    """An exchange before each attention op: it reads the keys and values, and makes what the attention op reads as well."""
+    ops: list[RegionOp] = []
+    values: list[Value] = []
+    moved: dict[int, int] = {}
+    left = iter(buffers)
+    for op in graph.ops:
+        ring = rings.get(op.cost_key)
+        if ring is not None:
+            buffer = next(left)
+            received = Value(
+                id=len(graph.values) + len(values),
+                name=f"ring_exchange#{len(values)}",
+                bytes=buffer.bytes,
+                storage=buffer.id,
+                origin=Origin.OP,
+                producer=len(ops),
+            )
+            values.append(received)
+            ops.append(
+                RegionOp(
+                    id=len(ops),
+                    name=_EXCHANGE,
+                    reads=op.reads,
+                    writes=(received.id,),
+                    cost_key=ring.key,
+                    tick=buffer.born,
+                )
+            )
+            op = replace(op, reads=(*op.reads, received.id), cost_key=ring.attention_key)
+        moved[op.id] = len(ops)
+        ops.append(replace(op, id=len(ops), tick=shift.op(op.tick)))
+    renumbered = [replace(v, producer=moved[v.producer]) if v.producer >= 0 else v for v in graph.values]
+    return replace(graph, ops=tuple(ops), values=(*renumbered, *values))
