@@ -1,0 +1,157 @@
+"""A traced step in, the stage that every op and every static storage belongs to out. No torch here."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plimsoll.artifacts.region import Origin
+from plimsoll.artifacts.trace import Category, Phase, Trace, TraceParameter
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Who runs and holds what. ``op_stages`` is by tick, ``starts`` the first region call of every stage."""
+
+    starts: tuple[int, ...]
+    stage_of: tuple[int, ...]
+    """Of every region call."""
+    op_stages: tuple[int, ...]
+    static_stages: dict[int, frozenset[int]]
+    """Of every storage that was there before the step: the stages that hold it."""
+    parameter_stages: tuple[frozenset[int], ...]
+    """Of every parameter of the trace, in its order."""
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.starts)
+
+
+def assign(trace: Trace, counts: Sequence[int]) -> Membership:
+    """Give every op and every static storage to stages.
+
+    Forward is cut where the first region call of a stage starts: what lies between two stages' regions belongs to the
+    earlier one. Backward runs the other way round: what belongs to no region is of the stage whose region comes next, since
+    it made what that region's backward reads.
+
+    Args:
+        trace: without an optimizer step.
+        counts: how many region calls each stage has.
+    """
+    assert sum(counts) == len(trace.regions), "every region call belongs to one stage"
+    assert all(op.phase is not Phase.OPTIMIZER for op in trace.ops), (
+        "the optimizer's step is added to a rank, not split"
+    )
+    starts = tuple(sum(counts[:stage]) for stage in range(len(counts)))
+    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    cuts = [trace.regions[start].forward[0] for start in starts[1:]]
+    op_stages = [0] * len(trace.ops)
+    following = 0
+    for tick in range(len(trace.ops) - 1, -1, -1):
+        op = trace.ops[tick]
+        if op.phase is Phase.FORWARD:
+            op_stages[tick] = bisect.bisect_right(cuts, tick)
+        else:
+            following = stage_of[op.region] if op.region >= 0 else following
+            op_stages[tick] = following
+    parameters = _parameter_stages(trace, op_stages, stage_of)
+    return Membership(
+        starts=starts,
+        stage_of=tuple(stage_of),
+        op_stages=tuple(op_stages),
+        static_stages=_static_stages(trace, op_stages, stage_of, parameters),
+        parameter_stages=parameters,
+    )
+
+
+def even_counts(regions: int, stages: int) -> tuple[int, ...]:
+    """How many region calls each stage gets: as even as can be, the first and the last stage being the smaller ones.
+
+    Example:
+        >>> even_counts(32, 4), even_counts(126, 16)
+        ((8, 8, 8, 8), (7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7))
+    """
+    least, more = divmod(regions, stages)
+    inner_first = [*range(1, stages - 1), 0, stages - 1]
+    larger = set(inner_first[:more])
+    return tuple(least + (stage in larger) for stage in range(stages))
+
+
+def _users(trace: Trace, op_stages: Sequence[int]) -> dict[str, set[int]]:
+    """The stages in which each module runs ops of forward."""
+    users: dict[str, set[int]] = {}
+    for tick, op in enumerate(trace.ops):
+        if op.phase is Phase.FORWARD:
+            users.setdefault(op.module, set()).add(op_stages[tick])
+    return users
+
+
+def readers_of(trace: Trace, stage_of: Sequence[int]) -> dict[int, set[int]]:
+    """The stages whose regions read or save each storage; being passed in is not enough.
+
+    Args:
+        trace: the whole step.
+        stage_of: the stage of every region call.
+    """
+    readers: dict[int, set[int]] = {}
+    for call in trace.regions:
+        graph = call.graph
+        used = {value for op in graph.ops for value in op.reads} | {slot.value for slot in graph.slots}
+        parameters = {v.id for v in graph.values if v.origin in (Origin.PARAMETER, Origin.BUFFER)}
+        for value in (used | parameters) - {-1}:
+            readers.setdefault(graph.values[value].storage, set()).add(stage_of[call.index])
+    return readers
+
+
+def _parameter_stages(trace: Trace, op_stages: Sequence[int], stage_of: Sequence[int]) -> tuple[frozenset[int], ...]:
+    users, readers = _users(trace, op_stages), readers_of(trace, stage_of)
+    homes = {call.name: stage_of[call.index] for call in reversed(trace.regions)}
+    found: list[frozenset[int]] = []
+    is_after = False
+    for parameter in trace.parameters:
+        stages = set(readers.get(parameter.storage, ()))
+        for name in (parameter.name, *parameter.aliases):
+            stages |= users.get(name.rpartition(".")[0], set())
+            inside = _region_of(name, homes)
+            if inside is not None:
+                stages.add(homes[inside])
+                is_after = True
+        found.append(frozenset(stages or {len(set(stage_of)) - 1 if is_after else 0}))
+    return tuple(found)
+
+
+def _region_of(name: str, homes: dict[str, int]) -> str | None:
+    """The region that a parameter or buffer lies in, by its name."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:depth]) for depth in range(len(parts)))
+    return next((prefix for prefix in prefixes if prefix in homes), None)
+
+
+def _static_stages(
+    trace: Trace, op_stages: Sequence[int], stage_of: Sequence[int], parameters: Sequence[frozenset[int]]
+) -> dict[int, frozenset[int]]:
+    users, readers = _users(trace, op_stages), readers_of(trace, stage_of)
+    last = stage_of[-1] if stage_of else 0
+    of_name = {f"gradient:{p.name}": stages for p, stages in zip(trace.parameters, parameters, strict=True)}
+    of_storage = {p.storage: stages for p, stages in zip(trace.parameters, parameters, strict=True)}
+    found: dict[int, frozenset[int]] = {}
+    for storage in trace.storages:
+        if storage.born >= 0:
+            continue
+        if storage.id in of_storage:
+            found[storage.id] = of_storage[storage.id]
+        elif storage.label in of_name:
+            found[storage.id] = of_name[storage.label]
+        elif storage.category is Category.INPUT:
+            found[storage.id] = frozenset({0, last} | readers.get(storage.id, set()))
+        else:
+            owner = storage.label.partition(":")[2].rpartition(".")[0]
+            found[storage.id] = frozenset(readers.get(storage.id) or users.get(owner) or {0})
+    return found
+
+
+def tied_parameters(trace: Trace, members: Membership) -> tuple[TraceParameter, ...]:
+    """Parameters that more than one stage holds."""
+    return tuple(p for p, stages in zip(trace.parameters, members.parameter_stages, strict=True) if len(stages) > 1)
