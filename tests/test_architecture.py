@@ -21,6 +21,7 @@ STAGES = {
     "compiler",
     "diagnosis",
     "estimating",
+    "fitting",
     "profiling",
     "tracing",
     "costing",
@@ -47,6 +48,7 @@ WITHOUT_TORCH = {
     "advising",
     "allocating",
     "estimating",
+    "fitting",
     "layouts",
     "pipelining",
 }

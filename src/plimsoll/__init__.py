@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from plimsoll.artifacts.plan import Plan
     from plimsoll.artifacts.receipt import Receipt
     from plimsoll.errors import PlimsollError
-    from plimsoll.pipeline import advise, apply, attach, compare, diagnose, load, plan, probe, report, verify
+    from plimsoll.pipeline import advise, apply, attach, compare, diagnose, fit, load, plan, probe, report, verify
 
 __all__ = [
     "Plan",
@@ -27,6 +27,7 @@ __all__ = [
     "attach",
     "compare",
     "diagnose",
+    "fit",
     "load",
     "plan",
     "probe",
@@ -43,6 +44,7 @@ _HOMES = {
     "attach": "plimsoll.pipeline",
     "compare": "plimsoll.pipeline",
     "diagnose": "plimsoll.pipeline",
+    "fit": "plimsoll.pipeline",
     "load": "plimsoll.pipeline",
     "plan": "plimsoll.pipeline",
     "probe": "plimsoll.pipeline",

@@ -13,11 +13,12 @@ from typing import Any
 
 import msgspec
 
-from plimsoll.artifacts import advice, comparison, estimate, finding, plan, receipt, verdict
+from plimsoll.artifacts import advice, comparison, estimate, finding, fit, plan, receipt, verdict
 from plimsoll.artifacts.advice import Advice
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.finding import Finding
+from plimsoll.artifacts.fit import Fit
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.verdict import Verdict
@@ -25,7 +26,7 @@ from plimsoll.errors import PlanFileError
 
 Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding
 """What is about one step of one model: what an HTML page can be made of."""
-Artifact = Reportable | Estimate
+Artifact = Reportable | Estimate | Fit
 """All that is saved and shown."""
 
 _KINDS: dict[str, tuple[type[Artifact], int]] = {
@@ -36,6 +37,7 @@ _KINDS: dict[str, tuple[type[Artifact], int]] = {
     Advice.KIND: (Advice, advice.SCHEMA_VERSION),
     Finding.KIND: (Finding, finding.SCHEMA_VERSION),
     Estimate.KIND: (Estimate, estimate.SCHEMA_VERSION),
+    Fit.KIND: (Fit, fit.SCHEMA_VERSION),
 }
 _TAG = "plimsoll"
 _NUMBER = "plimsoll.number"

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from plimsoll.artifacts.advice import Advice
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.finding import Finding
+from plimsoll.artifacts.fit import Fit
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.store import Artifact, load_any
@@ -21,14 +22,14 @@ FileArgument = Annotated[
     Path,
     typer.Argument(
         metavar="FILE",
-        help="What plan, verify, compare, probe, diagnose, advise or estimate saved with --output.",
+        help="What plan, verify, compare, probe, diagnose, advise, estimate or fit saved with --output.",
         show_default=False,
     ),
 ]
 
 
 def show(file: FileArgument, *, explain: options.ExplainOption = False, json: options.JsonOption = False) -> None:
-    """Show a saved plan, receipt, comparison, verdict, finding, advice or estimate.
+    """Show a saved plan, receipt, comparison, verdict, finding, advice, estimate or fit.
 
     Example: plimsoll show plan.json --explain
     """
@@ -45,6 +46,7 @@ def _render(artifact: Artifact) -> RenderableType:
     from plimsoll.reports.comparison_terminal import render_comparison
     from plimsoll.reports.estimate_terminal import render_estimate
     from plimsoll.reports.finding_terminal import render_finding
+    from plimsoll.reports.fit_terminal import render_fit
     from plimsoll.reports.plan_terminal import render_plan
     from plimsoll.reports.receipt_terminal import render_receipt
     from plimsoll.reports.verdict_terminal import render_verdict
@@ -61,4 +63,6 @@ def _render(artifact: Artifact) -> RenderableType:
         return render_finding(artifact)
     if isinstance(artifact, Estimate):
         return render_estimate(artifact)
+    if isinstance(artifact, Fit):
+        return render_fit(artifact)
     return render_comparison(artifact)

@@ -4,8 +4,9 @@ from plimsoll.pipeline.advice import advise
 from plimsoll.pipeline.attachment import attach
 from plimsoll.pipeline.diagnosing import diagnose
 from plimsoll.pipeline.evidence import compare, verify
+from plimsoll.pipeline.fitting import fit
 from plimsoll.pipeline.plans import apply, load, plan
 from plimsoll.pipeline.probing import probe
 from plimsoll.pipeline.reporting import report
 
-__all__ = ["advise", "apply", "attach", "compare", "diagnose", "load", "plan", "probe", "report", "verify"]
+__all__ = ["advise", "apply", "attach", "compare", "diagnose", "fit", "load", "plan", "probe", "report", "verify"]

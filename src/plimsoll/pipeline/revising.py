@@ -25,6 +25,7 @@ from plimsoll.pipeline.allowance import read_allowance
 from plimsoll.pipeline.confirm import Trial, confirmed
 from plimsoll.pipeline.making import make_maker
 from plimsoll.pipeline.plans import part_of, trace_and_cost
+from plimsoll.pipeline.step_seconds import optimizer_seconds
 from plimsoll.recording.calling import Loss
 from plimsoll.runtime.apply import apply_plan
 from plimsoll.units import format_bytes
@@ -126,12 +127,6 @@ class Reviser:
                 "pass optimizer= to solve it again"
             )
         return ""
-
-
-def optimizer_seconds(trace: Trace, costs: Costs) -> float:
-    """Seconds of the optimizer's step."""
-    ops = (op for op in trace.ops if op.phase is Phase.OPTIMIZER and op.cost_key in costs.ops)
-    return sum(costs.ops[op.cost_key].seconds for op in ops)
 
 
 def _roofline_optimizer_seconds(plan: Plan, traced: Trace) -> float:

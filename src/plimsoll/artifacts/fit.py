@@ -1,0 +1,153 @@
+"""What a search for batch and plan found: every point that was evaluated, the best one with its plan, what was measured of it.
+
+No torch in here. ``items`` are tokens for models that read token ids, else examples.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.confirmation import Claim
+from plimsoll.artifacts.costs import CostSource
+from plimsoll.artifacts.decision import Status
+from plimsoll.artifacts.plan import Plan
+
+SCHEMA_VERSION = 1
+
+
+class FitPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One micro-batch under the best plan for it: what it takes, and how fast it is.
+
+    ``micro_seconds`` are forward and backward of one micro-batch; ``optimizer_seconds`` come once per step, after
+    ``accumulation`` micro-batches. ``predicted_peak_bytes`` of a point that does not fit is the smallest reachable peak.
+    ``rebuilt_bytes`` of the ``saved_bytes`` that a plan may decide about are recomputed. With ``is_traced`` the step was traced
+    at this very size; otherwise its sizes follow from other traces.
+    """
+
+    micro_batch: int
+    sequence: int
+    accumulation: int
+    status: Status
+    unmanaged_peak_bytes: int
+    predicted_peak_bytes: int
+    unmanaged_seconds: float
+    micro_seconds: float
+    optimizer_seconds: float
+    saved_bytes: int
+    rebuilt_bytes: int
+    is_traced: bool
+
+    @property
+    def items(self) -> int:
+        """Tokens, or examples, in one micro-batch."""
+        return self.micro_batch * self.sequence
+
+    @property
+    def does_fit(self) -> bool:
+        """Whether the plan keeps to the budget."""
+        return self.status.is_usable
+
+    @property
+    def is_unmanaged(self) -> bool:
+        """Whether everything fits as it is, so that there is nothing to plan."""
+        return self.does_fit and not self.rebuilt_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds from one optimizer step to the next."""
+        return self.accumulation * self.micro_seconds + self.optimizer_seconds
+
+    @property
+    def items_per_second(self) -> float:
+        """Throughput of one device."""
+        return self.accumulation * self.items / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def rebuilt_share(self) -> float:
+        """Share of the saved bytes that are recomputed."""
+        return self.rebuilt_bytes / self.saved_bytes if self.saved_bytes else 0.0
+
+
+class FitChange(msgspec.Struct, frozen=True, kw_only=True):
+    """One change to a step that does not fit, computed by evaluating it again with that change alone.
+
+    ``does_fit`` is ``None`` where it cannot be known here; ``note`` then says why. ``floor_bytes`` is the smallest
+    reachable peak with the change.
+    """
+
+    name: str
+    does_fit: bool | None
+    floor_bytes: int | None = None
+    items_per_second: float | None = None
+    note: str = ""
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """The micro-batch and the plan with the most throughput under a budget. Build one with ``plimsoll.fit``.
+
+    ``best`` is a position in ``points``; ``None``: nothing fits, and ``changes`` say what would. ``plan`` was solved for the
+    step traced at the best point. ``measured`` is that plan run on the device (``None``: the device is not here).
+    """
+
+    KIND: ClassVar[str] = "fit"
+
+    schema_version: int = SCHEMA_VERSION
+    model: str
+    fingerprint: str
+    device: str
+    cost_source: CostSource
+    cost_device: str
+    budget_bytes: int
+    items_name: str
+    global_batch: int | None
+    points: tuple[FitPoint, ...]
+    best: int | None = None
+    plan: Plan | None = None
+    measured: Claim | None = None
+    changes: tuple[FitChange, ...] = ()
+    seconds_basis: Basis
+    seconds_error: float
+    """Half the width of the range in which predicted seconds are expected, as a share of them."""
+    traces: int = 0
+    solves: int = 0
+    total_seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best_point(self) -> FitPoint | None:
+        """The point with the most throughput."""
+        return None if self.best is None else self.points[self.best]
+
+    @property
+    def best_unmanaged(self) -> FitPoint | None:
+        """The point with the most throughput among those that need no plan."""
+        found = [point for point in self.points if point.is_unmanaged]
+        return max(found, key=lambda point: point.items_per_second, default=None)
+
+    @property
+    def gain(self) -> float | None:
+        """Throughput of the best point over the best one without a plan, less 1; ``None`` where nothing fits without one."""
+        best, unmanaged = self.best_point, self.best_unmanaged
+        if best is None or unmanaged is None or not unmanaged.items_per_second:
+            return None
+        return best.items_per_second / unmanaged.items_per_second - 1.0
+
+    @property
+    def exit_code(self) -> int:
+        """0 where something fits, else that of a budget below the floor."""
+        return 0 if self.best is not None else 3
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, whole or not at all."""
+        from plimsoll.artifacts.store import save
+
+        save(self, path)
+
+    def __str__(self) -> str:
+        from plimsoll.artifacts.fit_summary import summarise_fit
+
+        return summarise_fit(self)
