@@ -45,6 +45,7 @@ WITHOUT_TORCH = {
     "units",
     "errors",
     "catalogue",
+    "caching",
     "advising",
     "allocating",
     "estimating",
@@ -57,6 +58,7 @@ BASES = {
     "links": {"costing", "runtime", "pipeline"},
     "recording": {"tracing", "runtime", "verification", "pipeline", "probing", "compiler"},
     "targets": {"cli", "pipeline"},
+    "caching": {"cli", "pipeline"},
     "measuring": {"tracing", "costing", "runtime", "verification", "pipeline", "probing"},
 }
 """Shared torch code, and who may import it."""

@@ -81,9 +81,9 @@ def _tower_layers(tower: Mapping[str, Any]) -> int | None:
     if tower.get("model_type") == "t5" and isinstance(tower.get("num_layers"), int):
         return int(tower["num_layers"]) + int(tower.get("num_decoder_layers") or tower["num_layers"])
     for names in reversed(_LAYERS) if "encoder_layers" in tower else _LAYERS:
-        values = [tower.get(name) for name in names]
-        if all(isinstance(value, int) for value in values):
-            return sum(value for value in values if value is not None)
+        counts = [count for name in names if isinstance(count := tower.get(name), int)]
+        if len(counts) == len(names):
+            return int(sum(counts))
     return None
 
 
