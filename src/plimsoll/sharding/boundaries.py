@@ -2,8 +2,8 @@
 
 Without sequence parallelism the residual stream is whole on every rank: f before the columns (the gradient summed), g after
 the row (the result summed). With it the residual stream is ``[batch, sequence / tp, hidden]``: gathered before the columns,
-reduced and scattered after the row, split before the first block, gathered again before the head (or after the last
-block, where the head is not vocabulary-parallel).
+reduced and scattered after the row, split before the first block, gathered again after the norm that follows the blocks (or
+after the last block, where there is none or the head is not vocabulary-parallel).
 
 What autograd saves is what torch's own sequence parallelism saves: the gathered input of a column-parallel layer.
 (Megatron-LM saves this rank's part of it and gathers once more in backward; to a planner that is one of its choices.)
@@ -13,7 +13,7 @@ The sequence is dimension 1 throughout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class Boundaries:
         self._tp = tp
         self._edits = edits
         self._splits_sequence = sequence_parallel
+        self._streams: set[tuple[int, ...]] = set()
+        edits.at_end(self._streams.clear)
 
     def around_block(self, block: Block) -> None:
         """Around every group of a block; a mixture of experts is one group with all that stands beside its experts."""
@@ -57,33 +59,52 @@ class Boundaries:
             if not any(group.row.startswith(f"{path}.") for path in mixtures):
                 self._around_group(group, block.path)
 
-    def around_stream(self, blocks: Iterable[str], heads: Iterable[str]) -> None:
-        """Sequence parallelism: split before the first block of each stack, gather at the other end."""
+    def around_stream(self, blocks: Iterable[str], heads: Collection[str]) -> list[str]:
+        """Sequence parallelism: split before the first block of each stack, gather at the other end.
+
+        Returns the norms that work on the divided sequence after the blocks.
+        """
         stacks: dict[str, list[str]] = {}
         for path in blocks:
             stacks.setdefault(path.rpartition(".")[0], []).append(path)
-        divided_heads = tuple(heads)
-        for members in stacks.values():
+        norms: list[str] = []
+        for stack, members in stacks.items():
             self._before_inputs(members[0], self._split)
-            if not divided_heads:
-                self._after(members[-1], lambda x: unsplit(x, _SEQUENCE, self._tp, _GROUP))
-        for path in divided_heads:
-            self._before_inputs(path, self._enter)
+            norm = self._norm_after(stack)
+            if heads and norm is not None:  # only a head that is divided reads it: each rank has a part of its gradient
+                self._after(norm, self._enter)
+                norms.append(norm)
+            else:
+                self._after(members[-1], self._unsplit)
+        if not norms:
+            self.around_heads(heads)
+        return norms
 
     def around_heads(self, heads: Iterable[str]) -> None:
-        """Without sequence parallelism: the gradient of a vocabulary-parallel head's input is summed."""
+        """The gradient of a vocabulary-parallel head's whole input is summed."""
         for path in heads:
-            self._before_inputs(path, self._enter)
+            self._before_inputs(path, self._sum_gradient)
+
+    def _norm_after(self, stack: str) -> str | None:
+        """The sibling defined after a stack of blocks that holds vectors only."""
+        parent, _, name = stack.rpartition(".")
+        siblings = list(self._modules[parent].named_children()) if parent in self._modules else []
+        after = siblings[[sibling for sibling, _ in siblings].index(name) + 1 :] if siblings else []
+        for sibling, module in after:
+            parameters = list(module.parameters())
+            if parameters and all(parameter.dim() == 1 for parameter in parameters):
+                return f"{parent}.{sibling}" if parent else sibling
+        return None
 
     def _around_group(self, group: Group, block: str) -> None:
         if group.latents:
             if self._splits_sequence:
-                self._before_inputs(group.parent, lambda x: unsplit(_stream(x), _SEQUENCE, self._tp, _GROUP))
+                self._before_inputs(group.parent, self._unsplit)
             for path in group.latents:
-                self._after(path, lambda x: enter(x, self._tp, _GROUP))
+                self._after(path, self._sum_gradient)
             for path in group.columns:
                 if path.rpartition(".")[2] not in _LATENT_FED:
-                    self._before_inputs(path, lambda x: enter(x, self._tp, _GROUP))
+                    self._before_inputs(path, self._sum_gradient)
         elif self._splits_sequence and len(group.columns) > 1 and group.parent != block:
             self._before_inputs(group.parent, self._enter)
         else:
@@ -98,18 +119,36 @@ class Boundaries:
         self._edits.hook(self._modules[group.row].register_forward_hook(memo.forget_after))
         self._edits.at_end(memo.forget)
 
+    def _sum_gradient(self, x: torch.Tensor) -> torch.Tensor:
+        return enter(x, self._tp, _GROUP)
+
     def _enter(self, x: torch.Tensor) -> torch.Tensor:
         if self._splits_sequence:
-            return all_gather(_stream(x), _SEQUENCE, self._tp, _GROUP)  # type: ignore[no-any-return]
+            return all_gather(self._checked(x, self._tp), _SEQUENCE, self._tp, _GROUP)  # type: ignore[no-any-return]
         return enter(x, self._tp, _GROUP)
 
     def _leave(self, x: torch.Tensor) -> torch.Tensor:
         if self._splits_sequence:
-            return reduce_scatter(_stream(x), _SEQUENCE, self._tp, _GROUP)  # type: ignore[no-any-return]
+            return reduce_scatter(self._checked(x, 1), _SEQUENCE, self._tp, _GROUP)  # type: ignore[no-any-return]
         return leave(x, self._tp, _GROUP)
 
+    def _unsplit(self, x: torch.Tensor) -> torch.Tensor:
+        return unsplit(self._checked(x, self._tp), _SEQUENCE, self._tp, _GROUP)
+
     def _split(self, x: torch.Tensor) -> torch.Tensor:
-        return split(_stream(x), _SEQUENCE, self._tp, _GROUP)
+        self._streams.add(tuple(x.shape[:2]))
+        return split(self._checked(x, 1), _SEQUENCE, self._tp, _GROUP)
+
+    def _checked(self, x: torch.Tensor, ranks: int) -> torch.Tensor:
+        """``x``, if it has the shape that the residual stream has here: a model may reshape by what it takes for granted."""
+        if x.dim() != 3 or (x.shape[0], x.shape[1] * ranks) not in self._streams:
+            expected = " or ".join(f"[{batch}, {size // ranks}, …]" for batch, size in sorted(self._streams))
+            raise InvalidLayout(
+                f"unsupported: sequence parallelism over hidden states of the shape {list(x.shape)}.",
+                why=f"between its blocks' layers the model reshapes them, where {expected} is expected",
+                next="leave sequence parallelism out for this model",
+            )
+        return x
 
     def _before_inputs(self, path: str, change: Change) -> None:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -168,13 +207,3 @@ def _is_hidden(value: Any) -> bool:
 
 def _hidden_in(kwargs: Mapping[str, Any]) -> Callable[[str], bool]:
     return lambda name: _is_hidden(kwargs[name])
-
-
-def _stream(x: torch.Tensor) -> torch.Tensor:
-    if x.dim() != 3:
-        raise InvalidLayout(
-            f"unsupported: sequence parallelism over hidden states of {x.dim()} dimensions.",
-            why="it divides the second of three: batch, sequence, hidden",
-            next="leave sequence parallelism out for this model",
-        )
-    return x

@@ -12,7 +12,7 @@ al. 2021 (expert parallelism).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -109,7 +109,7 @@ class _Division:
         self._modules = dict(model.named_modules())
         self._edits = edits
         self._blocks: list[Block] = []
-        self._on_split_stream: frozenset[str] = frozenset()
+        self._norms: list[str] = []
         self.notes: list[str] = []
 
     def divide_tensors(self, tp: int, roles: Mapping[str, str] | None, *, sequence_parallel: bool) -> int:
@@ -132,8 +132,7 @@ class _Division:
             boundaries.around_block(block)
         heads = [path for path, module in words.items() if isinstance(module, nn.Linear)]
         if sequence_parallel:
-            boundaries.around_stream([block.path for block in self._blocks], heads)
-            self._on_split_stream = self._between_blocks_and_heads(heads)
+            self._norms = boundaries.around_stream([block.path for block in self._blocks], heads)
         else:
             boundaries.around_heads(heads)
         local = divide_words(words, model, tp, edits)
@@ -163,13 +162,12 @@ class _Division:
         return tuple(
             name
             for name, _ in self._model.named_parameters()
-            if name not in shards
-            and not name.startswith(whole)
-            and (name.startswith(inside) or name in self._on_split_stream)
+            if name not in shards and not name.startswith(whole) and name.startswith(inside)
         )
 
     def _scopes(self, *, sequence_parallel: bool) -> Iterator[str]:
         """Where ranks work on different things: the whole block, or between columns and row only."""
+        yield from self._norms
         for block in self._blocks:
             if sequence_parallel:
                 yield block.path
@@ -178,14 +176,6 @@ class _Division:
             for group in block.groups:
                 if group.heads is not None and group.parent != block.path:
                     yield group.parent
-
-    def _between_blocks_and_heads(self, heads: Collection[str]) -> frozenset[str]:
-        """Parameters defined after the last block that work on a divided sequence: norms, mostly."""
-        names = [name for name, _ in self._model.named_parameters()]
-        last = f"{self._blocks[-1].path}."
-        after = max((place for place, name in enumerate(names) if name.startswith(last)), default=len(names))
-        prefixes = tuple(f"{path}." for path in heads)
-        return frozenset(name for name in names[after + 1 :] if heads and not name.startswith(prefixes))
 
 
 def _check_degrees(model: nn.Module, tp: int, ep: int, *, sequence_parallel: bool) -> None:
