@@ -21,6 +21,7 @@ STAGES = {
     "compiler",
     "diagnosis",
     "estimating",
+    "explaining",
     "fitting",
     "profiling",
     "tracing",
@@ -48,12 +49,15 @@ WITHOUT_TORCH = {
     "caching",
     "advising",
     "allocating",
+    "changes",
     "estimating",
+    "explaining",
     "fitting",
     "layouts",
     "pipelining",
 }
 BASES = {
+    "chunked": {"pipeline"},
     "codecs": {"costing", "runtime", "pipeline"},
     "links": {"costing", "runtime", "pipeline"},
     "recording": {"tracing", "runtime", "verification", "pipeline", "probing", "compiler"},

@@ -16,7 +16,20 @@ if TYPE_CHECKING:
     from plimsoll.artifacts.plan import Plan
     from plimsoll.artifacts.receipt import Receipt
     from plimsoll.errors import PlimsollError
-    from plimsoll.pipeline import advise, apply, attach, compare, diagnose, fit, load, plan, probe, report, verify
+    from plimsoll.pipeline import (
+        advise,
+        apply,
+        attach,
+        compare,
+        diagnose,
+        explain,
+        fit,
+        load,
+        plan,
+        probe,
+        report,
+        verify,
+    )
 
 __all__ = [
     "Plan",
@@ -27,6 +40,7 @@ __all__ = [
     "attach",
     "compare",
     "diagnose",
+    "explain",
     "fit",
     "load",
     "plan",
@@ -44,6 +58,7 @@ _HOMES = {
     "attach": "plimsoll.pipeline",
     "compare": "plimsoll.pipeline",
     "diagnose": "plimsoll.pipeline",
+    "explain": "plimsoll.pipeline",
     "fit": "plimsoll.pipeline",
     "load": "plimsoll.pipeline",
     "plan": "plimsoll.pipeline",

@@ -26,6 +26,23 @@ def holder_rows(plan: Plan, peak: Peak) -> list[list[str]]:
     return shown
 
 
+def group_holders(holders: Sequence[Holder]) -> list[tuple[str, int]]:
+    """Holders whose labels differ in numbers only as one row with their sum; largest first.
+
+    Example:
+        >>> group_holders([Holder(label="layers.0::mm#1", bytes=2), Holder(label="layers.1::mm#1", bytes=2)])
+        [('layers.0::mm#1 (2 alike)', 4)]
+    """
+    groups: dict[str, list[Holder]] = {}
+    for holder in holders:
+        groups.setdefault(_kind_of(holder.label), []).append(holder)
+    rows = []
+    for members in groups.values():
+        label = members[0].label if len(members) == 1 else f"{members[0].label} ({len(members)} alike)"
+        rows.append((label, sum(member.bytes for member in members)))
+    return sorted(rows, key=lambda row: -row[1])
+
+
 def _grouped(holders: Sequence[Holder], regions: Sequence[str]) -> list[tuple[str, int]]:
     """Values of regions together, and calls of one op outside of them; largest first."""
     groups: dict[tuple[str, str], list[Holder]] = {}

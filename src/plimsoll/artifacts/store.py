@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
-from plimsoll.artifacts import advice, comparison, estimate, finding, fit, plan, receipt, verdict
+from plimsoll.artifacts import advice, comparison, estimate, explained, finding, fit, plan, receipt, verdict
 from plimsoll.artifacts.advice import Advice
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.estimate import Estimate
+from plimsoll.artifacts.explained import Explanation
 from plimsoll.artifacts.finding import Finding
 from plimsoll.artifacts.fit import Fit
 from plimsoll.artifacts.plan import Plan
@@ -26,7 +27,7 @@ from plimsoll.errors import PlanFileError
 
 Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding
 """What is about one step of one model: what an HTML page can be made of."""
-Artifact = Reportable | Estimate | Fit
+Artifact = Reportable | Estimate | Explanation | Fit
 """All that is saved and shown."""
 
 _KINDS: dict[str, tuple[type[Artifact], int]] = {
@@ -38,6 +39,7 @@ _KINDS: dict[str, tuple[type[Artifact], int]] = {
     Finding.KIND: (Finding, finding.SCHEMA_VERSION),
     Estimate.KIND: (Estimate, estimate.SCHEMA_VERSION),
     Fit.KIND: (Fit, fit.SCHEMA_VERSION),
+    Explanation.KIND: (Explanation, explained.SCHEMA_VERSION),
 }
 _TAG = "plimsoll"
 _NUMBER = "plimsoll.number"

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from plimsoll.changes.rows import chunk_rows_for
 from plimsoll.chunked.deferred import DeferredLogits
 from plimsoll.chunked.loss import linear_cross_entropy
-from plimsoll.chunked.rows import chunk_rows_for
 from plimsoll.errors import InvalidBatch, InvalidModel
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from plimsoll.changes.rows import chunk_rows_for
 from plimsoll.chunked.function import ChunkedLosses, ChunkedLossPerRow, Head, wide
-from plimsoll.chunked.rows import chunk_rows_for
 from plimsoll.errors import InvalidLoss, InvalidOption
 
 REDUCTIONS = ("mean", "sum", "none")

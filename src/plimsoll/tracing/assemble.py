@@ -36,7 +36,7 @@ def assemble(
     lives = storages_of(log, optimizer)
     ops, specs = _ops(log, op_regions), dict(log.tracer.specs)
     if optimizer is not None:
-        ops += _optimizer_ops(optimizer)
+        ops += optimizer_ops(optimizer)
         specs.update(optimizer.tracer.specs)
     values = _with_trace_ids(log.tracer.values, lives.ids)
     return Trace(
@@ -92,7 +92,8 @@ def _ops(log: StepLog, op_regions: list[int]) -> list[TraceOp]:
     ]
 
 
-def _optimizer_ops(optimizer: OptimizerLog) -> list[TraceOp]:
+def optimizer_ops(optimizer: OptimizerLog) -> list[TraceOp]:
+    """The ops of an optimizer's step."""
     return [
         TraceOp(name=op.name, module=optimizer.name, phase=Phase.OPTIMIZER, cost_key=op.cost_key)
         for op in optimizer.tracer.ops

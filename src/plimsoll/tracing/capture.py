@@ -17,9 +17,9 @@ from plimsoll.errors import InvalidModel
 from plimsoll.measuring.clocks import Clock
 from plimsoll.recording.calling import Loss, call_tensors, output_tensors, scalar_loss
 from plimsoll.recording.modules import ModuleStack
-from plimsoll.recording.opkey import dtype_name
 from plimsoll.tracing.refusals import explain_backward, explain_forward
 from plimsoll.tracing.slots import SlotBook
+from plimsoll.tracing.statics import listed_parameters, register_statics
 from plimsoll.tracing.tracer import StepTracer
 from plimsoll.tracing.workspaces import WorkspaceMeter
 
@@ -94,7 +94,7 @@ class StepCapture:
             before_op=self._refuse_hooks_inside,
             on_node=self._backward_at,
         )
-        self._parameter_storages: set[int] = set()
+        self._parameter_storages: frozenset[int] = frozenset()
         self._outside = SlotBook(self.tracer, self._is_parameter, holds_all=holds_saved)
         self._logs: list[RegionLog] = []
         self._calls: dict[str, int] = {}
@@ -111,12 +111,12 @@ class StepCapture:
             TracingFailed: the step depends on values that a fake tensor does not have, or backward fails.
         """
         tracer = self.tracer
-        self._register_statics(args, kwargs)
+        self._parameter_storages = register_statics(tracer, self._model, args, kwargs)
         with contextlib.ExitStack() as stack:
             for name, module in self._regions.items():
                 stack.enter_context(self._wrapped(name, module))
             stack.enter_context(self._stack.watch(self._model))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._outside.pack, self._outside.unpack))
+            stack.enter_context(self._outside.entered())
             stack.enter_context(tracer)
             first_node = torch._C._autograd._get_sequence_nr()
             with explain_forward(self._model):
@@ -134,41 +134,14 @@ class StepCapture:
             del loss, output
             tracer.note_deaths()
         self._progress(1.0)
-        return StepLog(tracer, self._logs, self._outside, gradients, without, tracer.tick, self._parameters())
+        return StepLog(
+            tracer, self._logs, self._outside, gradients, without, tracer.tick, listed_parameters(tracer, self._model)
+        )
 
     def _backward_at(self, node: int) -> None:
         first, last = self._sequence
         if first <= node < last:
             self._progress(0.5 + 0.5 * (last - node) / (last - first))
-
-    def _register_statics(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tracer = self.tracer
-        for name, parameter in self._model.named_parameters():
-            value = tracer.add_static(parameter, Origin.PARAMETER, f"parameter:{name}")
-            self._parameter_storages.add(tracer.values[value].storage)
-            if parameter.grad is not None:
-                tracer.add_static(parameter.grad, Origin.EXTERNAL, f"gradient:{name}")
-        for name, buffer in self._model.named_buffers():
-            tracer.add_static(buffer, Origin.BUFFER, f"buffer:{name}")
-        for position, tensor in enumerate(call_tensors(args, kwargs)):
-            tracer.add_static(tensor, Origin.INPUT, f"batch:{position}")
-
-    def _parameters(self) -> tuple[TraceParameter, ...]:
-        names: dict[nn.Parameter, list[str]] = {}
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
-        return tuple(
-            TraceParameter(
-                name=name,
-                shape=tuple(parameter.shape),
-                dtype=dtype_name(parameter.dtype),
-                bytes=parameter.numel() * parameter.element_size(),
-                storage=self.tracer.table.find(parameter),
-                is_trainable=parameter.requires_grad,
-                aliases=tuple(names[parameter][1:]),
-            )
-            for name, parameter in self._model.named_parameters()
-        )
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         return self.tracer.table.find(tensor) in self._parameter_storages
@@ -184,7 +157,7 @@ class StepCapture:
             if self.tracer.phase is not Phase.FORWARD or not _is_on_top(self._outside):
                 raise self._already_checkpointed(name)
             log = self._running = self._enter(name, module, args, kwargs)
-            with torch.autograd.graph.saved_tensors_hooks(log.book.pack, log.book.unpack):
+            with log.book.entered():
                 output = original(*args, **kwargs)
             self._running = None
             self._leave(log, output)

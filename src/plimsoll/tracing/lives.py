@@ -53,7 +53,7 @@ def storages_of(log: StepLog, optimizer: OptimizerLog | None) -> Lives:
         for storage in ids
     ]
     if optimizer is not None:
-        found += _optimizer_storages(optimizer, first_id=len(found), first_tick=tracer.tick)
+        found += optimizer_storages(optimizer, first_id=len(found), first_tick=tracer.tick)
     return Lives(tuple(found), ids)
 
 
@@ -95,7 +95,8 @@ def _label(log: StepLog, storage: int) -> str:
     return "constant" if value.origin is Origin.EXTERNAL and value.name == "external" else value.name
 
 
-def _optimizer_storages(optimizer: OptimizerLog, first_id: int, first_tick: int) -> list[Storage]:
+def optimizer_storages(optimizer: OptimizerLog, first_id: int, first_tick: int) -> list[Storage]:
+    """The state and the temporaries of an optimizer's step, numbered from ``first_id``, its first op at ``first_tick``."""
     tracer = optimizer.tracer
     found: list[Storage] = []
     for storage, born in sorted(tracer.born.items()):

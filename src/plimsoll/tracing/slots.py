@@ -2,13 +2,14 @@
 
 So a traced step never holds more than one region's temporaries, whatever the model's saved activations would take, and
 the life of a storage that the tracer sees is its life *without* what autograd saves. Floating-point placeholders are
-zeros: nobody uses the gradients of a traced step. Integers and booleans (indices, masks) are kept, because backward
-formulas index with them.
+zeros: nobody uses the gradients of a traced step. Of integers and booleans (indices, masks) a copy is kept, because backward
+formulas index with them; the tracer does not see it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +32,15 @@ class SlotBook:
         self._is_parameter = is_parameter
         self._holds_all = holds_all
 
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Note what autograd saves; pushed past ``saved_tensors_hooks``, which may be switched off for the model's own."""
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        try:
+            yield
+        finally:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
     def pack(self, tensor: torch.Tensor) -> _Placeholder:
         """Note the slot; hold the tensor only if a placeholder could not stand for it."""
         tracer = self._tracer
@@ -43,6 +53,8 @@ class SlotBook:
             is_value = tensor.dtype.is_floating_point and is_plain(tensor) and not is_parameter
             can_stand_in = is_value and not self._holds_all
             held = None if can_stand_in else tensor.detach()
+            if held is not None and value >= 0 and not self._holds_all and is_plain(tensor):
+                held = _copy(held)
         return _Placeholder(self, len(self.records) - 1, Geometry.of(tensor), tensor.device, held)
 
     def unpack(self, placeholder: Any) -> torch.Tensor:
@@ -56,6 +68,12 @@ class SlotBook:
 
     def released(self, index: int) -> None:
         self.records[index].released = self._tracer.tick
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the same geometry on memory of its own; the tensor itself where elements share memory."""
+    copy = tensor.clone()
+    return copy if copy.stride() == tensor.stride() else tensor
 
 
 class _Placeholder:
@@ -74,6 +92,8 @@ class _Placeholder:
 
     def stand_in(self, tracer: StepTracer) -> torch.Tensor:
         if self._held is not None:
+            if tracer.table.find(self._held) < 0:
+                tracer.add_stand_in(self._held)
             return self._held
         geometry = self._geometry
         with tracer.unseen():

@@ -77,10 +77,10 @@ def trace(
         >>> step.regions[0].name
         ''
     """
-    _check_model(model)
+    check_traceable(model)
     args, kwargs = split_batch(batch)
     found = find_regions(model, regions)
-    home = _home(model)
+    home = home_of(model)
     target = device_name or str(home or "cpu")
     job = _Job(model, args, kwargs, found, loss, progress or (lambda stage, share: None))
     run = job.run_fake(target) if device_name or home is None else job.run_real(home, repeats)
@@ -183,14 +183,20 @@ def merged_timings(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, t
     return {key: tuple(sample for run in runs for sample in run.get(key, ())) for key in keys}
 
 
-def _home(model: nn.Module) -> torch.device | None:
+def home_of(model: nn.Module) -> torch.device | None:
     """The device that the model can run on, ``None`` if some of its parameters have no memory."""
     if any(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters()):
         return None
     return next(model.parameters()).device
 
 
-def _check_model(model: nn.Module) -> None:
+def check_traceable(model: nn.Module) -> None:
+    """Refuse a model that has no training step.
+
+    Raises:
+        InvalidModel: no parameters, parameters without a shape, nothing to train.
+        TracingFailed: gradients are switched off.
+    """
     parameters = list(model.parameters())
     name = type(model).__name__
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
