@@ -27,23 +27,36 @@ class AllocationEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the simulated allocator holds over a repeated step.
+    """What the simulated allocator holds over a step that is repeated until nothing changes any more.
 
-    Allocated bytes are those of blocks in use, each as large as the allocator makes it. Fragmentation is what is reserved
-    beyond that at the moment when most is reserved; ``inactive_split_bytes`` is the part of it in pieces of segments that
-    are otherwise in use, and so cannot be given back. ``steps`` were run until the figures repeated.
+    Requested bytes are those of tensors, allocated ones those of their blocks (each a multiple of 512 bytes), reserved ones
+    those of all segments.
     """
 
     requested_peak_bytes: int
     allocated_peak_bytes: int
     reserved_peak_bytes: int
-    fragmentation_bytes: int
     inactive_split_bytes: int
+    """When most is reserved: free pieces of segments that are otherwise in use, which cannot be given back."""
     segments: int
     device_allocations: int
-    """How often memory was asked from the device in the first step (``cudaMalloc``, or mappings of expandable segments)."""
+    """How often memory was asked from the device in the first step (``cudaMalloc``; mappings of expandable segments)."""
     steady_device_allocations: int
-    """The same in the last step: 0 where training does not wait for the device's allocator."""
+    """The same in the last step: above 0, every step waits for the device's own allocator."""
     retries: int
     """How often cached memory was given back because the device had no more."""
     steps: int
+    """How many steps were run."""
+    refused_bytes: int = 0
+    """The request that the device had no room for; 0 where all fits. The figures are then those until that moment."""
+    refused_label: str = ""
+
+    @property
+    def rounding_bytes(self) -> int:
+        """What blocks take beyond what was asked for."""
+        return self.allocated_peak_bytes - self.requested_peak_bytes
+
+    @property
+    def fragmentation_bytes(self) -> int:
+        """What is reserved beyond the most that blocks ever take at once."""
+        return self.reserved_peak_bytes - self.allocated_peak_bytes
