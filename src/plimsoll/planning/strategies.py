@@ -8,6 +8,8 @@
 ``every:k``            regions in groups of k; only a group's first region keeps its input, the group is replayed as one
 ``sqrt``               ``every:k`` with k the rounded square root of the number of regions (Chen et al. 2016)
 ``selective:attention``  RECOMPUTE what modules with attention in their path saved; KEEP the rest
+``selective:core``       RECOMPUTE what attention makes between its two matrix products (scores, softmax, dropout); KEEP the
+                         rest (Korthikanti et al. 2022, section 5); fused attention saves none of it
 ``selective:mlp``        the same for feed-forward modules
 ``selective:norm``       the same for normalisation modules
 ``selective:mm,sdpa``    torch's selective activation checkpointing: a comma list of op names whose outputs are KEPT;
@@ -39,6 +41,8 @@ _MODULES = {
     "norm": re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)|(?:^|[._])bn(?:[._\d]|$)", re.IGNORECASE),
 }
 _OP_ALIASES = {"sdpa": "scaled_dot_product"}
+_SOFTMAX = "_softmax"
+_PRODUCTS = frozenset(["bmm", "baddbmm", "mm", "addmm"])
 
 
 def choose_none(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
@@ -72,6 +76,8 @@ def choose_sqrt(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
 
 def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
     """Recompute the values of some modules, or keep the outputs of some ops."""
+    if argument == "core":
+        return tuple(Choice(view.everything - _between_products(view)) for view in index.views)
     pattern = _MODULES.get(argument)
     if pattern is not None:
         return tuple(Choice(_kept_outside(view, pattern) | view.nothing) for view in index.views)
@@ -79,16 +85,16 @@ def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
     present = sorted({op.name for view in index.views for op in view.graph.ops})
     for name in names:
         if not any(_is_op(op, name) for op in present):
-            close = difflib.get_close_matches(name, [*present, *_MODULES], n=3) or present[:5]
+            close = difflib.get_close_matches(name, [*present, *_MODULES, "core"], n=3) or present[:5]
             raise InvalidStrategy(
                 f"'selective:{argument}' names nothing that this model runs.",
-                why=f"{name!r} is neither attention, mlp, norm nor an op of a region",
+                why=f"{name!r} is neither attention, core, mlp, norm nor an op of a region",
                 next=f"closest: {', '.join(close)}" if close else "use none or auto",
             )
     if not names:
         raise InvalidStrategy(
             "'selective:' selects nothing.",
-            why="it wants attention, mlp, norm or a comma list of ops to keep",
+            why="it wants attention, core, mlp, norm or a comma list of ops to keep",
             next="write selective:attention or selective:mm,sdpa",
         )
     return tuple(Choice(_kept_outputs(view, names) | view.nothing) for view in index.views)
@@ -174,7 +180,8 @@ def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
     choose = STRATEGIES.get(name)
     if choose is None or bool(colon) != (name in _WITH_ARGUMENT):
         known = ["auto", "every:2", "fp8", "full", "hybrid:10,6", "input-only", "int4", "int8", "none", "offload",
-                 "selective:attention", "selective:mlp", "selective:norm", "selective:mm,sdpa", "sqrt"]  # fmt: skip
+                 "selective:attention", "selective:core", "selective:mlp", "selective:norm", "selective:mm,sdpa",
+                 "sqrt"]  # fmt: skip
         close = difflib.get_close_matches(strategy, known, n=3, cutoff=0.3) or known
         raise InvalidStrategy(
             f"{strategy!r} is not a strategy.",
@@ -182,6 +189,31 @@ def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
             next="closest: " + ", ".join(close),
         )
     return choose(index, argument)
+
+
+def _between_products(view: RegionView) -> frozenset[int]:
+    """Droppable values from the matrix product before a softmax to the one after it, neither's other operand among them."""
+    graph = view.graph
+    ops = graph.ops
+    makers = [op for op in ops if op.name == _SOFTMAX]
+    found: set[int] = set()
+    pending = [value for op in makers for value in op.reads]
+    while pending:  # towards the first product, whose result is among them
+        value = pending.pop()
+        producer = graph.values[value].producer
+        if value in found or producer < 0:
+            continue
+        found.add(value)
+        if ops[producer].name not in _PRODUCTS:
+            pending.extend(ops[producer].reads)
+    pending = [value for op in makers for value in op.writes]
+    while pending:  # towards the second product, which only reads them
+        value = pending.pop()
+        found.add(value)
+        pending += [
+            out for op in ops if value in op.reads and op.name not in _PRODUCTS for out in op.writes if out not in found
+        ]
+    return frozenset(found) & frozenset(view.droppable)
 
 
 def _kept_outside(view: RegionView, pattern: re.Pattern[str]) -> frozenset[int]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import InvalidStrategy
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import strategy_choices
+from plimsoll.tracing.trace import trace
 from unit.planning.builders import transformer
+from unit.tracing import zoo
 
-NAMES = ("none", "full", "input-only", "every:2", "sqrt", "selective:attention", "selective:mlp", "selective:norm",
-         "selective:mm,sdpa")  # fmt: skip
+NAMES = ("none", "full", "input-only", "every:2", "sqrt", "selective:attention", "selective:core", "selective:mlp",
+         "selective:norm", "selective:mm,sdpa")  # fmt: skip
 STEP = transformer(4).finish()
 PLANNER = Planner(*STEP)
 
@@ -51,6 +54,20 @@ def test_every_two_drops_every_second_boundary() -> None:
 def test_selective_modules_recompute_what_those_modules_made() -> None:
     for region in plan_of("selective:mlp").regions:
         assert region.dropped == {d.value for d in region.decisions if d.value.startswith("mlp")}
+
+
+def test_selective_core_recomputes_what_stands_between_the_two_products_of_attention() -> None:
+    model, batch = zoo.gpt2()
+    model.set_attn_implementation("eager")
+    step = trace(model, batch, device_name="H100-SXM")
+    index = StepIndex(step, Costs(device="none", source=CostSource.ROOFLINE, ops={}))
+    for view, choice in zip(index.views, strategy_choices(index, "selective:core"), strict=True):
+        dropped = {view.graph.values[value].name for value in view.everything - choice.kept}
+        assert dropped == {"attn::_softmax#0", "attn::native_dropout#0.0", "attn::native_dropout#0.1"}
+
+
+def test_selective_core_leaves_fused_attention_alone() -> None:
+    assert all(region.is_untouched for region in plan_of("selective:core").regions)
 
 
 def test_selective_ops_keep_the_outputs_of_those_ops() -> None:
