@@ -6,20 +6,18 @@ from plimsoll.artifacts.columns import align
 from plimsoll.artifacts.fit import Fit, FitChange, FitPoint
 from plimsoll.units import format_bytes, format_seconds, format_share
 
-FRONTIER_HEADER = ("micro-batch", "sequence", "accumulate", "per second", "peak", "unmanaged peak", "plan", "")
-CHANGE_HEADER = ("change", "smallest peak", "fits", "per second", "")
+FRONTIER_HEADER = ("batch", "seq", "accum", "per s", "peak", "unmanaged", "plan", "")
+CHANGE_HEADER = ("change", "least peak", "fits", "per s", "")
 
 
 def summarise_fit(fit: Fit) -> str:
     """Everything that a fit says."""
     lines = [describe_fit(fit), "", *align([list(row) for row in fit_figures(fit)])]
-    lines += ["", f"Frontier ({fit.items_name} per second)"]
-    lines += align([list(FRONTIER_HEADER), *map(list, frontier_rows(fit))], right=[0, 1, 2, 3, 4, 5])
+    lines += ["", frontier_title(fit)]
+    lines += align([list(FRONTIER_HEADER), *map(list, frontier_rows(fit))], right=range(6))
     if fit.changes:
         lines += ["", "One change at a time"]
-        lines += align(
-            [list(CHANGE_HEADER), *(list(change_cells(fit, change)) for change in fit.changes)], right=[1, 3]
-        )
+        lines += align([list(CHANGE_HEADER), *(list(change_cells(change)) for change in fit.changes)], right=[1, 3])
     lines += [f"\nNote: {note}" for note in fit.notes]
     return "\n".join(lines)
 
@@ -86,9 +84,14 @@ def describe_plan(point: FitPoint) -> str:
     if not point.does_fit:
         return str(point.status)
     if point.is_unmanaged:
-        return "keep everything"
+        return "keep all"
     overhead = point.micro_seconds / point.unmanaged_seconds - 1 if point.unmanaged_seconds else 0.0
-    return f"recompute {point.rebuilt_share:.0%} of what is saved ({format_share(overhead)} time)"
+    return f"recompute {point.rebuilt_share:.0%}, {format_share(overhead)} time"
+
+
+def frontier_title(fit: Fit) -> str:
+    """What the table below it shows."""
+    return f"Frontier ({fit.items_name} per second; share of the saved bytes that is recomputed)"
 
 
 def frontier_rows(fit: Fit) -> list[tuple[str, ...]]:
@@ -98,7 +101,7 @@ def frontier_rows(fit: Fit) -> list[tuple[str, ...]]:
 
 def _row(fit: Fit, place: int, point: FitPoint) -> tuple[str, ...]:
     speed = f"{point.items_per_second:,.0f}" if point.does_fit else "-"
-    mark = "best" if place == fit.best else "" if point.is_traced else "not traced"
+    mark = "best" if place == fit.best else "" if point.is_traced else "predicted"
     return (
         str(point.micro_batch),
         str(point.sequence) if point.sequence > 1 else "-",
@@ -113,11 +116,11 @@ def _row(fit: Fit, place: int, point: FitPoint) -> tuple[str, ...]:
     )
 
 
-def change_cells(fit: Fit, change: FitChange) -> tuple[str, ...]:
+def change_cells(change: FitChange) -> tuple[str, ...]:
     """One change: what it leads to, or why that is not known."""
     fits = {True: "yes", False: "no", None: "unsupported"}[change.does_fit]
     floor = "-" if change.floor_bytes is None else format_bytes(change.floor_bytes)
-    speed = "-" if change.items_per_second is None else f"{change.items_per_second:,.0f} {fit.items_name}/s"
+    speed = "-" if change.items_per_second is None else f"{change.items_per_second:,.0f}"
     return (change.name, floor, fits, speed, change.note)
 
 

@@ -247,7 +247,7 @@ def _resolved(budget: int | str, costs: Costs) -> int:
 
 def _notes(device: SingleDevice) -> Iterator[str]:
     for shape, why in device.strays().items():
-        yield f"The step at {shape} has a structure of its own ({why}): it was traced, and nothing is predicted from it."
+        yield f"Nothing is predicted from the trace at {shape}, whose step runs other ops ({why})."
 
 
 def _sequences(sequences: Sequence[int] | int | None) -> tuple[int, ...] | None:

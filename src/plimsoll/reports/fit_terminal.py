@@ -16,10 +16,11 @@ from plimsoll.artifacts.fit_summary import (
     describe_fit,
     fit_figures,
     frontier_rows,
+    frontier_title,
 )
 from plimsoll.reports.plan_terminal import render_figures
 
-_NUMBERS = ("micro-batch", "sequence", "accumulate", "per second", "peak", "unmanaged peak", "smallest peak")
+_NUMBERS = ("batch", "seq", "accum", "per s", "peak", "unmanaged", "least peak")
 
 
 def render_fit(fit: Fit) -> RenderableType:
@@ -29,10 +30,10 @@ def render_fit(fit: Fit) -> RenderableType:
         Text(),
         render_figures(fit_figures(fit)),
         Text(),
-        _table(f"Frontier ({fit.items_name} per second)", FRONTIER_HEADER, frontier_rows(fit), fit.best),
+        _table(frontier_title(fit), FRONTIER_HEADER, frontier_rows(fit), fit.best),
     ]
     if fit.changes:
-        rows = [change_cells(fit, change) for change in fit.changes]
+        rows = [change_cells(change) for change in fit.changes]
         parts += [Text(), _table("One change at a time", CHANGE_HEADER, rows, None)]
     parts += [Text(f"\nNote: {note}") for note in fit.notes]
     return Group(*parts)
@@ -41,7 +42,9 @@ def render_fit(fit: Fit) -> RenderableType:
 def _table(title: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]], marked: int | None) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim")
     for column in header:
-        table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
+        table.add_column(
+            column, justify="right" if column in _NUMBERS else "left", overflow="fold", no_wrap=column in _NUMBERS
+        )
     for place, row in enumerate(rows):
         table.add_row(*(Text(cell) for cell in row), style="bold green" if place == marked else None)
     return table
