@@ -87,9 +87,11 @@ class Boundaries:
 
     def _norm_after(self, stack: str) -> str | None:
         """The sibling defined after a stack of blocks that holds vectors only."""
+        if not stack:
+            return None
         parent, _, name = stack.rpartition(".")
-        siblings = list(self._modules[parent].named_children()) if parent in self._modules else []
-        after = siblings[[sibling for sibling, _ in siblings].index(name) + 1 :] if siblings else []
+        siblings = list(self._modules[parent].named_children())
+        after = siblings[[sibling for sibling, _ in siblings].index(name) + 1 :]
         for sibling, module in after:
             parameters = list(module.parameters())
             if parameters and all(parameter.dim() == 1 for parameter in parameters):
