@@ -24,7 +24,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """One change to the step and the peak that its events then have.
 
     ``basis`` says how the figure was found: ``replayed`` (this step's events with the change), ``run again`` (a step of its
-    own) or ``planned`` (Plimsoll's engine in place of what the model does). ``how`` is what to write to get it.
+    own), ``modelled`` (replayed with sizes that no step of this model had) or ``planned`` (Plimsoll's engine in place of what
+    the model does). ``how`` is what to write to get it.
     """
 
     name: str

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import advise, compare, demo, diagnose, fit, plan, probe, report, show, verify
+from plimsoll.cli import advise, compare, demo, diagnose, explain, fit, plan, probe, report, show, verify
 
 app = typer.Typer(
     name="plimsoll",
@@ -25,6 +25,7 @@ app.command()(verify.verify)
 app.command()(fit.fit)
 app.command()(compare.compare)
 app.command()(advise.advise)
+app.command()(explain.explain)
 app.command()(probe.probe)
 app.command()(diagnose.diagnose)
 app.command()(report.report)

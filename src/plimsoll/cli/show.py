@@ -10,6 +10,7 @@ from rich.console import RenderableType
 
 from plimsoll.artifacts.advice import Advice
 from plimsoll.artifacts.estimate import Estimate
+from plimsoll.artifacts.explained import Explanation
 from plimsoll.artifacts.finding import Finding
 from plimsoll.artifacts.fit import Fit
 from plimsoll.artifacts.plan import Plan
@@ -22,14 +23,14 @@ FileArgument = Annotated[
     Path,
     typer.Argument(
         metavar="FILE",
-        help="What plan, verify, compare, probe, diagnose, advise, estimate or fit saved with --output.",
+        help="What plan, verify, compare, probe, diagnose, advise, explain, estimate or fit saved with --output.",
         show_default=False,
     ),
 ]
 
 
 def show(file: FileArgument, *, explain: options.ExplainOption = False, json: options.JsonOption = False) -> None:
-    """Show a saved plan, receipt, comparison, verdict, finding, advice, estimate or fit.
+    """Show a saved plan, receipt, comparison, verdict, finding, advice, explanation, estimate or fit.
 
     Example: plimsoll show plan.json --explain
     """
@@ -45,6 +46,7 @@ def _render(artifact: Artifact) -> RenderableType:
     from plimsoll.reports.advice_terminal import render_advice
     from plimsoll.reports.comparison_terminal import render_comparison
     from plimsoll.reports.estimate_terminal import render_estimate
+    from plimsoll.reports.explanation_terminal import render_explanation
     from plimsoll.reports.finding_terminal import render_finding
     from plimsoll.reports.fit_terminal import render_fit
     from plimsoll.reports.plan_terminal import render_plan
@@ -65,4 +67,6 @@ def _render(artifact: Artifact) -> RenderableType:
         return render_estimate(artifact)
     if isinstance(artifact, Fit):
         return render_fit(artifact)
+    if isinstance(artifact, Explanation):
+        return render_explanation(artifact)
     return render_comparison(artifact)

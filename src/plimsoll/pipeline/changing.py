@@ -27,7 +27,7 @@ from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full, choose_none
 from plimsoll.tracing.another_optimizer import with_options
 
-REPLAYED, RUN_AGAIN, PLANNED = "replayed", "run again", "planned"
+REPLAYED, MODELLED, RUN_AGAIN, PLANNED = "replayed", "modelled", "run again", "planned"
 Choose = Callable[[StepIndex], Sequence[Choice]]
 _CHUNK_LABEL = "one chunk of logits"
 _OPTIMIZER_FORMS: dict[str, dict[str, object]] = {
@@ -42,6 +42,8 @@ class Subject:
 
     trace: Trace
     watched: WatchedStep
+    is_managed: bool
+    """Whether anything, of the model's own or of the engine, saves memory in it."""
     choose: Choose | None = None
     """``None``: the engine does nothing, and the trace is that of ``watched``."""
 
@@ -159,7 +161,8 @@ class Changes:
             self._add(f"optimizer with {option}", f"{name}(parameters, {option})", self._peak(trace), REPLAYED)
         if any(s.category is Category.OPTIMIZER_STATE for s in self._subject.trace.storages):
             peak = self._peak(with_eight_bit_state(self._subject.trace))
-            self._add("optimizer state in 8 bits", f"bitsandbytes.optim.{name}8bit(parameters)", peak, REPLAYED)
+            how = "an 8-bit form of the optimizer (bitsandbytes, torchao): one byte per number, a scale for 256"
+            self._add("optimizer state in 8 bits", how, peak, MODELLED)
 
     def _half_batch(self) -> None:
         half = half_of(self._batch)
@@ -184,10 +187,11 @@ class Changes:
         planner = Planner(trace, self._costs(trace))
         head = find_head(trace)
         options: list[tuple[str, Sequence[Choice]]] = [
-            ("strategy none", choose_none(planner.index, "")),
             ("strategy full", choose_full(planner.index, "")),
             ("strategy auto at its floor", planner.floor.choices),
         ]
+        if self._subject.is_managed:
+            options.append(("strategy none", choose_none(planner.index, "")))
         for name, choices in options:
             how = f"plimsoll.plan(model, batch, {'budget=...' if 'auto' in name else f'strategy={name[9:]!r}'})"
             self._add(name, how, describe_peak(run_choices(planner.index, choices)), PLANNED)

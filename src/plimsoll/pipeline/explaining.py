@@ -136,17 +136,16 @@ class _Step:
             step = self._watch(self._batch)
         simulation = self._simulated(step.trace)
         seen = _look(simulation, step.forward_end, step.regions)
-        plain, plain_seen, notes = step, None, []
+        plain_seen, notes = None, []
         if used:
             self._report("running the step with everything kept", 0.3)
             try:
-                with switched_off():
-                    plain = self._watch(self._batch)
+                plain = self._watch_plain()
                 plain_seen = _look(self._simulated(plain.trace), plain.forward_end, plain.regions)
             except torch.OutOfMemoryError:
                 notes.append("With everything kept the step does not fit on this device.")
         self._report("replaying it with changes", 0.5)
-        changes = self._changes(Subject(step.trace, step))
+        changes = self._changes(Subject(step.trace, step, bool(used)))
         return self._explanation(
             step.trace,
             setup=" and ".join(f"{name} ({count} times a step)" for name, count in used.most_common()),
@@ -177,7 +176,7 @@ class _Step:
             seen=_look(simulation, end, names),
             plain=_look(self._simulated(traced), end, names),
             recomputed=rebuilt_parts(simulation),
-            changes=self._changes(Subject(traced, self._watch(self._batch), choose)),
+            changes=self._changes(Subject(traced, self._watch_plain(), True, choose)),
             notes=(),
         )
 
@@ -246,6 +245,10 @@ class _Step:
             device_name=None if self._device is None else self._device.name,
             context=self._context,
         )
+
+    def _watch_plain(self) -> WatchedStep:
+        with switched_off():
+            return self._watch(self._batch)
 
     def _traced(self, batch: Any) -> Trace:
         """The plain step with its regions, whatever the model does by itself."""
