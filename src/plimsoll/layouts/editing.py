@@ -1,0 +1,180 @@
+"""A trace in, the same trace with ops put between its own and storages added or changed out. No torch here.
+
+Ops are inserted *before* a tick of the original trace; those at one tick keep the order in which they were inserted. What
+dies at that tick dies before them, what is read first or starts there comes after them.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from plimsoll.artifacts.region import RegionGraph, Slot
+from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp, TraceParameter
+
+GROUP = "shards"
+"""The group over which ZeRO shards and data-parallel ranks reduce: the dp and cp ranks together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """The moment of an inserted op: while it runs, or with ``is_after`` when it is done."""
+
+    number: int
+    is_after: bool = False
+
+    @property
+    def done(self) -> Inserted:
+        """When the op is done."""
+        return Inserted(self.number, is_after=True)
+
+
+Moment = int | Inserted | None
+"""A tick of the original trace, an inserted op, or ``None`` for the end of the step."""
+
+
+@dataclass(slots=True)
+class Edit:
+    """Collects changes to a trace; ``finish`` makes them."""
+
+    trace: Trace
+    _positions: list[int] = field(default_factory=list)
+    _ops: list[TraceOp] = field(default_factory=list)
+    _specs: dict[str, OpSpec] = field(default_factory=dict)
+    _added: list[tuple[Storage, Moment, Moment]] = field(default_factory=list)
+    _changed: dict[int, tuple[dict[str, Any], Moment, Moment]] = field(default_factory=dict)
+
+    @property
+    def last_tick(self) -> int:
+        """The end of the original trace, before which nothing of it is missing."""
+        return len(self.trace.ops)
+
+    def collective(
+        self, tick: int, kind: str, unit: str, whole_bytes: int, dtype: str, phase: Phase | None = None
+    ) -> Inserted:
+        """Insert a collective over the data-parallel ranks; ``whole_bytes`` is the whole tensor's size on one rank."""
+        spec = OpSpec(name=kind, flops=0, moved_bytes=whole_bytes, dtype=dtype, group=GROUP)
+        return self.op(tick, unit, f"{kind}({GROUP};{dtype};{whole_bytes})", spec, phase)
+
+    def copy(self, tick: int, name: str, unit: str, moved_bytes: int, dtype: str) -> Inserted:
+        """Insert an op that moves bytes on the device."""
+        spec = OpSpec(name=name, flops=0, moved_bytes=moved_bytes, dtype=dtype)
+        return self.op(tick, unit, f"{name}({dtype};{moved_bytes})", spec)
+
+    def op(self, tick: int, module: str, cost_key: str, spec: OpSpec, phase: Phase | None = None) -> Inserted:
+        """Insert any op before a tick; its phase is that of the op there, or backward at the end."""
+        if phase is None:
+            phase = self.trace.ops[tick].phase if tick < len(self.trace.ops) else Phase.BACKWARD
+        self._positions.append(tick)
+        self._ops.append(TraceOp(name=spec.name, module=module, phase=phase, cost_key=cost_key))
+        self._specs[cost_key] = spec
+        return Inserted(len(self._ops) - 1)
+
+    def add(self, size: int, category: Category, label: str, born: Moment, dies: Moment) -> int:
+        """Add a storage; its id."""
+        number = len(self.trace.storages) + len(self._added)
+        self._added.append((Storage(id=number, bytes=size, category=category, label=label, born=0, dies=0), born, dies))
+        return number
+
+    def end(self, added: int, dies: Moment) -> None:
+        """Set when an added storage dies."""
+        place = added - len(self.trace.storages)
+        storage, born, _ = self._added[place]
+        self._added[place] = (storage, born, dies)
+
+    def change(self, storage: int, born: Moment, dies: Moment, **fields: Any) -> None:
+        """Give a storage of the trace another life, and perhaps other fields."""
+        self._changed[storage] = (fields, born, dies)
+
+    def finish(self, *, parameters: Sequence[TraceParameter], notes: Sequence[str]) -> Trace:
+        """The trace with all changes."""
+        clock = _Clock(self._positions, len(self.trace.ops))
+        ops: list[TraceOp] = [*self.trace.ops, *self._ops]
+        order = [*map(clock.of_op, range(len(self.trace.ops))), *map(clock.of_inserted, range(len(self._ops)))]
+        placed = [op for _, op in sorted(zip(order, ops, strict=True), key=lambda pair: pair[0])]
+        storages = [self._storage(storage, clock) for storage in self.trace.storages]
+        storages += [replace(s, born=clock.birth(born), dies=clock.of(dies)) for s, born, dies in self._added]
+        return replace(
+            self.trace,
+            ops=tuple(placed),
+            specs=self.trace.specs | self._specs,
+            storages=tuple(storages),
+            regions=tuple(_region(call, clock) for call in self.trace.regions),
+            parameters=tuple(parameters),
+            notes=(*self.trace.notes, *notes),
+        )
+
+    def _storage(self, storage: Storage, clock: _Clock) -> Storage:
+        if storage.id in self._changed:
+            fields, born, dies = self._changed[storage.id]
+            return replace(storage, born=clock.birth(born), dies=clock.of(dies), **fields)
+        lasts = storage.born < 0 or storage.category in (Category.GRADIENT, Category.OPTIMIZER_STATE)
+        return replace(
+            storage,
+            born=clock.of_op(storage.born) if storage.born >= 0 else -1,
+            dies=clock.ticks if lasts and storage.dies >= len(self.trace.ops) else clock.before(storage.dies),
+        )
+
+
+class _Clock:
+    """Ticks of the original trace and inserted ops in, new ticks out."""
+
+    def __init__(self, positions: Sequence[int], ticks: int) -> None:
+        order = sorted(range(len(positions)), key=lambda number: (positions[number], number))
+        self._sorted = sorted(positions)
+        self._inserted = {number: positions[number] + rank for rank, number in enumerate(order)}
+        self.ticks = ticks + len(positions)
+
+    def before(self, tick: int) -> int:
+        """Ahead of what was inserted at a tick."""
+        return tick + bisect.bisect_left(self._sorted, tick) if tick >= 0 else tick
+
+    def of_op(self, tick: int) -> int:
+        """The tick of an op of the trace, behind what was inserted there."""
+        return tick + bisect.bisect_right(self._sorted, tick) if tick >= 0 else tick
+
+    def of_inserted(self, number: int) -> int:
+        """The tick of an inserted op."""
+        return self._inserted[number]
+
+    def birth(self, moment: Moment) -> int:
+        """The tick of the op that makes something; -1 for what is there before the step."""
+        return self.of_op(moment) if isinstance(moment, int) else self.of(moment)
+
+    def of(self, moment: Moment) -> int:
+        """The tick at which something ends."""
+        if moment is None:
+            return self.ticks
+        if isinstance(moment, Inserted):
+            return self._inserted[moment.number] + moment.is_after
+        return self.before(moment)
+
+
+def _region(call: RegionCall, clock: _Clock) -> RegionCall:
+    backward = call.backward
+    if backward[0] >= 0:
+        backward = (clock.of_op(backward[0]), clock.before(backward[1]))
+    return replace(
+        call,
+        graph=_graph(call.graph, clock),
+        forward=(clock.of_op(call.forward[0]), clock.before(call.forward[1])),
+        backward=backward,
+    )
+
+
+def _graph(graph: RegionGraph, clock: _Clock) -> RegionGraph:
+    return replace(
+        graph,
+        ops=tuple(replace(op, tick=clock.of_op(op.tick)) for op in graph.ops),
+        slots=tuple(_slot(slot, clock) for slot in graph.slots),
+    )
+
+
+def _slot(slot: Slot, clock: _Clock) -> Slot:
+    unpacked = clock.of_op(slot.unpacked)
+    released = slot.released if slot.released < 0 else max(clock.before(slot.released), unpacked)
+    return replace(slot, packed=clock.before(slot.packed), unpacked=unpacked, released=released)

@@ -1,0 +1,125 @@
+"""The parameters of one stage and a layout in, what is gathered and reduced together out. No torch here.
+
+A unit is what ``fully_shard`` would be called on: every block (region) with its parameters, and the rest as the root. Under
+expert parallelism a block's experts are a unit of their own: expert-parallel ranks hold different experts, so that only
+``dp * cp / ep`` ranks hold the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.trace import RegionCall, Trace, TraceParameter
+
+ROOT = ""
+"""The name of what belongs to no block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that are sharded over ``ranks`` ranks and move together; ``calls`` are the calls of its block."""
+
+    name: str
+    is_expert: bool
+    ranks: int
+    parameters: tuple[TraceParameter, ...]
+    calls: tuple[RegionCall, ...]
+
+    @property
+    def label(self) -> str:
+        """The unit's name for people."""
+        return (self.name or "the rest of the model") + (" experts" if self.is_expert else "")
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of its parameters."""
+        return self.parameters[0].dtype
+
+    @property
+    def padded_bytes(self) -> int:
+        """All of its parameters unsharded, each padded to a multiple of the ranks."""
+        return sum(self.ranks * shard_bytes(p, self.ranks) for p in self.parameters)
+
+    @property
+    def padded_gradient_bytes(self) -> int:
+        """Like ``padded_bytes``, of those that are trained."""
+        return sum(self.ranks * shard_bytes(p, self.ranks) for p in self.parameters if p.is_trainable)
+
+
+def find_units(trace: Trace, layout: Layout) -> tuple[Unit, ...]:
+    """The units of one stage, the root last.
+
+    Args:
+        trace: of one stage.
+        layout: over how many ranks parameters are spread.
+    """
+    names = dict.fromkeys(call.name for call in trace.regions)
+    members: dict[tuple[str, bool], list[TraceParameter]] = {}
+    for parameter in trace.parameters:
+        name = _block_of(parameter.name, names)
+        members.setdefault((name, layout.ep > 1 and is_expert(parameter.name)), []).append(parameter)
+    order = [(name, kind) for name in (*names, ROOT) for kind in (False, True)]
+    return tuple(
+        Unit(
+            name=name,
+            is_expert=kind,
+            ranks=layout.shards // layout.ep if kind else layout.shards,
+            parameters=tuple(members[name, kind]),
+            calls=tuple(call for call in trace.regions if call.name == name) if name in names else (),
+        )
+        for name, kind in dict.fromkeys(order)
+        if (name, kind) in members
+    )
+
+
+def rank_parameters(trace: Trace, layout: Layout) -> tuple[TraceParameter, ...]:
+    """The parameters as one rank updates them: with ZeRO its share of each, cut along the first dimension.
+
+    What the optimizer needs follows from these. The rank is one with full shards: the last ranks may have less.
+
+    Args:
+        trace: of one stage.
+        layout: with ``zero=0`` every rank updates all.
+
+    Example:
+        >>> rank_parameters(trace, Layout(dp=8, zero=3))[0].shape  # doctest: +SKIP
+        (16032, 4096)
+    """
+    if not layout.zero:
+        return trace.parameters
+    ranks = {p.name: unit.ranks for unit in find_units(trace, layout) for p in unit.parameters}
+    return tuple(_sharded(parameter, ranks[parameter.name]) for parameter in trace.parameters)
+
+
+def shard_bytes(parameter: TraceParameter, ranks: int) -> int:
+    """Bytes of one rank's shard, padding included: FSDP2 pads the first dimension to a multiple of the ranks.
+
+    Example:
+        >>> shard_bytes(TraceParameter(name="w", shape=(10, 3), dtype="f32", bytes=120, storage=0), 4)
+        36
+    """
+    return _sharded(parameter, ranks).bytes
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to experts among which tokens are routed (shared experts see all tokens)."""
+    return "experts" in name.split(".")
+
+
+def _sharded(parameter: TraceParameter, ranks: int) -> TraceParameter:
+    if not parameter.shape or not parameter.bytes:
+        return parameter
+    first, *others = parameter.shape
+    rows = math.ceil(first / ranks)
+    row_bytes = parameter.bytes // first
+    return replace(parameter, shape=(rows, *others), bytes=rows * row_bytes)
+
+
+def _block_of(name: str, names: dict[str, None]) -> str:
+    parts = name.split(".")
+    prefixes = (".".join(parts[:depth]) for depth in range(len(parts)))
+    return next((prefix for prefix in prefixes if prefix in names), ROOT)
