@@ -111,7 +111,7 @@ def _row(fit: Fit, place: int, point: FitPoint) -> tuple[str, ...]:
         format_bytes(point.unmanaged_peak_bytes),
         describe_plan(point)
         if point.does_fit
-        else f"does not fit: smallest peak {format_bytes(point.predicted_peak_bytes)}",
+        else f"{format_bytes(point.predicted_peak_bytes - fit.budget_bytes)} too much",
         mark,
     )
 

@@ -1,0 +1,57 @@
+"""``plimsoll fit``: from the target to the frontier, the plan's file and the exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import plimsoll
+from plimsoll.artifacts.fit import Fit
+from plimsoll.artifacts.store import from_json, load_any
+from plimsoll.cli.app import app
+
+ARGUMENTS = ["fit", "steps:stack", "--device-profile", "H100-SXM", "--most-batch", "64", "--optimizer", "none"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_fit_shows_the_frontier_and_saves_the_fit_and_the_plan(runner: CliRunner):
+    found = runner.invoke(app, [*ARGUMENTS, "--budget", "400KiB", "-o", "fit.json", "--save-plan", "plan.json"])
+    assert found.exit_code == 0, found.output
+    assert "Frontier" in found.stdout
+    assert "plan saved to plan.json" in found.stdout
+    saved = load_any("fit.json")
+    assert isinstance(saved, Fit)
+    assert plimsoll.load("plan.json") == saved.plan
+    shown = runner.invoke(app, ["show", "fit.json"])
+    assert shown.exit_code == 0
+    assert "Frontier" in shown.stdout
+
+
+def test_json_is_the_fit_and_nothing_fits_has_the_floors_exit_code(runner: CliRunner):
+    found = runner.invoke(app, [*ARGUMENTS, "--budget", "60KiB", "--json"])
+    assert found.exit_code == 3, found.output
+    fit = from_json(found.stdout)
+    assert isinstance(fit, Fit)
+    assert fit.best is None
+    assert fit.changes
+
+
+@pytest.mark.parametrize(
+    ("extra", "part"),
+    [
+        (["--budget", "24G"], "two readings"),
+        (["--budget", "1MiB", "--seq", "8"], "no effect"),
+        (["--budget", "1MiB", "--global-batch", "4", "--accumulation", "2"], "contradict"),
+    ],
+)
+def test_bad_input_is_told_without_a_traceback(runner: CliRunner, extra: list[str], part: str):
+    found = runner.invoke(app, [*ARGUMENTS, *extra])
+    assert found.exit_code == 2
+    assert part in found.output
+    assert "Traceback" not in found.output
