@@ -115,8 +115,12 @@ def _number(factor: Any) -> float:
     raise _refused(f"scales them by a {type(factor).__name__}")
 
 
+class _NoLogits(InvalidModel, AttributeError):
+    """Also an ``AttributeError``: whoever asks whether there is an attribute gets no for an answer."""
+
+
 def _refused(what: str) -> InvalidModel:
-    return InvalidModel(
+    return _NoLogits(
         f"The loss is chunked, so there are no logits, but something {what}.",
         why="under chunk_loss a call with labels and gradients computes the loss from hidden states; output.logits stands "
         "for logits that are never made",
