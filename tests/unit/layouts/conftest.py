@@ -13,9 +13,7 @@ from plimsoll.tracing.trace import trace
 
 
 def _trace(model_class: Any, config: Any, batch: dict[str, torch.Tensor]) -> Trace:
-    with torch.device("meta"):
-        model = model_class(config)
-    return trace(model, batch, device_name="H100-SXM")
+    return trace(model_class(config), batch, repeats=1)
 
 
 @pytest.fixture(scope="session")
@@ -48,4 +46,4 @@ def t5() -> Trace:
         d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=71, use_cache=False,
         dropout_rate=0.1, decoder_start_token_id=0, pad_token_id=0,
     )  # fmt: skip
-    return _trace(T5ForConditionalGeneration, config, {"input_ids": ids, "labels": ids[:, :8]})
+    return _trace(T5ForConditionalGeneration, config, {"input_ids": ids, "labels": torch.zeros(2, 8, dtype=torch.long)})

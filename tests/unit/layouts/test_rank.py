@@ -62,7 +62,7 @@ class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(53, 30)
-        self.blocks = nn.ModuleList(_Block(30) for _ in range(4))
+        self.blocks = nn.ModuleList(_Block(30) for _ in range(3))
         self.head = nn.Linear(30, 53)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -192,7 +192,7 @@ def test_collectives_of_every_stage_of_zero_are_ops(plain: Trace):
                 found[op.name, op.phase] = found.get((op.name, op.phase), 0) + 1
         return found
 
-    units = 5
+    units = 4
     assert collectives(0) == {("all_reduce", Phase.BACKWARD): 1}
     assert collectives(1) == {("all_reduce", Phase.BACKWARD): 1, ("all_gather", Phase.OPTIMIZER): units}
     assert collectives(2) == {("reduce_scatter", Phase.BACKWARD): units, ("all_gather", Phase.OPTIMIZER): units}
@@ -213,7 +213,7 @@ def test_the_optimizer_steps_once_at_the_end_with_its_state_and_temporaries(plai
     rank, without = rank_trace(plain, layout, use), rank_trace(plain, layout)
     assert static_bytes(rank, Category.OPTIMIZER_STATE) == 150
     steps = [op for op in rank.ops if op.phase is Phase.OPTIMIZER]
-    assert [op.name for op in steps] == ["optimizer_step", *["all_gather"] * 5]
+    assert [op.name for op in steps] == ["optimizer_step", *["all_gather"] * 4]
     tick = rank.ops.index(steps[0])
     curves = simulated(rank).curve, simulated(without).curve
     assert curves[0][2 * tick + 1] - curves[0][2 * tick + 3] == 70
@@ -280,4 +280,4 @@ def test_fast_collectives_hide_behind_computing_and_slow_ones_do_not(plain: Trac
 def test_the_gather_after_the_step_is_not_hidden(plain: Trace):
     rank = rank_trace(plain, Layout(dp=RANKS, zero=1))
     seconds = overlapped_seconds(rank, constant_costs(rank, 0.0, 2.0))
-    assert seconds.optimizer_seconds == 10.0
+    assert seconds.optimizer_seconds == 8.0

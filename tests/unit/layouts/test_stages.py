@@ -117,11 +117,11 @@ def test_boundaries_carry_the_hidden_states_both_ways(llama: Trace):
 
 def test_what_the_encoder_returns_reaches_every_decoder_stage(t5: Trace):
     stages = split_stages(t5, Layout(pp=4))
-    name = "encoder.dropout::native_dropout#0.0"
-    assert [any(s.label == f"received {name}" for s in stage.trace.storages) for stage in stages] == [
+    received = [[s.label for s in stage.trace.storages if s.label.startswith("received")] for stage in stages]
+    assert [any(label.startswith("received encoder.dropout") for label in labels) for labels in received] == [
         False, False, True, True,
     ]  # fmt: skip
-    assert any(s.label == f"received gradient of {name}" for s in stages[1].trace.storages)
+    assert any(label.startswith("received gradient of encoder.dropout") for label in received[1])
 
 
 class _Block(nn.Module):

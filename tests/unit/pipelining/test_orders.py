@@ -84,7 +84,7 @@ stage_seconds = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(layouts(), st.data(), st.integers(0, 3))
 def test_every_pipeline_ends_and_no_rank_does_two_things_at_once(layout: Layout, data: st.DataObject, ahead: int):
     orders = pipeline_orders(layout)
