@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 import time
@@ -71,8 +72,13 @@ MOST_FUNCTION_LINES = 60
 MOST_PUBLIC_NAMES = 16
 
 
-def imports_of(path: Path) -> Iterator[str]:
+@functools.cache
+def imports_of(path: Path) -> tuple[str, ...]:
     """Absolute names of everything that a file imports anywhere: lazily, or for type checking only."""
+    return tuple(_imports_of(path))
+
+
+def _imports_of(path: Path) -> Iterator[str]:
     package = ["plimsoll", *path.relative_to(PACKAGE).with_suffix("").parts]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -11,7 +11,21 @@ from typer.testing import CliRunner
 from plimsoll.cli.app import app
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-COMMANDS = ["", "advise", "compare", "demo", "diagnose", "explain", "fit", "plan", "probe", "report", "show", "verify"]
+COMMANDS = [
+    "",
+    "advise",
+    "compare",
+    "demo",
+    "diagnose",
+    "estimate",
+    "explain",
+    "fit",
+    "plan",
+    "probe",
+    "report",
+    "show",
+    "verify",
+]
 
 
 def test_every_command_has_a_golden_help():

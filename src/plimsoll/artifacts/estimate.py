@@ -139,7 +139,9 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def does_fit(self) -> bool | None:
-        """Whether every rank's memory holds; ``None`` where the error bars leave it open or the memory is not known."""
+        """Whether every rank keeps to its device and to the budget, if there is one; ``None`` where error bars leave it open."""
+        if self.budget_bytes is not None and any(stage.allocated_bytes > self.budget_bytes for stage in self.stages):
+            return False
         if self.device_bytes is None:
             return None
         needed, error = self.tightest.total_bytes, self.tightest.error_bytes

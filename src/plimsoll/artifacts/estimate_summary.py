@@ -45,6 +45,11 @@ def title(estimate: Estimate) -> str:
 def verdict(estimate: Estimate) -> str:
     """Whether it fits, with the numbers that say so."""
     stage = estimate.tightest
+    most = max(each.allocated_bytes for each in estimate.stages)
+    if estimate.budget_bytes is not None and most > estimate.budget_bytes:
+        return (
+            f"does not fit, its tensors take {format_bytes(most)} of a budget of {format_bytes(estimate.budget_bytes)}"
+        )
     needed = f"{format_bytes(stage.total_bytes)} ± {format_bytes(stage.error_bytes)}"
     if estimate.device_bytes is None:
         return f"needs {needed}"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import advise, compare, demo, diagnose, explain, fit, plan, probe, report, show, verify
+from plimsoll.cli import advise, compare, demo, diagnose, estimate, explain, fit, plan, probe, report, show, verify
 
 app = typer.Typer(
     name="plimsoll",
@@ -22,6 +22,7 @@ app.command()(demo.demo)
 app.command()(plan.plan)
 app.command()(show.show)
 app.command()(verify.verify)
+app.command()(estimate.estimate)
 app.command()(fit.fit)
 app.command()(compare.compare)
 app.command()(advise.advise)

@@ -7,9 +7,10 @@ compared with published figures only, so errors are wider there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from plimsoll.artifacts.allocation import AllocatorUse
 from plimsoll.artifacts.basis import Basis
 from plimsoll.artifacts.estimate import BudgetItem
 from plimsoll.artifacts.optimizer_use import OptimizerUse
@@ -27,28 +28,26 @@ _FRAGMENTATION_ERROR = 0.5
 class RankMemory:
     """What was simulated for one rank, at the moment of its peak.
 
-    ``classes`` are bytes by category, of which ``waiting_bytes`` are activations of other micro-batches in flight. Where a
-    caching allocator was simulated, ``rounded_bytes`` is its allocated peak and ``reserved_bytes`` what it holds in all.
+    ``classes`` are bytes by category, of which ``waiting_bytes`` are activations of other micro-batches in flight.
+    ``allocator`` is what the device's caching allocator holds for them; a CPU has none.
     """
 
     classes: Mapping[str, int]
     waiting_bytes: int
-    is_gpu: bool
-    rounded_bytes: int | None = None
-    reserved_bytes: int | None = None
+    allocator: AllocatorUse | None = None
 
 
 def budget_items(
-    memory: RankMemory, optimizer: OptimizerUse | None, outside: Iterable[BudgetItem]
+    memory: RankMemory, optimizers: Sequence[OptimizerUse], outside: Iterable[BudgetItem]
 ) -> tuple[BudgetItem, ...]:
     """Every part of a device's memory at the peak, none of them counted twice.
 
     Args:
         memory: what the rank's step allocates.
-        optimizer: whose state is among it; its own error and its master weights are told apart.
+        optimizers: whose state is among it, one per stage of the rank; their error and master weights are told apart.
         outside: what lies outside of the allocator: context, library workspaces, communicators.
     """
-    classes, is_gpu = memory.classes, memory.is_gpu
+    classes, is_gpu = memory.classes, memory.allocator is not None
     exact = {
         category: _item(name, classes.get(category.value, 0), 0.0, Basis.EXACT) for category, name in _EXACT.items()
     }
@@ -57,7 +56,7 @@ def budget_items(
     items = [
         exact[Category.PARAMETER],
         exact[Category.GRADIENT],
-        *_optimizer_items(classes.get(Category.OPTIMIZER_STATE, 0), optimizer),
+        *_optimizer_items(classes.get(Category.OPTIMIZER_STATE, 0), optimizers),
         _item("activations", activations, error, Basis.MODELLED),
         _item("activations of other micro-batches", memory.waiting_bytes, error, Basis.MODELLED),
         _item("temporaries", classes.get(Category.TEMPORARY, 0), _TEMPORARY_ERROR[is_gpu], Basis.MODELLED),
@@ -81,28 +80,25 @@ def _item(name: str, bytes_: int, relative_error: float, basis: Basis, note: str
     return BudgetItem(name=name, bytes=bytes_, relative_error=relative_error, basis=basis, note=note)
 
 
-def _optimizer_items(state_bytes: int, optimizer: OptimizerUse | None) -> list[BudgetItem]:
+def _optimizer_items(state_bytes: int, optimizers: Sequence[OptimizerUse]) -> list[BudgetItem]:
     """State and master weights; the notes of the optimizer's rules stand beside its state."""
-    if optimizer is None:
+    if not optimizers:
         return []
-    master = optimizer.total_master_bytes
+    master = sum(use.total_master_bytes for use in optimizers)
+    first, error = optimizers[0], max(use.relative_error for use in optimizers)
     return [
-        _item(
-            "optimizer state",
-            state_bytes - master,
-            optimizer.relative_error,
-            optimizer.basis,
-            "; ".join(optimizer.notes),
-        ),
+        _item("optimizer state", state_bytes - master, error, first.basis, "; ".join(first.notes)),
         _item("master weights", master, 0.0, Basis.EXACT),
     ]
 
 
 def _allocator_items(memory: RankMemory) -> list[BudgetItem]:
-    if memory.rounded_bytes is None or memory.reserved_bytes is None:
+    """What the allocator holds beyond live tensors, when it holds most."""
+    use = memory.allocator
+    if use is None:
         return []
-    live = sum(memory.classes.values())
+    cached = use.reserved_peak_bytes - sum(memory.classes.values()) - use.rounding_bytes
     return [
-        _item("allocator rounding", memory.rounded_bytes - live, 0.1, Basis.MODELLED, "blocks of 512 bytes"),
-        _item("fragmentation", memory.reserved_bytes - memory.rounded_bytes, _FRAGMENTATION_ERROR, Basis.MODELLED),
+        _item("allocator rounding", use.rounding_bytes, 0.1, Basis.MODELLED, "blocks of 512 bytes"),
+        _item("fragmentation", cached, _FRAGMENTATION_ERROR, Basis.MODELLED, "reserved, and not in use at the peak"),
     ]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.trace import Category, Phase, Trace
 
-_DATA_PARALLEL = "dp"
+_DATA_PARALLEL = ("dp", "shards")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSeconds:
-    """Seconds of one micro-batch (``optimizer_seconds``: of the step), without recomputation and data-parallel collectives.
+    """Seconds of one micro-batch, without recomputation, data-parallel collectives and the optimizer's step.
 
     ``weight_gradient_seconds`` is the part of backward that makes gradients of parameters, ``communication_seconds`` the
     part of forward and backward that collectives take, ``model_flops`` the arithmetic of both.
@@ -22,7 +22,6 @@ class RankSeconds:
     backward_seconds: float
     weight_gradient_seconds: float
     communication_seconds: float
-    optimizer_seconds: float
     model_flops: int
 
 
@@ -35,11 +34,9 @@ def measure_rank(trace: Trace, costs: Costs) -> RankSeconds:
     for tick, op in enumerate(trace.ops):
         spec = trace.specs.get(op.cost_key)
         cost = costs.ops.get(op.cost_key)
-        if cost is None or (spec is not None and spec.group == _DATA_PARALLEL):
+        if cost is None or op.phase is Phase.OPTIMIZER or (spec is not None and spec.group in _DATA_PARALLEL):
             continue
         seconds[op.phase] += cost.seconds
-        if op.phase is Phase.OPTIMIZER:
-            continue
         if tick in makers:
             weight_gradient += cost.seconds
         if spec is not None:
@@ -50,6 +47,5 @@ def measure_rank(trace: Trace, costs: Costs) -> RankSeconds:
         backward_seconds=seconds[Phase.BACKWARD],
         weight_gradient_seconds=weight_gradient,
         communication_seconds=communication,
-        optimizer_seconds=seconds[Phase.OPTIMIZER],
         model_flops=flops,
     )

@@ -127,9 +127,9 @@ def _trace(request: TraceRequest, recipe: Recipe | None, progress: Progress | No
 
     target = _load(request, progress)
     facts = _facts(request, recipe, target)
-    with _one_rank_of(target.model, request), target.autocast():
+    with _one_rank_of(target.model, request) as division, target.autocast():
         made = trace(target.model, target.batch, loss=target.loss, device_name=request.device_name, progress=progress)
-    notes = (*made.notes, *target.notes, *((_BALANCED,) if facts.experts else ()))
+    notes = (*made.notes, *target.notes, *division, *((_BALANCED,) if facts.experts else ()))
     return TracedTarget(trace=msgspec.structs.replace(made, notes=notes), facts=facts)
 
 
@@ -149,14 +149,15 @@ def _load(request: TraceRequest, progress: Progress | None) -> Target:
 
 
 @contextlib.contextmanager
-def _one_rank_of(model: torch.nn.Module, request: TraceRequest) -> Iterator[None]:
-    if request.tp == 1 and request.ep == 1:
-        yield
+def _one_rank_of(model: torch.nn.Module, request: TraceRequest) -> Iterator[tuple[str, ...]]:
+    """Let the model be what one rank has of it; yields what is to be said about the division."""
+    if request.tp == 1 and request.ep == 1 and not request.sequence_parallel:
+        yield ()
         return
-    from plimsoll.sharding.localise import localised
+    from plimsoll.sharding.local import localised
 
-    with localised(model, tp=request.tp, ep=request.ep, sequence_parallel=request.sequence_parallel):
-        yield
+    with localised(model, tp=request.tp, ep=request.ep, sequence_parallel=request.sequence_parallel) as local:
+        yield local.notes
 
 
 def _facts(request: TraceRequest, recipe: Recipe | None, target: Target) -> ModelFacts:

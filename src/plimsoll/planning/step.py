@@ -25,7 +25,7 @@ import numpy.typing as npt
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.forms import Form, Forms, ValueForms
 from plimsoll.artifacts.region import Origin, RegionGraph, Slot
-from plimsoll.artifacts.trace import Category, Phase, RegionCall, Trace
+from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace
 from plimsoll.schedule import Unreachable, recipe_ops
 
 Ints = npt.NDArray[np.int64]
@@ -171,15 +171,20 @@ class StepIndex:
         return curve
 
     @cached_property
-    def lasting_bytes(self) -> int:
+    def lasting(self) -> tuple[Storage, ...]:
         """What every micro-batch shares: alive at the handover, and there before the step without being its input."""
-        return sum(
-            storage.bytes
+        return tuple(
+            storage
             for storage in self.trace.storages
             if storage.born < 0
             and storage.category is not Category.INPUT
             and any(start <= self.handover < stop for start, stop in self.covered(storage.id))
         )
+
+    @property
+    def lasting_bytes(self) -> int:
+        """Bytes of what every micro-batch shares."""
+        return sum(storage.bytes for storage in self.lasting)
 
     @cached_property
     def fixed(self) -> Ints:

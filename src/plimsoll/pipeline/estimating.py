@@ -1,0 +1,369 @@
+"""A model in words or as a module, and a layout in; the whole training budget of every rank out, without a GPU or weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from plimsoll.allocating.allocator import AllocatorSettings
+from plimsoll.allocating.simulate import simulate_allocator
+from plimsoll.artifacts.allocation import AllocatorUse
+from plimsoll.artifacts.estimate import Estimate, StageEstimate, StageSeconds
+from plimsoll.artifacts.grouping import compress_names
+from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.model_facts import ModelFacts
+from plimsoll.artifacts.precision import Precision, parse_precision
+from plimsoll.artifacts.trace import Trace
+from plimsoll.caching.traces import TraceCache
+from plimsoll.costing.collectives import Collective, collective_seconds, group_of
+from plimsoll.costing.devices import Device, find_device
+from plimsoll.errors import InvalidOption
+from plimsoll.estimating.budget import RankMemory, budget_items
+from plimsoll.estimating.framework import framework_items
+from plimsoll.estimating.throughput import throughput
+from plimsoll.layouts.check import check_layout
+from plimsoll.layouts.read import layout_notes, read_layout
+from plimsoll.layouts.stages import split_stages
+from plimsoll.pipeline.budgets import AUTO_MARGIN, read_budget
+from plimsoll.pipeline.rank_estimates import AUTO, Rank, Setting, StageOfRank, decide_rank
+from plimsoll.pipeline.tracing_targets import TracedTarget, TraceRequest, target_facts, trace_target
+from plimsoll.pipelining.growth import bubble_growth
+from plimsoll.pipelining.orders import pipeline_orders
+from plimsoll.pipelining.timeline import StageSeconds as PipelineSeconds
+from plimsoll.pipelining.timeline import Timeline, in_flight, simulate_pipeline
+from plimsoll.planning.describe import classes_at_peak, describe_peak, waiting_bytes
+from plimsoll.planning.events import allocation_events
+from plimsoll.sharding.context import with_context_parallel
+from plimsoll.units import format_seconds
+
+if TYPE_CHECKING:
+    import torch
+
+Progress = Callable[[str, float], None]
+_NONE = "none"
+
+
+def estimate(
+    target: str | torch.nn.Module,
+    batch: Any = None,
+    *,
+    device: str = "H100-SXM",
+    sequence: int | None = None,
+    precision: str | Precision | None = None,
+    optimizer: str = "adamw",
+    has_master_weights: bool = False,
+    layout: str | Layout = "",
+    strategy: str | None = None,
+    budget: int | str | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    progress: Progress | None = None,
+) -> Estimate:
+    """Say what training takes on devices that are not here: memory item by item, the moment of the peak, and speed.
+
+    One rank's step is traced with fake tensors and the device's kernels, then cut into pipeline stages and sharded; the answer
+    for a catalogue name or a ``config.json`` is kept in the user's cache directory, so that the next question about the same
+    model takes seconds. No weights, no GPU.
+
+    Args:
+        target: a catalogue name (``"llama-3-70b"``), the path of a Hugging Face ``config.json``, ``package.module:function``,
+            or a model, which may be on the meta device.
+        batch: samples per micro-batch and rank; for a model, the batch itself.
+        device: from the catalogue of devices.
+        sequence: tokens per sample, before context parallelism splits them; by default the target's own.
+        precision: ``fp32``, ``bf16``, ``fp16``, ``bf16-mixed``, ``fp16-mixed``; by default the model's own types.
+        optimizer: by name (``"adamw"``, ``"adamw-8bit"``, ``"sgd"``, ``"adafactor"``, ``"muon"`` …), or ``"none"``.
+        has_master_weights: the optimizer keeps a copy of narrow weights in float32.
+        layout: ``"dp=8,tp=8,sp,pp=16,zero=1,schedule=1f1b,micro-batches=64"``; by default one rank.
+        strategy: ``none`` (the default), ``full``, ``every:k``, ``sqrt``, ``selective:…``, or ``auto``: the least time within
+            ``budget`` (the default where there is one).
+        budget: bytes for the tensors of one rank, or ``"auto"``: the device's memory less its framework and 8%.
+        loss: for a model whose output is no loss; from the output to a scalar.
+        progress: told the stage and the share done.
+
+    Returns:
+        The estimate: printable, savable; every figure with an error and its basis, or called unsupported.
+
+    Raises:
+        InvalidTarget, InvalidLayout, UnknownDevice, UnknownOptimizer, InvalidStrategy, InvalidBudget, InvalidOption: as named.
+        TracingFailed: the model cannot be traced without data.
+
+    Example:
+        >>> found = plimsoll.estimate("llama-tiny", device="A100", layout="dp=8,zero=3")  # doctest: +SKIP
+        >>> found.does_fit  # doctest: +SKIP
+        True
+
+    Known weakness: none of it has been compared with a GPU; on CPUs peaks are (``docs/estimate.md``).
+    """
+    started = time.monotonic()
+    report = progress or (lambda stage, share: None)
+    spread = read_layout(layout)
+    asked = find_device(device)
+    read_budget(budget)
+    request = _request(target, batch, asked, sequence, parse_precision(precision), spread, loss)
+    facts = target_facts(request)
+    if facts is not None:
+        check_layout(spread, facts)
+    traced = trace_target(request, cache=TraceCache(), progress=lambda stage, share: report(stage, 0.8 * share))
+    trace_seconds = time.monotonic() - started
+    report("simulating every rank", 0.8)
+    setting = Setting(
+        device=asked,
+        layout=spread,
+        optimizer=None if optimizer == _NONE else optimizer,
+        has_master_weights=has_master_weights,
+        strategy=strategy or (AUTO if budget is not None else _NONE),
+        budget_bytes=_budget_bytes(budget, asked, spread),
+    )
+    return _Job(setting, traced, with_context_parallel(traced.trace, spread.cp)).run(
+        target if isinstance(target, str) else type(target).__name__,
+        "the model's own" if request.precision is None else request.precision.value,
+        trace_seconds,
+        started,
+    )
+
+
+def _request(
+    target: str | torch.nn.Module,
+    batch: Any,
+    device: Device,
+    sequence: int | None,
+    precision: Precision | None,
+    layout: Layout,
+    loss: Callable[[Any], torch.Tensor] | None,
+) -> TraceRequest:
+    """The step of one rank: of the sequence it sees its part."""
+    if isinstance(target, str):
+        if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
+            raise InvalidOption(
+                f"batch={batch!r} is no number of samples.",
+                why=f"{target} makes its own random batch of so many samples",
+                next="batch=1, or pass the model itself with its batch",
+            )
+        whole = TraceRequest(target=target, device_name=device.name, batch=batch, sequence=sequence)
+        asked = target_facts(whole)
+        total = sequence or (None if asked is None else asked.sequence)
+        local = None if total is None or (sequence is None and layout.cp == 1) else _share(total, layout)
+        return TraceRequest(
+            target=target,
+            device_name=device.name,
+            batch=batch,
+            sequence=local,
+            precision=precision,
+            tp=layout.tp,
+            ep=layout.ep,
+            sequence_parallel=layout.sequence_parallel,
+        )
+    from plimsoll.pipeline.request import check_model, explained_loss
+    from plimsoll.targets.target import Target
+
+    check_model(target)
+    if sequence is not None:
+        raise InvalidOption(
+            f"sequence={sequence} would have no effect on a model that is given with its batch.",
+            why="the batch decides about the sequence",
+            next="leave it out, or pass a batch of that length",
+        )
+    given = Target(model=target, batch=batch, loss=explained_loss(loss), precision=precision)
+    return TraceRequest(
+        target=given,
+        device_name=device.name,
+        precision=precision,
+        tp=layout.tp,
+        ep=layout.ep,
+        sequence_parallel=layout.sequence_parallel,
+    )
+
+
+def _share(sequence: int, layout: Layout) -> int:
+    """The part of a sequence that one rank sees.
+
+    Raises:
+        InvalidLayout: context parallelism does not divide it.
+    """
+    check_layout(layout, ModelFacts(name="the batch", architecture="", sequence=sequence))
+    return sequence // layout.cp
+
+
+def _budget_bytes(budget: int | str | None, device: Device, layout: Layout) -> int | None:
+    """What the tensors of one rank may take; ``auto``: what the device has beside the framework, less a margin."""
+    if budget == AUTO:
+        outside = sum(item.bytes or 0 for item in framework_items(device, layout))
+        return int((device.memory_bytes - outside) * (1 - AUTO_MARGIN))
+    return read_budget(budget)
+
+
+class _Job:
+    """One question about one traced step."""
+
+    def __init__(self, setting: Setting, traced: TracedTarget, trace: Trace) -> None:
+        self.setting = setting
+        self.facts = traced.facts
+        self.trace = trace
+        self.layout = setting.layout
+        self.orders = pipeline_orders(self.layout)
+
+    def run(self, target: str, precision: str, trace_seconds: float, started: float) -> Estimate:
+        """Decide every rank, run the pipeline on paper, and write down what came out."""
+        setting, layout = self.setting, self.layout
+        ranks = self._ranks()
+        timeline = simulate_pipeline(self.orders, self._pipeline_seconds(ranks))
+        step_seconds = timeline.step_seconds + max(self._after_seconds(rank) for rank in ranks)
+        flops = sum(stage.seconds.model_flops for rank in ranks for stage in rank.stages) * layout.tp * layout.cp
+        return Estimate(
+            target=target,
+            model=self.trace.model,
+            device=setting.device.name,
+            device_bytes=setting.device.memory_bytes,
+            precision=precision,
+            optimizer=_optimizer_name(ranks[0], setting),
+            strategy=setting.strategy,
+            budget_bytes=setting.budget_bytes,
+            layout=layout,
+            facts=self.facts,
+            stages=tuple(self._stage(position, rank, timeline) for position, rank in enumerate(ranks)),
+            throughput=throughput(step_seconds, layout, self.facts, flops, self._peak_flops_per_second()),
+            notes=(*self.trace.notes, *layout_notes(layout), *self._notes(ranks, timeline)),
+            trace_seconds=trace_seconds,
+            total_seconds=time.monotonic() - started,
+        )
+
+    def _ranks(self) -> list[Rank]:
+        """The ranks of the pipeline, first to last, each with its stages decided."""
+        layout, setting = self.layout, self.setting
+        cut = split_stages(self.trace, layout)
+        flights = in_flight(self.orders, len(cut))
+        ranks = []
+        for position in range(layout.pp):
+            own = range(position, len(cut), layout.pp)
+            waiting = sum(flights[stage] for stage in own)
+            ranks.append(decide_rank([StageOfRank(setting, cut[stage], waiting) for stage in own], setting))
+        return ranks
+
+    def _pipeline_seconds(self, ranks: list[Rank]) -> list[PipelineSeconds]:
+        """What one micro-batch takes in every stage."""
+        layout, device = self.layout, self.setting.device
+        group = group_of(layout, "pp")
+        found = []
+        for number in range(layout.stages):
+            rank, position = ranks[number % layout.pp], number // layout.pp
+            stage = rank.stages[position]
+            overlap, weight_gradient = stage.overlap, stage.seconds.weight_gradient_seconds
+            received = stage.stage.received_bytes
+            found.append(
+                PipelineSeconds(
+                    forward_seconds=overlap.forward_seconds,
+                    input_gradient_seconds=overlap.backward_seconds - weight_gradient,
+                    weight_gradient_seconds=weight_gradient,
+                    recompute_seconds=_recompute_seconds(rank, position),
+                    transfer_seconds=collective_seconds(
+                        Collective.SEND, received, group.ranks, device, stride=group.stride
+                    )
+                    if received
+                    else 0.0,
+                )
+            )
+        return found
+
+    def _after_seconds(self, rank: Rank) -> float:
+        """What follows the last micro-batch: the reduction of gradients that nothing hides, and the optimizer."""
+        return sum(stage.overlap.reduction_seconds + stage.overlap.optimizer_seconds for stage in rank.stages)
+
+    def _stage(self, position: int, rank: Rank, timeline: Timeline) -> StageEstimate:
+        """One row of the estimate: the ranks of one position in the pipeline."""
+        layout, setting = self.layout, self.setting
+        tightest = rank.tightest
+        simulation = rank.decided[tightest].simulation
+        use = self._allocator_use(rank)
+        classes = classes_at_peak(simulation)
+        for other, stage in enumerate(rank.stages):
+            if other != tightest:
+                for category, bytes_ in stage.lasting_classes.items():
+                    classes[category] = classes.get(category, 0) + bytes_
+        is_waiting = simulation.peak_instant < simulation.index.last_wait
+        memory = RankMemory(
+            classes=classes,
+            waiting_bytes=waiting_bytes(simulation) if is_waiting else 0,
+            allocator=None if use is None else use[0],
+        )
+        names = [
+            self.trace.regions[region].name or self.trace.model
+            for stage in rank.stages
+            for region in stage.stage.regions
+        ]
+        return StageEstimate(
+            stage=position,
+            ranks=layout.ranks // layout.pp,
+            regions=compress_names(names),
+            in_flight=rank.stages[tightest].in_flight,
+            items=budget_items(memory, rank.optimizers, framework_items(setting.device, layout)),
+            allocated_bytes=rank.peak_bytes,
+            reserved_bytes=None if use is None else use[0].reserved_peak_bytes,
+            expandable_bytes=None if use is None else use[1].reserved_peak_bytes,
+            unmanaged_bytes=rank.peak_under([stage.unmanaged for stage in rank.stages]),
+            recomputed_bytes=rank.peak_under([stage.recomputed for stage in rank.stages]),
+            peak=describe_peak(simulation),
+            seconds=self._seconds(rank),
+            bubble_share=timeline.bubble_shares[position],
+            plans=tuple(each.plan for each in rank.decided if each.plan is not None),
+        )
+
+    def _allocator_use(self, rank: Rank) -> tuple[AllocatorUse, AllocatorUse] | None:
+        """The caching allocator over the step in which the peak lies, plain and with expandable segments."""
+        if not self.setting.is_gpu:
+            return None
+        events = (*rank.lasting_events(), *allocation_events(rank.decided[rank.tightest].simulation))
+        plain, expandable = (
+            simulate_allocator(events, AllocatorSettings(is_expandable=is_expandable))
+            for is_expandable in (False, True)
+        )
+        return plain, expandable
+
+    def _seconds(self, rank: Rank) -> StageSeconds:
+        """All stages of the rank together."""
+        each, overlaps = [stage.seconds for stage in rank.stages], [stage.overlap for stage in rank.stages]
+        exposed = sum(self.layout.micro_batches * o.exposed_seconds + o.reduction_seconds for o in overlaps)
+        return StageSeconds(
+            forward_seconds=sum(s.forward_seconds for s in each),
+            backward_seconds=sum(s.backward_seconds for s in each),
+            weight_gradient_seconds=sum(s.weight_gradient_seconds for s in each),
+            recompute_seconds=sum(_recompute_seconds(rank, position) for position in range(len(each))),
+            communication_seconds=sum(s.communication_seconds for s in each),
+            exposed_seconds=exposed,
+            optimizer_seconds=sum(o.optimizer_seconds for o in overlaps),
+        )
+
+    def _peak_flops_per_second(self) -> float:
+        """Dense, in the type that most of the model's arithmetic is done in."""
+        flops: dict[str, int] = {}
+        for op in self.trace.ops:
+            spec = self.trace.specs[op.cost_key]
+            flops[spec.dtype] = flops.get(spec.dtype, 0) + spec.flops
+        return self.setting.device.flops_per_second(max(flops, key=lambda dtype: flops[dtype], default="f32"))
+
+    def _notes(self, ranks: list[Rank], timeline: Timeline) -> list[str]:
+        """What the figures do not show by themselves."""
+        notes = []
+        recompute = [sum(_recompute_seconds(rank, p) for p in range(len(rank.stages))) for rank in ranks]
+        if self.layout.pp > 1 and max(recompute) > 0:
+            growth = bubble_growth(self.orders, self._pipeline_seconds(ranks))
+            notes.append(
+                f"recomputation adds {format_seconds(growth.added_seconds)} to the step of the pipeline; run where a rank "
+                f"would idle, one micro-batch ahead, it would add {format_seconds(growth.regained_seconds)} less"
+            )
+        if timeline.bubble_share > 0:
+            notes.append(f"ranks idle in the pipeline {timeline.bubble_share:.1%} of the time")
+        return notes
+
+
+def _recompute_seconds(rank: Rank, position: int) -> float:
+    """What the decisions of one stage add to one micro-batch."""
+    return rank.decided[position].simulation.seconds - rank.stages[position].unmanaged.seconds
+
+
+def _optimizer_name(rank: Rank, setting: Setting) -> str:
+    """The optimizer by its own name and form."""
+    uses = rank.optimizers
+    if not uses:
+        return "no optimizer"
+    return f"{uses[0].name} ({uses[0].form})" + (" with master weights" if setting.has_master_weights else "")

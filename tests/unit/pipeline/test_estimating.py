@@ -1,0 +1,193 @@
+"""Estimates of small catalogue models, traced with fake tensors: parts add up, layouts divide, wrong questions are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import plimsoll
+from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.estimate import Estimate
+from plimsoll.artifacts.store import from_json, load_any, to_json
+from plimsoll.errors import (
+    InvalidLayout,
+    InvalidOption,
+    InvalidStrategy,
+    InvalidTarget,
+    UnknownDevice,
+    UnknownOptimizer,
+)
+
+SIZES: dict[str, Any] = {"sequence": 256}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A cache of its own for these tests, so that each question is traced once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLIMSOLL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def on_gpu(**how: Any) -> Estimate:
+    return plimsoll.estimate("llama-tiny", 1, device="H100", **(SIZES | how))
+
+
+def bytes_of(estimate: Estimate, name: str, stage: int = 0) -> int:
+    return next((item.bytes or 0 for item in estimate.stages[stage].items if item.name == name), 0)
+
+
+def test_items_add_up_to_what_the_allocator_reserves_and_what_lies_outside_of_it():
+    stage = on_gpu().stages[0]
+    outside = sum(item.bytes or 0 for item in stage.items if item.name not in INSIDE)
+    assert stage.reserved_bytes is not None
+    assert stage.total_bytes == stage.reserved_bytes + outside
+    live = sum(item.bytes or 0 for item in stage.items if item.name in INSIDE - {"allocator rounding", "fragmentation"})
+    assert live == stage.allocated_bytes
+    assert all(item.relative_error > 0 for item in stage.items if item.basis is not Basis.EXACT and item.bytes)
+
+
+INSIDE = {
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "master weights",
+    "activations",
+    "activations of other micro-batches",
+    "temporaries",
+    "communication",
+    "buffers",
+    "batch",
+    "allocator rounding",
+    "fragmentation",
+}
+
+
+def test_a_cpu_has_no_caching_allocator_and_no_framework():
+    stage = plimsoll.estimate("llama-tiny", 1, device="laptop-CPU", **SIZES).stages[0]
+    assert stage.reserved_bytes is None
+    assert stage.total_bytes == stage.allocated_bytes
+
+
+def test_state_divides_as_zero_says():
+    whole = on_gpu()
+    layouts = {zero: on_gpu(layout=f"dp=4,zero={zero},micro-batches=2") for zero in (1, 2, 3)}
+    state = bytes_of(whole, "optimizer state")
+    for found in layouts.values():
+        assert bytes_of(found, "optimizer state") == pytest.approx(state / 4, rel=0.01)
+    gradients = [bytes_of(layouts[zero], "gradients") for zero in (1, 2, 3)]
+    assert gradients[0] > 1.5 * gradients[1]
+    assert bytes_of(layouts[3], "parameters") < bytes_of(layouts[1], "parameters")
+
+
+def test_early_stages_hold_more_micro_batches_and_all_stages_all_parameters():
+    found = on_gpu(layout="pp=2,micro-batches=8", optimizer="none")
+    assert [stage.in_flight for stage in found.stages] == [2, 1]
+    assert bytes_of(found, "activations of other micro-batches", 0) > 0
+    assert bytes_of(found, "activations of other micro-batches", 1) == 0
+    whole = bytes_of(on_gpu(), "parameters")
+    assert sum(bytes_of(found, "parameters", stage) for stage in (0, 1)) == whole
+    assert [stage.regions for stage in found.stages] == ["model.layers.0–1", "model.layers.2–3"]
+    assert found.throughput.step_seconds > sum(
+        found.stages[0].seconds.forward_seconds + found.stages[0].seconds.backward_seconds for _ in range(8)
+    )
+
+
+def test_interleaved_stages_of_a_rank_are_counted_together():
+    plain = on_gpu(layout="pp=2,micro-batches=4")
+    interleaved = on_gpu(layout="pp=2,schedule=interleaved,virtual=2,micro-batches=4")
+    for name in ("parameters", "optimizer state"):
+        both = [sum(bytes_of(each, name, stage) for stage in (0, 1)) for each in (plain, interleaved)]
+        assert both[0] == both[1], name
+    assert interleaved.stages[0].regions == "model.layers.0,2"
+    assert interleaved.throughput.step_seconds < plain.throughput.step_seconds
+
+
+def test_tensor_parallel_ranks_hold_their_share():
+    whole, half = on_gpu(optimizer="none"), on_gpu(layout="tp=2,sp", optimizer="none")
+    assert bytes_of(half, "parameters") == pytest.approx(bytes_of(whole, "parameters") / 2, rel=0.05)
+    assert bytes_of(half, "activations") < 0.75 * bytes_of(whole, "activations")
+    assert half.stages[0].seconds.communication_seconds > 0
+    assert half.facts.parameters == whole.facts.parameters
+
+
+def test_a_budget_gives_every_stage_a_plan_that_keeps_to_it(tmp_path: Path):
+    layout = "pp=2,micro-batches=4"
+    free, full = on_gpu(layout=layout), on_gpu(layout=layout, strategy="full")
+    low, high = max(stage.allocated_bytes for stage in full.stages), free.stages[0].allocated_bytes
+    budget = (low + high) // 2
+    found = on_gpu(layout=layout, budget=budget)
+    assert found.strategy == "auto"
+    assert all(stage.allocated_bytes <= budget for stage in found.stages)
+    plan = found.stages[0].plans[0]
+    assert plan.in_flight == 2
+    assert plan.predicted_peak_bytes == found.stages[0].allocated_bytes
+    assert free.throughput.step_seconds < found.throughput.step_seconds
+    found.save(tmp_path / "estimate.json")
+    assert load_any(tmp_path / "estimate.json") == found
+
+
+def test_a_budget_that_nothing_reaches_is_said_not_to_fit():
+    found = on_gpu(budget="2MiB")
+    assert found.does_fit is False
+    assert "does not fit" in str(found)
+
+
+def test_too_close_to_call_is_neither_yes_nor_no():
+    found = on_gpu()
+    error = found.tightest.error_bytes
+    assert error > 0
+    total = found.tightest.total_bytes
+    at = {size: msgspec.structs.replace(found, device_bytes=size).does_fit for size in (total, total * 3, total // 3)}
+    assert at == {total: None, total * 3: True, total // 3: False}
+
+
+def test_a_model_with_its_batch_is_estimated_like_a_name():
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(4)])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = plimsoll.estimate(model, torch.randn(8, 32), device="cpu", loss=lambda y: y.square().mean())
+    parameters = sum(p.numel() * 4 for p in model.parameters())
+    assert bytes_of(found, "parameters") == parameters
+    assert bytes_of(found, "optimizer state") == 2 * parameters
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_text_names_verdict_items_peak_and_speed():
+    text = str(on_gpu(layout="pp=4,micro-batches=4"))
+    for part in ("fits,", "parameters", "Peak of live tensors", "Stages", "tokens/s", "MFU", "± "):
+        assert part in text, part
+
+
+def test_an_estimate_survives_json():
+    found = on_gpu()
+    assert from_json(to_json(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ({"layout": "tp=3"}, InvalidLayout, "attention heads"),
+        ({"layout": "pp=5,micro-batches=8"}, InvalidLayout, "4 blocks"),
+        ({"layout": "sp"}, InvalidLayout, "sp without tp"),
+        ({"layout": "xp=2"}, InvalidLayout, "'xp'"),
+        ({"device": "H1000"}, UnknownDevice, "H100"),
+        ({"optimizer": "adamv"}, UnknownOptimizer, "adamw"),
+        ({"strategy": "everything"}, InvalidStrategy, "everything"),
+        ({"precision": "fp8"}, InvalidOption, "unsupported"),
+        ({"sequence": 255, "layout": "cp=2,dp=1"}, InvalidLayout, "255"),
+    ],
+)
+def test_wrong_questions_are_refused_with_what_would_do(how: dict[str, Any], error: type[Exception], words: str):
+    with pytest.raises(error, match=words):
+        plimsoll.estimate("llama-tiny", 1, **(SIZES | {"device": "H100"} | how))
+
+
+def test_targets_that_are_none_are_refused():
+    with pytest.raises(InvalidTarget, match="llama-tiney"):
+        plimsoll.estimate("llama-tiney", 1)
+    with pytest.raises(InvalidOption, match="no number of samples"):
+        plimsoll.estimate("llama-tiny", torch.zeros(1))
