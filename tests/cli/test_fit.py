@@ -8,11 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 import plimsoll
-from plimsoll.artifacts.fit import Fit
+from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.costs import CostSource
+from plimsoll.artifacts.fit import Fit, FitChange
 from plimsoll.artifacts.store import from_json, load_any
 from plimsoll.cli.app import app
+from plimsoll.units import KIB
 
-ARGUMENTS = ["fit", "steps:stack", "--device-profile", "H100-SXM", "--most-batch", "64", "--optimizer", "none"]
+ARGUMENTS = ["fit", "steps:stack", "--device-profile", "H100-SXM", "--most-batch", "16", "--optimizer", "none"]
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +24,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fit_shows_the_frontier_and_saves_the_fit_and_the_plan(runner: CliRunner):
-    found = runner.invoke(app, [*ARGUMENTS, "--budget", "400KiB", "-o", "fit.json", "--save-plan", "plan.json"])
+    found = runner.invoke(app, [*ARGUMENTS, "--budget", "250KiB", "-o", "fit.json", "--save-plan", "plan.json"])
     assert found.exit_code == 0, found.output
     assert "Frontier" in found.stdout
     assert "plan saved to plan.json" in found.stdout
@@ -33,13 +36,29 @@ def test_fit_shows_the_frontier_and_saves_the_fit_and_the_plan(runner: CliRunner
     assert "Frontier" in shown.stdout
 
 
-def test_json_is_the_fit_and_nothing_fits_has_the_floors_exit_code(runner: CliRunner):
-    found = runner.invoke(app, [*ARGUMENTS, "--budget", "60KiB", "--json"])
+def test_json_is_the_fit_and_nothing_fits_has_the_floors_exit_code(runner: CliRunner, monkeypatch: pytest.MonkeyPatch):
+    nothing = Fit(
+        model="Stack",
+        fingerprint="f",
+        device="H100-SXM",
+        cost_source=CostSource.ROOFLINE,
+        cost_device="H100-SXM",
+        budget_bytes=60 * KIB,
+        items_name="examples",
+        global_batch=None,
+        points=(),
+        changes=(FitChange(name="1.0 KiB more memory", does_fit=True, predicted_peak_bytes=61 * KIB),),
+        seconds_basis=Basis.MODELLED,
+        seconds_error=0.3,
+    )
+    monkeypatch.setattr("plimsoll.pipeline.fit", lambda *given, **how: nothing, raising=False)
+    found = runner.invoke(app, [*ARGUMENTS, "--budget", "60KiB", "--json", "--save-plan", "plan.json"])
     assert found.exit_code == 3, found.output
-    fit = from_json(found.stdout)
-    assert isinstance(fit, Fit)
-    assert fit.best is None
-    assert fit.changes
+    assert from_json(found.stdout) == nothing
+    assert not Path("plan.json").exists()
+    shown = runner.invoke(app, [*ARGUMENTS, "--budget", "60KiB"])
+    assert "nothing fits" in shown.stdout
+    assert "1.0 KiB more memory" in shown.stdout
 
 
 @pytest.mark.parametrize(

@@ -75,13 +75,13 @@ class FitPoint(msgspec.Struct, frozen=True, kw_only=True):
 class FitChange(msgspec.Struct, frozen=True, kw_only=True):
     """One change to a step that does not fit, computed by evaluating it again with that change alone.
 
-    ``does_fit`` is ``None`` where it cannot be known here; ``note`` then says why. ``floor_bytes`` is the smallest
-    reachable peak with the change.
+    ``does_fit`` is ``None`` where it cannot be known here; ``note`` then says why. ``predicted_peak_bytes`` is the peak under
+    the best plan, or the smallest reachable one where that does not fit. Throughput is that of one device.
     """
 
     name: str
     does_fit: bool | None
-    floor_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
     items_per_second: float | None = None
     note: str = ""
 

@@ -7,7 +7,7 @@ from plimsoll.artifacts.fit import Fit, FitChange, FitPoint
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 FRONTIER_HEADER = ("batch", "seq", "accum", "per s", "peak", "unmanaged", "plan", "")
-CHANGE_HEADER = ("change", "least peak", "fits", "per s", "")
+CHANGE_HEADER = ("change", "peak", "fits", "per s", "")
 
 
 def summarise_fit(fit: Fit) -> str:
@@ -119,9 +119,9 @@ def _row(fit: Fit, place: int, point: FitPoint) -> tuple[str, ...]:
 def change_cells(change: FitChange) -> tuple[str, ...]:
     """One change: what it leads to, or why that is not known."""
     fits = {True: "yes", False: "no", None: "unsupported"}[change.does_fit]
-    floor = "-" if change.floor_bytes is None else format_bytes(change.floor_bytes)
+    peak = "-" if change.predicted_peak_bytes is None else format_bytes(change.predicted_peak_bytes)
     speed = "-" if change.items_per_second is None else f"{change.items_per_second:,.0f}"
-    return (change.name, floor, fits, speed, change.note)
+    return (change.name, peak, fits, speed, change.note)
 
 
 def _of_sequence(point: FitPoint) -> str:

@@ -165,7 +165,7 @@ class _Job:
         points = search.points()
         changes: tuple[FitChange, ...] = ()
         if best is None:
-            changes = find_changes(self._training, device, space)
+            changes = find_changes(self._training, device, points[0])
         is_measured = costs.source is CostSource.MEASURED
         return Fit(
             model=first.model,

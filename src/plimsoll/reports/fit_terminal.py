@@ -20,7 +20,7 @@ from plimsoll.artifacts.fit_summary import (
 )
 from plimsoll.reports.plan_terminal import render_figures
 
-_NUMBERS = ("batch", "seq", "accum", "per s", "peak", "unmanaged", "least peak")
+_NUMBERS = ("batch", "seq", "accum", "per s", "peak", "unmanaged")
 
 
 def render_fit(fit: Fit) -> RenderableType:

@@ -116,21 +116,24 @@ def test_with_a_global_batch_micro_batches_divide_it():
 
 
 def test_where_nothing_fits_single_changes_say_what_would():
-    found = fit_elsewhere("100KiB", global_batch=4)
+    found = fit_elsewhere("100KiB", global_batch=2)
     assert found.best is None
     assert found.exit_code == 3
-    more = next(change for change in found.changes if "more memory" in change.name)
+    by_name = {change.name: change for change in found.changes}
+    more = next(change for name, change in by_name.items() if "more memory" in name)
     assert more.does_fit
-    assert more.floor_bytes is not None
-    assert more.floor_bytes > 100 * KIB
-    without = next(change for change in found.changes if "no accumulation" in change.name)
-    assert without.floor_bytes is not None
-    assert without.does_fit is False
-    compression = next(change for change in found.changes if "compress" in change.name)
-    assert compression.does_fit is None
-    assert compression.note
+    assert more.predicted_peak_bytes is not None
+    assert more.predicted_peak_bytes > 100 * KIB
+    assert by_name["no accumulation: gradients of one micro-batch"].does_fit is False
+    assert by_name[next(name for name in by_name if name.startswith("compress"))].does_fit is None
+    sharded = by_name["ZeRO stage 3 over 8 ranks"]
+    assert sharded.predicted_peak_bytes is not None
+    assert sharded.predicted_peak_bytes < more.predicted_peak_bytes
+    assert "ZeRO stage 1 over 8 ranks" not in by_name
+    parallel = by_name["tensor parallel over 2 ranks"]
+    assert parallel.does_fit is None
+    assert parallel.note
     assert "unsupported" in str(found)
-    assert fit_elsewhere(f"{more.floor_bytes}B", global_batch=4).best is not None
 
 
 @pytest.mark.parametrize(
