@@ -22,7 +22,7 @@ class StepForm(enum.StrEnum):
 
 
 class Temporary(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that are alive at the highest moment of a step and were not there before it."""
+    """One tensor that is alive at the highest moment of a step and was not there before it."""
 
     label: str
     bytes: int
@@ -47,6 +47,8 @@ class OptimizerUse(msgspec.Struct, frozen=True, kw_only=True):
     flops: int
     relative_error: float
     basis: Basis
+    tensors_per_state: int = 1
+    """How many tensors, about equal in size, a parameter's state is made of: the allocator sees each of them."""
     notes: tuple[str, ...] = ()
     """Which rule was followed where there is a choice (what Muon leaves to AdamW, what stays in 32 bits)."""
 

@@ -50,25 +50,32 @@ class Tensor:
 
 @dataclass(slots=True)
 class Ledger:
-    """Results by the name that holds them, and their highest sum."""
+    """Results by the name that holds them, each a tensor or one per parameter, and what is held at the highest sum."""
 
     moved_bytes: int = 0
     flops: int = 0
-    temporaries: tuple[Temporary, ...] = ()
-    _alive: dict[str, int] = field(default_factory=dict)
+    highest: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    highest_bytes: int = 0
+    _alive: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def temporaries(self) -> tuple[Temporary, ...]:
+        """The tensors that are held at the highest sum."""
+        return tuple(Temporary(label=label, bytes=size) for label, sizes in self.highest for size in sizes if size)
 
     def run(self, moved_bytes: int, flops: int) -> None:
         """An op that makes nothing that lasts."""
         self.moved_bytes += moved_bytes
         self.flops += flops
 
-    def make(self, name: str, size: int, *, replaces: str = "") -> None:
+    def make(self, name: str, *sizes: int, replaces: str = "") -> None:
         """A result under ``name``; what ``name`` or ``replaces`` held before is let go only when the result is there."""
-        old = self._alive.pop(replaces or name, 0)
-        self._alive[name] = size
-        alive = [(label, bytes_) for label, bytes_ in (*self._alive.items(), (f"{name} before", old)) if bytes_]
-        if sum(bytes_ for _, bytes_ in alive) > sum(temporary.bytes for temporary in self.temporaries):
-            self.temporaries = tuple(Temporary(label=label, bytes=bytes_) for label, bytes_ in alive)
+        old = self._alive.pop(replaces or name, ())
+        self._alive[name] = sizes
+        alive = (*self._alive.items(), (f"{name} before", old))
+        total = sum(sum(each) for _, each in alive)
+        if total > self.highest_bytes:
+            self.highest, self.highest_bytes = alive, total
 
     def rename(self, old: str, new: str) -> None:
         """``new`` now holds what ``old`` held, and what it held itself is let go."""
@@ -93,8 +100,12 @@ def groups_of(parameters: Sequence[Tensor], form: StepForm) -> Iterable[list[Ten
     return list(reversed(groups.values()))
 
 
+def _sizes(group: Iterable[Tensor]) -> list[int]:
+    return [each.bytes for each in group]
+
+
 def _bytes(group: Iterable[Tensor]) -> int:
-    return sum(each.bytes for each in group)
+    return sum(_sizes(group))
 
 
 def _elements(group: Iterable[Tensor]) -> int:
@@ -122,14 +133,14 @@ def run_adam(ledger: Ledger, parameters: Sequence[Tensor], form: StepForm, *, de
             ledger.make("denominators", size)
             ledger.drop("square roots")
         else:
-            ledger.make("denominators", size)
+            ledger.make("denominators", *_sizes(group))
 
 
 def run_root(ledger: Ledger, parameters: Sequence[Tensor], form: StepForm) -> None:
     """RMSprop: mul, addcmul, then sqrt, add, addcdiv."""
     for group in groups_of(parameters, form):
         ledger.run(_bytes(group) * 14, _elements(group) * 5)
-        ledger.make("denominators", _bytes(group))
+        ledger.make("denominators", *_sizes(group))
 
 
 def run_adagrad(ledger: Ledger, parameters: Sequence[Tensor], form: StepForm) -> None:
@@ -140,10 +151,10 @@ def run_adagrad(ledger: Ledger, parameters: Sequence[Tensor], form: StepForm) ->
     for group in groups_of(parameters, form):
         size = _bytes(group)
         ledger.run(size * 12, _elements(group) * 4)
-        ledger.make("denominators", size)
+        ledger.make("denominators", *_sizes(group))
         if form is StepForm.FOREACH:
             ledger.run(size * 2, _elements(group))
-            ledger.make("scaled gradients", size)
+            ledger.make("scaled gradients", *_sizes(group))
 
 
 def run_adafactor(ledger: Ledger, parameters: Sequence[Tensor], form: StepForm) -> None:
@@ -181,17 +192,17 @@ def _adafactor_group(ledger: Ledger, group: Sequence[Tensor], *, is_factored: bo
     for each in group:
         _adafactor_work(ledger, each)
     if is_factored:
-        ledger.make("row means", sum(each.rows * each.item_bytes for each in group))
+        ledger.make("row means", *(each.rows * each.item_bytes for each in group))
         ledger.drop("row means")
-        ledger.make("column means", sum(each.columns * each.item_bytes for each in group))
+        ledger.make("column means", *(each.columns * each.item_bytes for each in group))
         ledger.drop("column means")
-        ledger.make("estimates", _bytes(group))
-        ledger.make("means of rows", sum(prod(each.shape[:-2]) * each.item_bytes for each in group))
+        ledger.make("estimates", *_sizes(group))
+        ledger.make("means of rows", *(prod(each.shape[:-2]) * each.item_bytes for each in group))
         ledger.drop("means of rows")
     else:
-        ledger.make("squared gradients", _bytes(group))
+        ledger.make("squared gradients", *_sizes(group))
         ledger.drop("squared gradients")
-        ledger.make("estimates", _bytes(group))
+        ledger.make("estimates", *_sizes(group))
     ledger.rename("estimates", "updates")
     ledger.make("norm", group[0].item_bytes)
     ledger.drop("norm")
