@@ -17,7 +17,7 @@ MODELS = (
         vocab_size=512,
         hidden_size=128,
         intermediate_size=512,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=256,
     ),

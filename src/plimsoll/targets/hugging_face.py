@@ -19,8 +19,8 @@ _AUTO_CLASSES = (
     "AutoModelForSpeechSeq2Seq",
     "AutoModelForMaskedLM",
     "AutoModelForCausalLM",
-    "AutoModelForImageClassification",
     "AutoModelForZeroShotImageClassification",
+    "AutoModelForImageClassification",
 )
 """Where a configuration names no class: the first of these that knows its type, a head with a loss."""
 
