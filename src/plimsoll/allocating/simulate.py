@@ -6,13 +6,13 @@ torch's optimizers make it, into what backward has left in the cache. Steps are 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from plimsoll.allocating.allocator import AllocatorSettings, CachingAllocator, DeviceFull
 from plimsoll.allocating.blocks import Block
 from plimsoll.artifacts.allocation import AllocationEvent, AllocatorUse
-from plimsoll.artifacts.trace import Category
 
 _MOST_STEPS = 8
 
@@ -31,6 +31,7 @@ def simulate_allocator(
         The figures over all steps. A request that the device has no room for ends the simulation and is named.
 
     Example:
+        >>> from plimsoll.artifacts.trace import Category
         >>> def event(block: int, size: int) -> AllocationEvent:
         ...     return AllocationEvent(instant=0, block=block, bytes=size, label="x", category=Category.ACTIVATION)
         >>> use = simulate_allocator([event(0, 3_000_000), event(1, 700), event(0, -3_000_000), event(1, -700)])
@@ -66,21 +67,18 @@ def simulate_allocator(
 
 
 def _first_step(events: Sequence[AllocationEvent]) -> list[AllocationEvent]:
-    """The step with what lasts never let go, and the optimizer's state made after the last gradient."""
-    late = [event for event in events if event.lasts and event.bytes > 0 and _is_late(event)]
-    rest = [event for event in events if not (event.lasts and (event.bytes < 0 or _is_late(event)))]
-    if not late:
-        return rest
-    gradients = [event.instant for event in rest if event.category is Category.GRADIENT and event.bytes > 0]
-    if not gradients:
-        return late + rest
-    # Backward is over once what follows its last gradient has begun.
-    place = next((at for at, event in enumerate(rest) if event.instant > max(gradients) + 1), len(rest))
-    return rest[:place] + late + rest[place:]
-
-
-def _is_late(event: AllocationEvent) -> bool:
-    return event.category is Category.OPTIMIZER_STATE
+    """The step with what lasts made where the first step makes it, and never let go."""
+    late = [event for event in events if event.lasts and event.bytes > 0 and event.made > event.instant]
+    waiting = deque(sorted(late, key=lambda event: event.made))
+    ordered: list[AllocationEvent] = []
+    for event in events:
+        if event.lasts and (event.bytes < 0 or event.made > event.instant):
+            continue
+        # Within an instant releases come first, so what is made then finds their memory.
+        while waiting and (event.instant, event.bytes > 0) >= (waiting[0].made, True):
+            ordered.append(waiting.popleft())
+        ordered.append(event)
+    return [*ordered, *waiting]
 
 
 @dataclass(slots=True)

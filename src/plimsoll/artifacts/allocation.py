@@ -14,7 +14,8 @@ COMMUNICATION_STREAM = 1
 class AllocationEvent(msgspec.Struct, frozen=True, kw_only=True):
     """``bytes`` of ``block`` are allocated (positive) or let go (negative); ``instant`` is that of the simulated step.
 
-    A block that ``lasts`` is there before the step and after it: a second step neither allocates it nor lets it go.
+    A block that ``lasts`` is there before the step and after it: a second step neither allocates it nor lets it go. The very
+    first step allocates it at the instant ``made``: the optimizer's state where the optimizer runs.
     """
 
     instant: int
@@ -24,6 +25,7 @@ class AllocationEvent(msgspec.Struct, frozen=True, kw_only=True):
     category: Category
     stream: int = DEFAULT_STREAM
     lasts: bool = False
+    made: int = 0
 
 
 class AllocatorUse(msgspec.Struct, frozen=True, kw_only=True):

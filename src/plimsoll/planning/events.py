@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plimsoll.artifacts.allocation import COMMUNICATION_STREAM, DEFAULT_STREAM, AllocationEvent
-from plimsoll.artifacts.trace import Category, Storage
+from plimsoll.artifacts.trace import Category, Phase, Storage
 from plimsoll.planning.replay import Replay, replay
 from plimsoll.planning.simulate import Simulation, actual_cover, chains, links_of
 from plimsoll.planning.step import Span, StepIndex, merge
@@ -59,6 +59,8 @@ class _Log:
         self.index = index
         self.entries: list[_Entry] = []
         self.blocks = 0
+        optimizer = (tick for tick, op in enumerate(index.trace.ops) if op.phase is Phase.OPTIMIZER)
+        self.optimizer_instant = 2 * next(optimizer, len(index.trace.ops))
 
     def sorted(self) -> tuple[AllocationEvent, ...]:
         self.entries.sort(key=lambda entry: entry[:2])
@@ -124,7 +126,14 @@ class _Log:
     ) -> None:
         stream = COMMUNICATION_STREAM if category is Category.COMMUNICATION else DEFAULT_STREAM
         event = AllocationEvent(
-            instant=instant, block=block, bytes=size, label=label, category=category, stream=stream, lasts=lasts
+            instant=instant,
+            block=block,
+            bytes=size,
+            label=label,
+            category=category,
+            stream=stream,
+            lasts=lasts,
+            made=self.optimizer_instant if lasts and category is Category.OPTIMIZER_STATE else instant,
         )
         self.entries.append((instant, rank, event))
 

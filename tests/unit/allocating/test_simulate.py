@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from plimsoll.allocating.allocator import AllocatorSettings, CachingAllocator, DeviceFull
 from plimsoll.allocating.blocks import MIB, SMALLEST_BYTES, Block, round_up
@@ -138,21 +139,23 @@ def test_what_lasts_is_allocated_once():
 
 
 def test_the_optimizers_state_lands_in_what_backward_leaves():
-    state = event(0, 20, category=Category.OPTIMIZER_STATE, lasts=True)
+    state = replace(event(0, 20, category=Category.OPTIMIZER_STATE, lasts=True), made=8)
     gone = event(0, -20, instant=99, category=Category.OPTIMIZER_STATE, lasts=True)
-    activation = [event(1, 40, instant=1), event(1, -40, instant=4)]
+    activation = [event(1, 40, instant=1), event(1, -40, instant=8)]
     gradient = [
         event(2, 8, instant=3, category=Category.GRADIENT),
         event(2, -8, instant=20, category=Category.GRADIENT),
     ]
-    step = [state, activation[0], gradient[0], activation[1], event(3, 1, instant=8), event(3, -1, instant=9)]
-    use = simulate_allocator([*step, gradient[1], gone])
+    rest = [activation[0], gradient[0], activation[1], event(3, 1, instant=8), event(3, -1, instant=9), gradient[1]]
+    use = simulate_allocator([state, *rest, gone])
     # The state takes 20 of the activation's 40 MiB in the first step, so the second step needs another 40.
     assert use.reserved_peak_bytes == (40 + 20 + 2 + 40) * MIB
     assert use.steady_device_allocations == 0
     assert use.steps == 3
-    without = simulate_allocator([*step[1:], gradient[1]])
+    without = simulate_allocator(rest)
     assert without.reserved_peak_bytes == (40 + 20 + 2) * MIB
+    at_once = simulate_allocator([replace(state, made=0), *rest, gone])
+    assert at_once.reserved_peak_bytes == (20 + 40 + 20 + 2) * MIB
 
 
 def test_a_request_that_the_device_refuses_is_named():

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from plimsoll.artifacts.allocation import COMMUNICATION_STREAM, AllocationEvent
-from plimsoll.artifacts.trace import Category
+from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.events import allocation_events
 from plimsoll.planning.simulate import Simulation, run_choices
@@ -116,3 +116,16 @@ def test_buffers_of_collectives_are_on_their_own_stream() -> None:
     index = StepIndex(trace, costs)
     events = allocation_events(run_choices(index, [Choice(view.everything) for view in index.views]))
     assert {event.label for event in events if event.stream == COMMUNICATION_STREAM} == {first.label}
+
+
+def test_the_optimizers_state_is_made_where_the_optimizer_runs() -> None:
+    trace, costs = transformer(1).finish()
+    state = replace(trace.storages[0], id=len(trace.storages), category=Category.OPTIMIZER_STATE, born=-1)
+    state = replace(state, dies=len(trace.ops) + 1, label="state")
+    step = replace(trace.ops[-1], name="step", phase=Phase.OPTIMIZER)
+    trace = replace(trace, ops=(*trace.ops, step), storages=(*trace.storages, state))
+    index = StepIndex(trace, costs)
+    events = allocation_events(run_choices(index, [Choice(view.everything) for view in index.views]))
+    made = {event.label: (event.instant, event.made) for event in events if event.lasts and event.bytes > 0}
+    assert made["state"] == (0, 2 * (len(trace.ops) - 1))
+    assert all(at == (0, 0) for label, at in made.items() if label != "state")
