@@ -147,12 +147,11 @@ def test_shape_that_depends_on_an_activation_needs_data():
         trace(Selecting(), torch.randn(2, 4), device_name="H100")
 
 
-@pytest.mark.slow
-def test_llama_of_70b_parameters_is_traced_for_a_gpu():
+def test_llama_as_wide_as_70b_is_traced_for_a_gpu():
     config = transformers.LlamaConfig(
         hidden_size=8192,
         intermediate_size=28672,
-        num_hidden_layers=80,
+        num_hidden_layers=3,
         num_attention_heads=64,
         num_key_value_heads=8,
         vocab_size=128256,
@@ -163,7 +162,7 @@ def test_llama_of_70b_parameters_is_traced_for_a_gpu():
         model = transformers.LlamaForCausalLM(config).bfloat16().train()
         ids = torch.empty(1, 8192, dtype=torch.int64)
     step = trace(model, {"input_ids": ids, "labels": ids}, device_name="H100")
-    assert len(step.regions) == 80
+    assert len(step.regions) == 3
     assert len({region.kind for region in step.regions}) == 1
     graph = step.regions[1].graph
     saved = {
