@@ -19,11 +19,21 @@ from plimsoll.artifacts.decision import Engine, Status
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt, Verdict
 from plimsoll.artifacts.store import from_json, to_json
+from plimsoll.artifacts.trace import Category
 from plimsoll.cli.app import app
 from plimsoll.errors import PlanMismatch
-from plimsoll.pipeline.revising import needs_confirmation
+from plimsoll.pipeline.plans import trace_and_cost
+from plimsoll.pipeline.revising import Reviser, needs_confirmation
+from plimsoll.planning.choice import Choice
+from plimsoll.planning.decisions import decide
+from plimsoll.planning.lowest import find_extremes
+from plimsoll.planning.simulate import run_choices
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.strategies import choose_full, choose_none
+from plimsoll.recording.calling import split_batch
 from plimsoll.reports.receipt_terminal import render_receipt
 from plimsoll.units import KIB, MIB
+from plimsoll.verification.step import TrainingStep
 from samples import make_receipt
 from steps import Step, gpt2, llama, stack, vit
 from unchanged import unchanged
@@ -40,11 +50,20 @@ def bert() -> Step:
     return transformers.BertForSequenceClassification(config).train(), batch, None
 
 
-def elsewhere(step: Step, budget: int | None = None, **how: Any) -> Plan:
-    """A plan made as if the CPU were not here."""
+def elsewhere(step: Step, choose: Callable[..., list[Choice]] = choose_full, **how: Any) -> Plan:
+    """A plan made as if the CPU were not here, without any search."""
     model, batch, loss = step
-    strategy = "full" if budget is None else "auto"
-    return plimsoll.plan(model, batch, budget, loss=loss, device_profile="laptop-CPU", **{"strategy": strategy} | how)
+    given = {"loss": loss, "optimizer": None, "regions": None, "device_profile": "laptop-CPU"} | how
+    traced, costs = trace_and_cost(model, batch, **given)
+    extremes = find_extremes(traced, costs)
+    index = StepIndex(traced, costs)
+    simulation = run_choices(index, choose(index, ""))
+    return msgspec.structs.replace(
+        extremes.lowest,
+        predicted_peak_bytes=simulation.peak_bytes,
+        predicted_seconds=simulation.seconds,
+        regions=decide(simulation, [0.0] * len(index.views)),
+    )
 
 
 @pytest.mark.parametrize("make", [llama, gpt2, vit, bert])
@@ -64,96 +83,93 @@ def test_a_plan_made_with_fake_tensors_applies_on_the_real_cpu_unchanged(make: C
 
 
 @pytest.fixture(scope="module")
-def slow_roofline() -> tuple[Step, Plan, Receipt]:
-    """A plan whose predicted seconds are a thousand times too small, and its receipt."""
+def wrong() -> tuple[Plan, Receipt]:
+    """A plan whose seconds are a thousand times too small and whose peak is above its budget, and its receipt."""
     step = stack(rows=512)
     model, batch, loss = step
-    lowest = elsewhere(step)
-    budget_bytes = (lowest.baseline_peak_bytes + lowest.predicted_peak_bytes) // 2
-    made = elsewhere(step, budget_bytes)
-    wrong = msgspec.structs.replace(made, predicted_seconds=made.predicted_seconds / 1000)
-    with unchanged(model):
-        receipt = plimsoll.verify(model, batch, wrong, loss=loss, steps=2)
-    return step, wrong, receipt
-
-
-def test_a_wrong_roofline_is_named_and_the_plan_solved_again_with_measured_costs(slow_roofline):
-    _, wrong, receipt = slow_roofline
-    found = receipt.confirmation
-    assert found is not None
-    assert found.is_time_off
-    assert found.given.predicted_seconds == wrong.predicted_seconds
-    assert found.given.measured_seconds == receipt.measured_seconds
-    assert receipt.revised_plan is not None
-    assert receipt.revised_plan.cost_source is CostSource.MEASURED
-    assert receipt.revised_plan.budget_bytes == wrong.budget_bytes
-    assert found.revised is not None
-    assert abs(found.revised.seconds_error) < abs(found.given.seconds_error)
-    assert wrong.budget_bytes is not None
-    assert found.revised.measured_peak_bytes <= wrong.budget_bytes
-    assert found.revised_verdict == Verdict.VERIFIED
-    assert receipt.is_bit_equal
-
-
-def test_a_receipt_with_a_revised_plan_comes_back_from_json_and_shows_both_plans(slow_roofline):
-    receipt = slow_roofline[2]
-    assert from_json(to_json(receipt)) == receipt
-    text = str(receipt)
-    for part in ("planned for", "given plan", "revised plan", "10% of the time", "forward and backward predicted"):
-        assert part in text
-    render_receipt(receipt)
-
-
-def test_a_peak_above_the_budget_is_solved_again_below_it():
-    step = stack(rows=512)
-    model, batch, loss = step
-    unmanaged = elsewhere(step, strategy="none")
-    lowest = elsewhere(step)
+    unmanaged, lowest = elsewhere(step, choose_none), elsewhere(step)
     budget_bytes = (unmanaged.predicted_peak_bytes + lowest.predicted_peak_bytes) // 2
-    wrong = msgspec.structs.replace(
-        unmanaged, strategy="auto", budget_bytes=budget_bytes, predicted_peak_bytes=budget_bytes
+    made = msgspec.structs.replace(
+        unmanaged,
+        strategy="auto",
+        budget_bytes=budget_bytes,
+        predicted_peak_bytes=budget_bytes,
+        predicted_seconds=unmanaged.predicted_seconds / 1000,
     )
-    receipt = plimsoll.verify(model, batch, wrong, loss=loss, steps=1)
+    with unchanged(model):
+        receipt = plimsoll.verify(model, batch, made, loss=loss, steps=1)
+    return made, receipt
+
+
+def test_wrong_seconds_and_a_wrong_peak_are_named_with_what_was_measured(wrong):
+    made, receipt = wrong
     found = receipt.confirmation
     assert receipt.verdict is Verdict.OVER_BUDGET
     assert receipt.exit_code == 1
     assert found is not None
+    assert found.is_time_off
     assert found.is_over_budget
-    assert found.given.measured_peak_bytes > budget_bytes
+    assert found.given.predicted_seconds == made.predicted_seconds
+    assert found.given.measured_seconds == receipt.measured_seconds
+    assert found.given.predicted_peak_bytes == made.predicted_peak_bytes
+    assert found.given.measured_peak_bytes > made.budget_bytes
+
+
+def test_the_plan_is_solved_again_with_measured_costs_and_verified(wrong):
+    made, receipt = wrong
+    found, revised = receipt.confirmation, receipt.revised_plan
+    assert revised is not None
+    assert revised.cost_source is CostSource.MEASURED
+    assert revised.budget_bytes == made.budget_bytes
     assert found.revised is not None
-    assert found.revised.measured_peak_bytes <= budget_bytes
-    assert "above the budget" in str(receipt)
+    assert found.revised.measured_peak_bytes <= made.budget_bytes
+    assert abs(found.revised.seconds_error) < abs(found.given.seconds_error)
+    assert found.revised_verdict == Verdict.VERIFIED
+    assert receipt.is_bit_equal
+
+
+def test_a_receipt_with_a_revised_plan_comes_back_from_json_and_shows_both_plans(wrong):
+    receipt = wrong[1]
+    assert from_json(to_json(receipt)) == receipt
+    text = str(receipt)
+    for part in (
+        "planned for",
+        "above the budget",
+        "given plan",
+        "revised plan",
+        "10% of the time",
+        "forward and backward predicted",
+    ):
+        assert part in text
+    render_receipt(receipt)
 
 
 def test_where_nothing_fits_on_the_device_the_receipt_says_so_and_has_no_new_plan():
     step = stack()
     model, batch, loss = step
-    wrong = msgspec.structs.replace(elsewhere(step), budget_bytes=64 * KIB, predicted_peak_bytes=60 * KIB)
-    receipt = plimsoll.verify(model, batch, wrong, loss=loss, steps=1)
+    made = msgspec.structs.replace(elsewhere(step), strategy="full", budget_bytes=64 * KIB)
+    args, kwargs = split_batch(batch)
+    reviser = Reviser(model, batch, TrainingStep(model, args, kwargs, loss=loss), loss, None, lambda stage, share: None)
+    receipt = reviser.confirm(made, make_receipt(), steps=1)
     assert receipt.confirmation is not None
     assert "64.0 KiB" in receipt.confirmation.obstacle
     assert receipt.revised_plan is None
-
-
-def test_a_plan_that_counts_an_optimizer_is_not_solved_again_without_one():
-    step = stack()
-    model, batch, loss = step
-    made = elsewhere(step, optimizer=torch.optim.AdamW(model.parameters()))
-    receipt = plimsoll.verify(model, batch, made, loss=loss, steps=1)
+    counted = msgspec.structs.replace(made, classes={Category.OPTIMIZER_STATE.value: 10 * KIB})
+    receipt = reviser.confirm(counted, make_receipt(), steps=1)
     assert receipt.confirmation is not None
     assert "optimizer=" in receipt.confirmation.obstacle
     assert receipt.revised_plan is None
 
 
-def test_a_plan_made_on_the_device_needs_no_confirmation(slow_roofline):
-    _, wrong, receipt = slow_roofline
-    assert needs_confirmation(wrong)
+def test_a_plan_made_on_the_device_needs_no_confirmation(wrong):
+    made, receipt = wrong
+    assert needs_confirmation(made)
     assert not needs_confirmation(receipt.revised_plan)
 
 
 def test_a_plan_for_a_gpus_kernels_is_refused_on_a_cpu():
     model, batch, loss = stack()
-    made = plimsoll.plan(model, batch, strategy="full", loss=loss, device_profile="H100-SXM")
+    made = elsewhere((model, batch, loss), device_profile="H100-SXM")
     with pytest.raises(PlanMismatch, match="H100-SXM") as caught:
         plimsoll.verify(model, batch, made, loss=loss)
     assert "save other tensors" in caught.value.why
@@ -184,7 +200,7 @@ def test_the_revised_plan_is_saved_to_a_new_file_only(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     run = CliRunner()
-    made = elsewhere(stack(), optimizer=None)
+    made = elsewhere(stack())
     made.save("plan.json")
     arguments = ["verify", "steps:stack", "--plan", "plan.json", "--optimizer", "none", "--steps", "1"]
     refused = run.invoke(app, [*arguments, "--revised-plan", "plan.json"])

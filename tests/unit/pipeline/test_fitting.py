@@ -27,7 +27,7 @@ def fit_elsewhere(budget: int | str = "600KiB", **how: Any) -> Fit:
 
 @pytest.fixture(scope="module")
 def elsewhere() -> Fit:
-    return fit_elsewhere(optimizer=torch.optim.AdamW, most_solves=6)
+    return fit_elsewhere(optimizer=torch.optim.AdamW, most_solves=4)
 
 
 def test_a_device_that_is_not_here_gets_the_largest_throughput_within_the_budget(elsewhere: Fit):
