@@ -13,6 +13,7 @@ LITTLE = 0.1
 _LARGE = 0.25
 """A group that holds this share of the peak gets its remedies."""
 _NOTHING = 0.005
+_WORTH_CHUNKING = 0.05
 _RANKS = 8
 _CHUNKS = 8
 
@@ -34,7 +35,7 @@ GROUPS = {
 """Which group every part of the peak belongs to."""
 
 
-def find_bottleneck(trace: Trace, unmanaged: Plan) -> Bottleneck:
+def find_bottleneck(trace: Trace, unmanaged: Plan, *, chunked_peak_bytes: int | None = None) -> Bottleneck:
     """What holds the unmanaged peak.
 
     ``head and loss`` is what is made between the end of the last layer's forward and the start of the first layer's
@@ -43,6 +44,7 @@ def find_bottleneck(trace: Trace, unmanaged: Plan) -> Bottleneck:
     Args:
         trace: of the step.
         unmanaged: the plan ``none``; its floor is that of recomputation.
+        chunked_peak_bytes: its peak with the loss computed in chunks; ``None``: no head for that was found.
     """
     peak = unmanaged.baseline_peak
     places = _places(trace)
@@ -85,7 +87,7 @@ def find_bottleneck(trace: Trace, unmanaged: Plan) -> Bottleneck:
         moment=peak.moment,
         parts=parts,
         summary=summary,
-        remedies=_remedies(found, groups),
+        remedies=_remedies(found, groups, chunked_peak_bytes),
     )
 
 
@@ -129,8 +131,8 @@ def _places(trace: Trace) -> dict[str, str]:
     return places
 
 
-def _remedies(found: Bottleneck, groups: dict[str, int]) -> tuple[str, ...]:
-    """What helps against the groups that activation management does not reach. Arithmetic, not measured."""
+def _remedies(found: Bottleneck, groups: dict[str, int], chunked_peak_bytes: int | None) -> tuple[str, ...]:
+    """What helps against the groups that activation management does not reach. Replayed or arithmetic, not measured."""
     bytes_of = {part.name: part.bytes for part in found.parts}
     lines = []
     state, optimizer = groups[STATE], bytes_of[_OPTIMIZER]
@@ -145,7 +147,12 @@ def _remedies(found: Bottleneck, groups: dict[str, int]) -> tuple[str, ...]:
             f"sharding (FSDP, ZeRO-3): over {_RANKS} ranks {format_bytes(shared)} of parameters, gradients and optimizer "
             f"state become {format_bytes(shared / _RANKS)} each"
         )
-    if groups[_HEAD] >= _LARGE * found.peak_bytes:
+    if chunked_peak_bytes is not None and found.peak_bytes - chunked_peak_bytes > _WORTH_CHUNKING * found.peak_bytes:
+        lines.append(
+            "chunked loss: plimsoll.chunked.chunk_loss(model) never holds all logits, with the same gradients; this step "
+            f"replayed with it peaks at {format_bytes(chunked_peak_bytes)} instead of {format_bytes(found.peak_bytes)}"
+        )
+    elif groups[_HEAD] >= _LARGE * found.peak_bytes:
         lines.append(
             f"chunked loss: logits and loss computed in {_CHUNKS} chunks would hold about "
             f"{format_bytes(groups[_HEAD] / _CHUNKS)} instead of {format_bytes(groups[_HEAD])}"

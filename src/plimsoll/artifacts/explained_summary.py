@@ -52,7 +52,9 @@ def figure_rows(explanation: Explanation) -> list[list[str]]:
 
 def _basis(explanation: Explanation) -> str:
     if explanation.is_fake:
-        return "fake tensors, counted op by op: workspaces inside of kernels are not in it (convolutions have large ones)"
+        return (
+            "fake tensors, counted op by op: workspaces inside of kernels are not in it (convolutions have large ones)"
+        )
     return (
         "one real step, counted op by op (allocated bytes; a caching allocator's rounding and fragments are not in it)"
     )

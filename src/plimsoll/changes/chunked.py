@@ -56,10 +56,14 @@ def default_rows(head: HeadAndLoss) -> int:
 
 
 def chunk_logit_bytes(head: HeadAndLoss) -> int:
-    """Bytes that one logit takes in its chunk: its own, a wide one, and under autocast a block of the weight's gradient."""
-    if head.logit_bytes >= _WIDE_BYTES:
-        return head.logit_bytes
-    return head.logit_bytes + _WIDE_BYTES + (head.logit_bytes if head.is_mixed else 0)
+    """Bytes that one logit takes in its chunk.
+
+    Its own, a wide one where it is narrow, the tanh of a cap, and under autocast a block of the weight's gradient.
+    """
+    is_narrow = head.logit_bytes < _WIDE_BYTES
+    cap_bytes = max(head.logit_bytes, _WIDE_BYTES) if head.is_capped else 0
+    block_bytes = head.logit_bytes if head.is_mixed else 0
+    return head.logit_bytes + (_WIDE_BYTES if is_narrow else 0) + cap_bytes + block_bytes
 
 
 def _workspaces(trace: Trace, head: HeadAndLoss) -> dict[str, int]:

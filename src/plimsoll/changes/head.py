@@ -12,7 +12,7 @@ import msgspec
 
 from plimsoll.artifacts.trace import Category, Phase, Trace, TraceParameter
 
-_LOG_SOFTMAX = "_log_softmax"
+_LOG_SOFTMAX, _CAP = "_log_softmax", "tanh"
 _ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
 _LEAST_CLASSES = 2
 
@@ -39,6 +39,8 @@ class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
     weight_casts: tuple[int, ...]
     logit_bytes: int
     """Of one logit as the head makes it."""
+    is_capped: bool
+    """Whether a tanh bends the logits before the loss."""
     is_mixed: bool
     """Whether the weight is held in another dtype than the logits are made in."""
 
@@ -124,6 +126,7 @@ def _head_before(
         passing_gradients=of_weight if is_mixed else (),
         weight_casts=_weight_casts(trace, first, classes * features * item) if is_mixed else (),
         logit_bytes=item,
+        is_capped=any(trace.ops[tick].name == _CAP for tick in range(first, loss_tick)),
         is_mixed=is_mixed,
     )
 

@@ -46,7 +46,8 @@ def judge(
 def _effect(peak: Peak, resident_bytes: int, plain_peak: Peak, plain_resident_bytes: int) -> str:
     freed_bytes, lowered_bytes = plain_resident_bytes - resident_bytes, plain_peak.bytes - peak.bytes
     after = f"from {format_bytes(plain_resident_bytes)} to {format_bytes(resident_bytes)}"
-    then = f"from {format_bytes(plain_peak.bytes)} to {format_bytes(peak.bytes)}"
+    share = format_share(peak.bytes / plain_peak.bytes - 1)
+    then = f"from {format_bytes(plain_peak.bytes)} to {format_bytes(peak.bytes)} ({share})"
     if freed_bytes <= 0:
         return (
             f"The set-up does not lower what is resident after forward ({after}); the peak goes {then}, in "

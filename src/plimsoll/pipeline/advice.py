@@ -33,6 +33,10 @@ from plimsoll.pipeline.budgets import read_budget, resolve_budget
 from plimsoll.pipeline.candidates import CandidateMaker
 from plimsoll.pipeline.plans import part_of, trace_and_cost
 from plimsoll.pipeline.request import as_patterns, check_model, explained_loss, refuse_profiler, split_detached
+from plimsoll.planning.moments import peak_with_chunked_loss
+from plimsoll.planning.simulate import run_choices
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.strategies import choose_none
 from plimsoll.recording.calling import Loss, call_tensors
 from plimsoll.recording.fingerprint import fingerprint
 from plimsoll.units import format_bytes
@@ -178,7 +182,9 @@ class _Job:
         candidates = maker.make()
         unmanaged = candidates.made[0].plan
         judged = choose(candidates.made, wish, candidates.knee_bytes)
-        bottleneck = find_bottleneck(trace, unmanaged)
+        index = StepIndex(trace, costs)
+        chunked_bytes = peak_with_chunked_loss(run_choices(index, choose_none(index, "")))
+        bottleneck = find_bottleneck(trace, unmanaged, chunked_peak_bytes=chunked_bytes)
         layers = measure_layers(trace, costs, unmanaged)
         capture = self._ask(unmanaged, compile_seconds, part_of(report, 0.7, 1.0))
         items, items_name = _count_items(self._batch)

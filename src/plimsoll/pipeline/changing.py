@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plimsoll.artifacts.costs import Costs
-from plimsoll.artifacts.explained import Change, Unsupported
+from plimsoll.artifacts.explained import LEAST_SHARE, Change, Unsupported
 from plimsoll.artifacts.plan import Peak
 from plimsoll.artifacts.trace import Category, Trace
 from plimsoll.artifacts.watched import WatchedStep
@@ -29,6 +29,7 @@ from plimsoll.tracing.another_optimizer import with_options
 
 REPLAYED, MODELLED, RUN_AGAIN, PLANNED = "replayed", "modelled", "run again", "planned"
 Choose = Callable[[StepIndex], Sequence[Choice]]
+_BOTH = " and "
 _CHUNK_LABEL = "one chunk of logits"
 _OPTIMIZER_FORMS: dict[str, dict[str, object]] = {
     "foreach=False": {"foreach": False, "fused": None},
@@ -82,8 +83,13 @@ class Changes:
         self._optimizer_forms()
         self._half_batch()
         self._strategies()
-        self._found.sort(key=lambda change: (-change.lowers_bytes, change.name))
+        self._found.sort(key=self._rank)
         return tuple(self._found), tuple(self._unsupported)
+
+    def _rank(self, change: Change) -> tuple[int, bool, int, str]:
+        """What lowers it most first; of changes that do the same, one before two together."""
+        step_bytes = max(LEAST_SHARE * self._peak_bytes, 1.0)
+        return -round(change.lowers_bytes / step_bytes), _BOTH in change.name, -change.lowers_bytes, change.name
 
     def _add(self, name: str, how: str, peak: Peak, basis: str) -> None:
         is_chunk = any(holder.label == _CHUNK_LABEL for holder in peak.holders)
@@ -198,7 +204,7 @@ class Changes:
             if head is not None and "auto" in name:
                 chunked = with_chunked_loss(trace, head)
                 peak = describe_peak(run_choices(StepIndex(chunked, planner.index.costs), choices))
-                self._add(f"chunked loss and {name}", f"chunk_loss(model), then {how}", peak, PLANNED)
+                self._add(f"chunked loss{_BOTH}{name}", f"chunk_loss(model), then {how}", peak, PLANNED)
 
 
 def half_of(batch: Any) -> Any:

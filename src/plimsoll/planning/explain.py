@@ -13,16 +13,31 @@ from plimsoll.planning.simulate import Simulation
 from plimsoll.units import format_bytes
 
 _HOLDERS_NAMED = 3
+_WORTH_CHUNKING = 0.05
+"""A chunked loss is offered where it takes this share off the floor."""
 
 
-def floor_error(budget_bytes: int, floor: Peak, excess_bytes: int = 0) -> BudgetBelowFloor:
-    """The error for a budget that no plan reaches, naming who holds the floor."""
+def floor_error(
+    budget_bytes: int, floor: Peak, excess_bytes: int = 0, *, chunked_bytes: int | None = None
+) -> BudgetBelowFloor:
+    """The error for a budget that no plan reaches, naming who holds the floor.
+
+    Args:
+        budget_bytes: what was asked for.
+        floor: the smallest peak.
+        excess_bytes: what was measured on top of it.
+        chunked_bytes: the same plan's peak with the loss computed in chunks, where there is a head for that.
+    """
     floor_bytes = floor.bytes + excess_bytes
+    chunked = ""
+    if chunked_bytes is not None and floor.bytes - chunked_bytes > _WORTH_CHUNKING * floor.bytes:
+        then = format_bytes(chunked_bytes + excess_bytes)
+        chunked = f"plimsoll.chunked.chunk_loss(model) before planning (floor {then}), or "
     measured = f", and {format_bytes(excess_bytes)} were measured on top" if excess_bytes > 0 else ""
     return BudgetBelowFloor(
         f"budget {format_bytes(budget_bytes)} is below the smallest reachable peak, {format_bytes(floor_bytes)}.",
         why=f"{name_holders(floor)} are alive together in {floor.moment}{measured}",
-        next=f"budget {format_bytes_up(floor_bytes)} ({floor_bytes} bytes), or a smaller micro-batch, or fewer "
+        next=f"{chunked}budget {format_bytes_up(floor_bytes)} ({floor_bytes} bytes), or a smaller micro-batch, or fewer "
         "optimizer states",
     )
 

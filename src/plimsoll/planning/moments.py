@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace as replaced
 
-from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.explained import RecomputedPart
 from plimsoll.artifacts.plan import Holder
 from plimsoll.artifacts.trace import Phase, Trace
 from plimsoll.changes.chunked import with_chunked_loss
 from plimsoll.changes.head import find_head
-from plimsoll.planning.choice import Choice
 from plimsoll.planning.describe import describe_peak
 from plimsoll.planning.replay import replay
 from plimsoll.planning.simulate import Simulation, chains, links_of, run_choices
@@ -47,16 +44,17 @@ def rebuilt_parts(simulation: Simulation) -> tuple[RecomputedPart, ...]:
     return tuple(parts)
 
 
-def simulate_choices(trace: Trace, costs: Costs, choices: Sequence[Choice]) -> Simulation:
-    """A step with other storages under choices that were made for one with the same ops."""
-    return run_choices(StepIndex(trace, costs), choices)
-
-
 def peak_with_chunked_loss(simulation: Simulation) -> int | None:
-    """The peak under the same choices with the loss computed in chunks; ``None`` where there is no such head and loss."""
-    trace = simulation.index.trace
-    head = find_head(trace)
+    """The peak under the same choices with the loss computed in chunks; ``None`` where that cannot be told.
+
+    There has to be a head with a loss over classes, and the choices have to be made among what a plain index offers.
+    """
+    before = simulation.index
+    head = find_head(before.trace)
     if head is None:
         return None
-    index = StepIndex(with_chunked_loss(trace, head), simulation.index.costs, simulation.index.forms)
+    chunked = with_chunked_loss(before.trace, head)
+    index = StepIndex(chunked, before.costs, before.forms, in_flight=before.waiting + 1)
+    if any(view.decided != other.decided for view, other in zip(index.views, before.views, strict=True)):
+        return None
     return run_choices(index, simulation.choices).peak_bytes

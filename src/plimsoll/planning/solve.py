@@ -28,6 +28,7 @@ from plimsoll.planning.decisions import decide
 from plimsoll.planning.describe import classes_at_peak, describe_peak, describe_timeline
 from plimsoll.planning.explain import floor_error, limits_error, notes_about_forms, notes_about_peak, strategy_error
 from plimsoll.planning.limits import Limits
+from plimsoll.planning.moments import peak_with_chunked_loss
 from plimsoll.planning.pins import Override, pin_choices, pin_values
 from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.step import StepIndex
@@ -248,7 +249,8 @@ def solve(
             raise strategy_error(
                 strategy, budget_bytes, describe_peak(outcome.simulation), planner.floor.peak_bytes + excess_bytes
             )
-        raise floor_error(budget_bytes, describe_peak(planner.floor), excess_bytes)
+        chunked_bytes = peak_with_chunked_loss(planner.floor)
+        raise floor_error(budget_bytes, describe_peak(planner.floor), excess_bytes, chunked_bytes=chunked_bytes)
     return _write(planner, outcome, budget_bytes, strategy, room_bytes, started)
 
 

@@ -11,8 +11,10 @@ from torch import nn
 import plimsoll
 from plimsoll.artifacts.advice import Advice, Kind, Outcome
 from plimsoll.artifacts.store import load_any
+from plimsoll.chunked import chunk_loss
 from plimsoll.errors import InvalidBudget, InvalidModel, PlanFileError, PlanMismatch
 from plimsoll.units import format_bytes
+from plimsoll.verification.step import TrainingStep
 from samples import make_receipt
 from steps import Block, gpt2, llama, mean_square, stack, vit
 from unchanged import unchanged
@@ -129,7 +131,10 @@ def test_where_the_logits_hold_the_peak_a_chunked_loss_is_the_answer():
     head = next(part for part in advice.bottleneck.parts if part.name == "head and loss")
     assert advice.bottleneck.part == "head and loss"
     assert head.bytes >= 3 * 2 * 64 * 8192 * 4  # logits, their log-softmax, and a gradient of each kind
-    assert any("chunked loss" in reason for reason in advice.recommendation.reasons)
+    (chunked,) = (reason for reason in advice.recommendation.reasons if "chunk_loss(model)" in reason)
+    with chunk_loss(model):
+        step = TrainingStep(model, (), {"input_ids": tokens, "labels": tokens})
+        assert format_bytes(step.measure_peak().peak_bytes) in chunked
 
 
 def test_other_forms_are_planned_and_explained_where_they_are_allowed():
