@@ -1,4 +1,7 @@
-"""A layout and a model's sizes in; nothing out if they go together, else an error with the degrees that would do. No torch."""
+"""A layout and a model's sizes in; nothing out if they go together, else an error with the degrees that would do. No torch.
+
+A vocabulary need not divide: it is divided unevenly, and the first rank, which has most of it, stands for all.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ def check_layout(layout: Layout, facts: ModelFacts) -> None:
         facts: of the whole model, with the whole sequence; a size that is ``None`` rules nothing out.
 
     Raises:
-        InvalidLayout: more stages than blocks; heads, feed-forward width, vocabulary or experts that do not divide; a
-            sequence that context and sequence parallelism cannot split evenly.
+        InvalidLayout: more stages than blocks; heads, feed-forward width or experts that do not divide; a sequence
+            that context and sequence parallelism cannot split evenly.
 
     Example:
         >>> from plimsoll.layouts.read import read_layout
@@ -34,7 +37,7 @@ def check_layout(layout: Layout, facts: ModelFacts) -> None:
             why="a stage holds at least one block",
             next=f"use {facts.layers} stages or fewer: pp={facts.layers // layout.virtual_stages or 1}",
         )
-    divided = {"attention heads": facts.heads, "feed-forward width": facts.intermediate, "vocabulary": facts.vocabulary}
+    divided = {"attention heads": facts.heads, "feed-forward width": facts.intermediate}
     for what, size in divided.items():
         _check_divides(
             size, layout.tp, f"tp={layout.tp}", what, facts.name, "tensor parallelism gives every rank as much"

@@ -174,7 +174,7 @@ class _Stage:
         elif self.members.op_stages[storage.born] == self.index:
             dies = self.tick(storage.dies)
             if self.index + 1 < self.members.stages and storage.id in self.crossings.received[self.index + 1]:
-                dies = max(dies, self.forward_ops + 1)
+                dies = max(dies, min(self.forward_ops + 1, end))
             self._keep(storage, born=self.tick(storage.born), dies=dies)
         elif self.index in self.crossings.made_anew.get(storage.id, ()):
             self._keep(storage, region=-1, born=0, dies=max(1, self.tick(storage.dies)))

@@ -92,7 +92,7 @@ def rank_parameters(trace: Trace, layout: Layout) -> tuple[TraceParameter, ...]:
     if not layout.zero:
         return trace.parameters
     ranks = {p.name: unit.ranks for unit in find_units(trace, layout) for p in unit.parameters}
-    return tuple(_sharded(parameter, ranks[parameter.name]) for parameter in trace.parameters)
+    return tuple(shard_of(parameter, ranks[parameter.name]) for parameter in trace.parameters)
 
 
 def shard_bytes(parameter: TraceParameter, ranks: int) -> int:
@@ -102,7 +102,7 @@ def shard_bytes(parameter: TraceParameter, ranks: int) -> int:
         >>> shard_bytes(TraceParameter(name="w", shape=(10, 3), dtype="f32", bytes=120, storage=0), 4)
         36
     """
-    return _sharded(parameter, ranks).bytes
+    return shard_of(parameter, ranks).bytes
 
 
 def is_expert(name: str) -> bool:
@@ -110,7 +110,8 @@ def is_expert(name: str) -> bool:
     return "experts" in name.split(".")
 
 
-def _sharded(parameter: TraceParameter, ranks: int) -> TraceParameter:
+def shard_of(parameter: TraceParameter, ranks: int) -> TraceParameter:
+    """The padded shard that one rank holds; what has no first dimension cannot be cut."""
     if not parameter.shape or not parameter.bytes:
         return parameter
     first, *others = parameter.shape

@@ -28,7 +28,7 @@ from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.trace import Category, Phase, RegionCall, TraceParameter
 from plimsoll.layouts.editing import Edit, Inserted
 from plimsoll.layouts.gradients import Gradients
-from plimsoll.layouts.units import Unit, shard_bytes
+from plimsoll.layouts.units import Unit, shard_bytes, shard_of
 
 
 @dataclass(slots=True)
@@ -52,12 +52,9 @@ class Sharding:
             if ranks[parameter.name] == 1 or parameter.storage < 0:
                 found.append(parameter)
                 continue
-            size = shard_bytes(parameter, ranks[parameter.name])
+            shard = shard_of(parameter, ranks[parameter.name])
             label = f"parameter:{parameter.name}"
-            shard = self.edit.add(size, Category.PARAMETER, label, -1, None)
-            row_bytes = parameter.bytes // parameter.shape[0]
-            shape = (size // row_bytes, *parameter.shape[1:])
-            found.append(replace(parameter, shape=shape, bytes=size, storage=shard))
+            found.append(replace(shard, storage=self.edit.add(shard.bytes, Category.PARAMETER, label, -1, None)))
         return tuple(found)
 
     def gather_in_forward(self) -> None:

@@ -98,6 +98,10 @@ def test_layouts_that_the_model_rules_out_are_refused_with_the_degrees_that_woul
         check_layout(read_layout(text), LLAMA)
 
 
+def test_a_vocabulary_need_not_divide():
+    check_layout(read_layout("tp=8"), ModelFacts(name="gpt", architecture="A", heads=96, vocabulary=50257))
+
+
 def test_key_value_heads_are_split_or_replicated():
     check_layout(read_layout("tp=32"), LLAMA)
     six = ModelFacts(name="six", architecture="A", heads=24, kv_heads=6)
