@@ -147,7 +147,8 @@ class VocabularyLoss(TorchFunctionMode):
                 next="leave weight= and label_smoothing= out, or keep the head whole: "
                 'roles={"lm_head": "replicate", "model.embed_tokens": "replicate"}',
             )
-        losses = _DividedLoss.apply(input, target, ignore_index, self._tp)
+        logits = input.float() if torch.is_autocast_enabled(input.device.type) else input  # as autocast has it
+        losses = _DividedLoss.apply(logits, target, ignore_index, self._tp)
         if reduction == "none":
             return losses  # type: ignore[no-any-return]
         total = losses.sum()

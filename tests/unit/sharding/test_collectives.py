@@ -117,3 +117,12 @@ def test_losses_over_other_classes_stay_as_they_are():
 def test_a_smoothed_loss_over_divided_logits_is_refused():
     with VocabularyLoss(4, 2), pytest.raises(InvalidLayout, match="weighted or smoothed"):
         F.cross_entropy(torch.randn(3, 4), torch.tensor([0, 1, 7]), label_smoothing=0.1)
+
+
+def test_under_autocast_the_divided_loss_computes_in_float32_too():
+    logits = torch.randn(3, 4, dtype=torch.bfloat16)
+    targets = torch.tensor([0, 1, 3])
+    with torch.autocast("cpu", dtype=torch.bfloat16), VocabularyLoss(4, 1):
+        assert F.cross_entropy(logits, targets).dtype is torch.float32
+    with VocabularyLoss(4, 1):
+        assert F.cross_entropy(logits, targets).dtype is torch.bfloat16
