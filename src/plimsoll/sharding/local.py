@@ -12,7 +12,7 @@ al. 2021 (expert parallelism).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -25,6 +25,7 @@ from plimsoll.sharding.groups import Block, read_block
 from plimsoll.sharding.parameters import divide_group, divide_head_biases
 from plimsoll.sharding.roles import RoleBook, blocks_of, is_experts, words_of
 from plimsoll.sharding.vocabulary import VocabularyLoss, divide_words
+from plimsoll.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,11 +95,9 @@ def localised(
         shards = edits.swap_parameters(model)
         if local_classes:
             stack.enter_context(VocabularyLoss(local_classes, tp))
-        yield LocalModel(
-            shards=shards,
-            summed_gradients=divided.partial_gradients(shards, sequence_parallel=sequence_parallel),
-            notes=tuple(dict.fromkeys(divided.notes)),
-        )
+        summed = divided.partial_gradients(shards, sequence_parallel=sequence_parallel)
+        notes = [*divided.notes, *_note_on_sums(model, summed, tp)]
+        yield LocalModel(shards=shards, summed_gradients=summed, notes=tuple(dict.fromkeys(notes)))
 
 
 class _Division:
@@ -176,6 +175,17 @@ class _Division:
             for group in block.groups:
                 if group.heads is not None and group.parent != block.path:
                     yield group.parent
+
+
+def _note_on_sums(model: nn.Module, names: Collection[str], tp: int) -> list[str]:
+    """What a trace of one micro-batch does not show: the once-a-step sum of these gradients."""
+    if not names:
+        return []
+    size = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if name in names)
+    return [
+        f"gradients of {len(names)} parameters that all {tp} tensor-parallel ranks hold ({format_bytes(size)}) are summed "
+        "among them once a step, which is not priced"
+    ]
 
 
 def _check_degrees(model: nn.Module, tp: int, ep: int, *, sequence_parallel: bool) -> None:
