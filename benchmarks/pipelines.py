@@ -11,13 +11,21 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
+from functools import cached_property
 
-import plimsoll
-from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.trace import Trace
+from plimsoll.caching.traces import TraceCache
+from plimsoll.costing.collectives import Collective, collective_seconds, group_of
+from plimsoll.costing.devices import find_device
+from plimsoll.layouts.read import read_layout
+from plimsoll.layouts.stages import StageTrace, split_stages
+from plimsoll.pipeline.rank_estimates import Setting, StageOfRank, decide_rank
+from plimsoll.pipeline.tracing_targets import TraceRequest, trace_target
 from plimsoll.pipelining.growth import bubble_growth
-from plimsoll.pipelining.orders import pipeline_orders
-from plimsoll.pipelining.timeline import StageSeconds
+from plimsoll.pipelining.orders import Orders, pipeline_orders
+from plimsoll.pipelining.timeline import StageSeconds, held_bytes, simulate_pipeline
 from plimsoll.units import GIB
 
 _MODELS = ("gpt3-175b", "llama-3-405b")
@@ -32,55 +40,97 @@ _SCHEDULES = {
 _STRATEGIES = ("none", "full")
 
 
-def table(model: str) -> list[str]:
+class _Pipeline:
+    """One model under one layout: stages that are alike are looked at once."""
+
+    def __init__(self, trace: Trace, layout: Layout, strategy: str) -> None:
+        self.layout = layout
+        self.setting = Setting(
+            device=find_device(_DEVICE),
+            layout=layout,
+            optimizer="adamw",
+            has_master_weights=True,
+            strategy=strategy,
+            budget_bytes=None,
+        )
+        self.stages = split_stages(trace, layout)
+        self.orders: Orders = pipeline_orders(layout)
+
+    @cached_property
+    def seconds(self) -> list[StageSeconds]:
+        """Of every stage."""
+        known: dict[tuple[bool, bool, int], StageSeconds] = {}
+        for stage in self.stages:
+            kind = (stage.has_embedding, stage.has_head, len(stage.regions))
+            if kind not in known:
+                known[kind] = self._seconds_of(stage)
+        return [known[stage.has_embedding, stage.has_head, len(stage.regions)] for stage in self.stages]
+
+    def _seconds_of(self, stage: StageTrace) -> StageSeconds:
+        alone = StageOfRank(self.setting, stage, 1)
+        simulation = alone.decide(self.setting.strategy, None).simulation
+        group = group_of(self.layout, "pp")
+        return StageSeconds(
+            forward_seconds=alone.overlap.forward_seconds,
+            input_gradient_seconds=alone.overlap.backward_seconds - alone.seconds.weight_gradient_seconds,
+            weight_gradient_seconds=alone.seconds.weight_gradient_seconds,
+            recompute_seconds=simulation.seconds - alone.index.base_seconds,
+            transfer_seconds=collective_seconds(
+                Collective.SEND, stage.received_bytes, group.ranks, self.setting.device, stride=group.stride
+            ),
+        )
+
+    def in_flight(self, rank: int) -> int:
+        """Micro-batches (with several stages: times stages) that a rank holds at most."""
+        return held_bytes(self.orders, [1] * len(self.stages))[rank]
+
+    def peak_bytes(self, rank: int) -> int:
+        """The most that live tensors take on a rank."""
+        mine = self.stages[rank :: self.layout.pp]
+        found = decide_rank([StageOfRank(self.setting, stage, self.in_flight(rank)) for stage in mine], self.setting)
+        return found.peak_bytes
+
+
+def table(model: str, trace: Trace) -> list[str]:
     """One row per schedule and strategy."""
     rows = [
         f"### {model} on 1,024 {_DEVICE} (`{_LAYOUT}`)",
         "",
-        "| schedule | recomputed | in flight, first rank | first rank, GiB | last rank, GiB | bubble | step, s |",
+        "| schedule | recomputed | in flight | first rank, GiB | last rank, GiB | bubble | forward and backward, s |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for name, schedule in _SCHEDULES.items():
         for strategy in _STRATEGIES:
-            found = plimsoll.estimate(model, device=_DEVICE, layout=f"{_LAYOUT},{schedule}", strategy=strategy)
-            first, last = found.stages[0], found.stages[-1]
-            bubble = sum(stage.bubble_share for stage in found.stages) / len(found.stages)
+            pipeline = _Pipeline(trace, read_layout(f"{_LAYOUT},{schedule}"), strategy)
+            timeline = simulate_pipeline(pipeline.orders, pipeline.seconds)
+            peaks = [pipeline.peak_bytes(rank) / GIB for rank in (0, pipeline.layout.pp - 1)]
             rows.append(
-                f"| {name} | {strategy} | {first.in_flight} | {first.allocated_bytes / GIB:.1f} "
-                f"| {last.allocated_bytes / GIB:.1f} | {bubble:.1%} | {found.throughput.step_seconds:.2f} |"
+                f"| {name} | {strategy} | {pipeline.in_flight(0)} | {peaks[0]:.1f} | {peaks[1]:.1f} "
+                f"| {timeline.bubble_share:.1%} | {timeline.step_seconds:.2f} |"
             )
     return rows
 
 
-def growth(model: str) -> list[str]:
+def growth(trace: Trace) -> list[str]:
     """What recomputing everything adds to a 1F1B step, and what running ahead of the gradient takes off again."""
-    found = plimsoll.estimate(model, device=_DEVICE, layout=f"{_LAYOUT},schedule=1f1b", strategy="full")
     rows = [
         "",
-        "| micro-batches rebuilt ahead | step, s | hidden on the first rank, s | on the last, s |",
-        "|--:|--:|--:|--:|",
+        "| 1f1b, recomputed | rebuilt ahead | forward and backward, s | hidden on the first rank, s | on the last, s |",
+        "|---|--:|--:|--:|--:|",
     ]
-    for ahead in (0, 1, 2):
-        effect = bubble_growth(pipeline_orders(found.layout), _seconds(found), ahead=ahead)
-        rows.append(
-            f"| {ahead} | {effect.ahead.step_seconds:.2f} | {effect.ranks[0].hidden_seconds:.2f} "
-            f"| {effect.ranks[-1].hidden_seconds:.2f} |"
-        )
-    rows.append(f"\nWithout recomputation the same pipeline takes {effect.without.step_seconds:.2f} s.")
+    pipeline = _Pipeline(trace, read_layout(f"{_LAYOUT},schedule=1f1b"), "full")
+    for name, stages in (("every stage", pipeline.seconds), ("all but the last", _last_kept(trace, pipeline))):
+        for ahead in (0, 1, 2):
+            effect = bubble_growth(pipeline.orders, stages, ahead=ahead)
+            hidden = effect.ranks[0].hidden_seconds, effect.ranks[-1].hidden_seconds
+            rows.append(f"| {name} | {ahead} | {effect.ahead.step_seconds:.2f} | {hidden[0]:.2f} | {hidden[1]:.2f} |")
     return rows
 
 
-def _seconds(found: Estimate) -> list[StageSeconds]:
-    """Stages of a pipeline with one stage per rank; the transfers between them are left out."""
-    return [
-        StageSeconds(
-            forward_seconds=stage.seconds.forward_seconds,
-            input_gradient_seconds=stage.seconds.backward_seconds - stage.seconds.weight_gradient_seconds,
-            weight_gradient_seconds=stage.seconds.weight_gradient_seconds,
-            recompute_seconds=stage.seconds.recompute_seconds,
-        )
-        for stage in found.stages
-    ]
+def _last_kept(trace: Trace, pipeline: _Pipeline) -> Sequence[StageSeconds]:
+    """The last stage, which has one micro-batch in flight, keeps everything."""
+    kept = _Pipeline(trace, pipeline.layout, "none").seconds[-1]
+    return [*pipeline.seconds[:-1], kept]
 
 
 def simulation_seconds() -> list[str]:
@@ -98,8 +148,13 @@ def simulation_seconds() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=_MODELS, metavar="MODEL")
+    spread = read_layout(_LAYOUT)
     for model in parser.parse_args().models:
-        print("\n".join([*table(model), *growth(model), ""]), flush=True)
+        request = TraceRequest(
+            target=model, device_name=_DEVICE, tp=spread.tp, sequence_parallel=spread.sequence_parallel
+        )
+        trace = trace_target(request, cache=TraceCache()).trace
+        print("\n".join([*table(model, trace), *growth(trace), ""]), flush=True)
     print("\n".join(simulation_seconds()))
     return 0
 

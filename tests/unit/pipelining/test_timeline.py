@@ -53,9 +53,9 @@ def test_1f1b_holds_fewer_micro_batches_the_later_the_stage(p: int, m: int):
 def test_interleaving_holds_more_on_the_first_rank_than_1f1b_does():
     # Narayanan et al. 2021: (v - 1) p + 2 (p - 1) + 1 chunks of one v-th of the layers, so 1 + (p - 1) / (p v) times as much.
     p, v = 4, 2
-    chunks = held_bytes(pipeline_orders(layout(p, 16, "interleaved", v)), [100 // v] * (p * v))[0]
-    assert chunks == ((v - 1) * p + 2 * (p - 1) + 1) * 100 // v
-    assert chunks / held_bytes(pipeline_orders(layout(p, 16)), [100] * p)[0] == 1 + (p - 1) / (p * v)
+    chunks = held_bytes(pipeline_orders(layout(p, 16, "interleaved", v)), [1] * (p * v))
+    assert chunks == tuple((v - 1) * p + 2 * (p - 1 - s) + 1 for s in range(p))
+    assert chunks[0] / v / held_bytes(pipeline_orders(layout(p, 16)), [1] * p)[0] == 1 + (p - 1) / (p * v)
 
 
 def test_transfers_delay_who_waits_for_them_and_nobody_else():
