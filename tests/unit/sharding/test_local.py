@@ -140,7 +140,7 @@ def test_gradients_that_are_summed_over_ranks_once_a_step_are_named():
         }
     with localised(qwen, tp=2, sequence_parallel=True) as local:
         assert {"model.layers.1.input_layernorm.weight", "model.norm.weight"} <= set(local.summed_gradients)
-        assert "gradients of 9 parameters that all 2 tensor-parallel ranks hold (704 B)" in local.notes[0]
+        assert "gradients of 9 parameters that all 2 tensor-parallel ranks hold (768 B)" in local.notes[0]
     mixture, _ = families.mixtral()
     with localised(mixture, tp=2) as local:
         assert local.summed_gradients == ("model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight")
