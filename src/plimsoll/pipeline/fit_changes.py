@@ -160,6 +160,7 @@ class _Finder:
             budget_bytes=self.device.budget_bytes if budget_bytes is None else budget_bytes,
             accumulation=accumulation or self.device.accumulation,
             plans={},
+            unmanaged={},
         )
 
     def _change(self, name: str, point: FitPoint, note: str = "") -> FitChange:

@@ -18,6 +18,7 @@ from plimsoll.artifacts.fit import Fit, FitChange, FitPoint
 from plimsoll.artifacts.plan import Plan
 from plimsoll.costing.devices import find_device
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidOption
+from plimsoll.estimating.throughput import ROOFLINE_ERROR
 from plimsoll.fitting.point import Shape
 from plimsoll.fitting.search import MOST_SOLVES, Search, Space
 from plimsoll.pipeline.budgets import resolve_budget
@@ -37,23 +38,24 @@ from plimsoll.pipeline.single_device import Accumulation, SingleDevice, describe
 from plimsoll.pipeline.step_family import Training, gradients_in_place
 from plimsoll.recording.calling import Loss
 from plimsoll.recording.untouched import untouched
+from plimsoll.targets.target import TargetOptions, load_target
+from plimsoll.units import format_bytes
 from plimsoll.verification.step import TrainingStep
 
 Progress = Callable[[str, float], None]
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 MOST_BATCH = 1024
-_ROOFLINE_ERROR = 0.3
-"""What a roofline may be off by in absolute seconds; ratios between points depend on it far less."""
 _MEASURED_ERROR = 0.1
+"""What seconds of ops timed one by one are usually off by, as a share of the step's."""
 _ROUNDS = 5
 _SETTLINGS = 4
 
 
 def fit(
-    model: nn.Module,
-    batch: Any,
-    budget: int | str,
+    model: nn.Module | str,
+    batch: Any = None,
+    budget: int | str | None = None,
     *,
     sequences: Sequence[int] | int | None = None,
     global_batch: int | None = None,
@@ -75,8 +77,9 @@ def fit(
     Model, gradients, buffers, optimizer and random state are left as they were.
 
     Args:
-        model: as for ``plimsoll.plan``.
-        batch: a sample, whose examples are repeated or left out as needed, or a function from (examples, sequence) to a batch.
+        model: as for ``plimsoll.plan``, or a target in words: a catalogue name, a ``config.json``, ``package.module:function``.
+        batch: a sample, whose examples are repeated or left out as needed, or a function from (examples, sequence) to a batch;
+            a target in words brings its own.
         budget: as for ``plimsoll.plan``; ``"auto"`` with a device whose memory is known.
         sequences: tokens per example to choose from; by default the sample's own.
         global_batch: examples per optimizer step; micro-batches are then its divisors, and the rest is accumulation.
@@ -109,8 +112,10 @@ def fit(
     """
     report = progress or (lambda stage, share: None)
     started = time.monotonic()
-    if isinstance(optimizer, type) or (callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer)):
-        check_model(model)
+    if isinstance(model, str):
+        model, batch, loss = _loaded(model, batch, loss, _sequences(sequences), is_meta=device_profile is not None)
+    check_model(model)
+    if callable(optimizer):  # a class, or a function that makes one
         optimizer = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     check_model(model, optimizer)
     refuse_profiler(model)
@@ -139,7 +144,7 @@ class _Job:
         self._report = report
         self._reported = 0
 
-    def fit(self, budget: int | str, space: Space, most_solves: int) -> Fit:
+    def fit(self, budget: int | str | None, space: Space, most_solves: int) -> Fit:
         """Search, settle the best point, measure it."""
         if budget is None:
             raise InvalidBudget(
@@ -154,7 +159,7 @@ class _Job:
         search = Search(space, device, device.budget_bytes, most_solves)
         search.run()
         best = self._settled(search, device)
-        measured, plan, notes = None, None, list(_notes(device))
+        measured, plan = None, None
         if best is not None:
             shape = Shape(best.micro_batch, best.sequence)
             plan = device.plans[shape]
@@ -182,10 +187,10 @@ class _Job:
             measured=measured,
             changes=changes,
             seconds_basis=Basis.MODELLED,
-            seconds_error=_MEASURED_ERROR if is_measured else _ROOFLINE_ERROR,
+            seconds_error=_seconds_error(measured, is_measured=is_measured),
             traces=device.traces,
             solves=device.solves,
-            notes=tuple(notes),
+            notes=tuple(_notes(device, points)),
         )
 
     def _settled(self, search: Search, device: SingleDevice) -> FitPoint | None:
@@ -245,9 +250,44 @@ def _resolved(budget: int | str, costs: Costs) -> int:
     return budget_bytes
 
 
-def _notes(device: SingleDevice) -> Iterator[str]:
+def _loaded(
+    target: str, batch: Any, loss: Loss | None, sequences: tuple[int, ...] | None, *, is_meta: bool
+) -> tuple[nn.Module, Any, Loss | None]:
+    """A target in words with its own batch and loss.
+
+    Raises:
+        InvalidOption: a batch or a loss was given beside it.
+        InvalidTarget: it does not load.
+    """
+    if batch is not None or loss is not None:
+        raise InvalidOption(
+            f"{'batch=' if batch is not None else 'loss='} has no effect beside the target {target!r}.",
+            why="a target in words brings its own",
+            next="leave it out, or pass the model itself",
+        )
+    longest = None if sequences is None or ":" in target else max(sequences)
+    found = load_target(target, TargetOptions(sequence=longest, is_meta=is_meta))
+    return found.model, found.batch, found.loss
+
+
+def _notes(device: SingleDevice, points: Sequence[FitPoint]) -> Iterator[str]:
+    """What is worth knowing about how the points came about."""
+    predicted = [Shape(point.micro_batch, point.sequence) for point in points if not point.is_traced]
+    inexact_bytes = max(map(device.inexact_bytes, predicted), default=0)
+    if inexact_bytes:
+        yield (
+            f"Up to {format_bytes(inexact_bytes)} of a predicted point's storages are estimates: their sizes are no "
+            "polynomial of micro-batch and sequence."
+        )
     for shape, why in device.strays().items():
         yield f"Nothing is predicted from the trace at {shape}, whose step runs other ops ({why})."
+
+
+def _seconds_error(measured: Claim | None, *, is_measured: bool) -> float:
+    """What predicted seconds may be off by: as seen at the best point where it was run, else what is usual."""
+    if measured is None:
+        return _MEASURED_ERROR if is_measured else ROOFLINE_ERROR
+    return max(abs(measured.seconds_error), measured.measured_spread_seconds / measured.measured_seconds)
 
 
 def _sequences(sequences: Sequence[int] | int | None) -> tuple[int, ...] | None:

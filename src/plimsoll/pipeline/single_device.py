@@ -35,7 +35,11 @@ class Accumulation:
 
 @dataclass(slots=True)
 class SingleDevice:
-    """Evaluates points on one device (see ``fitting.search.Evaluate``)."""
+    """Evaluates points on one device (see ``fitting.search.Evaluate``).
+
+    ``plans`` and ``unmanaged`` (the simulated steps without a plan) belong to this accumulation and budget; families of traces
+    may be shared with another one.
+    """
 
     training: Training
     accumulation: Accumulation
@@ -44,7 +48,7 @@ class SingleDevice:
     solves: int = 0
     plans: dict[Shape, Plan] = field(default_factory=dict)
     _families: dict[bool, StepFamily] = field(default_factory=dict)
-    _unmanaged: dict[Shape, Simulation] = field(default_factory=dict)
+    unmanaged: dict[Shape, Simulation] = field(default_factory=dict)
 
     def outlook(self, shape: Shape) -> Outlook:
         """The step without a plan."""
@@ -80,7 +84,7 @@ class SingleDevice:
         family = self._family(shape)
         if shape not in family.traces:
             family.at(shape, must_trace=True)
-            self._unmanaged.pop(shape, None)
+            self.unmanaged.pop(shape, None)
         point = self.evaluate(shape)
         if shape not in self.plans:
             trace, costs = family.at(shape)
@@ -101,6 +105,10 @@ class SingleDevice:
     def traces(self) -> int:
         """How many steps were traced so far."""
         return sum(len(family.traces) for family in self._families.values())
+
+    def inexact_bytes(self, shape: Shape) -> int:
+        """Bytes of storages at a predicted shape whose sizes are estimates."""
+        return self._family(shape).family.inexact_bytes(shape)
 
     def strays(self) -> dict[Shape, str]:
         """Traced shapes whose step has another structure than the others, with what is different."""
@@ -125,10 +133,10 @@ class SingleDevice:
         return described(point, plan)
 
     def _simulate(self, shape: Shape) -> Simulation:
-        if shape not in self._unmanaged:
+        if shape not in self.unmanaged:
             index = StepIndex(*self._family(shape).at(shape))
-            self._unmanaged[shape] = run_choices(index, choose_none(index, ""))
-        return self._unmanaged[shape]
+            self.unmanaged[shape] = run_choices(index, choose_none(index, ""))
+        return self.unmanaged[shape]
 
     def _family(self, shape: Shape) -> StepFamily:
         accumulates = self.accumulation.of(shape.batch) > 1

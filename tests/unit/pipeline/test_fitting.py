@@ -22,7 +22,8 @@ from unchanged import unchanged
 def fit_elsewhere(budget: int | str = "600KiB", **how: Any) -> Fit:
     """The stack of blocks on a GPU that is not here."""
     model, batch, loss = stack()
-    return plimsoll.fit(model, batch, budget, **{"loss": loss, "device_profile": "H100-SXM", "most_batch": 256} | how)
+    given = {"model": model, "batch": batch, "loss": loss, "device_profile": "H100-SXM", "most_batch": 256}
+    return plimsoll.fit(budget=budget, **given | how)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,9 @@ def test_where_nothing_fits_single_changes_say_what_would():
     assert more.does_fit
     assert more.predicted_peak_bytes is not None
     assert more.predicted_peak_bytes > 100 * KIB
-    assert by_name["no accumulation: gradients of one micro-batch"].does_fit is False
+    alone = by_name["no accumulation: gradients of one micro-batch"]
+    direct = fit_elsewhere("100KiB", most_batch=1, most_solves=1)
+    assert alone.predicted_peak_bytes == direct.points[0].predicted_peak_bytes
     assert by_name[next(name for name in by_name if name.startswith("compress"))].does_fit is None
     sharded = by_name["ZeRO stage 3 over 8 ranks"]
     assert sharded.predicted_peak_bytes is not None
@@ -145,6 +148,7 @@ def test_where_nothing_fits_single_changes_say_what_would():
         ({"sequences": [4]}, InvalidOption, "no effect"),
         ({"sequences": []}, InvalidOption, "empty"),
         ({"sequences": 0}, InvalidOption, "sequences"),
+        ({"model": "llama-tiny"}, InvalidOption, "brings its own"),
         ({"budget": None}, InvalidBudget, "missing"),
         ({"budget": "24G"}, InvalidBudget, "24GiB"),
     ],
