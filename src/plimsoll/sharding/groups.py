@@ -162,7 +162,7 @@ def _unknown(block: nn.Module, path: str, unknown: Sequence[str]) -> InvalidLayo
     return InvalidLayout(
         f"unsupported: tensor parallelism does not know {', '.join(unknown)} in {path} ({type(block).__name__}).",
         why="neither the model's own plan nor the field's names say how ranks share it, and half a block is not divided",
-        next=f'say it: roles={{"{unknown[0].split(" ")[0]}": "colwise", …}} (colwise, rowwise or replicate)',
+        next=f'say it: roles={{"{unknown[0].split(" ")[0]}": …}} with "colwise" or "rowwise" (linear layers) or "replicate"',
     )
 
 

@@ -90,6 +90,7 @@ class RoleBook:
         """The role of a module inside a block, ``None`` if nobody knows."""
         found = self.override(path)
         if found is not None:
+            _check_kind(found, path, module)
             return found
         if is_experts(module):
             return Role.EXPERTS
@@ -116,6 +117,16 @@ class RoleBook:
                 why="a role without a module would change nothing",
                 next='use module paths, in which * stands for one level: {"*.layers.*.attn.qkv": "colwise"}',
             )
+
+
+def _check_kind(role: Role, path: str, module: nn.Module) -> None:
+    if role is Role.REPLICATE or (role is not Role.VOCABULARY and is_linear(module)):
+        return
+    raise InvalidLayout(
+        f"unsupported: {path} as {role.value!r}, a {type(module).__name__} inside a block.",
+        why="inside blocks linear layers are divided by their outputs or inputs, and anything else stays whole",
+        next=f'roles={{"{path}": "replicate"}} leaves it whole on every rank',
+    )
 
 
 def _by_name(path: str, *, is_matrix: bool) -> Role | None:

@@ -213,6 +213,18 @@ def test_a_block_with_a_layer_that_nobody_knows_is_not_half_divided():
         pass
 
 
+@pytest.mark.parametrize(("role", "layer"), [("colwise", nn.Conv1d(8, 8, 1)), ("vocab", nn.Linear(8, 8))])
+def test_roles_that_a_layer_cannot_have_are_refused(role: str, layer: nn.Module):
+    model = families.plain()
+    model[1].add_module("mixer", layer)
+    with (
+        pytest.raises(InvalidLayout, match=r"unsupported: 1\.mixer as") as caught,
+        localised(model, tp=2, roles={"1.mixer": role}),
+    ):
+        pass
+    assert '"replicate"' in caught.value.next
+
+
 def test_a_model_without_blocks_that_could_be_divided_is_refused():
     model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()))
     with pytest.raises(InvalidLayout, match="unsupported: tensor parallelism of Sequential"), localised(model, tp=2):
