@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.recording.geometry import Geometry, is_plain
 from plimsoll.recording.graph import SlotRecord
@@ -98,7 +99,8 @@ class _Placeholder:
         geometry = self._geometry
         with tracer.unseen():
             tensor = torch.empty_strided(geometry.size, geometry.stride, dtype=geometry.dtype, device=self._device)
-            tensor.zero_()
+            if not isinstance(tensor, FakeTensor):  # which has nothing to set to zero
+                tensor.zero_()
         tracer.add_stand_in(tensor)
         return tensor
 
