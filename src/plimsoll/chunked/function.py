@@ -162,15 +162,23 @@ class _Work:
     def run(self, gradients: Gradients, row_scale: torch.Tensor | None) -> torch.Tensor:
         """Losses per row, with gradients of ``sum(row_scale * losses)`` added to what is given."""
         count = self._hidden.shape[0]
+        wants_slope = any(gradient is not None for gradient in gradients)
         losses = torch.empty(count, dtype=wide(self._head.compute_dtype), device=self._hidden.device)
         for start in range(0, count, self._head.chunk_rows):
             rows = slice(start, min(start + self._head.chunk_rows, count))
-            self._chunk(rows, losses, gradients, None if row_scale is None else row_scale[rows])
+            states = self._hidden[rows].to(self._head.compute_dtype)
+            scale = None if row_scale is None else row_scale[rows]
+            losses[rows], slope = self._chunk(rows, states, scale, wants_slope=wants_slope)
+            if slope is not None:
+                self._add(rows, states, slope, gradients)
+            del slope  # before the next chunk is made
         return losses
 
-    def _chunk(self, rows: slice, losses: torch.Tensor, gradients: Gradients, row_scale: torch.Tensor | None) -> None:
+    def _chunk(
+        self, rows: slice, states: torch.Tensor, row_scale: torch.Tensor | None, *, wants_slope: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The losses of a chunk and their derivatives by its logits; when it returns, nothing else of the chunk is alive."""
         head = self._head
-        states = self._hidden[rows].to(head.compute_dtype)
         logits = torch.nn.functional.linear(states, self._weight, self._bias).to(wide(head.compute_dtype))
         if head.scale != 1.0:
             logits.mul_(head.scale)
@@ -186,9 +194,9 @@ class _Work:
         mean = logits.mean(1) if smoothing else None
         total = logits.exp_().sum(1)
         loss = total.log() - target if mean is None else total.log() - (1 - smoothing) * target - smoothing * mean
-        losses[rows] = loss.masked_fill_(is_ignored, 0.0)
-        if not any(gradient is not None for gradient in gradients):
-            return
+        loss.masked_fill_(is_ignored, 0.0)
+        if not wants_slope:
+            return loss, None
         slope = logits.div_(total.unsqueeze(1))
         if smoothing:
             slope.sub_(smoothing / slope.shape[1])
@@ -199,7 +207,7 @@ class _Work:
         slope.mul_(scale.unsqueeze(1))
         if bent is not None:
             slope.mul_(bent.square_().neg_().add_(1.0))
-        self._add(rows, states, slope.to(head.compute_dtype), gradients)
+        return loss, slope.to(head.compute_dtype)
 
     def _add(self, rows: slice, states: torch.Tensor, slope: torch.Tensor, gradients: Gradients) -> None:
         """The chain rule through the linear map."""
