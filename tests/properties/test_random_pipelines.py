@@ -5,41 +5,20 @@ from __future__ import annotations
 import itertools
 import random
 
-import msgspec
 import numpy as np
 import pytest
 
-from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Status
-from plimsoll.artifacts.trace import Category, Phase, Storage, Trace, TraceOp
+from plimsoll.artifacts.trace import Category
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.describe import classes_at_peak, describe_peak
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
-from unit.planning.builders import random_step
+from unit.planning.builders import random_stage
 
 STEPS = 24
 ENUMERATED_VALUES = 6
-
-
-def random_stage(seed: int) -> tuple[Trace, Costs]:
-    """A random step, every other one with an optimizer that needs a lot of memory after all micro-batches are done."""
-    trace, costs = random_step(seed).finish()
-    if seed % 2 == 0:
-        return trace, costs
-    end = len(trace.ops)
-    step = TraceOp(name="step", module="", phase=Phase.OPTIMIZER, cost_key="step")
-    lasting = [msgspec.structs.replace(s, dies=end + 1) if s.born < 0 and s.dies >= end else s for s in trace.storages]
-    scratch = Storage(
-        id=len(lasting),
-        bytes=random.Random(seed).randint(1, 60),
-        category=Category.TEMPORARY,
-        label="scratch",
-        born=end,
-        dies=end + 1,
-    )
-    return msgspec.structs.replace(trace, ops=(*trace.ops, step), storages=(*lasting, scratch)), costs
 
 
 def every_choice(index: StepIndex) -> list[Simulation]:

@@ -26,7 +26,7 @@ from plimsoll.layouts.check import check_layout
 from plimsoll.layouts.read import layout_notes, read_layout
 from plimsoll.layouts.stages import split_stages
 from plimsoll.pipeline.budgets import AUTO_MARGIN, read_budget
-from plimsoll.pipeline.rank_estimates import AUTO, Rank, Setting, StageOfRank, decide_rank
+from plimsoll.pipeline.rank_estimates import AUTO, KnownChoices, Rank, Setting, StageOfRank, decide_rank
 from plimsoll.pipeline.tracing_targets import TracedTarget, TraceRequest, target_facts, trace_target
 from plimsoll.pipelining.growth import bubble_growth
 from plimsoll.pipelining.orders import pipeline_orders
@@ -233,11 +233,12 @@ class _Job:
         layout, setting = self.layout, self.setting
         cut = split_stages(self.trace, layout)
         flights = in_flight(self.orders, len(cut))
+        known: KnownChoices = {}
         ranks = []
         for position in range(layout.pp):
             own = range(position, len(cut), layout.pp)
             waiting = sum(flights[stage] for stage in own)
-            ranks.append(decide_rank([StageOfRank(setting, cut[stage], waiting) for stage in own], setting))
+            ranks.append(decide_rank([StageOfRank(setting, cut[stage], waiting) for stage in own], setting, known))
         return ranks
 
     def _pipeline_seconds(self, ranks: list[Rank]) -> list[PipelineSeconds]:

@@ -6,7 +6,7 @@ rank waited in it, beside what the others hold for good: exact for stages that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,13 +25,14 @@ from plimsoll.layouts.overlap import OverlappedSeconds, overlapped_seconds
 from plimsoll.layouts.rank import rank_trace
 from plimsoll.layouts.stages import StageTrace
 from plimsoll.layouts.units import rank_parameters
+from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full, choose_none, strategy_choices
 
 AUTO = "auto"
-Report = Callable[[str, float], None]
+KnownChoices = dict[Hashable, ChoiceSet]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +134,13 @@ class StageOfRank:
             classes[storage.category.value] = classes.get(storage.category.value, 0) + storage.bytes
         return classes
 
-    def decide(self, strategy: str, budget_bytes: int | None) -> Decided:
+    def decide(self, strategy: str, budget_bytes: int | None, known: KnownChoices) -> Decided:
         """The stage under a strategy.
 
         Args:
             strategy: ``auto`` within the budget, or a named one.
             budget_bytes: what this stage may take; a budget that cannot be met gives the smallest reachable peak.
+            known: choices of regions of other stages; those of this one are added.
 
         Raises:
             InvalidStrategy: no such strategy.
@@ -147,7 +149,7 @@ class StageOfRank:
             return Decided(run_choices(self.index, strategy_choices(self.index, strategy)))
         if budget_bytes is None or self.unmanaged.peak_bytes <= budget_bytes:
             return Decided(self.unmanaged)
-        planner = Planner(self.trace, self.costs, in_flight=self.in_flight)
+        planner = Planner(self.trace, self.costs, in_flight=self.in_flight, known_choices=known)
         plan = solve(self.trace, self.costs, budget_bytes=budget_bytes, raise_below_floor=False, planner=planner)
         return Decided(run_choices(planner.index, choices_of(planner.index, plan.regions)), plan)
 
@@ -206,11 +208,11 @@ class Rank:
         return max(s.peak_bytes + self.lasting_beside(position) for position, s in enumerate(simulations))
 
 
-def decide_rank(stages: Sequence[StageOfRank], setting: Setting) -> Rank:
+def decide_rank(stages: Sequence[StageOfRank], setting: Setting, known: KnownChoices) -> Rank:
     """Every stage of a rank under the setting's strategy and budget."""
     decided = []
     for position, stage in enumerate(stages):
         beside = sum(other.lasting_bytes for at, other in enumerate(stages) if at != position)
         budget_bytes = None if setting.budget_bytes is None else max(setting.budget_bytes - beside, 1)
-        decided.append(stage.decide(setting.strategy, budget_bytes))
+        decided.append(stage.decide(setting.strategy, budget_bytes, known))
     return Rank(tuple(stages), tuple(decided))

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,7 +52,10 @@ def prices_of(index: StepIndex, view: RegionView) -> Prices:
 
 
 def generate_choices(
-    index: StepIndex, extra: Iterable[tuple[Choice, ...]] = (), most_squared_error: float = 0.0
+    index: StepIndex,
+    extra: Iterable[tuple[Choice, ...]] = (),
+    most_squared_error: float = 0.0,
+    known: dict[Hashable, ChoiceSet] | None = None,
 ) -> tuple[ChoiceSet, ...]:
     """The choice set of every region of a step; regions that are alike share theirs.
 
@@ -60,9 +63,10 @@ def generate_choices(
         index: the step.
         extra: choices to include, one per region each (those of the named strategies).
         most_squared_error: choices that cause more than this alone are left out.
+        known: sets of regions of other steps with the same costs, such as other stages of a pipeline; new ones are added.
     """
     wanted = list(extra)
-    by_likeness: dict[object, ChoiceSet] = {}
+    by_likeness: dict[Hashable, ChoiceSet] = {} if known is None else known
     sets = []
     keys = [likeness(index, view) for view in index.views]
     for view, key in zip(index.views, keys, strict=True):

@@ -109,9 +109,10 @@ class _Log:
 
     def _waiting(self, span: Span, size: int, label: str, category: Category) -> None:
         """What is alive at the handover from forward to backward is held once more by every micro-batch that waits."""
+        stop = min(self.index.last_wait, self.index.instants)
         if _contains([span], self.index.handover):
             for _ in range(self.index.waiting):
-                self._span((0, self.index.instants), size, f"waiting: {label}", category, lasts=True)
+                self._span((0, stop), size, f"waiting: {label}", category, lasts=stop == self.index.instants)
 
     def _span(self, span: Span, size: int, label: str, category: Category, *, lasts: bool = False) -> None:
         start, stop = span

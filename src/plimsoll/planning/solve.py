@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,6 +75,7 @@ class Planner:
         limits: Limits | None = None,
         may_recompute: bool = True,
         in_flight: int = 1,
+        known_choices: dict[Hashable, ChoiceSet] | None = None,
     ) -> None:
         started = time.monotonic()
         self.limits = limits or Limits()
@@ -89,7 +90,7 @@ class Planner:
             families += [choose_form(self.index, codec) for codec in ("int8", "int4")]
         self._extremes = [self.loosest, self._run(families[0])]
         squared_error = self.limits.squared_error * _ERROR_ROOM**2
-        self.sets: tuple[ChoiceSet, ...] = generate_choices(self.index, families, squared_error)
+        self.sets: tuple[ChoiceSet, ...] = generate_choices(self.index, families, squared_error, known_choices)
         self.is_complete = all(choice_set.is_complete for choice_set in self.sets)
         self.problem = ChoiceProblem(self.index, self.sets, time_limit_seconds, self.limits)
         self.gap = EXACT_GAP if self.problem.columns <= _SMALL_PROGRAM_COLUMNS else FINE_GAP

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import msgspec
+
 from plimsoll.artifacts.costs import Costs, CostSource, OpCost
 from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
 from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace, TraceOp
@@ -291,6 +293,25 @@ def random_step(seed: int, *, regions: int = 3, ops: int = 5) -> StepBuilder:
         x = known[-1]
     step.op("loss", x, size=draw.choice([1, 1, 30]), saves=(x, OUT) if draw.random() < 0.5 else (), seconds=1.0)
     return step
+
+
+def random_stage(seed: int) -> tuple[Trace, Costs]:
+    """A random step, every other one with an optimizer that needs a lot of memory after all micro-batches are done."""
+    trace, costs = random_step(seed).finish()
+    if seed % 2 == 0:
+        return trace, costs
+    end = len(trace.ops)
+    step = TraceOp(name="step", module="", phase=Phase.OPTIMIZER, cost_key="step")
+    lasting = [msgspec.structs.replace(s, dies=end + 1) if s.born < 0 and s.dies >= end else s for s in trace.storages]
+    scratch = Storage(
+        id=len(lasting),
+        bytes=random.Random(seed).randint(1, 60),
+        category=Category.TEMPORARY,
+        label="scratch",
+        born=end,
+        dies=end + 1,
+    )
+    return msgspec.structs.replace(trace, ops=(*trace.ops, step), storages=(*lasting, scratch)), costs
 
 
 def _random_op(step: StepBuilder, draw: random.Random, known: list[int], weight: int) -> int:

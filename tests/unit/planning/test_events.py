@@ -15,10 +15,10 @@ from plimsoll.planning.choice import Choice
 from plimsoll.planning.events import allocation_events
 from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.step import StepIndex
-from unit.planning.builders import random_step, transformer
+from unit.planning.builders import random_stage, transformer
 from unit.planning.form_builders import random_choice, random_forms
 
-STEPS = 150
+STEPS = 60
 
 
 def curve_of(events: tuple[AllocationEvent, ...], instants: int) -> list[int]:
@@ -69,7 +69,7 @@ def check(simulation: Simulation, note: object) -> bool:
 def test_sums_of_events_are_the_bytes_of_every_instant(in_flight: int) -> None:
     exact = 0
     for seed in range(STEPS):
-        trace, costs = random_step(seed).finish()
+        trace, costs = random_stage(seed)
         index = StepIndex(trace, costs, random_forms(trace, costs, seed), in_flight=in_flight)
         draw = random.Random(seed)
         choices = [random_choice(draw, view, may_drop_boundary=seed % 2 == 1) for view in index.views]
