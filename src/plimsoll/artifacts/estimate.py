@@ -139,7 +139,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def does_fit(self) -> bool | None:
-        """Whether every rank keeps to its device and to the budget, if there is one; ``None`` where error bars leave it open."""
+        """Whether every rank keeps to its device, and to the budget if there is one; ``None``: error bars leave it open."""
         if self.budget_bytes is not None and any(stage.allocated_bytes > self.budget_bytes for stage in self.stages):
             return False
         if self.device_bytes is None:

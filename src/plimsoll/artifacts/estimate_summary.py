@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from plimsoll.artifacts.basis import Basis
 from plimsoll.artifacts.columns import align
 from plimsoll.artifacts.estimate import BudgetItem, Estimate, StageEstimate
@@ -28,6 +30,7 @@ def summarise_estimate(estimate: Estimate) -> str:
     """Everything that the estimate says, as text."""
     lines = [f"Estimate of {title(estimate)}: {verdict(estimate)}", *setting_lines(estimate), ""]
     lines += [tightest_heading(estimate), *align([list(ITEM_HEADER), *item_rows(estimate.tightest)], right=[1, 2])]
+    lines += [f"  {line}" for line in remark_lines(estimate.tightest)]
     lines += ["", *peak_lines(estimate.tightest)]
     if len(estimate.stages) > 1:
         lines += ["", "Stages", *align([list(STAGE_HEADER), *stage_rows(estimate)], right=list(range(3, 10)))]
@@ -94,17 +97,38 @@ def tightest_heading(estimate: Estimate) -> str:
     return f"The tightest stage, {stage.stage} of {len(estimate.stages)}: {stage.ranks:,} ranks each with"
 
 
+def shown_items(stage: StageEstimate) -> list[BudgetItem]:
+    """Items with bytes, and those that no figure is given for."""
+    return [item for item in stage.items if item.bytes or item.basis is Basis.UNSUPPORTED]
+
+
+def remarks(stage: StageEstimate) -> list[str]:
+    """What is noted beside the shown items, each text once, in order; items refer to them by number."""
+    return list(dict.fromkeys(item.note for item in shown_items(stage) if item.note))
+
+
+def remark_lines(stage: StageEstimate) -> list[str]:
+    """The same with their numbers."""
+    return [f"[{number}] {text}" for number, text in enumerate(remarks(stage), start=1)]
+
+
+def remark_of(item: BudgetItem, texts: Sequence[str]) -> str:
+    """``[2]`` for an item whose note is the second one, nothing for one without a note."""
+    return f"[{texts.index(item.note) + 1}]" if item.note else ""
+
+
 def item_rows(stage: StageEstimate) -> list[list[str]]:
     """One row per item with bytes or reason, and the total."""
-    rows = [_item_row(item) for item in stage.items if item.bytes or item.basis is Basis.UNSUPPORTED]
+    texts = remarks(stage)
+    rows = [[*_cells(item), remark_of(item, texts)] for item in shown_items(stage)]
     return [*rows, ["total", format_bytes(stage.total_bytes), format_bytes(stage.error_bytes), "", ""]]
 
 
-def _item_row(item: BudgetItem) -> list[str]:
+def _cells(item: BudgetItem) -> list[str]:
     if item.bytes is None:
-        return [item.name, _UNSUPPORTED, "", "", item.note]
+        return [item.name, _UNSUPPORTED, "", ""]
     error = format_bytes(item.error_bytes) if item.error_bytes else "0"
-    return [item.name, format_bytes(item.bytes), error, item.basis.value, item.note]
+    return [item.name, format_bytes(item.bytes), error, item.basis.value]
 
 
 def peak_lines(stage: StageEstimate) -> list[str]:

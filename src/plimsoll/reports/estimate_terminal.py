@@ -14,7 +14,11 @@ from plimsoll.artifacts.estimate import Estimate, StageEstimate
 from plimsoll.artifacts.estimate_summary import (
     STAGE_HEADER,
     peak_lines,
+    remark_lines,
+    remark_of,
+    remarks,
     setting_lines,
+    shown_items,
     speed_lines,
     stage_rows,
     tightest_heading,
@@ -36,6 +40,8 @@ def render_estimate(estimate: Estimate) -> RenderableType:
         *(Text(line, style="dim") for line in setting_lines(estimate)),
         _heading(tightest_heading(estimate)),
         render_items(estimate.tightest),
+        *(Padding(Text(line, style="dim"), (0, 0, 0, 2)) for line in remark_lines(estimate.tightest)),
+        Text(),
         *(Padding(Text(line), (0, 0, 0, 2)) for line in peak_lines(estimate.tightest)),
     ]
     if len(estimate.stages) > 1:
@@ -50,14 +56,14 @@ def render_items(stage: StageEstimate) -> Table:
     table = Table.grid(padding=(0, 2))
     for justify in ("left", "right", "right", "left", "left"):
         table.add_column(justify=justify)
-    total = max(stage.total_bytes, 1)
-    for item in stage.items:
+    total, texts = max(stage.total_bytes, 1), remarks(stage)
+    for item in shown_items(stage):
+        remark = Text(remark_of(item, texts), style="dim")
         if item.bytes is None:
-            table.add_row(f"  {item.name}", Text(Basis.UNSUPPORTED.value, style="yellow"), "", "", item.note)
-        elif item.bytes:
+            table.add_row(f"  {item.name}", Text(Basis.UNSUPPORTED.value, style="yellow"), "", "", remark)
+        else:
             error = f"± {format_bytes(item.error_bytes)}" if item.error_bytes else item.basis.value
-            bar = draw_bar(item.bytes / total)
-            table.add_row(f"  {item.name}", format_bytes(item.bytes), error, bar, Text(item.note, style="dim"))
+            table.add_row(f"  {item.name}", format_bytes(item.bytes), error, draw_bar(item.bytes / total), remark)
     table.add_row(
         Text("  total", style="bold"), Text(format_bytes(total), style="bold"), f"± {format_bytes(stage.error_bytes)}"
     )
