@@ -72,7 +72,7 @@ class Overlaps:
             assert block.address + block.size <= other.address or other.address + other.size <= block.address
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(requests=REQUESTS, is_expandable=st.booleans(), limit_mib=st.sampled_from([None, 90, 200]))
 def test_live_blocks_never_overlap_and_what_is_reserved_covers_them(requests, is_expandable: bool, limit_mib):
     limit_bytes = None if limit_mib is None else limit_mib * MIB
@@ -98,7 +98,7 @@ def test_live_blocks_never_overlap_and_what_is_reserved_covers_them(requests, is
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(requests=REQUESTS)
 def test_figures_of_a_repeated_step_hold_together(requests):
     events = events_of(requests)
