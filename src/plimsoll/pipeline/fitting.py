@@ -16,11 +16,13 @@ from plimsoll.artifacts.confirmation import Claim
 from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.fit import Fit, FitChange, FitPoint
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.trace import Category
 from plimsoll.costing.devices import find_device
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidOption
 from plimsoll.estimating.throughput import ROOFLINE_ERROR
 from plimsoll.fitting.point import Shape
 from plimsoll.fitting.search import MOST_SOLVES, Search, Space
+from plimsoll.measuring.timing import time_in_turns
 from plimsoll.pipeline.budgets import resolve_budget
 from plimsoll.pipeline.confirm import Trial, confirmed
 from plimsoll.pipeline.fit_changes import find_changes
@@ -33,11 +35,11 @@ from plimsoll.pipeline.request import (
     refuse_profiler,
     split_detached,
 )
-from plimsoll.pipeline.side_by_side import measure_side_by_side
 from plimsoll.pipeline.single_device import Accumulation, SingleDevice, described
 from plimsoll.pipeline.step_family import Training, gradients_in_place
 from plimsoll.recording.calling import Loss
 from plimsoll.recording.untouched import untouched
+from plimsoll.runtime.apply import apply_plan
 from plimsoll.targets.target import TargetOptions, load_target
 from plimsoll.units import format_bytes
 from plimsoll.verification.step import TrainingStep
@@ -190,7 +192,7 @@ class _Job:
             seconds_error=_seconds_error(measured, is_measured=is_measured),
             traces=device.traces,
             solves=device.solves,
-            notes=tuple(_notes(device, points)),
+            notes=(*_notes(device, points), *_notes_about_run(measured, device.budget_bytes)),
         )
 
     def _settled(self, search: Search, device: SingleDevice) -> FitPoint | None:
@@ -226,13 +228,14 @@ class _Job:
             except BudgetBelowFloor:
                 plan = bounded
             self._stage("measuring the best point")
-            with untouched(training.model):
-                found = measure_side_by_side(step, {"best": plan}, rounds=_ROUNDS, report=lambda stage, share: None)
-        timing = found.timings["best"]
+            with untouched(training.model), apply_plan(training.model, plan):
+                peak_bytes = max(step.measure_peak().peak_bytes for _ in range(2))  # a recording step, and a steady one
+                timing = time_in_turns({"best": step.run}, device=step.device, rounds=_ROUNDS)["best"]
+        peak_bytes += step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
         optimizer = device.optimizer_seconds(shape)
         return plan, Claim(
             predicted_peak_bytes=plan.predicted_peak_bytes,
-            measured_peak_bytes=found.plans["best"].peak_bytes,
+            measured_peak_bytes=peak_bytes,
             predicted_seconds=plan.predicted_seconds - optimizer,
             measured_seconds=timing.median_seconds,
             measured_spread_seconds=timing.spread_seconds,
@@ -281,6 +284,16 @@ def _notes(device: SingleDevice, points: Sequence[FitPoint]) -> Iterator[str]:
         )
     for shape, why in device.strays().items():
         yield f"Nothing is predicted from the trace at {shape}, whose step runs other ops ({why})."
+
+
+def _notes_about_run(measured: Claim | None, budget_bytes: int) -> tuple[str, ...]:
+    """Whether the best plan, run, takes more than it may."""
+    if measured is None or measured.measured_peak_bytes <= budget_bytes:
+        return ()
+    over = format_bytes(measured.measured_peak_bytes - budget_bytes)
+    return (
+        f"Run once, the best plan takes {over} more than the budget, and no plan was found that does not: lower it.",
+    )
 
 
 def _seconds_error(measured: Claim | None, *, is_measured: bool) -> float:

@@ -18,7 +18,7 @@ from plimsoll.pipeline.step_seconds import optimizer_seconds
 from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.solve import solve
 from plimsoll.planning.step import StepIndex
-from plimsoll.planning.strategies import choose_none
+from plimsoll.planning.strategies import choose_full, choose_none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,9 +134,17 @@ class SingleDevice:
 
     def _simulate(self, shape: Shape) -> Simulation:
         if shape not in self.unmanaged:
-            index = StepIndex(*self._family(shape).at(shape))
+            index = self._too_large(shape) or StepIndex(*self._family(shape).at(shape))
             self.unmanaged[shape] = run_choices(index, choose_none(index, ""))
         return self.unmanaged[shape]
+
+    def _too_large(self, shape: Shape) -> StepIndex | None:
+        """A foreseen step that exceeds the budget although it recomputes all: the device might not even hold its trace."""
+        foreseen = None if self.training.is_elsewhere else self._family(shape).foreseen(shape)
+        if foreseen is None:
+            return None
+        index = StepIndex(*foreseen)
+        return index if run_choices(index, choose_full(index, "")).peak_bytes > self.budget_bytes else None
 
     def _family(self, shape: Shape) -> StepFamily:
         accumulates = self.accumulation.of(shape.batch) > 1

@@ -55,6 +55,12 @@ class StepFamily:
     _costs: dict[Shape, Costs] = field(default_factory=dict)
     _family: Family | None = None
 
+    def foreseen(self, shape: Shape) -> tuple[Trace, Costs] | None:
+        """The step at an untraced shape as far as traces so far tell for certain; ``None`` where they do not."""
+        if shape in self.traces or not self.traces:
+            return None
+        return self._predicted(shape) if self.family.covers(shape) and self.family.is_checked else None
+
     def at(self, shape: Shape, *, must_trace: bool = False) -> tuple[Trace, Costs]:
         """The step at a shape with its costs.
 
@@ -66,11 +72,7 @@ class StepFamily:
             self._trace(shape)
         if shape in self.traces:
             return self.traces[shape], self._costs[shape]
-        family = self.family
-        predicted = family.at(shape)
-        if self.training.is_elsewhere:
-            return predicted, roofline_costs(predicted, find_device(self.training.device_profile or "CPU"))
-        return predicted, family.seconds_at(shape, self._costs)
+        return self._predicted(shape)
 
     @property
     def family(self) -> Family:
@@ -78,6 +80,12 @@ class StepFamily:
         if self._family is None:
             self._family = Family(self.traces)
         return self._family
+
+    def _predicted(self, shape: Shape) -> tuple[Trace, Costs]:
+        predicted = self.family.at(shape)
+        if self.training.is_elsewhere:
+            return predicted, roofline_costs(predicted, find_device(self.training.device_profile or "CPU"))
+        return predicted, self.family.seconds_at(shape, self._costs)
 
     def _is_predictable(self, shape: Shape) -> bool:
         if not self.traces or not self.family.covers(shape):
