@@ -148,14 +148,14 @@ class VocabularyLoss(TorchFunctionMode):
                 'roles={"lm_head": "replicate", "model.embed_tokens": "replicate"}',
             )
         logits = input.float() if torch.is_autocast_enabled(input.device.type) else input  # as autocast has it
-        losses = _DividedLoss.apply(logits, target, ignore_index, self._tp)
+        losses = VocabularyParallelCrossEntropy.apply(logits, target, ignore_index, self._tp)
         if reduction == "none":
             return losses  # type: ignore[no-any-return]
         total = losses.sum()
         return total / (target != ignore_index).sum() if reduction == "mean" else total  # type: ignore[no-any-return]
 
 
-class _DividedLoss(torch.autograd.Function):
+class VocabularyParallelCrossEntropy(torch.autograd.Function):
     """Minus the log-probability of every target: ``[tokens]``. Saves the log-probabilities of this rank's words."""
 
     @staticmethod
