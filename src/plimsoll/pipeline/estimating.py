@@ -34,14 +34,17 @@ from plimsoll.pipelining.timeline import StageSeconds as PipelineSeconds
 from plimsoll.pipelining.timeline import Timeline, in_flight, simulate_pipeline
 from plimsoll.planning.describe import classes_at_peak, describe_peak, waiting_bytes
 from plimsoll.planning.events import allocation_events
+from plimsoll.planning.moments import peak_with_chunked_loss
 from plimsoll.sharding.context import with_context_parallel
-from plimsoll.units import format_seconds
+from plimsoll.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import torch
 
 Progress = Callable[[str, float], None]
 _NONE = "none"
+_WORTH_CHUNKING = 0.03
+"""A chunked loss is mentioned where it takes this share off the peak."""
 
 
 def estimate(
@@ -351,6 +354,14 @@ class _Job:
             notes.append(
                 f"recomputation adds {format_seconds(growth.added_seconds)} to the step of the pipeline; run where a rank "
                 f"would idle, one micro-batch ahead, it would add {format_seconds(growth.regained_seconds)} less"
+            )
+        last = ranks[-1]
+        chunked = peak_with_chunked_loss(last.decided[last.tightest].simulation)
+        if chunked is not None and chunked < (1 - _WORTH_CHUNKING) * last.decided[last.tightest].simulation.peak_bytes:
+            less = last.decided[last.tightest].simulation.peak_bytes - chunked
+            notes.append(
+                f"logits and loss in chunks (plimsoll.chunked.chunk_loss) would take {format_bytes(less)} off the "
+                f"{format_bytes(last.peak_bytes)} of the rank that holds the head"
             )
         if timeline.bubble_share > 0:
             notes.append(f"ranks idle in the pipeline {timeline.bubble_share:.1%} of the time")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,18 @@ def test_targets_that_are_none_are_refused():
         plimsoll.estimate("llama-tiney", 1)
     with pytest.raises(InvalidOption, match="no number of samples"):
         plimsoll.estimate("llama-tiny", torch.zeros(1))
+
+
+def test_a_large_vocabulary_is_told_what_a_chunked_loss_would_take_off(tmp_path: Path):
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = plimsoll.estimate(str(tmp_path / "config.json"), 1, device="laptop-CPU", sequence=128)
+    assert any("plimsoll.chunked.chunk_loss" in note for note in found.notes)
