@@ -47,8 +47,6 @@ class OptimizerUse(msgspec.Struct, frozen=True, kw_only=True):
     flops: int
     relative_error: float
     basis: Basis
-    tensors_per_state: int = 1
-    """How many tensors, about equal in size, a parameter's state is made of: the allocator sees each of them."""
     notes: tuple[str, ...] = ()
     """Which rule was followed where there is a choice (what Muon leaves to AdamW, what stays in 32 bits)."""
 

@@ -38,7 +38,6 @@ class _Recipe:
     state_bytes: Callable[[Tensor], int]
     forms: tuple[StepForm, ...] = (StepForm.LOOP, StepForm.FOREACH)
     has_counters: bool = True
-    tensors_per_state: int = 1
     basis: Basis = Basis.EXACT
     aliases: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
@@ -94,7 +93,6 @@ def optimizer_use(
         host_state_bytes=sum(use.host_state_bytes for use in uses),
         master_bytes=masters,
         temporaries=(*highest, *casts),
-        tensors_per_state=recipe.tensors_per_state,
         moved_bytes=sum(use.moved_bytes for use in uses) + sum(_master_traffic(size) for size in masters.values()),
         flops=sum(use.flops for use in uses),
         relative_error=error,
@@ -272,13 +270,12 @@ _RECIPES = (
         has_counters=False,
         aliases=("momentum",),
     ),
-    _Recipe(name="adam", step=steps.ADAM, state_bytes=_two_copies, forms=_EVERY_FORM, tensors_per_state=2),
-    _Recipe(name="adamw", step=steps.ADAMW, state_bytes=_two_copies, forms=_EVERY_FORM, tensors_per_state=2),
+    _Recipe(name="adam", step=steps.ADAM, state_bytes=_two_copies, forms=_EVERY_FORM),
+    _Recipe(name="adamw", step=steps.ADAMW, state_bytes=_two_copies, forms=_EVERY_FORM),
     _Recipe(
         name="adamw-8bit",
         step=_step_8bit,
         state_bytes=_two_in_8bit,
-        tensors_per_state=2,
         forms=(StepForm.FUSED,),
         has_counters=False,
         basis=Basis.MODELLED,
