@@ -121,6 +121,7 @@ def _measure_all(model: torch.nn.Module, options: argparse.Namespace) -> Iterato
             stack.callback(handle.remove)
             step.run()
             peaks[examples] = step.measure_peak().peak_bytes
+            step.clear_gradients()  # the next step starts without any
             handle.pause()
             runs[str(examples)] = _managed_run(step, handle)
         timings = time_in_turns(runs, rounds=options.rounds)

@@ -118,8 +118,8 @@ class _Climb:
         fitting, too_large = self._climb()
         if fitting is None:
             return
+        self._refine_unmanaged()
         if too_large is not None:
-            self._refine_unmanaged(too_large)
             self._refine_largest(fitting, too_large)
         self._refine_best()
 
@@ -134,13 +134,12 @@ class _Climb:
             fitting = batch
         return fitting, None
 
-    def _refine_unmanaged(self, too_large: int) -> None:
+    def _refine_unmanaged(self) -> None:
         """The largest micro-batch that fits as it is."""
-        known = [batch for batch in self._batches() if self._know(batch).is_unmanaged]
-        if not known:
+        low = max((batch for batch in self._batches() if self._know(batch).is_unmanaged), default=None)
+        high = min((batch for batch in self._batches() if low is not None and batch > low), default=None)
+        if low is None or high is None:
             return
-        low = max(known)
-        high = min(batch for batch in [*self._batches(), too_large] if batch > low)
         while (middle := self.search.space.between(low, high)) is not None:
             fits = self.search.evaluator.outlook(self._shape(middle)).unmanaged_peak_bytes <= self.search.budget_bytes
             low, high = (middle, high) if fits else (low, middle)

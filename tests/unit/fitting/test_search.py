@@ -87,6 +87,12 @@ def test_the_largest_micro_batch_that_needs_no_plan_is_always_among_the_points()
     assert 37 in [point.micro_batch for point in search.points() if point.is_unmanaged]
 
 
+def test_it_is_also_where_everything_that_may_be_looked_at_fits_with_a_plan():
+    search = run(Formula(5.0, 0.1, 100, 3700, 0.1, 0.5), most_batch=64)
+    assert all(point.does_fit for point in search.points())
+    assert 37 in [point.micro_batch for point in search.points() if point.is_unmanaged]
+
+
 def test_a_slow_plan_loses_against_a_smaller_micro_batch_that_needs_none():
     best = run(Formula(0.01, 0.1, 100, 3700, 0.3, 5.0)).best()
     assert best is not None
