@@ -19,7 +19,7 @@ from plimsoll.caching.traces import TraceCache
 from plimsoll.costing.collectives import Collective, collective_seconds, group_of
 from plimsoll.costing.devices import Device, find_device
 from plimsoll.errors import InvalidOption
-from plimsoll.estimating.budget import RankMemory, budget_items
+from plimsoll.estimating.budget import RankMemory, budget_items, kernel_items
 from plimsoll.estimating.framework import framework_items
 from plimsoll.estimating.throughput import throughput
 from plimsoll.layouts.check import check_layout
@@ -31,7 +31,7 @@ from plimsoll.pipeline.tracing_targets import TracedTarget, TraceRequest, target
 from plimsoll.pipelining.growth import bubble_growth
 from plimsoll.pipelining.orders import pipeline_orders
 from plimsoll.pipelining.timeline import StageSeconds as PipelineSeconds
-from plimsoll.pipelining.timeline import Timeline, in_flight, simulate_pipeline
+from plimsoll.pipelining.timeline import Timeline, held_bytes, simulate_pipeline
 from plimsoll.planning.describe import classes_at_peak, describe_peak, waiting_bytes
 from plimsoll.planning.events import allocation_events
 from plimsoll.planning.moments import peak_with_chunked_loss
@@ -235,12 +235,12 @@ class _Job:
         """The ranks of the pipeline, first to last, each with its stages decided."""
         layout, setting = self.layout, self.setting
         cut = split_stages(self.trace, layout)
-        flights = in_flight(self.orders, len(cut))
+        flights = held_bytes(self.orders, [1] * len(cut))  # all stages of a rank together, where it has several
         known: KnownChoices = {}
         ranks = []
         for position in range(layout.pp):
             own = range(position, len(cut), layout.pp)
-            waiting = sum(flights[stage] for stage in own)
+            waiting = flights[position]
             ranks.append(decide_rank([StageOfRank(setting, cut[stage], waiting) for stage in own], setting, known))
         return ranks
 
@@ -300,7 +300,14 @@ class _Job:
             ranks=layout.ranks // layout.pp,
             regions=compress_names(names),
             in_flight=rank.stages[tightest].in_flight,
-            items=budget_items(memory, rank.optimizers, framework_items(setting.device, layout)),
+            items=budget_items(
+                memory,
+                rank.optimizers,
+                (
+                    *framework_items(setting.device, layout),
+                    *kernel_items(spec.name for stage in rank.stages for spec in stage.trace.specs.values()),
+                ),
+            ),
             allocated_bytes=rank.peak_bytes,
             reserved_bytes=None if use is None else use[0].reserved_peak_bytes,
             expandable_bytes=None if use is None else use[1].reserved_peak_bytes,
