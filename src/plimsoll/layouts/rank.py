@@ -13,7 +13,7 @@ from plimsoll.artifacts.trace import Category, OpSpec, Phase, Trace
 from plimsoll.layouts.editing import Edit
 from plimsoll.layouts.gradients import gradients_of
 from plimsoll.layouts.replicated import accumulate, reduce_in_buckets
-from plimsoll.layouts.units import find_units, rank_parameters
+from plimsoll.layouts.units import find_units
 from plimsoll.layouts.zero import Sharding
 
 _GRADIENT_SHARDS = 2
@@ -92,6 +92,3 @@ def _notes(layout: Layout, optimizer: OptimizerUse | None) -> tuple[str, ...]:
             f"experts are sharded over {ranks} ranks; their collectives are priced as those of {layout.shards}"
         )
     return (*notes, *(optimizer.notes if optimizer is not None else ()))
-
-
-__all__ = ["rank_parameters", "rank_trace"]

@@ -5,10 +5,11 @@ the smaller runs, since they also hold embedding and head. What precedes the reg
 them to the last, what lies between two stages' regions to the earlier one.
 
 At a boundary there is one new tensor on each side. What the stage before made and this one reads is *received*: there from
-the stage's first op to the end of its backward, as the runtimes hold it that later ask for its gradient. The stage before
-holds what it *sent* until its own backward starts (torch.distributed.pipelining does; Megatron can let it go after sending).
-The gradient travels the other way. Made anew by every stage that reads it is what forward computes before the first
-region: positions, masks, rotary tables.
+the stage's first op to the end of its backward. The stage before holds what it *sent*, and then the gradient that it
+receives, to the end of its backward, too: the caller of backward has them (Megatron can let go of the data after sending).
+Made anew by every stage that reads it is what forward computes before the first region: positions, masks, rotary tables.
+
+torch.distributed.pipelining allocates the buffers of both for all micro-batches at once and for good; that is not in here.
 
 Known weakness: ops outside of regions do not say what they read. A value of an early stage that only the head reads is
 recognised by when it dies; gradients at a boundary by their size and life.
@@ -67,7 +68,7 @@ def split_stages(trace: Trace, layout: Layout, *, counts: Sequence[int] | None =
         >>> [stage.regions for stage in stages]  # doctest: +SKIP
         [(0, 1), (2, 3), (4, 5), (6, 7)]
 
-    Source: Narayanan et al. 2021, section 2.2; boundaries as torch.distributed.pipelining 2.13 holds them.
+    Source: Narayanan et al. 2021, section 2.2; boundaries as schedules.py of Megatron-LM holds them.
     """
     if layout.stages == 1:
         return (StageTrace(0, trace, tuple(range(len(trace.regions))), True, True, 0, 0),)
@@ -174,7 +175,7 @@ class _Stage:
         elif self.members.op_stages[storage.born] == self.index:
             dies = self.tick(storage.dies)
             if self.index + 1 < self.members.stages and storage.id in self.crossings.received[self.index + 1]:
-                dies = max(dies, min(self.forward_ops + 1, end))
+                dies = end
             self._keep(storage, born=self.tick(storage.born), dies=dies)
         elif self.index in self.crossings.made_anew.get(storage.id, ()):
             self._keep(storage, region=-1, born=0, dies=max(1, self.tick(storage.dies)))
@@ -188,7 +189,7 @@ class _Stage:
                     id=len(self.storages),
                     label=f"received gradient of {self.trace.storages[sent].label}",
                     born=self.forward_ops,
-                    dies=max(self.forward_ops + 1, self.tick(original.dies)),
+                    dies=len(self.ops),
                 )
             )
 

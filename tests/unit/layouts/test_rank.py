@@ -21,9 +21,9 @@ from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.costing.devices import find_device
 from plimsoll.costing.roofline import roofline_costs
 from plimsoll.layouts.overlap import overlapped_seconds
-from plimsoll.layouts.rank import rank_parameters, rank_trace
+from plimsoll.layouts.rank import rank_trace
 from plimsoll.layouts.stages import split_stages
-from plimsoll.layouts.units import find_units
+from plimsoll.layouts.units import find_units, rank_parameters
 from plimsoll.measuring.memory import PeakMeter
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.simulate import Simulation, run_choices

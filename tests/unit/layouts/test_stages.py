@@ -14,7 +14,11 @@ from plimsoll.costing.devices import find_device
 from plimsoll.costing.roofline import roofline_costs
 from plimsoll.errors import InvalidLayout
 from plimsoll.layouts.members import even_counts
+from plimsoll.layouts.rank import rank_trace
 from plimsoll.layouts.stages import StageTrace, split_stages
+from plimsoll.measuring.memory import PeakMeter
+from plimsoll.pipelining.orders import Work, pipeline_orders
+from plimsoll.pipelining.timeline import in_flight
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.step import StepIndex
@@ -143,6 +147,31 @@ def test_a_stage_holds_what_its_blocks_hold_when_they_are_traced_alone():
     shapes = [sorted(p.shape for p in each.parameters) for each in (middle.trace, alone)]
     assert shapes[0] == shapes[1]
     assert [op.name for op in middle.trace.ops if op.region >= 0] == [op.name for op in alone.ops if op.region >= 0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_stage_at_work_in_its_pipeline_holds_what_is_predicted(schedule: str):
+    blocks = nn.Sequential(*(_Block() for _ in range(6)))
+    whole = trace(blocks, torch.ones(64, 16), loss=torch.sum, repeats=1)
+    layout = Layout(pp=3, micro_batches=5, schedule=PipelineSchedule(schedule))
+    orders, middle = pipeline_orders(layout), blocks[2:4]
+    for _ in range(2):
+        with PeakMeter() as meter:
+            held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+            for action in orders[1]:
+                if action.work is Work.FORWARD:
+                    received = torch.ones(64, 16).requires_grad_()
+                    held[action.micro_batch] = received, middle(received)
+                else:
+                    received, sent = held.pop(action.micro_batch)
+                    sent.backward(torch.ones_like(sent))
+                del received
+                sent = None
+    rank = rank_trace(split_stages(whole, layout)[1].trace, layout)
+    index = StepIndex(rank, roofline_costs(rank, find_device("H100")), in_flight=in_flight(orders, 3)[1])
+    predicted = run_choices(index, [Choice(view.everything) for view in index.views]).peak_bytes
+    static = sum(s.bytes for s in rank.storages if s.born < 0)
+    assert predicted - static == pytest.approx(meter.peak_bytes, rel=0.002)
 
 
 def test_one_stage_is_the_trace_itself(llama: Trace):
