@@ -252,6 +252,12 @@ def test_a_sequence_that_does_not_divide_is_refused_with_those_that_do():
     assert "14 or 16" in caught.value.next
 
 
+def test_a_model_that_views_its_last_hidden_states_anew_keeps_all_its_samples():
+    model, batch = families.gpt2()
+    with localised(model, tp=2, sequence_parallel=True):
+        assert model(**batch).logits.shape == (2, 16, families.WORDS // 2)
+
+
 class _Flattening(families.Block):
     """A block that takes the batch's shape for granted between its layers."""
 
