@@ -54,6 +54,8 @@ def test_the_answer_of_the_cache_equals_the_trace(kept: tuple[Path, TracedTarget
     again = trace_target(REQUEST, cache=TraceCache(directory))
     assert again == traced
     assert not traced_anew
+    assert traced.facts.layers == len(traced.trace.regions) == 4
+    assert traced.facts.tokens == 16
 
 
 def test_another_process_and_gpu_is_answered_without_torch(kept: tuple[Path, TracedTarget]):
