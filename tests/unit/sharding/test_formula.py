@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import re
 
-import pytest
 import torch
 import transformers
 
@@ -64,8 +63,8 @@ def test_one_rank_saves_what_the_formula_says():
     assert sum(_layer(1).values()) == UNIT * 34 + 5 * A * S * S * B
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_tensor_parallelism_saves_what_the_formula_says(tp: int):
+def test_tensor_parallelism_saves_what_the_formula_says():
+    tp = 4
     formula = UNIT * 10 + UNIT * 24 // tp + 5 * A * S * S * B // tp
     assert sum(_layer(tp).values()) == formula
 
