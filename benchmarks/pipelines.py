@@ -21,11 +21,12 @@ from plimsoll.costing.collectives import Collective, collective_seconds, group_o
 from plimsoll.costing.devices import find_device
 from plimsoll.layouts.read import read_layout
 from plimsoll.layouts.stages import StageTrace, split_stages
-from plimsoll.pipeline.rank_estimates import Setting, StageOfRank, decide_rank
+from plimsoll.pipeline.rank_estimates import Setting, StageOfRank
 from plimsoll.pipeline.tracing_targets import TraceRequest, trace_target
 from plimsoll.pipelining.growth import bubble_growth
 from plimsoll.pipelining.orders import Orders, pipeline_orders
 from plimsoll.pipelining.timeline import StageSeconds, held_bytes, simulate_pipeline
+from plimsoll.planning.simulate import Simulation
 from plimsoll.units import GIB
 
 _MODELS = ("gpt3-175b", "llama-3-405b")
@@ -68,13 +69,12 @@ class _Pipeline:
 
     def _seconds_of(self, stage: StageTrace) -> StageSeconds:
         alone = StageOfRank(self.setting, stage, 1)
-        simulation = alone.decide(self.setting.strategy, None).simulation
         group = group_of(self.layout, "pp")
         return StageSeconds(
             forward_seconds=alone.overlap.forward_seconds,
             input_gradient_seconds=alone.overlap.backward_seconds - alone.seconds.weight_gradient_seconds,
             weight_gradient_seconds=alone.seconds.weight_gradient_seconds,
-            recompute_seconds=simulation.seconds - alone.index.base_seconds,
+            recompute_seconds=self._simulated(alone).seconds - alone.index.base_seconds,
             transfer_seconds=collective_seconds(
                 Collective.SEND, stage.received_bytes, group.ranks, self.setting.device, stride=group.stride
             ),
@@ -86,9 +86,12 @@ class _Pipeline:
 
     def peak_bytes(self, rank: int) -> int:
         """The most that live tensors take on a rank."""
-        mine = self.stages[rank :: self.layout.pp]
-        found = decide_rank([StageOfRank(self.setting, stage, self.in_flight(rank)) for stage in mine], self.setting)
-        return found.peak_bytes
+        mine = [StageOfRank(self.setting, s, self.in_flight(rank)) for s in self.stages[rank :: self.layout.pp]]
+        lasting = sum(stage.lasting_bytes for stage in mine)
+        return max(self._simulated(stage).peak_bytes + lasting - stage.lasting_bytes for stage in mine)
+
+    def _simulated(self, stage: StageOfRank) -> Simulation:
+        return stage.unmanaged if self.setting.strategy == "none" else stage.recomputed
 
 
 def table(model: str, trace: Trace) -> list[str]:
