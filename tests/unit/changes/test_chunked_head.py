@@ -30,7 +30,7 @@ from plimsoll.tracing.watching import watch
 from plimsoll.verification.step import TrainingStep
 
 VOCABULARY, ROWS = 5000, 32
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 TOKENS = {"vocab_size": VOCABULARY, "use_cache": False, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
 
 
