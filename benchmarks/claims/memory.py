@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from math import prod
 
 from benchmarks.claims.claim import Claim, Figure, Range
-from benchmarks.claims.published_runs import Gpt
 from benchmarks.claims.recomputation import LLAMA_7B
-from benchmarks.claims.traces import A100, Sizes, held, layer
+from benchmarks.claims.traces import A100, Sizes, held, layer, traced
 from plimsoll.artifacts.costs import Costs, CostSource
+from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.precision import Precision
 from plimsoll.artifacts.trace import Category
 from plimsoll.caching.traces import TraceCache
-from plimsoll.pipeline.estimating import estimate
+from plimsoll.costing.devices import find_device
+from plimsoll.layouts.stages import split_stages
+from plimsoll.pipeline.rank_estimates import Setting, StageOfRank
 from plimsoll.pipeline.tracing_targets import TraceRequest, trace_target
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
@@ -27,7 +28,9 @@ _GIGA = 1e9
 _MEGABYTE = 2**20
 _RANKS = 64
 _ZERO_PARAMETERS = 7.5e9
-_STATE_ITEMS = ("parameters", "gradients", "optimizer state", "master weights")
+_GATHERED = "unsharded parameter:"
+"""What FSDP2 gathers of the root for the length of a step; the paper leaves gathered copies out."""
+_STATE = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE)
 
 
 def _whole_bytes(sizes: Sizes, strategy: str = "none") -> int:
@@ -95,21 +98,22 @@ def _layer_output() -> list[Figure]:
 
 def zero_bytes_per_parameter() -> Iterator[tuple[int, float]]:
     """Bytes of model state per parameter on one of 64 ranks, for every stage of ZeRO: two layers of the model's sizes."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = Gpt(hidden=4096, heads=32, layers=2, sequence=128).write_config(Path(folder))
-        for stage in range(4):
-            found = estimate(
-                str(config),
-                1,
-                device=A100,
-                sequence=128,
-                precision=Precision.BF16,
-                has_master_weights=True,
-                layout=f"dp={_RANKS},zero={stage}" if stage else f"dp={_RANKS}",
-            )
-            state = sum(item.bytes or 0 for item in found.tightest.items if item.name in _STATE_ITEMS)
-            assert found.facts.parameters is not None
-            yield stage, state / found.facts.parameters
+    step = traced(Sizes(hidden=4096, heads=32, layers=2, sequence=128))
+    parameters = sum(prod(parameter.shape) for parameter in step.parameters)
+    for stage in range(4):
+        # Two micro-batches: gradients are then held from step to step, as the paper counts them.
+        layout = Layout(dp=_RANKS, zero=stage, micro_batches=2)
+        setting = Setting(
+            device=find_device(A100),
+            layout=layout,
+            optimizer="adamw",
+            has_master_weights=True,
+            strategy="none",
+            budget_bytes=None,
+        )
+        rank = StageOfRank(setting, split_stages(step, layout)[0], 1)
+        lasting = [s for s in rank.index.lasting if s.category in _STATE and not s.label.startswith(_GATHERED)]
+        yield stage, sum(storage.bytes for storage in lasting) / parameters
 
 
 def _zero() -> list[Figure]:

@@ -97,7 +97,7 @@ def _peak_without_gradients(simulation: Simulation) -> int:
 
 
 def _square_root() -> list[Figure]:
-    small, large = 16, 64
+    small, large = 9, 36
     few, many = (_passing_peak(count, "sqrt") for count in (small, large))
     plain = _passing_peak(large, "none") / _passing_peak(small, "none")
     step = traced(replace(_NARROW, layers=large))
@@ -210,7 +210,7 @@ CLAIMS = (
         name="square root",
         statement="Training n layers takes memory of the order √n for one more forward",
         source="Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, section 4.3",
-        reading="peak without model state and gradients of 16 and 64 narrow Llama blocks under `sqrt`, traced",
+        reading="peak without model state and gradients of 9 and 36 narrow Llama blocks under `sqrt`, traced",
         figures=_square_root,
         why="embedding, head and loss stay as they are, and the last group's values need not be made again twice",
     ),
