@@ -134,7 +134,6 @@ CLAIMS = (
         ),
         figures=_whole,
         why="what is left over are the norms' means and deviations in float32, which the paper leaves out",
-        is_cheap=True,
     ),
     Claim(
         name="tensor parallelism",
@@ -192,7 +191,6 @@ CLAIMS = (
         source=f"{_PAPER}, section 5",
         reading="strategy `selective:core` on one rank",
         figures=_shares,
-        is_cheap=True,
     ),
     Claim(
         name="fivefold",

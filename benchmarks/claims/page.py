@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from benchmarks.claims import layers, memory, pipelines, published_runs, recomputation
+from benchmarks.claims import layers, memory, pipelines, published_runs, recomputation, thousand_ranks
 from benchmarks.claims.claim import Claim, Figure, Judged, judge
 from benchmarks.page import format_table
 
@@ -58,4 +58,6 @@ def main(names: Sequence[str]) -> int:
             continue
         print(claim.name, file=sys.stderr, flush=True)
         print("\n".join(section(judge(claim))), flush=True)
+    if not names:
+        print("\n".join(thousand_ranks.lines()))
     return 0

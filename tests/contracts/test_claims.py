@@ -6,6 +6,7 @@ import pytest
 from benchmarks.claims import layers, memory, pipelines
 from benchmarks.claims.claim import Claim, Figure, Range, Verdict, judge
 from benchmarks.claims.page import REGISTRY
+from benchmarks.claims.traces import KORTHIKANTI, layer
 
 CHEAP = {claim.name: claim for claim in (*layers.CLAIMS, *memory.CLAIMS, *pipelines.CLAIMS) if claim.is_cheap}
 
@@ -14,6 +15,12 @@ CHEAP = {claim.name: claim for claim in (*layers.CLAIMS, *memory.CLAIMS, *pipeli
 def test_cheap_claims_are_reproduced(name: str):
     judged = judge(CHEAP[name])
     assert judged.verdict is Verdict.REPRODUCED, [(figure.what, figure.error) for figure in judged.counted]
+
+
+def test_a_layer_of_gpt3_holds_what_the_published_formula_says():
+    sizes = KORTHIKANTI["175B"]
+    formula = 34 + 5 * sizes.heads * sizes.sequence / sizes.hidden
+    assert layer(sizes).bytes / sizes.sbh == pytest.approx(formula, rel=1e-4)
 
 
 def test_names_of_claims_are_unique_and_each_says_where_it_is_from():
