@@ -22,10 +22,10 @@ from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_none
 
-_NOTES = "the project's founding notes (docs/claims.md), without a reference of their own"
+_NOTES = "the project's founding notes, which give no reference"
 _GB = "{:.3g} GB"
 _GIGA = 1e9
-_MEGABYTE = 2**20
+_MIB = 2**20
 _RANKS = 64
 _ZERO_PARAMETERS = 7.5e9
 _GATHERED = "unsharded parameter:"
@@ -85,7 +85,7 @@ def _layer_output() -> list[Figure]:
 
     def figure(what: str, bytes_: int, *, is_other_reading: bool = True) -> Figure:
         return Figure(
-            what=what, published=64.0, ours=bytes_ / _MEGABYTE, unit="{:.0f} MB", is_other_reading=is_other_reading
+            what=what, published=64.0, ours=bytes_ / _MIB, unit="{:.0f} MiB", is_other_reading=is_other_reading
         )
 
     return [

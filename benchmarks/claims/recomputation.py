@@ -11,7 +11,7 @@ from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.trace import Phase
 from plimsoll.planning.simulate import Simulation
 
-_NOTES = "the project's founding notes (docs/claims.md), without a reference of their own"
+_NOTES = "the project's founding notes, which give no reference"
 _STATE_BYTES_PER_PARAMETER = 16
 """Mixed precision with Adam: 2 for the weight, 2 for its gradient, 12 for master weight and both moments."""
 
@@ -192,7 +192,10 @@ CLAIMS = (
         why=(
             "groups do not change what is computed again: everything, once. Only leaving blocks alone does, as when one "
             "block of two is "
-            "recomputed; of the activations recomputation saves far more than half, of all memory it depends on the batch"
+            "recomputed; of the activations recomputation saves far more than half, of all memory it depends on the batch. "
+            "Blocks whose input autograd does not save (bf16 under RMS norm in float32) keep a copy of it each, so that "
+            "`every:4` "
+            "holds as much as `full`"
         ),
     ),
     Claim(
@@ -239,6 +242,9 @@ CLAIMS = (
             f"roofline of {A100}"
         ),
         figures=_theory,
-        why="a roofline counts no launch gaps and no fragmentation; both make the observed overhead larger",
+        why=(
+            "a roofline counts no gaps between launches, which make the observed overhead larger; the core of separate "
+            "attention kernels is a larger part of a layer at sequence 4096 than at 2048"
+        ),
     ),
 )
