@@ -58,7 +58,7 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """What every rank of one pipeline rank's group holds and how long it takes; with virtual stages, all of them.
 
     ``allocated_bytes`` is the peak of live tensors, ``reserved_bytes`` what the caching allocator holds for them,
-    ``expandable_bytes`` the same with ``expandable_segments:True``; ``None`` on a CPU, which has no such allocator.
+    ``None`` on a CPU, which has no such allocator.
     ``unmanaged_bytes`` and ``recomputed_bytes`` are the allocated peaks without a plan and with everything recomputed.
     """
 
@@ -69,7 +69,6 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
     items: tuple[BudgetItem, ...]
     allocated_bytes: int
     reserved_bytes: int | None
-    expandable_bytes: int | None
     unmanaged_bytes: int
     recomputed_bytes: int
     peak: Peak
@@ -128,6 +127,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     facts: ModelFacts
     stages: tuple[StageEstimate, ...]
     throughput: Throughput
+    expandable_bytes: int | None = None
+    """What the allocator of the tightest stage's ranks would reserve with ``expandable_segments:True``."""
     notes: tuple[str, ...] = ()
     trace_seconds: float = 0.0
     total_seconds: float = 0.0

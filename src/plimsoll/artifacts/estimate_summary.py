@@ -31,7 +31,7 @@ def summarise_estimate(estimate: Estimate) -> str:
     lines = [f"Estimate of {title(estimate)}: {verdict(estimate)}", *setting_lines(estimate), ""]
     lines += [tightest_heading(estimate), *align([list(ITEM_HEADER), *item_rows(estimate.tightest)], right=[1, 2])]
     lines += [f"  {line}" for line in remark_lines(estimate.tightest)]
-    lines += ["", *peak_lines(estimate.tightest)]
+    lines += ["", *peak_lines(estimate)]
     if len(estimate.stages) > 1:
         lines += ["", "Stages", *align([list(STAGE_HEADER), *stage_rows(estimate)], right=list(range(3, 10)))]
     lines += ["", *speed_lines(estimate)]
@@ -131,15 +131,16 @@ def _cells(item: BudgetItem) -> list[str]:
     return [item.name, format_bytes(item.bytes), error, item.basis.value]
 
 
-def peak_lines(stage: StageEstimate) -> list[str]:
-    """The moment of the peak and who holds it."""
+def peak_lines(estimate: Estimate) -> list[str]:
+    """The moment of the tightest stage's peak, who holds it, and what the allocator reserves."""
+    stage = estimate.tightest
     lines = [f"Peak of live tensors: {format_bytes(stage.allocated_bytes)} in {stage.peak.moment}"]
     holders = [[format_bytes(h.bytes), h.label] for h in stage.peak.holders[:_HOLDERS_SHOWN]]
     lines += [f"  {line}" for line in align(holders, right=[0])]
-    if stage.reserved_bytes is not None and stage.expandable_bytes is not None:
+    if stage.reserved_bytes is not None and estimate.expandable_bytes is not None:
         lines.append(
             f"Reserved by the allocator: {format_bytes(stage.reserved_bytes)}; "
-            f"{format_bytes(stage.expandable_bytes)} with expandable segments"
+            f"{format_bytes(estimate.expandable_bytes)} with expandable segments"
         )
     return lines
 

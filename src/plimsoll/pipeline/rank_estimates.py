@@ -31,7 +31,8 @@ from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full, choose_none, strategy_choices
 
-AUTO = "auto"
+AUTO, NOTHING, EVERYTHING = "auto", "none", "full"
+"""Strategies that are known by name here."""
 KnownChoices = dict[Hashable, ChoiceSet]
 
 
@@ -145,6 +146,10 @@ class StageOfRank:
         Raises:
             InvalidStrategy: no such strategy.
         """
+        if strategy == NOTHING:
+            return Decided(self.unmanaged)
+        if strategy == EVERYTHING:
+            return Decided(self.recomputed)
         if strategy != AUTO:
             return Decided(run_choices(self.index, strategy_choices(self.index, strategy)))
         if budget_bytes is None or self.unmanaged.peak_bytes <= budget_bytes:

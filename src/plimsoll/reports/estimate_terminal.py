@@ -42,7 +42,7 @@ def render_estimate(estimate: Estimate) -> RenderableType:
         render_items(estimate.tightest),
         *(Padding(Text(line, style="dim"), (0, 0, 0, 2)) for line in remark_lines(estimate.tightest)),
         Text(),
-        *(Padding(Text(line), (0, 0, 0, 2)) for line in peak_lines(estimate.tightest)),
+        *(Padding(Text(line), (0, 0, 0, 2)) for line in peak_lines(estimate)),
     ]
     if len(estimate.stages) > 1:
         parts += [_heading("Stages"), _table(STAGE_HEADER, stage_rows(estimate))]
