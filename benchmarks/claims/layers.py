@@ -174,7 +174,6 @@ CLAIMS = (
             "175B, on every "
             "rank; the norms' outputs, which the paper keeps, are made again where the gathered inputs are"
         ),
-        is_cheap=True,
     ),
     Claim(
         name="full recomputation",
@@ -183,7 +182,6 @@ CLAIMS = (
         reading="strategy `full` with fused attention, which needs no mask",
         figures=_full,
         why="with eager attention each block keeps a copy of the mask as well",
-        is_cheap=True,
     ),
     Claim(
         name="share of attention's core",

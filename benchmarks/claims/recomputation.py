@@ -19,7 +19,7 @@ LLAMA_7B = Sizes(
     hidden=4096, heads=32, layers=32, sequence=4096, vocabulary=32000, intermediate=11008, attention="sdpa"
 )
 LLAMA_13B = replace(LLAMA_7B, hidden=5120, heads=40, layers=40, intermediate=13824)
-_NARROW = Sizes(hidden=64, heads=4, layers=4, sequence=64, batch=2, vocabulary=64, intermediate=172, attention="sdpa")
+_NARROW = Sizes(hidden=64, heads=4, layers=4, sequence=64, batch=2, vocabulary=64, attention="sdpa")
 
 
 def parameters(sizes: Sizes) -> int:
@@ -213,7 +213,7 @@ CLAIMS = (
         name="square root",
         statement="Training n layers takes memory of the order √n for one more forward",
         source="Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, section 4.3",
-        reading="peak without model state and gradients of 9 and 36 narrow Llama blocks under `sqrt`, traced",
+        reading="peak without model state and gradients of 9 and 36 narrow GPT blocks under `sqrt`, traced",
         figures=_square_root,
         why="embedding, head and loss stay as they are, and the last group's values need not be made again twice",
     ),
