@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from types import TracebackType
 from typing import Any
 
@@ -48,6 +49,15 @@ def chunk_loss(model: nn.Module, *, chunk_bytes: int | str | None = None, chunk_
     return ChunkHandle(_ChunkedHead(base, head, chunk_bytes, chunk_rows))
 
 
+def can_chunk(model: nn.Module) -> bool:
+    """Whether ``chunk_loss`` takes this model."""
+    try:
+        _head_of(_causal_model(model))
+    except InvalidModel:
+        return False
+    return True
+
+
 class ChunkHandle:
     """Takes the chunked loss away again."""
 
@@ -84,6 +94,7 @@ class _ChunkedHead:
         self._chunk_bytes = chunk_bytes
         self._chunk_rows = chunk_rows
         self._hooks: list[Any] = []
+        self._set_loss = model.__dict__.get("_loss_function")
         self._is_wanted = False
         self._made = 0
         self._used = 0
@@ -105,6 +116,8 @@ class _ChunkedHead:
         for module, name in ((self._head, "forward"), (self._model, "_loss_function")):
             if _is_mine(module.__dict__.get(name), self):
                 del module.__dict__[name]
+        if self._set_loss is not None:
+            self._model.loss_function = self._set_loss
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decide whether this call needs logits or a loss."""
@@ -222,12 +235,9 @@ def _causal_model(model: object) -> Any:
             why="chunk_loss changes how a torch.nn.Module computes its loss",
             next="pass the model that is trained",
         )
-    try:
-        pretrained: Any = importlib.import_module("transformers").PreTrainedModel
-    except ModuleNotFoundError as error:
-        raise _no_causal_model(model, "transformers is not installed") from error
-    for module in model.modules():
-        if isinstance(module, pretrained) and module.get_output_embeddings() is not None:
+    transformers: Any = sys.modules.get("transformers")  # not imported: then this is none of its models
+    for module in () if transformers is None else model.modules():
+        if isinstance(module, transformers.PreTrainedModel) and module.get_output_embeddings() is not None:
             if isinstance(getattr(module.__dict__.get("_loss_function"), "__self__", None), _ChunkedHead):
                 raise InvalidModel(
                     f"The loss of {type(module).__name__} is chunked already.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def linear_cross_entropy(
 
     Raises:
         InvalidLoss: shapes or dtypes that do not belong together; when differentiated twice or in forward mode.
-        InvalidOption: no such reduction, label smoothing outside 0 to 1, or no chunk of that size.
+        InvalidOption: no such reduction, label smoothing outside 0 to 1, a softcap that is not above 0, an
+            ``accumulate_dtype`` of integers, or no chunk of that size.
 
     Example:
         >>> hidden, weight = torch.randn(6, 4), torch.randn(10, 4)
@@ -65,7 +67,9 @@ def linear_cross_entropy(
     a reduction. Elsewhere it holds a second gradient of the weight when backward begins (measured, see the docs).
     """
     _check(hidden, weight, labels, bias)
-    _check_options(reduction, label_smoothing)
+    _check_options(reduction, label_smoothing, softcap, accumulate_dtype)
+    if not torch.is_grad_enabled():  # the function below makes gradients for whatever requires one
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     dtype = _compute_dtype(hidden)
     flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     head = Head(
@@ -148,7 +152,9 @@ def _with_torch(
     )
 
 
-def _check_options(reduction: str, label_smoothing: float) -> None:
+def _check_options(
+    reduction: str, label_smoothing: float, softcap: float | None, accumulate_dtype: torch.dtype | None
+) -> None:
     if reduction not in REDUCTIONS:
         raise InvalidOption(
             f"There is no reduction {reduction!r}.",
@@ -160,6 +166,18 @@ def _check_options(reduction: str, label_smoothing: float) -> None:
             f"label_smoothing={label_smoothing!r} is no share.",
             why="it is the share of a target that goes to all classes alike",
             next="label_smoothing=0.1, or leave it out",
+        )
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise InvalidOption(
+            f"softcap={softcap!r} is no cap.",
+            why="logits become softcap * tanh(logits / softcap)",
+            next="softcap=30.0, or leave it out",
+        )
+    if accumulate_dtype is not None and not accumulate_dtype.is_floating_point:
+        raise InvalidOption(
+            f"Gradients cannot be summed in {accumulate_dtype}.",
+            why="they are no whole numbers",
+            next="accumulate_dtype=torch.float32, or leave it out",
         )
 
 

@@ -114,6 +114,14 @@ def test_removal_leaves_the_model_as_it_was():
     assert not model._forward_pre_hooks
 
 
+def test_a_loss_that_was_set_by_hand_is_set_again():
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**SMALL, vocab_size=VOCABULARY, is_decoder=True))
+    model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss
+    with chunk_loss(model):
+        assert model.loss_function is not transformers.loss.loss_utils.ForCausalLMLoss
+    assert model.__dict__["_loss_function"] is transformers.loss.loss_utils.ForCausalLMLoss
+
+
 def test_without_labels_or_gradients_there_are_logits_as_before():
     model = llama()
     batch = batch_of()
