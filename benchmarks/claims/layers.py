@@ -141,7 +141,6 @@ CLAIMS = (
         source=f"{_PAPER}, equation 2",
         reading="the same on one of eight ranks",
         figures=_tensor_parallel,
-        is_cheap=True,
     ),
     Claim(
         name="sequence parallelism",
