@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import numpy as np
@@ -12,22 +11,14 @@ from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.trace import Category
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.describe import classes_at_peak, describe_peak
-from plimsoll.planning.simulate import Simulation, choices_of, run_choices
+from plimsoll.planning.simulate import choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
 from unit.planning.builders import random_stage
+from unit.planning.every_choice import every_choice
 
 STEPS = 24
 ENUMERATED_VALUES = 6
-
-
-def every_choice(index: StepIndex) -> list[Simulation]:
-    """Every subset of the droppable values of every region, simulated."""
-    subsets = [
-        [frozenset(kept) for size in range(len(v.droppable) + 1) for kept in itertools.combinations(v.droppable, size)]
-        for v in index.views
-    ]
-    return [run_choices(index, [Choice(kept) for kept in kepts]) for kepts in itertools.product(*subsets)]
 
 
 @pytest.mark.parametrize("in_flight", [2, 5])

@@ -9,23 +9,15 @@ import pytest
 
 from plimsoll.artifacts.decision import Status
 from plimsoll.planning.choice import Choice
-from plimsoll.planning.simulate import Simulation, run_choices, simulate
+from plimsoll.planning.simulate import run_choices, simulate
 from plimsoll.planning.solve import solve
 from plimsoll.planning.step import StepIndex
 from unit.planning.builders import random_step
+from unit.planning.every_choice import every_choice
 
 STEPS = 1000
 BATCH = 100
 ENUMERATED_VALUES = 6
-
-
-def every_choice(index: StepIndex) -> list[Simulation]:
-    """Every subset of the droppable values of every region, simulated."""
-    subsets = [
-        [frozenset(kept) for size in range(len(v.droppable) + 1) for kept in itertools.combinations(v.droppable, size)]
-        for v in index.views
-    ]
-    return [run_choices(index, [Choice(kept) for kept in kepts]) for kepts in itertools.product(*subsets)]
 
 
 @pytest.mark.slow
