@@ -59,7 +59,7 @@ def optimizer_use(
         name: ``adamw``, ``sgd-momentum``, ``adamw-8bit``, …; case and dashes do not matter, nor torch's module names and
             transformers' spellings (``adamw_torch_fused``, ``adamw_bnb_8bit``).
         parameters: those of the rank; under ZeRO, its shards.
-        form: how the step walks over them; by default as torch does on a GPU.
+        form: how the step walks over them, where the name does not say; by default as torch does on a GPU.
         has_master_weights: whether there are copies in f32.
 
     Raises:
@@ -76,7 +76,7 @@ def optimizer_use(
     (torchao), paged and sparse optimizers are not in the catalogue.
     """
     recipe, named_form = _find(name)
-    form = _form(recipe, form or named_form)
+    form = _form(recipe, named_form or form)
     trained = [each for each in parameters if each.is_trainable and each.bytes]
     masters = {each.name: _master_bytes(each) for each in trained if has_master_weights and _master_bytes(each)}
     tensors = [_as_updated(each, has_master=each.name in masters) for each in trained]

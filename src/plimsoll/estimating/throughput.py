@@ -26,7 +26,7 @@ def throughput(
         layout: the job's.
         facts: of the model and one rank's micro-batch.
         model_flops: of one micro-batch, on the ranks of one data-parallel replica together.
-        peak_flops_per_second: dense, of one device, in the type that it computes in.
+        peak_flops_per_second: dense, of one device, in the types that it computes in.
     """
     replicas = layout.dp * layout.micro_batches
     samples = (facts.batch or 1) * replicas

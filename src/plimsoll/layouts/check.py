@@ -51,7 +51,7 @@ def check_layout(layout: Layout, facts: ModelFacts) -> None:
         facts.name,
         "expert parallelism gives every rank as many experts",
     )
-    if layout.ep > 1 and facts.experts is None and facts.parameters is not None:
+    if layout.ep > 1 and facts.experts is None and facts.layers is not None:
         raise InvalidLayout(
             f"ep={layout.ep}, but {facts.name} has no experts.",
             why="its configuration names none",

@@ -11,6 +11,7 @@ from plimsoll.artifacts.estimate import Estimate, StageEstimate, StageSeconds
 from plimsoll.artifacts.grouping import compress_names
 from plimsoll.artifacts.trace import Trace
 from plimsoll.costing.collectives import Collective, collective_seconds, group_of
+from plimsoll.costing.roofline import peak_flops_per_second
 from plimsoll.estimating.budget import RankMemory, budget_items, kernel_items
 from plimsoll.estimating.framework import framework_items
 from plimsoll.estimating.throughput import throughput
@@ -183,12 +184,10 @@ class EstimateJob:
         )
 
     def _peak_flops_per_second(self) -> float:
-        """Dense, in the type that most of the model's arithmetic is done in."""
-        flops: dict[str, int] = {}
-        for op in self.trace.ops:
-            spec = self.trace.specs[op.cost_key]
-            flops[spec.dtype] = flops.get(spec.dtype, 0) + spec.flops
-        return self.setting.device.flops_per_second(max(flops, key=lambda dtype: flops[dtype], default="f32"))
+        """Dense, of one device, in the types that the model's arithmetic is done in: the rate at which it would all run."""
+        specs = [self.trace.specs[op.cost_key] for op in self.trace.ops]
+        seconds = sum(spec.flops / peak_flops_per_second(spec, self.setting.device) for spec in specs)
+        return sum(spec.flops for spec in specs) / seconds if seconds else 0.0
 
     def _notes(self, ranks: list[Rank], timeline: Timeline) -> list[str]:
         """What the figures do not show by themselves."""

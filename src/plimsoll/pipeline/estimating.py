@@ -18,7 +18,7 @@ from plimsoll.layouts.check import check_layout
 from plimsoll.layouts.read import read_layout
 from plimsoll.pipeline.budgets import AUTO_MARGIN, read_budget
 from plimsoll.pipeline.estimate_job import EstimateJob
-from plimsoll.pipeline.rank_estimates import AUTO, Setting
+from plimsoll.pipeline.rank_estimates import AUTO, Setting, check_setting
 from plimsoll.pipeline.tracing_targets import TraceRequest, target_facts, trace_target
 from plimsoll.sharding.context import with_context_parallel
 
@@ -84,14 +84,7 @@ def estimate(
     report = progress or (lambda stage, share: None)
     spread = read_layout(layout)
     asked = find_device(device)
-    read_budget(budget)
     request = _request(target, batch, asked, sequence, parse_precision(precision), spread, loss)
-    facts = target_facts(request)
-    if facts is not None:
-        check_layout(spread, facts)
-    traced = trace_target(request, cache=TraceCache(), progress=lambda stage, share: report(stage, 0.8 * share))
-    trace_seconds = time.monotonic() - started
-    report("simulating every rank", 0.8)
     setting = Setting(
         device=asked,
         layout=spread,
@@ -100,9 +93,16 @@ def estimate(
         strategy=strategy or (AUTO if budget is not None else _NONE),
         budget_bytes=_budget_bytes(budget, asked, spread),
     )
+    check_setting(setting)
+    facts = target_facts(request)
+    if facts is not None:
+        check_layout(spread, facts)
+    traced = trace_target(request, cache=TraceCache(), progress=lambda stage, share: report(stage, 0.8 * share))
+    trace_seconds = time.monotonic() - started
+    report("simulating every rank", 0.8)
     return EstimateJob(setting, traced, with_context_parallel(traced.trace, spread.cp)).run(
         target if isinstance(target, str) else type(target).__name__,
-        "the model's own" if request.precision is None else request.precision.value,
+        "the model's own types" if request.precision is None else request.precision.value,
         trace_seconds,
         started,
     )

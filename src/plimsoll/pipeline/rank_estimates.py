@@ -16,9 +16,11 @@ from plimsoll.artifacts.kernels import runs_gpu_kernels
 from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.optimizer_use import OptimizerUse, StepForm
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.trace import Trace
+from plimsoll.artifacts.trace import Trace, TraceParameter
+from plimsoll.costing.collectives import Collective, collective_seconds
 from plimsoll.costing.devices import Device
 from plimsoll.costing.roofline import roofline_costs
+from plimsoll.errors import InvalidOption, InvalidStrategy
 from plimsoll.estimating.optimizers import optimizer_use
 from plimsoll.estimating.seconds import RankSeconds, measure_rank
 from plimsoll.layouts.overlap import OverlappedSeconds, overlapped_seconds
@@ -29,7 +31,7 @@ from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
-from plimsoll.planning.strategies import choose_full, choose_none, strategy_choices
+from plimsoll.planning.strategies import choose_full, choose_none, codecs_of_strategy, strategy_choices, uses_link
 
 AUTO, NOTHING, EVERYTHING = "auto", "none", "full"
 """Strategies that are known by name here."""
@@ -51,6 +53,44 @@ class Setting:
     def is_gpu(self) -> bool:
         """Whether the device has a caching allocator and runs optimizers over all parameters at once."""
         return runs_gpu_kernels(self.device.name)
+
+
+def check_setting(setting: Setting) -> None:
+    """Refuse what no model could be asked about, before one is traced.
+
+    Raises:
+        UnknownOptimizer, InvalidOption: no such optimizer, or master weights for none.
+        InvalidStrategy: one that offloads or compresses, of which no estimate knows the seconds.
+        InvalidLayout: ranks on a device of which no link is known.
+    """
+    if setting.optimizer is not None:
+        optimizer_of(setting, ())
+    elif setting.has_master_weights:
+        raise InvalidOption(
+            "Master weights without an optimizer.",
+            why="they are the copies that an optimizer updates, and there is none",
+            next="name an optimizer, or leave master weights out",
+        )
+    if codecs_of_strategy(setting.strategy) or uses_link(setting.strategy):
+        raise InvalidStrategy(
+            f"unsupported: strategy {setting.strategy!r} in an estimate.",
+            why="it offloads or compresses, and seconds of links and codecs have to be measured on the device",
+            next="estimate none, full, every:k, sqrt, selective:… or auto, or plan on the device itself",
+        )
+    if setting.layout.ranks > 1:  # raises for a device without links
+        collective_seconds(Collective.ALL_REDUCE, 1, setting.layout.ranks, setting.device)
+
+
+def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> OptimizerUse | None:
+    """What the setting's optimizer holds and does for the parameters of one rank."""
+    if setting.optimizer is None:
+        return None
+    return optimizer_use(
+        setting.optimizer,
+        parameters,
+        form=None if setting.is_gpu else StepForm.LOOP,
+        has_master_weights=setting.has_master_weights,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +118,7 @@ class StageOfRank:
     @cached_property
     def optimizer(self) -> OptimizerUse | None:
         """What the optimizer holds and does for this rank's parameters."""
-        if self.setting.optimizer is None:
-            return None
-        return optimizer_use(
-            self.setting.optimizer,
-            rank_parameters(self.stage.trace, self.setting.layout),
-            form=None if self.setting.is_gpu else StepForm.LOOP,
-            has_master_weights=self.setting.has_master_weights,
-        )
+        return optimizer_of(self.setting, rank_parameters(self.stage.trace, self.setting.layout))
 
     @cached_property
     def trace(self) -> Trace:

@@ -22,6 +22,7 @@ from plimsoll.errors import (
     UnknownDevice,
     UnknownOptimizer,
 )
+from plimsoll.pipeline import estimating
 
 SIZES: dict[str, Any] = {"sequence": 256}
 
@@ -178,13 +179,41 @@ def test_an_estimate_survives_json():
         ({"device": "H1000"}, UnknownDevice, "H100"),
         ({"optimizer": "adamv"}, UnknownOptimizer, "adamw"),
         ({"strategy": "everything"}, InvalidStrategy, "everything"),
+        ({"strategy": "int8"}, InvalidStrategy, "unsupported"),
+        ({"strategy": "hybrid:2,2"}, InvalidStrategy, "unsupported"),
         ({"precision": "fp8"}, InvalidOption, "unsupported"),
+        ({"optimizer": "none", "has_master_weights": True}, InvalidOption, "Master weights without"),
+        ({"layout": "dp=2,ep=2"}, InvalidLayout, "no experts"),
+        ({"layout": "dp=2", "device": "cpu"}, InvalidLayout, "no link"),
         ({"sequence": 255, "layout": "cp=2,dp=1"}, InvalidLayout, "255"),
     ],
 )
 def test_wrong_questions_are_refused_with_what_would_do(how: dict[str, Any], error: type[Exception], words: str):
     with pytest.raises(error, match=words):
         plimsoll.estimate("llama-tiny", 1, **(SIZES | {"device": "H100"} | how))
+
+
+def test_a_question_that_no_model_could_answer_is_refused_before_one_is_traced(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(estimating, "trace_target", lambda *_, **__: pytest.fail("traced"))
+    with pytest.raises(UnknownOptimizer, match="adamv"):
+        plimsoll.estimate("llama-3-405b", optimizer="adamv")
+
+
+def test_the_form_in_an_optimizers_name_holds_on_a_cpu_too():
+    names = {
+        name: plimsoll.estimate("llama-tiny", 1, device="cpu", optimizer=name, **SIZES).optimizer for name in FORMS
+    }
+    assert names == FORMS
+
+
+FORMS = {"adamw": "adamw (loop)", "adamw-fused": "adamw (fused)"}
+
+
+def test_convolutions_in_f32_are_measured_against_the_peak_that_they_run_at():
+    model = torch.nn.Sequential(*[torch.nn.Conv2d(64, 64, 3) for _ in range(3)])
+    found = plimsoll.estimate(model, torch.randn(2, 64, 32, 32), device="H100", loss=lambda y: y.square().mean())
+    flops = 2 * 2 * 64 * 64 * 9 * (3 * (30**2 + 28**2 + 26**2) - 30**2)  # the batch has no gradient
+    assert found.throughput.mfu == pytest.approx(flops / found.throughput.step_seconds / 494.7e12, rel=0.02)
 
 
 def test_targets_that_are_none_are_refused():
