@@ -91,7 +91,7 @@ def test_a_saved_plan_is_explained_from_its_file(runner: CliRunner, tmp_path: Pa
     ("arguments", "message"),
     [
         (["--strategy", "int8"], "cannot be replayed"),
-        (["--strategy", "evry:2"], "evry:2"),
+        (["--strategy", "evry:2"], "closest: every:2"),
         (["--strategy", "full", "--plan", "plan.json"], "exclude each other"),
         (["--plan", "missing.json"], "cannot be read"),
     ],

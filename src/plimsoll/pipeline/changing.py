@@ -18,6 +18,7 @@ from plimsoll.artifacts.watched import WatchedStep
 from plimsoll.changes.chunked import default_rows, with_chunked_loss
 from plimsoll.changes.head import HeadAndLoss, find_head
 from plimsoll.changes.lives import with_earlier_ends, with_eight_bit_state, with_later_births
+from plimsoll.chunked.handle import can_chunk
 from plimsoll.errors import PlimsollError
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.describe import describe_peak
@@ -116,8 +117,13 @@ class Changes:
             self._unsupported.append(Unsupported(name="chunked loss", why=why))
             return
         peak = self._peak(with_chunked_loss(self._subject.trace, head))
-        rows = default_rows(head)
-        self._add("chunked loss", f"plimsoll.chunked.chunk_loss(model)  # {rows} of {head.rows} rows", peak, REPLAYED)
+        self._add("chunked loss", f"{self._how_to_chunk}  # {default_rows(head)} of {head.rows} rows", peak, REPLAYED)
+
+    @property
+    def _how_to_chunk(self) -> str:
+        """One line where that is enough; else what to call where the model computes its loss."""
+        name = "chunk_loss(model)" if can_chunk(self._model) else "linear_cross_entropy(hidden, weight, labels)"
+        return f"plimsoll.chunked.{name}"
 
     def _freed_output(self) -> None:
         ends = self._in_subject(self._subject.watched.output_ends)
@@ -192,19 +198,24 @@ class Changes:
             return
         planner = Planner(trace, self._costs(trace))
         head = find_head(trace)
-        options: list[tuple[str, Sequence[Choice]]] = [
-            ("strategy full", choose_full(planner.index, "")),
-            ("strategy auto at its floor", planner.floor.choices),
-        ]
+        choose = self._subject.choose
+        present = None if choose is None else tuple(choose(planner.index))
+        named = {"full": choose_full(planner.index, "")}
         if self._subject.is_managed:
-            options.append(("strategy none", choose_none(planner.index, "")))
-        for name, choices in options:
-            how = f"plimsoll.plan(model, batch, {'budget=...' if 'auto' in name else f'strategy={name[9:]!r}'})"
-            self._add(name, how, describe_peak(run_choices(planner.index, choices)), PLANNED)
-            if head is not None and "auto" in name:
-                chunked = with_chunked_loss(trace, head)
-                peak = describe_peak(run_choices(StepIndex(chunked, planner.index.costs), choices))
-                self._add(f"chunked loss{_BOTH}{name}", f"chunk_loss(model), then {how}", peak, PLANNED)
+            named["none"] = choose_none(planner.index, "")
+        for strategy, choices in named.items():
+            if tuple(choices) != present:
+                peak = describe_peak(run_choices(planner.index, choices))
+                self._add(f"strategy {strategy}", f"plimsoll.plan(model, batch, strategy={strategy!r})", peak, PLANNED)
+        floor = planner.floor
+        name, how = "strategy auto at its floor", "plimsoll.plan(model, batch, budget=...)"
+        self._add(name, how, describe_peak(floor), PLANNED)
+        if head is None:
+            return
+        chunked = StepIndex(with_chunked_loss(trace, head), planner.index.costs)
+        peak = describe_peak(run_choices(chunked, floor.choices))
+        if floor.peak_bytes - peak.bytes > LEAST_SHARE * self._peak_bytes:
+            self._add(f"chunked loss{_BOTH}{name}", f"{self._how_to_chunk}, then {how}", peak, PLANNED)
 
 
 def half_of(batch: Any) -> Any:

@@ -182,11 +182,11 @@ def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
         known = ["auto", "every:2", "fp8", "full", "hybrid:10,6", "input-only", "int4", "int8", "none", "offload",
                  "selective:attention", "selective:core", "selective:mlp", "selective:norm", "selective:mm,sdpa",
                  "sqrt"]  # fmt: skip
-        close = difflib.get_close_matches(strategy, known, n=3, cutoff=0.3) or known
+        close = difflib.get_close_matches(strategy, known, n=3, cutoff=0.3)
         raise InvalidStrategy(
             f"{strategy!r} is not a strategy.",
             why="Plimsoll knows " + ", ".join(known),
-            next="closest: " + ", ".join(close),
+            next="closest: " + ", ".join(close) if close else "name one of them",
         )
     return choose(index, argument)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import plimsoll
 from plimsoll.chunked import chunk_loss
+from plimsoll.chunked.handle import can_chunk
 from plimsoll.costing.devices import find_device
 from plimsoll.costing.roofline import roofline_costs
 from plimsoll.errors import InvalidBatch, InvalidLoss, InvalidModel, InvalidOption
@@ -182,9 +183,11 @@ def test_a_copy_made_meanwhile_computes_with_its_own_weights():
 
 def test_what_cannot_be_chunked_in_one_line_is_refused_untouched():
     encoder = transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, vocab_size=VOCABULARY))
+    assert can_chunk(llama())
     for model in (nn.Linear(2, 2), encoder, transformers.LlamaModel(transformers.LlamaConfig(**SMALL, **TOKENS))):
         with pytest.raises(InvalidModel, match="cannot be chunked in one line"):
             chunk_loss(model)
+        assert not can_chunk(model)
     changed = llama()
     changed.loss_function = lambda **kwargs: torch.zeros(())
     with pytest.raises(InvalidModel, match="not ForCausalLMLoss"):
