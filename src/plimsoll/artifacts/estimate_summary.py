@@ -12,18 +12,6 @@ from plimsoll.units import format_bytes, format_seconds
 _HOLDERS_SHOWN = 5
 _UNSUPPORTED = "unsupported"
 ITEM_HEADER = ("", "bytes", "±", "basis", "")
-STAGE_HEADER = (
-    "stage",
-    "ranks",
-    "regions",
-    "in flight",
-    "total",
-    "allocated",
-    "no plan",
-    "all recomputed",
-    "busy",
-    "bubble",
-)
 
 
 def summarise_estimate(estimate: Estimate) -> str:
@@ -33,7 +21,8 @@ def summarise_estimate(estimate: Estimate) -> str:
     lines += [f"  {line}" for line in remark_lines(estimate.tightest)]
     lines += ["", *peak_lines(estimate)]
     if len(estimate.stages) > 1:
-        lines += ["", "Stages", *align([list(STAGE_HEADER), *stage_rows(estimate)], right=list(range(3, 10)))]
+        rows = stage_rows(estimate)
+        lines += ["", "Stages", *align(rows, right=range(2, len(rows[0])))]
     lines += ["", *speed_lines(estimate)]
     lines += [f"\nNote: {note}" for note in estimate.notes]
     return "\n".join(lines)
@@ -46,7 +35,7 @@ def title(estimate: Estimate) -> str:
 
 
 def verdict(estimate: Estimate) -> str:
-    """Whether it fits, with the numbers that say so."""
+    """Whether it fits, with the numbers that say so; a figure that leaves something out says that it does."""
     stage = estimate.tightest
     most = max(each.allocated_bytes for each in estimate.stages)
     if estimate.budget_bytes is not None and most > estimate.budget_bytes:
@@ -54,6 +43,8 @@ def verdict(estimate: Estimate) -> str:
             f"does not fit, its tensors take {format_bytes(most)} of a budget of {format_bytes(estimate.budget_bytes)}"
         )
     needed = f"{format_bytes(stage.total_bytes)} ± {format_bytes(stage.error_bytes)}"
+    if stage.unsupported:
+        needed += f" without {', '.join(item.name for item in stage.unsupported)},"
     if estimate.device_bytes is None:
         return f"needs {needed}"
     room = format_bytes(estimate.device_bytes)
@@ -68,7 +59,10 @@ def setting_lines(estimate: Estimate) -> list[str]:
     sizes = [estimate.model]
     if facts.parameters is not None:
         sizes.append(f"{format_count(facts.parameters)} parameters")
-    sizes.append(f"micro-batch {facts.batch}" + (f" x {facts.sequence} tokens" if facts.sequence else ""))
+    cp = estimate.layout.cp
+    on_rank = f" ({facts.sequence} on a rank)" if cp > 1 else ""
+    tokens = f" x {facts.sequence * cp} tokens{on_rank}" if facts.sequence else ""
+    sizes.append(f"micro-batch {facts.batch}{tokens}")
     how = [estimate.precision, estimate.optimizer, f"layout {estimate.layout}"]
     managed = f"strategy {estimate.strategy}"
     if estimate.budget_bytes is not None:
@@ -94,7 +88,8 @@ def tightest_heading(estimate: Estimate) -> str:
     stage = estimate.tightest
     if len(estimate.stages) == 1:
         return "Every rank" if stage.ranks > 1 else "The device"
-    return f"The tightest stage, {stage.stage} of {len(estimate.stages)}: {stage.ranks:,} ranks each with"
+    ranks = "its rank with" if stage.ranks == 1 else f"each of its {stage.ranks:,} ranks with"
+    return f"The tightest stage, {stage.stage} of 0 to {len(estimate.stages) - 1}: {ranks}"
 
 
 def shown_items(stage: StageEstimate) -> list[BudgetItem]:
@@ -146,28 +141,32 @@ def peak_lines(estimate: Estimate) -> list[str]:
 
 
 def stage_rows(estimate: Estimate) -> list[list[str]]:
-    """One row per stage; neighbours that show the same are one row."""
+    """A header and one row per stage; neighbours that show the same are one row.
+
+    What the stages would hold without a plan is a column only where they do not run like that.
+    """
+    is_managed = any(stage.unmanaged_bytes != stage.allocated_bytes for stage in estimate.stages)
+    header = ["stage", "regions", "in flight", "total", "allocated", *(["no plan"] if is_managed else [])]
     rows: list[list[str]] = []
     for stage in estimate.stages:
-        cells = _stage_cells(stage)
-        if rows and rows[-1][3:] == cells[3:]:
+        cells = _stage_cells(stage, is_managed=is_managed)
+        if rows and rows[-1][2:] == cells[2:]:
             rows[-1][0] = f"{rows[-1][0].partition('-')[0]}-{stage.stage}"
-            rows[-1][2] = f"{rows[-1][2].partition(' … ')[0]} … {cells[2]}"
+            rows[-1][1] = f"{rows[-1][1].partition(' … ')[0]} … {cells[1]}"
         else:
             rows.append(cells)
-    return rows
+    return [[*header, "all recomputed", "busy", "bubble"], *rows]
 
 
-def _stage_cells(stage: StageEstimate) -> list[str]:
+def _stage_cells(stage: StageEstimate, *, is_managed: bool) -> list[str]:
     seconds = stage.seconds
     return [
         str(stage.stage),
-        f"{stage.ranks:,}",
         stage.regions,
         str(stage.in_flight),
         format_bytes(stage.total_bytes),
         format_bytes(stage.allocated_bytes),
-        format_bytes(stage.unmanaged_bytes),
+        *([format_bytes(stage.unmanaged_bytes)] if is_managed else []),
         format_bytes(stage.recomputed_bytes),
         format_seconds(seconds.forward_seconds + seconds.backward_seconds + seconds.recompute_seconds),
         f"{stage.bubble_share:.0%}",

@@ -76,8 +76,8 @@ def layout_notes(layout: Layout) -> tuple[str, ...]:
         )
     if layout.pp > layout.micro_batches:
         notes.append(
-            f"{layout.micro_batches} micro-batches for {layout.pp} pipeline ranks: at most "
-            f"{layout.micro_batches} ranks compute at a time"
+            f"pp={layout.pp} with micro-batches={layout.micro_batches}: never more than {layout.micro_batches} of the "
+            f"{layout.pp} compute at a time"
         )
     return tuple(notes)
 

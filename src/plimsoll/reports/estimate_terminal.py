@@ -12,7 +12,6 @@ from rich.text import Text
 from plimsoll.artifacts.basis import Basis
 from plimsoll.artifacts.estimate import Estimate, StageEstimate
 from plimsoll.artifacts.estimate_summary import (
-    STAGE_HEADER,
     peak_lines,
     remark_lines,
     remark_of,
@@ -30,6 +29,9 @@ from plimsoll.units import format_bytes
 
 _VERDICT_STYLE = {True: "bold green", False: "bold red", None: "bold yellow"}
 
+_REGIONS = 1
+"""The column of a stage's regions."""
+
 
 def render_estimate(estimate: Estimate) -> RenderableType:
     """The estimate as people read it: verdict, items with their errors, stages, speed."""
@@ -45,7 +47,7 @@ def render_estimate(estimate: Estimate) -> RenderableType:
         *(Padding(Text(line), (0, 0, 0, 2)) for line in peak_lines(estimate)),
     ]
     if len(estimate.stages) > 1:
-        parts += [_heading("Stages"), _table(STAGE_HEADER, stage_rows(estimate))]
+        parts += [_heading("Stages"), _table(stage_rows(estimate))]
     parts += [Text(), *map(Text, speed_lines(estimate))]
     parts += [Text(f"\nNote: {note}") for note in estimate.notes]
     return Group(*parts)
@@ -74,10 +76,16 @@ def _heading(text: str) -> Text:
     return Text(f"\n{text}", style="bold")
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for position, name in enumerate(header):
-        table.add_column(name, justify="left" if position in (0, 2) else "right", no_wrap=position != 2)
-    for row in rows:
+def _table(rows: Sequence[Sequence[str]]) -> Table:
+    """Numbers whole and regions folded, also where the terminal is narrow; headers break between words."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for position, name in enumerate(rows[0]):
+        width = max(len(row[position]) for row in rows[1:])
+        if position == _REGIONS:
+            table.add_column(name, overflow="fold", ratio=1)
+        else:
+            longest = max(map(len, name.split()))
+            table.add_column(name, justify="right" if position else "left", min_width=max(width, longest))
+    for row in rows[1:]:
         table.add_row(*row)
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from rich.console import Console
 
 import plimsoll
 from plimsoll.artifacts.basis import Basis
@@ -23,6 +25,8 @@ from plimsoll.errors import (
     UnknownOptimizer,
 )
 from plimsoll.pipeline import estimating
+from plimsoll.reports.estimate_terminal import render_estimate
+from plimsoll.units import format_bytes
 
 SIZES: dict[str, Any] = {"sequence": 256}
 
@@ -36,7 +40,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def on_gpu(**how: Any) -> Estimate:
-    return plimsoll.estimate("llama-tiny", 1, device="H100", **(SIZES | how))
+    return plimsoll.estimate("llama-tiny", 1, **(SIZES | {"device": "H100"} | how))
 
 
 def bytes_of(estimate: Estimate, name: str, stage: int = 0) -> int:
@@ -162,6 +166,26 @@ def test_the_text_names_verdict_items_peak_and_speed():
     text = str(on_gpu(layout="pp=4,micro-batches=4"))
     for part in ("fits,", "parameters", "Peak of live tensors", "Stages", "tokens/s", "MFU", "± "):
         assert part in text, part
+
+
+def test_a_narrow_terminal_shows_every_number_of_every_stage_whole():
+    found = on_gpu(layout="pp=4,micro-batches=4", strategy="full")
+    text = io.StringIO()
+    screen = Console(file=text, width=80, color_system=None)
+    screen.print(render_estimate(found))
+    shown = text.getvalue()
+    for stage in found.stages:
+        for size in (stage.total_bytes, stage.allocated_bytes, stage.unmanaged_bytes, stage.recomputed_bytes):
+            assert f" {format_bytes(size)} " in shown.partition("Stages")[2]
+    assert "…" not in shown
+
+
+def test_a_total_that_leaves_something_out_says_so_in_the_verdict():
+    assert "without device context, library workspaces, of" in str(on_gpu(device="MI300X"))
+
+
+def test_the_sequence_is_that_of_the_sample_and_of_the_rank():
+    assert "256 tokens (128 on a rank)" in str(on_gpu(layout="cp=2"))
 
 
 def test_an_estimate_survives_json():
