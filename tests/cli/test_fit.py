@@ -56,8 +56,9 @@ def test_json_is_the_fit_and_nothing_fits_has_the_floors_exit_code(runner: CliRu
     assert found.exit_code == 3, found.output
     assert from_json(found.stdout) == nothing
     assert not Path("plan.json").exists()
-    shown = runner.invoke(app, [*ARGUMENTS, "--budget", "60KiB"])
+    shown = runner.invoke(app, [*ARGUMENTS, "--budget", "60KiB", "--save-plan", "plan.json"])
     assert "nothing fits" in shown.stdout
+    assert "there is no plan: plan.json was not written" in shown.stdout
     assert "1.0 KiB more memory" in shown.stdout
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from plimsoll.cli import options, terminal
+
+if TYPE_CHECKING:
+    from plimsoll.artifacts.fit import Fit
 
 FitBudgetOption = Annotated[
     str,
@@ -91,9 +94,15 @@ def fit(
         if output is not None:
             found.save(output)
         terminal.print_result(found, render_fit(found), is_json=json, saved_to=output)
-        if save_plan is not None and found.plan is not None:
-            found.plan.save(save_plan)
-            if not json:
-                terminal.stdout().print(f"plan saved to {save_plan}", markup=False, soft_wrap=True)
+        if save_plan is not None:
+            _save_plan(found, save_plan, is_json=json)
         if found.exit_code:
             raise typer.Exit(found.exit_code)
+
+
+def _save_plan(found: Fit, file: Path, *, is_json: bool) -> None:
+    if found.plan is not None:
+        found.plan.save(file)
+    if not is_json:
+        said = f"plan saved to {file}" if found.plan is not None else f"there is no plan: {file} was not written"
+        terminal.stdout().print(said, markup=False, soft_wrap=True)

@@ -65,7 +65,7 @@ def build_denoiser(recipe: Recipe, dtype: torch.dtype | None) -> NoisePrediction
     except Exception as error:  # diffusers raises whatever its configurations run into
         raise InvalidTarget(
             f"diffusers {diffusers.__version__} cannot build {recipe.architecture!r}.",
-            why=f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}",
+            why=f"{type(error).__name__}: {' '.join(str(error).split())}",
             next="check the configuration, or write a function and give package.module:function",
         ) from error
     model = NoisePrediction(made).train()

@@ -51,7 +51,7 @@ def build_model(recipe: Recipe, dtype: torch.dtype | None) -> torch.nn.Module:
     except Exception as error:  # transformers raises whatever its configurations run into
         raise InvalidTarget(
             f"transformers {transformers.__version__} cannot build {recipe.architecture or model_type!r}.",
-            why=f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}",
+            why=f"{type(error).__name__}: {' '.join(str(error).split())}",
             next="check the configuration, or write a function and give package.module:function",
         ) from error
     return made.train()

@@ -135,6 +135,15 @@ def test_an_unknown_architecture_shows_the_closest(
     assert close in caught.value.why + caught.value.next
 
 
+def test_a_configuration_that_makes_no_sense_is_refused_with_the_reason(config_file: Callable[[dict[str, Any]], str]):
+    fields = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": "wide"}
+    with pytest.raises(InvalidTarget, match="cannot build 'LlamaForCausalLM'") as caught:
+        load_target(config_file(fields), META)
+    assert "hidden_size" in caught.value.why
+    assert "'wide'" in caught.value.why
+    assert "\n" not in caught.value.why
+
+
 def test_a_model_without_a_known_batch_is_refused(config_file: Callable[[dict[str, Any]], str]):
     fields = {**written("bert-tiny"), "architectures": ["BertModel"]}
     with pytest.raises(InvalidTarget, match="no batch is known for BertModel"):
