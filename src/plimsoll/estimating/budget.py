@@ -29,12 +29,14 @@ _FRAGMENTATION_ERROR = 0.8
 class RankMemory:
     """What was simulated for one rank, at the moment of its peak.
 
-    ``classes`` are bytes by category, of which ``waiting_bytes`` are activations of other micro-batches in flight.
+    ``classes`` are bytes by category, of which ``waiting_bytes`` are activations of other micro-batches in flight;
+    ``waiting_error`` is by how much these may be off because they wait in other stages of the rank, as a share.
     ``allocator`` is what the device's caching allocator holds for them; a CPU has none.
     """
 
     classes: Mapping[str, int]
     waiting_bytes: int
+    waiting_error: float = 0.0
     allocator: AllocatorUse | None = None
 
 
@@ -59,7 +61,7 @@ def budget_items(
         exact[Category.GRADIENT],
         *_optimizer_items(classes.get(Category.OPTIMIZER_STATE, 0), optimizers),
         _item("activations", activations, error, Basis.MODELLED),
-        _item("activations of other micro-batches", memory.waiting_bytes, error, Basis.MODELLED),
+        _item("activations of other micro-batches", memory.waiting_bytes, error + memory.waiting_error, Basis.MODELLED),
         _item("temporaries", classes.get(Category.TEMPORARY, 0), _TEMPORARY_ERROR[is_gpu], Basis.MODELLED),
         _item("communication", classes.get(Category.COMMUNICATION, 0), _COMMUNICATION_ERROR, Basis.MODELLED),
         exact[Category.BUFFER],

@@ -126,6 +126,7 @@ class EstimateJob:
         memory = RankMemory(
             classes=classes,
             waiting_bytes=waiting_bytes(simulation) if is_waiting else 0,
+            waiting_error=rank.waiting_error,
             allocator=use,
         )
         names = [

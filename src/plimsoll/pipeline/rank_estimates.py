@@ -1,7 +1,7 @@
 """The trace of one micro-batch and a setting in; what the ranks of every pipeline stage hold, and how long they take, out.
 
 A rank of an interleaved pipeline holds several stages. Each is planned on its own, as if all micro-batches in flight on the
-rank waited in it, beside what the others hold for good: exact for stages that are alike.
+rank waited in it, beside what the others hold for good: exact for stages that are alike; ``Rank.waiting_error`` says how alike.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from plimsoll.layouts.rank import rank_trace
 from plimsoll.layouts.stages import StageTrace
 from plimsoll.layouts.units import rank_parameters
 from plimsoll.planning.choices import ChoiceSet
+from plimsoll.planning.describe import held_bytes
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
@@ -215,6 +216,13 @@ class Rank:
     def peak_bytes(self) -> int:
         """The most that live tensors take."""
         return max(self.peaks)
+
+    @property
+    def waiting_error(self) -> float:
+        """How far off it may be that all micro-batches wait in the tightest stage, as a share of what they hold there."""
+        held = [held_bytes(each.simulation) for each in self.decided]
+        there = held[self.tightest]
+        return max(abs(each - there) / there for each in held) if there else 0.0
 
     def lasting_beside(self, position: int) -> int:
         """What the other stages of the rank hold for good."""

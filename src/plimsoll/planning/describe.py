@@ -42,7 +42,9 @@ def describe_peak(simulation: Simulation) -> Peak:
         if any(start <= instant < stop for start, stop in spans):
             add(holder_label(storage_.category, storage_.label), storage_.bytes)
     if index.waiting and instant < index.last_wait:
-        add(f"{index.waiting} other micro-batches in flight", waiting_bytes(simulation))
+        add(
+            f"{index.waiting} other micro-batch{'es' if index.waiting > 1 else ''} in flight", waiting_bytes(simulation)
+        )
     workspace = int(index.workspace[instant])
     if workspace:
         add(f"workspace of {index.trace.ops[instant // 2].name}", workspace)
@@ -52,9 +54,13 @@ def describe_peak(simulation: Simulation) -> Peak:
 
 def waiting_bytes(simulation: Simulation) -> int:
     """What the other micro-batches in flight hold while they wait for their backward."""
+    return held_bytes(simulation) * simulation.index.waiting
+
+
+def held_bytes(simulation: Simulation) -> int:
+    """What one micro-batch holds between its forward and its backward."""
     index = simulation.index
-    at_handover = int(simulation.curve[index.handover]) - index.lasting_bytes
-    return at_handover * index.waiting // (index.waiting + 1)
+    return (int(simulation.curve[index.handover]) - index.lasting_bytes) // (index.waiting + 1)
 
 
 def holder_label(category: Category, label: str) -> str:

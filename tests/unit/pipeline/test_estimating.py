@@ -113,6 +113,18 @@ def test_interleaved_stages_of_a_rank_are_counted_together():
     assert interleaved.throughput.step_seconds < plain.throughput.step_seconds
 
 
+def test_micro_batches_of_unlike_stages_of_a_rank_have_a_wider_error():
+    found = on_gpu(layout="pp=2,schedule=interleaved,virtual=2,micro-batches=4")
+    error = [error_of(found, "activations of other micro-batches", stage) for stage in (0, 1)]
+    held = [bytes_of(found, "activations", stage) for stage in (0, 1)]
+    assert held[1] > held[0], "the head's stage holds the logits"
+    assert error[1] > 0.1 + error[0]
+
+
+def error_of(estimate: Estimate, name: str, stage: int) -> float:
+    return next(item.relative_error for item in estimate.stages[stage].items if item.name == name)
+
+
 def test_tensor_parallel_ranks_hold_their_share():
     whole, half = on_gpu(optimizer="none"), on_gpu(layout="tp=2,sp", optimizer="none")
     assert bytes_of(half, "parameters") == pytest.approx(bytes_of(whole, "parameters") / 2, rel=0.05)
