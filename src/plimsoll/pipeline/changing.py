@@ -162,7 +162,8 @@ class Changes:
             return
         name = type(optimizer).__name__
         for option, options in _OPTIMIZER_FORMS.items():
-            if not all(key in optimizer.defaults for key in options):
+            is_known = all(key in optimizer.defaults for key in options)
+            if not is_known or all(optimizer.defaults[key] == wish for key, wish in options.items()):
                 continue
             try:
                 without = frozenset(self._subject.watched.without_gradient)

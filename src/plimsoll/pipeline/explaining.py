@@ -17,7 +17,7 @@ from plimsoll.artifacts.trace import Trace
 from plimsoll.artifacts.watched import WatchedStep
 from plimsoll.costing.devices import Device, find_device
 from plimsoll.costing.roofline import roofline_costs
-from plimsoll.errors import InvalidStrategy
+from plimsoll.errors import InvalidOption, InvalidStrategy
 from plimsoll.explaining.places import by_place, recomputed_by_place
 from plimsoll.explaining.verdict import judge
 from plimsoll.pipeline.changing import Changes, Choose, Subject
@@ -73,6 +73,7 @@ def explain(
 
     Raises:
         InvalidStrategy: no such strategy, or one that compresses or offloads.
+        InvalidOption: ``context`` is a context itself, not what makes one.
         PlanMismatch: the plan is for another model. Others as named in ``errors``: InvalidModel, InvalidBatch, InvalidLoss,
         InvalidRegions, UnknownDevice, TracingFailed.
 
@@ -85,6 +86,7 @@ def explain(
     Known weakness: compiled regions are seen as single ops, and memory that libraries take past torch's allocator is not seen.
     """
     check_model(model, optimizer)
+    _check_kinds(strategy, context)
     refuse_profiler(model)
     device = None if device_profile is None else find_device(device_profile)
     step = _Step(
@@ -288,6 +290,21 @@ def _chooser(strategy: str | Plan) -> Choose:
     if isinstance(strategy, Plan):
         return lambda index: choices_of(index, strategy.regions)
     return lambda index: strategy_choices(index, strategy)
+
+
+def _check_kinds(strategy: object, context: object) -> None:
+    if strategy is not None and not isinstance(strategy, str | Plan):
+        raise InvalidStrategy(
+            f"A {type(strategy).__name__} is not a strategy.",
+            why="a step is explained as it is, under a named strategy, or under a plan",
+            next='leave it out, or pass "full", or a plan for this model',
+        )
+    if not callable(context):
+        raise InvalidOption(
+            f"context= is a {type(context).__name__}, which cannot be called.",
+            why="the step runs several times, each in a context of its own",
+            next="pass what makes one: context=torch.autograd.graph.save_on_cpu, or a lambda",
+        )
 
 
 def _refuse_forms(strategy: str | Plan) -> None:

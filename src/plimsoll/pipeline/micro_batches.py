@@ -34,9 +34,11 @@ class MicroBatches:
         args, kwargs = split_detached(batch)
         tokens = _tokens(args, kwargs)
         first = next((tensor for tensor in call_tensors(args, kwargs) if tensor.dim() > 0), None)
-        if first is None:
+        if first is None or not first.shape[0]:
             raise InvalidBatch(
-                "The batch has no tensor with examples in it.",
+                "The batch has no tensor with examples in it."
+                if first is None
+                else f"The batch's first tensor, of shape {tuple(first.shape)}, has no examples in it.",
                 why="its size is what is to be found",
                 next="pass tensors with the examples along their first dimension, or batch=lambda size, sequence: ...",
             )

@@ -110,7 +110,7 @@ def check_count(name: str, count: object, *, least: int) -> None:
     if isinstance(count, int) and not isinstance(count, bool) and count >= least:
         return
     raise InvalidOption(
-        f"{name}={count!r} is no number of steps.",
+        f"{name}={count!r} is no count.",
         why=f"it has to be a whole number, {least} or more",
         next=f"{name}={max(least, 1)}" + (f", or {name}=0 for never" if least == 0 else ""),
     )

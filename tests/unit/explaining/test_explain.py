@@ -19,7 +19,7 @@ from plimsoll.artifacts.store import from_json, load_any, to_json
 from plimsoll.chunked import chunk_loss
 from plimsoll.costing.devices import find_device
 from plimsoll.costing.roofline import roofline_costs
-from plimsoll.errors import InvalidModel, InvalidStrategy
+from plimsoll.errors import InvalidModel, InvalidOption, InvalidStrategy
 from plimsoll.explaining.places import by_place, place_of
 from plimsoll.pipeline.changing import half_of
 from plimsoll.planning.lowest import find_extremes
@@ -80,28 +80,33 @@ def explanation() -> Explanation:
         return plimsoll.explain(model, batch)
 
 
-def test_both_peaks_are_the_measured_ones(explanation: Explanation):
-    assert explanation.peak.bytes == pytest.approx(measured(checkpointing(), tokens()), rel=0.005)
+@pytest.fixture(scope="module")
+def checkpointed_bytes() -> int:
+    """The measured peak of that step."""
+    return measured(checkpointing(), tokens())
+
+
+def test_both_peaks_are_the_measured_ones(explanation: Explanation, checkpointed_bytes: int):
+    assert explanation.peak.bytes == pytest.approx(checkpointed_bytes, rel=0.005)
     assert explanation.plain_peak is not None
     assert explanation.plain_peak.bytes == pytest.approx(measured(llama(), tokens()), rel=0.002)
     assert sum(holder.bytes for holder in explanation.peak.holders) == explanation.peak.bytes
     assert sum(holder.bytes for holder in explanation.resident) == explanation.resident_bytes
 
 
-def test_strategies_are_predicted_where_checkpointing_then_measures(explanation: Explanation):
+def test_strategies_are_predicted_where_checkpointing_then_measures(explanation: Explanation, checkpointed_bytes: int):
     assert explanation.plain_peak is not None
     full, none = change(explanation, "strategy full"), change(explanation, "strategy none")
-    assert full.predicted_peak_bytes == pytest.approx(measured(checkpointing(), tokens()), rel=WITHIN)
+    assert full.predicted_peak_bytes == pytest.approx(checkpointed_bytes, rel=WITHIN)
     assert none.predicted_peak_bytes == pytest.approx(explanation.plain_peak.bytes, rel=0.001)
 
 
-def test_the_chunked_loss_takes_off_what_it_is_said_to(explanation: Explanation):
-    model, batch = checkpointing(), tokens()
-    before = measured(model, batch)
+def test_the_chunked_loss_takes_off_what_it_is_said_to(explanation: Explanation, checkpointed_bytes: int):
+    model = checkpointing()
     with chunk_loss(model):
-        after = measured(model, batch)
+        after = measured(model, tokens())
     chunked = change(explanation, "chunked loss")
-    assert chunked.lowers_bytes == pytest.approx(before - after, rel=WITHIN)
+    assert chunked.lowers_bytes == pytest.approx(checkpointed_bytes - after, rel=WITHIN)
     assert "chunk_loss(model)" in chunked.how
 
 
@@ -182,35 +187,41 @@ class Classifier(Rows):
 
 def test_changes_are_ones_that_can_be_made_and_not_what_is_done_already():
     batch = (torch.randn(8, 64, device="meta"), torch.zeros(8, dtype=torch.int64, device="meta"))
-    explanation = plimsoll.explain(Classifier().to("meta"), batch, "full")
+    model = Classifier().to("meta")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    explanation = plimsoll.explain(model, batch, "full", optimizer=optimizer)
     names = {entry.name for entry in explanation.changes}
     assert "strategy none" in names
     assert "strategy full" not in names
+    assert "optimizer with foreach=False" in names
+    assert "optimizer with fused=True" not in names
     assert change(explanation, "chunked loss").how.startswith("plimsoll.chunked.linear_cross_entropy(")
     assert not any(name.startswith("chunked loss and") for name in names)
 
 
-def test_fake_tensors_explain_what_real_ones_would():
-    explanations = []
-    for device in ("cpu", "meta"):
-        with torch.device(device):
-            model = Rows(lambda block, x: checkpoint(block, x, use_reentrant=False))
-            explanations.append(plimsoll.explain(model, torch.randn(128, 64)))
-    real, fake = explanations
+@pytest.fixture(scope="module")
+def checkpointed() -> Explanation:
+    """A stack whose blocks are checkpointed one by one."""
+    return plimsoll.explain(Rows(lambda block, x: checkpoint(block, x, use_reentrant=False)), torch.randn(128, 64))
+
+
+def test_fake_tensors_explain_what_real_ones_would(checkpointed: Explanation):
+    with torch.device("meta"):
+        model = Rows(lambda block, x: checkpoint(block, x, use_reentrant=False))
+        fake = plimsoll.explain(model, torch.randn(128, 64))
     assert fake.is_fake
-    assert fake.peak.bytes == pytest.approx(real.peak.bytes, rel=0.005)
-    assert fake.resident_bytes == real.resident_bytes
+    assert fake.peak.bytes == pytest.approx(checkpointed.peak.bytes, rel=0.005)
+    assert fake.resident_bytes == checkpointed.resident_bytes
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_both_forms_of_checkpointing_are_watched(use_reentrant: bool):
-    model = Rows(lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant))
-    x = torch.randn(128, 64, requires_grad=True)
-    explanation = plimsoll.explain(model, x)
-    assert "torch.utils.checkpoint" in explanation.setup
-    assert {part.place for part in explanation.recomputed} == {f"blocks.{n}" for n in range(4)}
-    assert explanation.plain_resident_bytes is not None
-    assert explanation.resident_bytes < 0.7 * explanation.plain_resident_bytes
+def test_both_forms_of_checkpointing_are_watched(checkpointed: Explanation):
+    model = Rows(lambda block, x: checkpoint(block, x, use_reentrant=True))
+    reentrant = plimsoll.explain(model, torch.randn(128, 64, requires_grad=True))
+    for explanation in (checkpointed, reentrant):
+        assert "torch.utils.checkpoint" in explanation.setup
+        assert {part.place for part in explanation.recomputed} == {f"blocks.{n}" for n in range(4)}
+        assert explanation.plain_resident_bytes is not None
+        assert explanation.resident_bytes < 0.7 * explanation.plain_resident_bytes
 
 
 def test_optimizer_gradients_and_offloading_belong_to_the_step():
@@ -269,6 +280,10 @@ def test_what_cannot_be_replayed_is_refused():
             plimsoll.explain(model, x, strategy)
     with pytest.raises(InvalidStrategy):
         plimsoll.explain(model, x, "evry:2")
+    with pytest.raises(InvalidStrategy, match="int is not a strategy"):
+        plimsoll.explain(model, x, 3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match="cannot be called"):
+        plimsoll.explain(model, x, context=torch.autograd.graph.save_on_cpu())  # type: ignore[arg-type]
     with pytest.raises(InvalidModel):
         plimsoll.explain("model", x)  # type: ignore[arg-type]
 

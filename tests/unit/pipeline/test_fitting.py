@@ -173,6 +173,10 @@ def test_a_function_may_make_the_batches():
     assert batches.of(Shape(3, 8)).shape == (3, 8)
 
 
-def test_a_batch_without_examples_is_refused():
-    with pytest.raises(InvalidBatch, match="no tensor with examples"):
-        MicroBatches(torch.tensor(1.0), None)
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [(torch.tensor(1.0), "no tensor with examples"), (torch.zeros(0, 4), r"\(0, 4\), has no examples")],
+)
+def test_a_batch_without_examples_is_refused(batch: torch.Tensor, message: str):
+    with pytest.raises(InvalidBatch, match=message):
+        MicroBatches(batch, None)

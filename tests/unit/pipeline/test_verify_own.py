@@ -168,7 +168,7 @@ def test_an_option_that_means_nothing_is_refused(checkpointed, options, found):
 def test_apply_refuses_numbers_of_steps_that_mean_nothing(options):
     model, batch = Stack(1), torch.randn(4, 32)
     plan = plimsoll.plan(model, batch, strategy="full", loss=mean_square)
-    with pytest.raises(InvalidOption, match="is no number of steps"):
+    with pytest.raises(InvalidOption, match="is no count"):
         plimsoll.apply(model, plan, **options)
     assert "forward" not in model.blocks[0].__dict__
 
