@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from plimsoll.artifacts.basis import Basis
@@ -22,7 +23,7 @@ def summarise_estimate(estimate: Estimate) -> str:
     lines += ["", *peak_lines(estimate)]
     if len(estimate.stages) > 1:
         rows = stage_rows(estimate)
-        lines += ["", "Stages", *align(rows, right=range(2, len(rows[0])))]
+        lines += ["", stages_heading(estimate), *align(rows, right=range(2, len(rows[0])))]
     lines += ["", *speed_lines(estimate)]
     lines += [f"\nNote: {note}" for note in estimate.notes]
     return "\n".join(lines)
@@ -140,6 +141,19 @@ def peak_lines(estimate: Estimate) -> list[str]:
     return lines
 
 
+def stages_heading(estimate: Estimate) -> str:
+    """``Stages of model.layers``: what the names of all regions begin with is said once."""
+    shared = _shared_name(estimate)
+    return f"Stages of {shared}" if shared else "Stages"
+
+
+def _shared_name(estimate: Estimate) -> str:
+    """The module that all regions of all stages lie in, if it has a name."""
+    paths = [name.split(".")[:-1] for stage in estimate.stages for name in stage.regions.split(", ")]
+    alike = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return ".".join(part for part, *_ in alike)
+
+
 def stage_rows(estimate: Estimate) -> list[list[str]]:
     """A header and one row per stage; neighbours that show the same are one row.
 
@@ -148,8 +162,9 @@ def stage_rows(estimate: Estimate) -> list[list[str]]:
     is_managed = any(stage.unmanaged_bytes != stage.allocated_bytes for stage in estimate.stages)
     header = ["stage", "regions", "in flight", "total", "allocated", *(["no plan"] if is_managed else [])]
     rows: list[list[str]] = []
+    within = f"{_shared_name(estimate)}."
     for stage in estimate.stages:
-        cells = _stage_cells(stage, is_managed=is_managed)
+        cells = _stage_cells(stage, within, is_managed=is_managed)
         if rows and rows[-1][2:] == cells[2:]:
             rows[-1][0] = f"{rows[-1][0].partition('-')[0]}-{stage.stage}"
             rows[-1][1] = f"{rows[-1][1].partition(' … ')[0]} … {cells[1]}"
@@ -158,11 +173,11 @@ def stage_rows(estimate: Estimate) -> list[list[str]]:
     return [[*header, "all recomputed", "busy", "bubble"], *rows]
 
 
-def _stage_cells(stage: StageEstimate, *, is_managed: bool) -> list[str]:
+def _stage_cells(stage: StageEstimate, within: str, *, is_managed: bool) -> list[str]:
     seconds = stage.seconds
     return [
         str(stage.stage),
-        stage.regions,
+        ", ".join(name.removeprefix(within) for name in stage.regions.split(", ")),
         str(stage.in_flight),
         format_bytes(stage.total_bytes),
         format_bytes(stage.allocated_bytes),

@@ -20,6 +20,7 @@ from plimsoll.artifacts.estimate_summary import (
     shown_items,
     speed_lines,
     stage_rows,
+    stages_heading,
     tightest_heading,
     title,
     verdict,
@@ -47,7 +48,7 @@ def render_estimate(estimate: Estimate) -> RenderableType:
         *(Padding(Text(line), (0, 0, 0, 2)) for line in peak_lines(estimate)),
     ]
     if len(estimate.stages) > 1:
-        parts += [_heading("Stages"), _table(stage_rows(estimate))]
+        parts += [_heading(stages_heading(estimate)), _table(stage_rows(estimate))]
     parts += [Text(), *map(Text, speed_lines(estimate))]
     parts += [Text(f"\nNote: {note}") for note in estimate.notes]
     return Group(*parts)

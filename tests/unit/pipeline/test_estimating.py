@@ -190,6 +190,7 @@ def test_a_narrow_terminal_shows_every_number_of_every_stage_whole():
         for size in (stage.total_bytes, stage.allocated_bytes, stage.unmanaged_bytes, stage.recomputed_bytes):
             assert f" {format_bytes(size)} " in shown.partition("Stages")[2]
     assert "…" not in shown
+    assert "Stages of model.layers" in shown
 
 
 def test_a_total_that_leaves_something_out_says_so_in_the_verdict():
