@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from plimsoll.artifacts.store import load_plan
 from plimsoll.cli.app import app
 
-TINY = ["estimate", "llama-tiny", "--batch", "1", "--seq", "64", "--device", "H100"]
+TINY = ["estimate", "llama-tiny", "--batch", "1", "--seq", "256", "--device", "H100"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,7 +38,7 @@ def test_what_does_not_fit_ends_with_the_code_of_a_budget_below_the_floor(runner
 
 
 def test_plans_of_all_stages_are_saved(runner: CliRunner, tmp_path: Path):
-    layout = ["--layout", "pp=2,micro-batches=4", "--optimizer", "none", "--seq", "256"]
+    layout = ["--layout", "pp=2,micro-batches=4", "--optimizer", "none"]
     free = json.loads(runner.invoke(app, [*TINY, *layout, "--json"]).stdout)
     budget = str(int(free["stages"][0]["allocated_bytes"] * 0.8)) + "B"
     result = runner.invoke(app, [*TINY, *layout, "--budget", budget, "--plans", str(tmp_path / "plans")])
