@@ -12,7 +12,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Intermediate, Receipt, RegionOutcome, finite
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.measuring.timing import Timing, time_in_turns
-from plimsoll.units import format_bytes
+from plimsoll.units import format_bytes, format_seconds
 from plimsoll.verification.evidence import (
     Apart,
     Depth,
@@ -196,6 +196,12 @@ def _notes(step: TrainingStep, plan: Plan, absent_bytes: int) -> tuple[str, ...]
         notes.append(
             f"measured peaks include {format_bytes(unplanned_bytes)} of optimizer state that the plan does not count: "
             "it was made without optimizer=, or for another one"
+        )
+    starts = [point.unmanaged_seconds for point in plan.timeline if point.phase == Phase.OPTIMIZER]
+    if starts and starts[0] is not None:
+        notes.append(
+            f"predicted seconds include {format_seconds(plan.baseline_seconds - starts[0])} of the optimizer's step; measured "
+            "ones are those of forward and backward, as verification does not run it"
         )
     if Phase.OPTIMIZER in plan.peak.moment:
         notes.append(

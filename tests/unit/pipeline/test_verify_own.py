@@ -280,6 +280,7 @@ def test_curves_of_both_runs_agree_and_the_optimizer_is_left_as_it_was():
     state = {p: {k: v.clone() for k, v in of_one.items()} for p, of_one in optimizer.state.items()}
     plan = plimsoll.plan(model, batch, strategy="full", loss=mean_square, optimizer=optimizer)
     receipt = plimsoll.verify(model, batch, plan, loss=mean_square, optimizer=optimizer, steps=1, curve_steps=6)
+    assert any("of the optimizer's step; measured ones are those of forward and backward" in n for n in receipt.notes)
     assert receipt.baseline_curve == receipt.plan_curve
     assert len(receipt.plan_curve) == 6
     assert receipt.plan_curve[-1] < receipt.plan_curve[0]
