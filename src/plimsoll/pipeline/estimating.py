@@ -12,7 +12,7 @@ from plimsoll.artifacts.model_facts import ModelFacts
 from plimsoll.artifacts.precision import Precision, parse_precision
 from plimsoll.caching.traces import TraceCache
 from plimsoll.costing.devices import Device, find_device
-from plimsoll.errors import InvalidOption
+from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimating.framework import framework_items
 from plimsoll.layouts.check import check_layout
 from plimsoll.layouts.read import read_layout
@@ -53,7 +53,7 @@ def estimate(
     Args:
         target: a catalogue name (``"llama-3-70b"``), the path of a Hugging Face ``config.json``, ``package.module:function``,
             or a model, which may be on the meta device.
-        batch: samples per micro-batch and rank; for a model, the batch itself.
+        batch: samples per micro-batch and rank; for a model, the batch itself, whose sequence is one rank's part under ``cp``.
         device: from the catalogue of devices.
         sequence: tokens per sample, before context parallelism splits them; by default the target's own.
         precision: ``fp32``, ``bf16``, ``fp16``, ``bf16-mixed``, ``fp16-mixed``; by default the model's own types.
@@ -127,6 +127,12 @@ def _request(
             )
         whole = TraceRequest(target=target, device_name=device.name, batch=batch, sequence=sequence)
         asked = target_facts(whole)
+        if asked is not None and asked.sequence is None and layout.cp > 1:
+            raise InvalidLayout(
+                f"unsupported: cp={layout.cp} for {target}, whose samples are no text.",
+                why="context parallelism splits the tokens of a sample, and its configuration does not say how many there are",
+                next="leave cp= out, or pass a model with the batch that one rank has",
+            )
         total = sequence or (None if asked is None else asked.sequence)
         local = None if total is None or (sequence is None and layout.cp == 1) else _share(total, layout)
         return TraceRequest(

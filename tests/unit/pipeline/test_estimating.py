@@ -253,6 +253,12 @@ def test_convolutions_in_f32_are_measured_against_the_peak_that_they_run_at():
     assert found.throughput.mfu == pytest.approx(flops / found.throughput.step_seconds / 494.7e12, rel=0.02)
 
 
+@pytest.mark.parametrize("target", ["vit-tiny", "clip-tiny", "whisper-tiny"])
+def test_a_sequence_that_is_not_known_is_not_split(target: str):
+    with pytest.raises(InvalidLayout, match="unsupported: cp=2"):
+        plimsoll.estimate(target, layout="cp=2")
+
+
 def test_targets_that_are_none_are_refused():
     with pytest.raises(InvalidTarget, match="llama-tiney"):
         plimsoll.estimate("llama-tiney", 1)
