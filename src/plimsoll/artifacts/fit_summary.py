@@ -62,12 +62,16 @@ def fit_figures(fit: Fit) -> tuple[tuple[str, str], ...]:
                 f"(predicted {format_seconds(claim.predicted_seconds)})",
             )
         )
-    work = f"{fit.traces} traces and {fit.solves} solves in {format_seconds(fit.total_seconds)}"
+    work = f"{_count(fit.traces, 'trace')} and {_count(fit.solves, 'solve')} in {format_seconds(fit.total_seconds)}"
     rows += [
         ("costs", f"{fit.cost_source} on {fit.cost_device}"),
-        ("searched", f"{len(fit.points)} points from {work}"),
+        ("searched", f"{_count(len(fit.points), 'point')} from {work}"),
     ]
     return tuple(rows)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def describe_step(point: FitPoint) -> str:
