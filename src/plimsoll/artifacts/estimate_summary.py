@@ -194,7 +194,8 @@ def speed_lines(estimate: Estimate) -> list[str]:
     facts = [f"step {format_seconds(speed.step_seconds)}"]
     if speed.tokens_per_second is not None:
         facts.append(f"{speed.tokens_per_second:,.0f} tokens/s")
-    facts.append(f"{speed.samples_per_second:,.3g} samples/s")
+    samples = speed.samples_per_second
+    facts.append(f"{samples:,.0f} samples/s" if samples >= 1000 else f"{samples:.3g} samples/s")
     if speed.mfu is not None:
         facts.append(f"MFU {speed.mfu:.0%}")
     lines = [f"Speed: {', '.join(facts)}; ± {speed.relative_error:.0%}, {speed.basis.value}"]
