@@ -15,6 +15,7 @@ from plimsoll.artifacts.trace import Category, Phase, Trace, TraceParameter
 _LOG_SOFTMAX, _CAP = "_log_softmax", "tanh"
 _ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
 _LEAST_CLASSES = 2
+_BOTH_GRADIENTS = 2
 
 
 class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +46,13 @@ class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the weight is held in another dtype than the logits are made in."""
 
     @property
+    def gradients_found(self) -> int:
+        """Whether backward makes a gradient of the weight's size, and one of the hidden states': of two weights with which
+        the arithmetic is explained, the head is the one of which more is seen.
+        """
+        return bool(self.hidden_gradients) + bool(self.weight_gradients or self.passing_gradients)
+
+    @property
     def bytes(self) -> int:
         """Bytes of all logits as they come out of the head."""
         return self.rows * self.classes * self.logit_bytes
@@ -67,16 +75,24 @@ def find_head(trace: Trace) -> HeadAndLoss | None:
     ]
     for total_bytes, loss_tick in sorted(losses, reverse=True):
         item = _ITEM_BYTES.get(trace.specs[trace.ops[loss_tick].cost_key].dtype, 0)
+        best: HeadAndLoss | None = None
         for parameter in _candidates(trace, total_bytes, item):
             found = _head_before(trace, born, parameter, loss_tick, total_bytes // (parameter.shape[0] * item))
-            if found is not None:
-                return found
+            if found is not None and (best is None or found.gradients_found > best.gradients_found):
+                best = found
+            if best is not None and best.gradients_found == _BOTH_GRADIENTS:
+                break
+        if best is not None:
+            return best
     return None
 
 
 def _candidates(trace: Trace, total_bytes: int, item: int) -> Iterator[TraceParameter]:
-    """Matrices that have as many rows as the log-softmax could have columns, largest first."""
-    for parameter in sorted(trace.parameters, key=lambda p: -p.bytes):
+    """Matrices that have as many rows as the log-softmax could have columns, largest first, one of each shape and size."""
+    distinct = {
+        (p.shape, p.bytes): p for p in trace.parameters
+    }  # of an embedding and a head alike, the head: it comes last
+    for parameter in sorted(distinct.values(), key=lambda p: -p.bytes):
         fits = item and len(parameter.shape) == 2 and parameter.shape[0] >= _LEAST_CLASSES
         if fits and total_bytes % (parameter.shape[0] * item) == 0:
             yield parameter

@@ -115,6 +115,18 @@ def test_a_plan_for_the_floor_offers_the_chunked_loss_with_its_peak():
     assert "chunk_loss" not in floor_error(1000, floor).next
 
 
+@pytest.mark.parametrize(("classes", "rows"), [(2, 32), (4, 32), (1000, 8)])
+def test_a_head_is_told_from_a_larger_matrix_with_the_same_arithmetic(classes: int, rows: int):
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, classes))
+    labels = torch.zeros(rows, dtype=torch.int64)
+    step = watch(
+        model.to("meta"), torch.randn(rows, 64), loss=lambda y: nn.functional.cross_entropy(y, labels.to(y.device))
+    )
+    head = find_head(step.trace)
+    assert head is not None
+    assert (head.weight, head.rows, head.classes) == ("2.weight", rows, classes)
+
+
 def test_without_a_head_there_is_nothing_to_chunk():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     step = watch(model, torch.randn(4, 8), loss=lambda y: y.square().mean())
