@@ -78,8 +78,9 @@ def _step(edit: Edit, optimizer: OptimizerUse) -> None:
         edit.add(temporary.bytes, Category.TEMPORARY, f"{optimizer.name}: {temporary.label}", step, step.done)
 
 
-def _notes(layout: Layout, optimizer: OptimizerUse | None) -> tuple[str, ...]:
-    notes = [f"one rank of {layout}"]
+def sharding_notes(layout: Layout) -> tuple[str, ...]:
+    """How ZeRO and expert parallelism are taken to run where there is a choice, in words."""
+    notes = []
     if layout.zero == _PARAMETER_SHARDS:
         notes.append(
             "FSDP2's defaults: every block and the model sharded, blocks resharded after forward, the rest after backward"
@@ -91,4 +92,8 @@ def _notes(layout: Layout, optimizer: OptimizerUse | None) -> tuple[str, ...]:
         notes.append(
             f"experts are sharded over {ranks} ranks; their collectives are priced as those of {layout.shards}"
         )
-    return (*notes, *(optimizer.notes if optimizer is not None else ()))
+    return tuple(notes)
+
+
+def _notes(layout: Layout, optimizer: OptimizerUse | None) -> tuple[str, ...]:
+    return (f"one rank of {layout}", *sharding_notes(layout), *(optimizer.notes if optimizer is not None else ()))

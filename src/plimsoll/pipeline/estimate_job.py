@@ -15,6 +15,7 @@ from plimsoll.costing.roofline import peak_flops_per_second
 from plimsoll.estimating.budget import RankMemory, budget_items, kernel_items
 from plimsoll.estimating.framework import framework_items
 from plimsoll.estimating.throughput import throughput
+from plimsoll.layouts.rank import sharding_notes
 from plimsoll.layouts.read import layout_notes
 from plimsoll.layouts.stages import split_stages
 from plimsoll.pipeline.rank_estimates import KnownChoices, Rank, Setting, StageOfRank, decide_rank
@@ -64,7 +65,7 @@ class EstimateJob:
             stages=stages,
             expandable_bytes=self._expandable_bytes(ranks, stages),
             throughput=throughput(step_seconds, layout, self.facts, flops, self._peak_flops_per_second()),
-            notes=(*self.trace.notes, *layout_notes(layout), *self._notes(ranks, timeline)),
+            notes=(*self.trace.notes, *layout_notes(layout), *sharding_notes(layout), *self._notes(ranks, timeline)),
             trace_seconds=trace_seconds,
             total_seconds=time.monotonic() - started,
         )

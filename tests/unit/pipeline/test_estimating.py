@@ -193,6 +193,10 @@ def test_a_narrow_terminal_shows_every_number_of_every_stage_whole():
     assert "Stages of model.layers" in shown
 
 
+def test_what_sharding_is_taken_to_do_is_said():
+    assert any(note.startswith("FSDP2's defaults") for note in on_gpu(layout="dp=4,zero=3").notes)
+
+
 def test_a_total_that_leaves_something_out_says_so_in_the_verdict():
     assert "without device context, library workspaces, of" in str(on_gpu(device="MI300X"))
 
