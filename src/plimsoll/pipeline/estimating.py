@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.model_facts import ModelFacts
@@ -96,7 +98,8 @@ def estimate(
     check_setting(setting)
     facts = target_facts(request)
     if facts is not None:
-        check_layout(spread, facts)
+        whole = None if facts.sequence is None else facts.sequence * spread.cp
+        check_layout(spread, msgspec.structs.replace(facts, sequence=whole))
     traced = trace_target(request, cache=TraceCache(), progress=lambda stage, share: report(stage, 0.8 * share))
     trace_seconds = time.monotonic() - started
     report("simulating every rank", 0.8)

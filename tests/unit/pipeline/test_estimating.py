@@ -263,6 +263,14 @@ def test_a_sequence_that_is_not_known_is_not_split(target: str):
         plimsoll.estimate(target, layout="cp=2")
 
 
+def test_a_sequence_is_divided_among_context_parallel_ranks_once():
+    found = on_gpu(sequence=66, layout="cp=2", optimizer="none")
+    assert found.facts.sequence == 33
+    assert found.throughput.tokens_per_second == pytest.approx(66 / found.throughput.step_seconds)
+    with pytest.raises(InvalidLayout, match="does not divide the sequence of the batch, 66"):
+        on_gpu(sequence=66, layout="cp=2,tp=2,sp")
+
+
 def test_targets_that_are_none_are_refused():
     with pytest.raises(InvalidTarget, match="llama-tiney"):
         plimsoll.estimate("llama-tiney", 1)
