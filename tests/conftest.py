@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _without_garbage_of_other_modules() -> Iterator[None]:
+def _without_garbage_of_other_modules() -> None:
     """Tensors in reference cycles of earlier tests must not be let go while a test of this module counts memory."""
     gc.collect()
-    yield
