@@ -20,7 +20,7 @@ from plimsoll.layouts.check import check_layout
 from plimsoll.layouts.read import read_layout
 from plimsoll.pipeline.budgets import AUTO_MARGIN, read_budget
 from plimsoll.pipeline.estimate_job import EstimateJob
-from plimsoll.pipeline.rank_estimates import AUTO, Setting, check_setting
+from plimsoll.pipeline.rank_estimates import AUTO, NOTHING, Setting, check_setting
 from plimsoll.pipeline.tracing_targets import TraceRequest, target_facts, trace_target
 from plimsoll.sharding.context import with_context_parallel
 
@@ -92,7 +92,7 @@ def estimate(
         layout=spread,
         optimizer=None if optimizer == _NONE else optimizer,
         has_master_weights=has_master_weights,
-        strategy=strategy or (AUTO if budget is not None else _NONE),
+        strategy=strategy or (AUTO if budget is not None else NOTHING),
         budget_bytes=_budget_bytes(budget, asked, spread),
     )
     check_setting(setting)
