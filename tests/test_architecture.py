@@ -37,7 +37,7 @@ STAGES = {
     "pipelining",
 }
 """What hands over artifacts; only the wiring below may know several of them."""
-WIRING = {"pipeline", "cli"}
+WIRING = {"pipeline", "cli", "distributed"}
 WITHOUT_TORCH = {
     "artifacts",
     "diagnosis",
@@ -61,6 +61,7 @@ BASES = {
     "chunked": {"pipeline"},
     "codecs": {"costing", "runtime", "pipeline"},
     "links": {"costing", "runtime", "pipeline"},
+    "ranks": {"pipeline", "distributed", "gradient_compression", "cli"},
     "recording": {"tracing", "runtime", "verification", "pipeline", "probing", "compiler"},
     "targets": {"cli", "pipeline"},
     "caching": {"cli", "pipeline"},
@@ -121,7 +122,7 @@ def test_only_the_command_line_imports_the_command_line(path: Path):
     assert "cli" not in parts_used_by(path)
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if home_of(p) not in {"pipeline", "cli", "__init__"}], ids=show)
+@pytest.mark.parametrize("path", [p for p in MODULES if home_of(p) not in WIRING | {"__init__"}], ids=show)
 def test_nothing_below_the_wiring_imports_the_wiring(path: Path):
     assert "pipeline" not in parts_used_by(path)
 

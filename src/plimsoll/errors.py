@@ -26,6 +26,10 @@
     ├── InvalidProbe           steps, batches or held-out data that a probe cannot work with
     ├── ProbeRunMismatch       a run directory that belongs to another probe, or data that has changed since
     ├── ProbeRunUnusable       a run directory that cannot be read or written
+    ├── RankError              something about other ranks
+    │   ├── RankMissing            one did not come to an exchange in time
+    │   ├── RankFailed             one failed in what all do together
+    │   └── RanksDiffer            they have different models, batches, options, plans or versions
     ├── OffloadFailed          a link cannot take or give back a tensor: disk full, host budget spent, I/O error
     └── ReplayMismatch         backward was about to use a value that is not what forward made
         └── SavedTensorModified    a value that backward needs was written in place
@@ -51,7 +55,7 @@ class PlimsollError(Exception):
         return f"{self.found}\n  why   {self.why}\n  next  {self.next}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.found, self.why, self.next))
+        return (_rebuild, (type(self), self.found, self.why, self.next), dict(self.__dict__))
 
 
 def _rebuild(kind: type[PlimsollError], found: str, why: str, next_: str) -> PlimsollError:
@@ -150,6 +154,26 @@ class ProbeRunMismatch(PlimsollError):
 
 class ProbeRunUnusable(PlimsollError):
     """The run directory cannot be read or written."""
+
+
+class RankError(PlimsollError):
+    """Something about other ranks; ``ranks`` are those that it is about."""
+
+    def __init__(self, found: str, *, why: str, next: str, ranks: tuple[int, ...] = ()) -> None:  # noqa: A002 - as above
+        super().__init__(found, why=why, next=next)
+        self.ranks = ranks
+
+
+class RankMissing(RankError):
+    """A rank did not come in time to what all do together."""
+
+
+class RankFailed(RankError):
+    """Another rank failed in what all do together."""
+
+
+class RanksDiffer(RankError):
+    """Ranks that should do the same have different models, batches, options, plans or versions."""
 
 
 class OffloadFailed(PlimsollError):
