@@ -129,7 +129,8 @@ class _Meeting:
             missing = [str(rank) for rank in self.world.ranks if not store.check([self._key(rank)])]
             decided: bytes = store.compare_set(key, "", (_MISSING + ",".join(missing).encode()).decode())
             return decided
-        return store.get(key)
+        verdict: bytes = store.get(key)
+        return verdict
 
     def _missing(self, verdict: bytes) -> RankMissing:
         missing = tuple(int(rank) for rank in verdict.removeprefix(_MISSING).decode().split(",") if rank)

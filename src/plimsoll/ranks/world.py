@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from plimsoll.errors import InvalidOption
@@ -23,7 +24,7 @@ class World:
 
     rank: int
     ranks: tuple[int, ...]
-    store: dist.Store
+    store: Store
 
     @property
     def size(self) -> int:
@@ -69,4 +70,4 @@ def current_world(ranks: Iterable[int] | None = None) -> World | None:
         return None
     # Subgroups have keys of their own: two of them may exchange something under one topic at the same time.
     group = "all" if len(chosen) == size else ",".join(map(str, chosen))
-    return World(rank, chosen, dist.PrefixStore(f"{_PREFIX}/{group}", _get_default_store()))
+    return World(rank, chosen, PrefixStore(f"{_PREFIX}/{group}", _get_default_store()))
