@@ -66,6 +66,7 @@ BASES = {
     "targets": {"cli", "pipeline"},
     "caching": {"cli", "pipeline"},
     "measuring": {"tracing", "costing", "runtime", "verification", "pipeline", "probing"},
+    "wrappers": {"recording", "measuring", "tracing", "runtime", "verification", "pipeline", "probing", "distributed"},
 }
 """Shared torch code, and who may import it."""
 MOST_LINES = 500

@@ -1,0 +1,126 @@
+"""A model under ``DistributedDataParallel`` in: the model inside, the bytes of the reducer's buckets, and steps that its
+reducer does not see.
+
+The reducer counts the gradients that arrive through hooks on the very parameter objects. With ``static_graph`` it learns the
+graph from those of the first step, and otherwise the order of its buckets. A trial step must not teach it anything, so it runs
+on twins: parameters of the same memory without hooks, put into the modules for as long as the step takes.
+
+Source: torch.nn.parallel.DistributedDataParallel and its reducer (torch/csrc/distributed/c10d/reducer.cpp). Known weakness: a
+model that keeps its parameters in lists of its own, outside of ``nn.Module``, uses those in a trial step as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def inner_module(model: nn.Module) -> nn.Module:
+    """The model that ``DistributedDataParallel`` wraps; any other model is its own.
+
+    Names, fingerprints and regions are those of the inner model, so a plan does not know whether it was made under a wrapper.
+    """
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model
+
+
+def bucket_bytes(model: nn.Module) -> int:
+    """Bytes that the reducer's buckets hold beside parameters and gradients; 0 for a model without a reducer.
+
+    Every gradient that is reduced has a place in a bucket for as long as the wrapper lives. With
+    ``gradient_as_bucket_view`` a gradient that is there lies in that place, and is not counted twice.
+    """
+    return sum(
+        parameter.numel() * parameter.element_size()
+        for parameter in reduced_parameters(model)
+        if not (gradients_are_views(model) and parameter.grad is not None)
+    )
+
+
+def gradients_are_views(model: nn.Module) -> bool:
+    """Whether gradients move into the buckets as soon as they are complete."""
+    return isinstance(model, DistributedDataParallel) and bool(model.gradient_as_bucket_view)
+
+
+def reduced_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters whose gradients the reducer averages over ranks."""
+    if not isinstance(model, DistributedDataParallel):
+        return []
+    return [
+        parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    ]
+
+
+class Twins:
+    """Parameters of the same memory as those of a wrapped model, without the reducer's hooks.
+
+    Args:
+        model: as the user passed it; without a reducer there is nothing to keep out of a step, and nothing happens.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._twins: dict[nn.Parameter, nn.Parameter] = {}
+        self._moved = frozenset(reduced_parameters(model)) if gradients_are_views(model) else frozenset()
+        if not isinstance(model, DistributedDataParallel):
+            return
+        for module in inner_module(model).modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._places.append((module, name, parameter))
+                    if parameter not in self._twins:
+                        twin = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+                        self._twins[parameter] = twin
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Run steps that the reducer does not see; the gradients that they leave are the parameters' own in the end."""
+        for parameter, twin in self._twins.items():
+            twin.grad = parameter.grad
+        for module, name, parameter in self._places:
+            setattr(module, name, self._twins[parameter])
+        try:
+            yield
+        finally:
+            for module, name, parameter in self._places:
+                setattr(module, name, parameter)
+            for parameter, twin in self._twins.items():
+                parameter.grad = twin.grad
+                twin.grad = None
+
+    @contextlib.contextmanager
+    def moving_gradients(self) -> Iterator[None]:
+        """Let go of every new gradient once it is complete, as it does that moves into a bucket: for steps that count bytes.
+
+        Something of the gradient's shape, one element large, stays in its place.
+        """
+        hooks = [
+            self._twins[parameter].register_post_accumulate_grad_hook(_shrink)
+            for parameter in self._moved
+            if parameter.grad is None
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+@contextlib.contextmanager
+def unseen_by_reducer(model: nn.Module) -> Iterator[None]:
+    """Run a step that counts bytes and is not seen by the reducer of ``model``, if it has one."""
+    twins = Twins(model)
+    with twins.in_place(), twins.moving_gradients():
+        yield
+
+
+def _shrink(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.new_zeros(()).expand(parameter.shape)

@@ -1,0 +1,138 @@
+"""A model under ``fully_shard`` (FSDP2, HSDP) in: its parameters while they are gathered, and its state put back, out.
+
+FSDP2 keeps one storage per gathered parameter for good. It is filled before a module's forward and backward and emptied
+(``resize_(0)``) after them, so it lives several times in a step and is not alive in between. Whether it is shows in its size.
+
+Source: torch.distributed.fsdp._fully_shard; which storages these are is not told in public, so this file alone reads
+FSDP2's own objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+
+class Gathered:
+    """The memory of a model's gathered parameters; made once, asked again and again while a step runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._parameters = [
+            (names.get(id(part.sharded_param)) or part._param_fqn or part._module_info.param_name, part)
+            for group in _groups(model)
+            for part in group.fsdp_params
+        ]
+
+    def __bool__(self) -> bool:
+        """Whether anything is sharded at all."""
+        return bool(self._parameters)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and memory of every parameter that has been gathered before; a storage of 0 bytes is not filled now."""
+        for name, part in self._parameters:
+            for tensor in (*part.all_gather_outputs, *part._unsharded_inner_tensors):
+                yield name, tensor
+
+
+def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The sharded parameters, also of modules whose parameters are gathered right now; empty without FSDP2."""
+    return [part.sharded_param for group in _groups(model) for part in group.fsdp_params]
+
+
+def waiting_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gradients that wait for a later reduction (``set_requires_gradient_sync(False)``), with a name each."""
+    for group in _groups(model):
+        for part in group.fsdp_params:
+            for gradient in (_unsharded_gradient(part), part.unsharded_accumulated_grad):
+                if gradient is not None:
+                    yield part._param_fqn or part._module_info.param_name, gradient
+        if group._partial_reduce_output is not None:
+            yield group._module_fqn or "", group._partial_reduce_output
+
+
+def reshards_after_forward(module: nn.Module) -> bool:
+    """Whether parameters that ``module`` uses may be gone between its forward and its backward."""
+    return any(group.post_forward_mesh_info is not None for group in _groups(module))
+
+
+def release_gathered(model: nn.Module) -> None:
+    """Bring FSDP2 back to where a step can start, after one that did not get to the end of its backward."""
+    for module in _sharded_modules(model):
+        if module._get_fsdp_state()._is_root:
+            module.reset_iter_state()
+
+
+@dataclass(frozen=True, slots=True)
+class _Accumulated:
+    """What one parameter holds for a later reduction."""
+
+    part: FSDPParam
+    gradient: torch.Tensor | None
+    upcast: torch.Tensor | None
+
+
+class KeptShards:
+    """What FSDP2 holds between steps, set aside: zeros stand in its place until ``put_back``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._accumulated = [
+            _Accumulated(part, _unsharded_gradient(part), part.unsharded_accumulated_grad)
+            for group in _groups(model)
+            for part in group.fsdp_params
+        ]
+        self._partial = [(group, group._partial_reduce_output) for group in _groups(model)]
+        for kept in self._accumulated:
+            if kept.gradient is not None:
+                kept.part._unsharded_param.grad = torch.zeros_like(kept.gradient)
+            if kept.upcast is not None:
+                kept.part.unsharded_accumulated_grad = torch.zeros_like(kept.upcast)
+        for group, output in self._partial:
+            if output is not None:
+                group._partial_reduce_output = torch.zeros_like(output)
+
+    def put_back(self) -> None:
+        """Everything as it was; what a step left half done is let go."""
+        if _is_busy(self._model):
+            release_gathered(self._model)
+        for kept in self._accumulated:
+            unsharded = getattr(kept.part, "_unsharded_param", None)  # made by the first gathering
+            if unsharded is not None:
+                unsharded.grad = kept.gradient
+            kept.part.unsharded_accumulated_grad = kept.upcast
+        for group, output in self._partial:
+            group._partial_reduce_output = output
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _states(model: nn.Module) -> list[FSDPState]:
+    return list(dict.fromkeys(module._get_fsdp_state() for module in _sharded_modules(model)))
+
+
+def _groups(model: nn.Module) -> list[FSDPParamGroup]:
+    return [group for state in _states(model) for group in state._fsdp_param_groups]
+
+
+def _is_busy(model: nn.Module) -> bool:
+    """Whether some module is in the middle of a forward or a backward."""
+    parts: list[FSDPState | FSDPParamGroup] = [*_states(model), *_groups(model)]
+    return any(part._training_state != TrainingState.IDLE for part in parts) or any(
+        group._post_forward_indices for group in _groups(model)
+    )
+
+
+def _unsharded_gradient(part: FSDPParam) -> torch.Tensor | None:
+    unsharded: torch.Tensor | None = getattr(part, "_unsharded_param", None)  # made by the first gathering
+    return None if unsharded is None else unsharded.grad
