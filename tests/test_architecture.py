@@ -63,6 +63,7 @@ BASES = {
     "links": {"costing", "runtime", "pipeline"},
     "ranks": {"pipeline", "distributed", "gradient_compression", "cli"},
     "recording": {"tracing", "runtime", "verification", "pipeline", "probing", "compiler"},
+    "resuming": {"distributed"},
     "targets": {"cli", "pipeline"},
     "caching": {"cli", "pipeline"},
     "measuring": {"tracing", "costing", "runtime", "verification", "pipeline", "probing"},
