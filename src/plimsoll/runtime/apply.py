@@ -172,6 +172,7 @@ def apply_plan(
     verify_every: int = 0,
     link: Link | None = None,
     sensor: Sensor | None = None,
+    splits_backward: bool = False,
 ) -> Handle:
     """Manage the model's regions as the plan says. A region that keeps everything is not touched at all.
 
@@ -183,6 +184,7 @@ def apply_plan(
             bit for bit; 0: never.
         link: where offloaded values go, whatever it is called; by default the plan's own link is opened.
         sensor: watches the first call of every region.
+        splits_backward: hold what both halves of a zero-bubble schedule's backward read from the one to the other.
 
     Raises:
         PlanNotUsable: the plan's status says that it holds no decisions.
@@ -209,6 +211,7 @@ def apply_plan(
         inspector=Inspector(verify_every, device),
         generators=generators_of([parameter.device for parameter in parameters]),
         sensor=sensor,
+        splits_backward=splits_backward,
     )
     regions = {name: ManagedRegion(name, modules[name], calls, shared) for name, calls in managed.items()}
     for made in regions.values():

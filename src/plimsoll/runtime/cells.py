@@ -15,6 +15,7 @@ from plimsoll.errors import SavedTensorModified
 
 if TYPE_CHECKING:
     from plimsoll.runtime.frame import Frame
+    from plimsoll.runtime.halves import Between
 
 
 class Readable(Protocol):
@@ -27,10 +28,11 @@ class Cell:
     """One saved tensor of one call of a region.
 
     A cell is *open* while the region runs (it holds nothing; the frame holds the tensors), then *kept* (``tensor``
-    and ``version`` are set) or *dropped* (``leaves`` and ``sample`` are set).
+    and ``version`` are set) or *dropped* (``leaves`` and ``sample`` are set). ``between`` is what ``halves`` knows of a
+    dropped cell whose backward runs in two halves.
     """
 
-    __slots__ = ("__weakref__", "frame", "index", "leaves", "sample", "tensor", "version")
+    __slots__ = ("__weakref__", "between", "frame", "index", "leaves", "sample", "tensor", "version")
 
     frame: Frame | None
     index: int
@@ -38,6 +40,7 @@ class Cell:
     version: int
     leaves: tuple[Readable, ...]
     sample: torch.Tensor | None
+    between: Between | None
 
     def __init__(self, frame: Frame, index: int, version: int) -> None:
         self.frame = frame
@@ -54,6 +57,7 @@ class Cell:
         """Hold only what the recipe starts from."""
         self.leaves = leaves
         self.sample = None
+        self.between = None
 
     def read(self) -> torch.Tensor:
         """The kept tensor.

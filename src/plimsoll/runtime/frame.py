@@ -85,13 +85,20 @@ class Frame:
             return frame.tensors[cell.index]
         if frame.program.signs:
             check_reader_of_sign(frame.program.signs, cell.index)
+        halves = frame.program.halves
+        if halves is not None:
+            held = halves.take(cell)
+            if held is not None:
+                return held
         value: torch.Tensor = frame.replay(cell.index, cell.leaves)
         if frame._seen is not None:
             frame._observe(cell.index)
         if frame.inspection is not None:
-            return frame.inspection.examine(cell, value)
-        if cell.sample is not None:
+            value = frame.inspection.examine(cell, value)
+        elif cell.sample is not None:
             frame.program.check_sample(cell.index, cell.sample, value)
+        if halves is not None:
+            halves.hold(cell, value)
         return value
 
     def keep_all(self) -> None:

@@ -19,6 +19,7 @@ from plimsoll.runtime.cells import Cell, Copy, Readable
 from plimsoll.runtime.choosing import Choice, choose
 from plimsoll.runtime.compile import Recording, SegmentFunction, Sources, compile_segments, copy_storage
 from plimsoll.runtime.frame import Frame, Link
+from plimsoll.runtime.halves import Halves
 from plimsoll.runtime.packed import Packer, Refused, Source, is_exact, plan_packing
 from plimsoll.runtime.randomness import ENTRY
 from plimsoll.runtime.sentinels import SentinelPolicy, must_defer, sample_geometry
@@ -71,9 +72,11 @@ class Program:
         packer: Packer,
         payload_shares: Mapping[str, float],
         call: int,
+        halves: Halves | None,
     ) -> None:
         self.name = name
         self.graph = graph
+        self.halves = halves
         self.choice = choice
         self.device_type = device_type
         self.is_learning = True

@@ -22,6 +22,7 @@ from plimsoll.runtime.cells import Cell
 from plimsoll.runtime.choosing import choose
 from plimsoll.runtime.compile import Recording
 from plimsoll.runtime.frame import Frame
+from plimsoll.runtime.halves import Halves
 from plimsoll.runtime.program import NO_OFFSET, ParameterSource, Program
 from plimsoll.runtime.randomness import RandomPoints
 from plimsoll.runtime.shared import Shared
@@ -271,6 +272,7 @@ def _build(
         packer=shared.packer,
         payload_shares={d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes},
         call=plan.call,
+        halves=Halves() if shared.splits_backward else None,
     )
 
 

@@ -16,7 +16,10 @@ from plimsoll.runtime.traffic import Traffic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """``links`` between regions, what packs and moves values, who checks and inspects, and who watches (``None``: nobody)."""
+    """``links`` between regions, what packs and moves values, who checks and inspects, and who watches (``None``: nobody).
+
+    ``splits_backward``: gradients of inputs and of weights are made one after the other, from one graph (see ``halves``).
+    """
 
     links: LinkTable
     packer: Packer
@@ -25,3 +28,4 @@ class Shared:
     inspector: Inspector
     generators: tuple[torch.Generator, ...]
     sensor: Sensor | None = None
+    splits_backward: bool = False
