@@ -35,6 +35,7 @@ STAGES = {
     "sharding",
     "layouts",
     "pipelining",
+    "gradient_compression",
 }
 """What hands over artifacts; only the wiring below may know several of them."""
 WIRING = {"pipeline", "cli", "distributed"}
@@ -59,7 +60,7 @@ WITHOUT_TORCH = {
 }
 BASES = {
     "chunked": {"pipeline"},
-    "codecs": {"costing", "runtime", "pipeline"},
+    "codecs": {"costing", "runtime", "pipeline", "gradient_compression"},
     "links": {"costing", "runtime", "pipeline"},
     "ranks": {"pipeline", "distributed", "gradient_compression", "cli"},
     "recording": {"tracing", "runtime", "verification", "pipeline", "probing", "compiler"},
@@ -67,7 +68,17 @@ BASES = {
     "targets": {"cli", "pipeline"},
     "caching": {"cli", "pipeline"},
     "measuring": {"tracing", "costing", "runtime", "verification", "pipeline", "probing"},
-    "wrappers": {"recording", "measuring", "tracing", "runtime", "verification", "pipeline", "probing", "distributed"},
+    "wrappers": {
+        "resuming",
+        "recording",
+        "measuring",
+        "tracing",
+        "runtime",
+        "verification",
+        "pipeline",
+        "probing",
+        "distributed",
+    },
 }
 """Shared torch code, and who may import it."""
 MOST_LINES = 500

@@ -8,18 +8,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plimsoll.errors import RankFailed, RankMissing, RanksDiffer
+    from plimsoll.distributed.loading import Checkpoint, latest_step, load_checkpoint
+    from plimsoll.distributed.saving import save_checkpoint
+    from plimsoll.errors import CompressionMismatch, RankFailed, RankMissing, RanksDiffer
+    from plimsoll.gradient_compression.compress import compress_gradients
+    from plimsoll.gradient_compression.handle import CompressionHandle
 
 __all__ = [
+    "Checkpoint",
+    "CompressionHandle",
+    "CompressionMismatch",
     "RankFailed",
     "RankMissing",
     "RanksDiffer",
+    "compress_gradients",
+    "latest_step",
+    "load_checkpoint",
+    "save_checkpoint",
 ]
 
 _HOMES = {
+    "Checkpoint": "plimsoll.distributed.loading",
+    "CompressionHandle": "plimsoll.gradient_compression.handle",
+    "CompressionMismatch": "plimsoll.errors",
     "RankFailed": "plimsoll.errors",
     "RankMissing": "plimsoll.errors",
     "RanksDiffer": "plimsoll.errors",
+    "compress_gradients": "plimsoll.gradient_compression.compress",
+    "latest_step": "plimsoll.distributed.loading",
+    "load_checkpoint": "plimsoll.distributed.loading",
+    "save_checkpoint": "plimsoll.distributed.saving",
 }
 """The file of every name."""
 
