@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import torch
@@ -36,10 +37,22 @@ Gradients = Mapping[str, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a plan took when it was run: bytes, and the relative error of the gradient (``None``: not compared)."""
+    """What a plan took when it was run: bytes, and the relative error of the gradient (``None``: not compared).
+
+    ``note`` says it where it was not this process alone.
+    """
 
     peak_bytes: int
     error: float | None
+    note: str = ""
+
+
+class Trials(Protocol):
+    """Runs plans and measures them."""
+
+    def measure(self, plan: Plan) -> Measured:
+        """Run a plan."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,7 @@ class Trial:
 
 def confirmed(
     plan: Plan,
-    trial: Trial,
+    trial: Trials,
     *,
     resolve: Callable[[int, float], Plan],
     max_error: float | None,
@@ -120,7 +133,7 @@ def confirmed(
     )
 
 
-def error_scale(plan: Plan, trial: Trial) -> float:
+def error_scale(plan: Plan, trial: Trials) -> float:
     """How many times larger than expected the errors of a plan are, run once, with a margin; 1 for a lossless one."""
     if plan.is_lossless or not plan.predicted_error:
         return 1.0
@@ -146,7 +159,7 @@ def _scale_of(plan: Plan, measured: Measured) -> float:
 
 
 def _with_measured(plan: Plan, measured: Measured, scale: float) -> Plan:
-    note = f"run once: the measured peak was {format_bytes(measured.peak_bytes)}"
+    note = measured.note or f"run once: the measured peak was {format_bytes(measured.peak_bytes)}"
     if measured.error is not None:
         note += f", the gradient's relative error {measured.error:.2%}"
     plan = msgspec.structs.replace(plan, measured_error=measured.error, predicted_error=plan.predicted_error * scale)

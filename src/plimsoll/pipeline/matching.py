@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import PlanMismatch
-from plimsoll.recording.calling import Loss
+from plimsoll.recording.calling import Loss, split_batch
 from plimsoll.recording.fingerprint import fingerprint, signature
 from plimsoll.tracing.kernels import runs_gpu_kernels
 
@@ -58,3 +59,26 @@ def refuse_other_device(model: nn.Module, plan: Plan) -> None:
             why="a GPU's kernels save other tensors for backward than a CPU's, and the plan decides about those tensors",
             next=f"verify it on {plan.device}, or plan for this device: leave device_profile= (--device-profile) out",
         )
+
+
+def step_facts(
+    model: nn.Module, batch: Any, *, loss: Loss | None, optimizer: torch.optim.Optimizer | None
+) -> dict[str, str]:
+    """What has to be the same on ranks that plan one step together: model, batch, mode, loss, optimizer, kind of device.
+
+    Args:
+        model: as the user passed it.
+        batch: as the user passed it; shapes, types and plain values count, contents do not.
+        loss: as for ``plimsoll.plan``.
+        optimizer: as for ``plimsoll.plan``.
+
+    Raises:
+        InvalidBatch: it is no batch.
+    """
+    args, kwargs = split_batch(batch)
+    return {
+        "model": fingerprint(model),
+        "batch, mode and loss": signature(model, args, kwargs, loss=loss),
+        "optimizer": type(optimizer).__name__,
+        "device": ", ".join(sorted({parameter.device.type for parameter in model.parameters()})),
+    }

@@ -16,12 +16,14 @@ from plimsoll.artifacts.trace import Trace
 from plimsoll.costing.devices import find_device
 from plimsoll.costing.measured import measured_costs
 from plimsoll.costing.roofline import roofline_costs
+from plimsoll.pipeline.agreement import Agreement, agreement_for, described
 from plimsoll.pipeline.allowance import Allowance, read_allowance
+from plimsoll.pipeline.applying import apply_together
 from plimsoll.pipeline.budgets import read_budget, resolve_budget
-from plimsoll.pipeline.confirm import Trial, confirmed
+from plimsoll.pipeline.confirm import confirmed
 from plimsoll.pipeline.engine import measure_engine
 from plimsoll.pipeline.making import make_maker
-from plimsoll.pipeline.matching import refuse_other_model
+from plimsoll.pipeline.matching import refuse_other_model, step_facts
 from plimsoll.pipeline.request import (
     as_patterns,
     check_count,
@@ -33,8 +35,9 @@ from plimsoll.pipeline.request import (
     refuse_profiler,
     split_detached,
 )
+from plimsoll.ranks.exchange import TIMEOUT_SECONDS
 from plimsoll.recording.calling import Loss
-from plimsoll.runtime.apply import Handle, apply_plan
+from plimsoll.runtime.apply import Handle
 from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.verification.step import TrainingStep
 
@@ -56,6 +59,8 @@ def plan(
     host_budget: int | str | None = None,
     overrides: Sequence[str] = (),
     link: str | None = None,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     progress: Progress | None = None,
 ) -> Plan:
     """Decide for every saved activation what to do with it until backward, so that the training step fits ``budget``.
@@ -64,6 +69,9 @@ def plan(
     a ``device_profile``); with a budget and a real device the plan is then run once, and solved again with less where it
     takes more than predicted. Where ``allow`` opens other forms, one more step shows what they take and lose. Model,
     gradients, buffers, optimizer and random state are left as they were.
+
+    On several ranks (torchrun) all call this alike. They run the steps together, the rank with the least room solves, and
+    all return its plan, or all raise.
 
     Args:
         model: any eager PyTorch model, on its device, in the mode in which it trains.
@@ -83,6 +91,9 @@ def plan(
         host_budget: bytes that offloaded values may take at the other end of the link.
         overrides: decisions by pattern that ``auto`` respects: ``"layers.*.mlp::silu=compress:int8"``, ``"*attn*=keep"``.
         link: ``host`` or ``disk``; by default what the device calls for.
+        ranks: global ranks that plan together; by default those of the model's process groups (DDP, FSDP2, DTensor), or
+            all where it shows none.
+        timeout_seconds: how long ranks wait for each other whenever they exchange something.
         progress: told the stage and the share done.
 
     Returns:
@@ -91,7 +102,8 @@ def plan(
     Raises:
         BudgetBelowFloor: no plan fits; says the floor, who holds it, and what to do. Others as named in ``errors``:
         InvalidBudget, BudgetAboveDevice, InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, InvalidStrategy,
-        UnknownDevice, TracingFailed.
+        UnknownDevice, TracingFailed. On several ranks also RankFailed (another rank raised), RankMissing and RanksDiffer
+        (models, batch shapes, options or versions).
 
     Example:
         >>> import torch, plimsoll
@@ -102,21 +114,40 @@ def plan(
     Known weakness: bounds and costs are those of a model of the machine; only measurements speak of the machine itself.
     """
     report = progress or (lambda stage, share: None)
-    check_model(model, optimizer)
-    refuse_profiler(model)
-    read_budget(budget)
-    allowance = read_allowance(
-        strategies=(strategy,),
-        allow=allow,
-        max_error=max_error,
-        host_budget=host_budget,
-        overrides=overrides,
-        link=link,
-    )
-    job = _Job(model, batch, explained_loss(loss), optimizer, report)
-    made = job.plan(budget, strategy, as_patterns(regions), device_profile, allowance)
-    report("done", 1.0)
-    return made
+    with agreement_for(model, "plan", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
+        check_model(model, optimizer)
+        refuse_profiler(model)
+        read_budget(budget)
+        allowance = read_allowance(
+            strategies=(strategy,),
+            allow=allow,
+            max_error=max_error,
+            host_budget=host_budget,
+            overrides=overrides,
+            link=link,
+        )
+        patterns, explained = as_patterns(regions), explained_loss(loss)
+        agreement.same(
+            "what to plan",
+            {
+                **step_facts(model, batch, loss=explained, optimizer=optimizer),
+                **described(
+                    strategy=strategy,
+                    regions=patterns,
+                    device_profile=device_profile,
+                    allow=allowance.allow,
+                    max_error=allowance.max_error,
+                    overrides=tuple(overrides),
+                    link=link,
+                    has_budget=budget is not None,
+                ),
+            },
+        )
+        job = _Job(model, batch, agreement.patient(explained), optimizer, report, agreement)
+        made = job.plan(budget, strategy, patterns, device_profile, allowance)
+        agreement.same_plan(made)
+        report("done", 1.0)
+        return made
 
 
 class _Job:
@@ -129,12 +160,14 @@ class _Job:
         loss: Loss | None,
         optimizer: torch.optim.Optimizer | None,
         report: Progress,
+        agreement: Agreement,
     ) -> None:
         self._model = model
         self._batch = batch
         self._loss = loss
         self._optimizer = optimizer
         self._report = report
+        self._agreement = agreement
 
     def plan(
         self,
@@ -144,17 +177,20 @@ class _Job:
         device_profile: str | None,
         allowance: Allowance,
     ) -> Plan:
-        traced, costs = trace_and_cost(
-            self._model,
-            self._batch,
-            loss=self._loss,
-            optimizer=self._optimizer,
-            regions=regions,
-            device_profile=device_profile,
-            progress=part_of(self._report, 0.0, 0.5),
-        )
-        budget_bytes = resolve_budget(budget, costs)
-        maker = make_maker(traced, costs, allowance, budget_bytes, self._step, part_of(self._report, 0.5, 0.7))
+        agreement = self._agreement
+        with agreement.stepping():
+            traced, costs = trace_and_cost(
+                self._model,
+                self._batch,
+                loss=self._loss,
+                optimizer=self._optimizer,
+                regions=regions,
+                device_profile=device_profile,
+                progress=part_of(self._report, 0.0, 0.5),
+            )
+        own_bytes = resolve_budget(budget, costs)
+        maker = make_maker(traced, costs, allowance, own_bytes, self._step, part_of(self._report, 0.5, 0.7), agreement)
+        budget_bytes = maker.budget_bytes
         solved = maker.solve(budget_bytes, strategy)
         if traced.is_fake or not solved.status.is_usable or (budget_bytes is None and maker.gradients is None):
             return solved
@@ -164,7 +200,7 @@ class _Job:
 
         return confirmed(
             solved,
-            Trial(self._step(), maker.gradients),
+            maker.trial(self._step()),
             resolve=resolve,
             max_error=allowance.most_error(strategy),
             progress=part_of(self._report, 0.7, 1.0),
@@ -175,12 +211,20 @@ class _Job:
         return TrainingStep(self._model, args, kwargs, loss=self._loss, optimizer=self._optimizer)
 
 
-def apply(model: nn.Module, plan: Plan, *, sentinel_every: int = 1, verify_every: int = 0) -> Handle:
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    sentinel_every: int = 1,
+    verify_every: int = 0,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Handle:
     """Manage ``model`` as ``plan`` says, until ``handle.remove()`` or the end of the ``with`` block.
 
     The model's code, parameters and ``state_dict`` stay as they are; a region that keeps everything is not touched at
     all. The first call of each managed region records and verifies it (about three times the forward), later calls run
-    with two hooks and a guard.
+    with two hooks and a guard. On several ranks all apply the identical plan, or none does.
 
     Args:
         model: the model that the plan was made for.
@@ -191,6 +235,8 @@ def apply(model: nn.Module, plan: Plan, *, sentinel_every: int = 1, verify_every
             dropped tensors were goes to the disk (from a GPU to host memory) and is compared with what comes back. A
             mismatch is warned of and noted in ``handle.faults``; backward gets the true tensor, and the region is served
             without recipes from then on. 0: never.
+        ranks: as for ``plan``.
+        timeout_seconds: as for ``plan``.
 
     Returns:
         A handle; also a context manager.
@@ -199,18 +245,21 @@ def apply(model: nn.Module, plan: Plan, *, sentinel_every: int = 1, verify_every
         PlanMismatch: the plan was made for another model (both fingerprints are shown), or one is at work already.
         PlanNotUsable: it is no plan, or its status says that there is nothing to apply.
         InvalidOption: ``sentinel_every`` below 1, or ``verify_every`` below 0.
+        RanksDiffer: another rank has another plan; RankFailed: it could not apply it; RankMissing: it did not come.
 
     Example:
         >>> with plimsoll.apply(model, plan):  # doctest: +SKIP
         ...     for batch in batches:
         ...         model(**batch).loss.backward()
     """
-    check_module(model)
-    check_plan(plan)
-    check_count("sentinel_every", sentinel_every, least=1)
-    check_count("verify_every", verify_every, least=0)
-    refuse_other_model(model, plan)
-    return apply_plan(model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
+    with agreement_for(model, "apply", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
+        check_module(model)
+        check_plan(plan)
+        check_count("sentinel_every", sentinel_every, least=1)
+        check_count("verify_every", verify_every, least=0)
+        refuse_other_model(model, plan)
+        agreement.same_plan(plan)
+        return apply_together(agreement, model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
 
 
 def load(path: str | Path) -> Plan:

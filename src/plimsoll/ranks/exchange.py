@@ -43,7 +43,7 @@ def exchange(
     Raises:
         RankMissing: some rank did not come in time; it is raised on all ranks, also on the late ones.
     """
-    meeting = _Meeting.arrive(world, topic, message, timeout_seconds)
+    meeting = Meeting.arrive(world, topic, message, timeout_seconds)
     return meeting.collect()
 
 
@@ -65,7 +65,7 @@ def together(world: World, topic: str, *, timeout_seconds: float = TIMEOUT_SECON
     try:
         yield
     except Exception as error:
-        _Meeting.arrive(world, topic, _FAILED + _said(error).encode(), timeout_seconds)
+        Meeting.arrive(world, topic, _FAILED + _said(error).encode(), timeout_seconds)
         raise
     answers = exchange(world, topic, _FINE, timeout_seconds=timeout_seconds)
     failed = {
@@ -87,8 +87,8 @@ def _said(error: Exception) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
-    """One exchange: its keys in the store."""
+class Meeting:
+    """One exchange, as one rank sees it: its keys in the store."""
 
     world: World
     topic: str
@@ -96,7 +96,7 @@ class _Meeting:
     timeout_seconds: float
 
     @classmethod
-    def arrive(cls, world: World, topic: str, message: bytes, timeout_seconds: float) -> _Meeting:
+    def arrive(cls, world: World, topic: str, message: bytes, timeout_seconds: float) -> Meeting:
         """Leave a message. The last rank to come declares the exchange complete."""
         turn = world.store.add(f"{topic}/turn/{world.rank}", 1)
         meeting = cls(world, topic, turn, timeout_seconds)
@@ -117,6 +117,28 @@ class _Meeting:
             for key in (*keys, *map(self._key, ("arrived", "verdict", "read"))):
                 store.delete_key(key)
         return tuple(messages)
+
+    def is_complete_within(self, seconds: float) -> bool:
+        """Whether all ranks have come, or come in so many seconds; nothing is decided by asking."""
+        try:
+            self.world.store.wait([self._key("verdict")], datetime.timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            return False
+        return True
+
+    def note(self, name: str, text: str) -> str:
+        """Write something beside the messages, unless a rank has done so already; what is there then."""
+        noted: bytes = self.world.store.compare_set(self._key(name), "", text)
+        return noted.decode()
+
+    def noted(self, name: str) -> str:
+        """What some rank has written under this name; empty where none has."""
+        key = self._key(name)
+        return self.world.store.get(key).decode() if self.world.store.check([key]) else ""
+
+    def message_of(self, rank: int) -> bytes:
+        """The message of a rank that has come."""
+        return self.world.store.get(self._key(rank))
 
     def _key(self, what: int | str) -> str:
         return f"{self.topic}/{self.turn}/{what}"
