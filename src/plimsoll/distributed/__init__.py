@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from plimsoll.distributed.loading import Checkpoint, latest_step, load_checkpoint
+    from plimsoll.distributed.pipeline_stages import ScheduleAttachment, attach_schedule
     from plimsoll.distributed.saving import save_checkpoint
     from plimsoll.errors import CompressionMismatch, RankFailed, RankMissing, RanksDiffer
     from plimsoll.gradient_compression.compress import compress_gradients
@@ -21,6 +22,8 @@ __all__ = [
     "RankFailed",
     "RankMissing",
     "RanksDiffer",
+    "ScheduleAttachment",
+    "attach_schedule",
     "compress_gradients",
     "latest_step",
     "load_checkpoint",
@@ -34,6 +37,8 @@ _HOMES = {
     "RankFailed": "plimsoll.errors",
     "RankMissing": "plimsoll.errors",
     "RanksDiffer": "plimsoll.errors",
+    "ScheduleAttachment": "plimsoll.distributed.pipeline_stages",
+    "attach_schedule": "plimsoll.distributed.pipeline_stages",
     "compress_gradients": "plimsoll.gradient_compression.compress",
     "latest_step": "plimsoll.distributed.loading",
     "load_checkpoint": "plimsoll.distributed.loading",

@@ -83,6 +83,8 @@ class MeasuredStep:
         self._versions = [parameter._version for parameter in self._parameters]
         self.static_bytes = storage_bytes([*self._parameters, *model.buffers(), *gradients, *batch], self._device)
         self.has_failed = False
+        self.has_trained = False
+        """Set by those who know; otherwise gradients, or parameters that were written, tell."""
         self._meter: PeakMeter | None = None
         if not is_profiled():
             self._meter = PeakMeter(self._device)
@@ -102,7 +104,7 @@ class MeasuredStep:
             self._meter = None  # somebody else's profiler has taken over; stopping ours would stop theirs
             return False
         meter.__exit__(None, None, None)
-        return not self.has_failed and self._has_trained()
+        return not self.has_failed and (self.has_trained or self._has_trained())
 
     @property
     def step_peak_bytes(self) -> int:

@@ -1,0 +1,171 @@
+"""What each rank of a pipeline does in the tests: real schedules over stages of transformers' architectures."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from transformers import GPT2Config, LlamaConfig
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from plimsoll.distributed.pipeline_stages import ScheduleAttachment, attach_schedule
+from plimsoll.measuring.memory import PeakMeter, storage_bytes
+
+HIDDEN, SEQUENCE, VOCABULARY, MICRO_BATCH = 32, 32, 64, 2
+LAYERS = 4
+SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+MULTI = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+class LlamaPart(nn.Module):
+    """Some layers of a Llama; the first part embeds, the last one has the head."""
+
+    def __init__(self, first: int, last: int, count: int) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=HIDDEN, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=count
+        )
+        self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN) if first == 0 else None
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer(config, i) for i in range(first, last)})
+        self.norm = LlamaRMSNorm(HIDDEN) if last == count else None
+        self.lm_head = nn.Linear(HIDDEN, VOCABULARY, bias=False) if last == count else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.embed_tokens is not None:
+            hidden = self.embed_tokens(hidden)
+        positions = torch.arange(hidden.shape[1])[None]
+        rotary = self.rotary_emb(hidden, positions)
+        for layer in self.layers.values():
+            hidden = layer(hidden, position_embeddings=rotary, position_ids=positions)
+        if self.norm is not None and self.lm_head is not None:
+            hidden = self.lm_head(self.norm(hidden))
+        return hidden
+
+
+class Gpt2Part(nn.Module):
+    """Some blocks of a GPT-2, with dropout."""
+
+    def __init__(self, first: int, last: int, count: int) -> None:
+        super().__init__()
+        config = GPT2Config(n_embd=HIDDEN, n_head=2, n_layer=count, attn_implementation="sdpa")
+        self.wte = nn.Embedding(VOCABULARY, HIDDEN) if first == 0 else None
+        self.h = nn.ModuleDict({str(i): GPT2Block(config, layer_idx=i) for i in range(first, last)})
+        self.head = nn.Linear(HIDDEN, VOCABULARY) if last == count else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.wte is not None:
+            hidden = self.wte(hidden)
+        for block in self.h.values():
+            out = block(hidden)
+            hidden = out[0] if isinstance(out, tuple) else out
+        return hidden if self.head is None else self.head(hidden)
+
+
+PARTS: dict[str, Callable[[int, int, int], nn.Module]] = {"llama": LlamaPart, "gpt2": Gpt2Part}
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class Pipeline:
+    """One rank's stages under a schedule, always built alike."""
+
+    def __init__(self, family: str, name: str, *, micro_batches: int = 0, layers: int = LAYERS) -> None:
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        if name in SINGLE:
+            indices, count = [rank], ranks
+        elif name == "zbv":
+            indices, count = [rank, 2 * ranks - 1 - rank], 2 * ranks
+        else:
+            indices, count = [rank, rank + ranks], 2 * ranks
+        layers = max(layers, count)
+        per_stage = layers // count
+        self.parts = []
+        for index in indices:
+            torch.manual_seed(index)
+            self.parts.append(PARTS[family](index * per_stage, (index + 1) * per_stage, layers))
+        self.micro_batches = micro_batches or 2 * ranks
+        stages = [
+            PipelineStage(part, index, count, torch.device("cpu")) for part, index in zip(self.parts, indices, strict=True)
+        ]
+        kind: Any = SINGLE.get(name) or MULTI[name]
+        of = stages[0] if name in ("gpipe", "1f1b") else stages
+        self.schedule = kind(of, self.micro_batches, loss_fn=loss)
+        self.is_first, self.is_last = 0 in indices, count - 1 in indices
+
+    def step(self, seed: int) -> list[torch.Tensor]:
+        """Train one step; the losses, and every gradient."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.micro_batches * MICRO_BATCH, SEQUENCE)
+        tokens = torch.randint(VOCABULARY, shape, generator=generator)
+        target = torch.randint(VOCABULARY, shape, generator=generator)
+        losses: list[torch.Tensor] = []
+        torch.manual_seed(seed)
+        self.schedule.step(
+            *([tokens] if self.is_first else []),
+            **({"target": target, "losses": losses} if self.is_last else {}),
+        )
+        return [*losses, *(p.grad for part in self.parts for p in part.parameters() if p.grad is not None)]
+
+    def zero(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+
+def equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def measured_peak(run: Callable[[], object], static: Sequence[torch.Tensor]) -> int:
+    gc.collect()
+    with PeakMeter() as meter:
+        run()
+    return storage_bytes(static) + meter.peak_bytes
+
+
+def gradients_of(payload: dict[str, Any]) -> dict[str, Any]:
+    """Steps without a budget, under one, and after ``remove``, for each family and schedule."""
+    found = {}
+    for family, name in payload["cases"]:
+        found[f"{family} {name}"] = _gradients(family, name, payload.get("budget", "1GiB"))
+    return found
+
+
+def _gradients(family: str, name: str, budget: str | float) -> dict[str, Any]:
+    plain, managed = Pipeline(family, name), Pipeline(family, name)
+    handle = attach_schedule(managed.schedule, budget)
+    same = []
+    for seed in range(4):
+        same.append(equal(plain.step(seed), managed.step(seed)))
+        plain.zero()
+        managed.zero()
+    report = handle.report
+    handle.remove()
+    return {
+        "same": same,
+        "budget": report.budget_bytes,
+        "predicted": report.predicted_peak_bytes,
+        "measured": report.measured_peak_bytes,
+        "text": str(report),
+        "extra": [stage.predicted_extra_seconds for stage in report.stages],
+    }
