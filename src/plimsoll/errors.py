@@ -28,6 +28,7 @@
     ├── ProbeRunUnusable       a run directory that cannot be read or written
     ├── CheckpointMismatch     a checkpoint of another model, optimizer or world size, or none at all
     ├── CheckpointUnusable     a checkpoint that cannot be written, or that is damaged or of a newer schema
+    ├── CompressionMismatch    the saved state of another gradient compression
     ├── RankError              something about other ranks
     │   ├── RankMissing            one did not come to an exchange in time
     │   ├── RankFailed             one failed in what all do together
@@ -164,6 +165,10 @@ class CheckpointMismatch(PlimsollError):
 
 class CheckpointUnusable(PlimsollError):
     """The checkpoint cannot be written or read; nothing that was there before has changed."""
+
+
+class CompressionMismatch(PlimsollError):
+    """A saved state of gradient compression that belongs to another method, model, rank or number of ranks."""
 
 
 class RankError(PlimsollError):

@@ -1,0 +1,40 @@
+"""A bucket of DDP in, a promise of its mean out: the one hook that DDP's reducer takes, and who answers it at the moment.
+
+Without ``from __future__ import annotations``: DDP compares a hook's annotations with classes, not with names.
+"""
+
+from typing import Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+
+Reduced: TypeAlias = torch.futures.Future[torch.Tensor]
+"""The bucket's memory, once it is averaged."""
+
+
+class Answer(Protocol):
+    """Averages buckets."""
+
+    def reduce(self, bucket: GradBucket) -> Reduced:
+        """Average a bucket, now or soon."""
+        ...
+
+
+class Switch:
+    """What DDP holds on to: compression while there is one, otherwise the all-reduce that DDP would do."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.answer: Answer | None = None
+
+
+def reduce_bucket(switch: Switch, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP calls for every bucket."""
+    if switch.answer is not None:
+        return switch.answer.reduce(bucket)
+    flat = bucket.buffer().mul_(1 / switch.group.size())
+    work = dist.all_reduce(flat, group=switch.group, async_op=True)
+    assert work is not None, "it is asynchronous"
+    reduced: Reduced = work.get_future().then(lambda future: future.value()[0])
+    return reduced
