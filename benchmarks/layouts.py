@@ -1,0 +1,308 @@
+"""Training under a budget on several ranks: gradients, peaks and collectives of every layout, with and without a plan.
+
+    python -m benchmarks.layouts [LAYOUT …] [--ranks 2 4] [--size tiny|cpu]
+
+Every rank is a process of torchrun's agent, with gloo. On each, the same training runs twice from the same weights: as it is,
+and under ``plimsoll.attach`` (pipelines: ``plimsoll.distributed.attach_schedule``) with a budget between the lowest peak and
+the unmanaged one. Peaks are allocator events, collectives the sequence numbers of torch's process groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _world
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import plimsoll
+from benchmarks.launching import launch
+from benchmarks.machine import device_name, device_slug, versions
+from benchmarks.models.data import text_ids
+from benchmarks.page import format_mib, format_table
+from plimsoll.measuring.memory import PeakMeter, storage_bytes
+
+_RESULTS = Path(__file__).parent / "results"
+_SIZES = {
+    "tiny": ({"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 256}, 2, 64),
+    "cpu": ({"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "vocab_size": 1024}, 2, 256),
+}
+_SETTLED = 3
+"""Steps until the plan for the budget stands."""
+_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One layout on so many ranks, and the share of the way from the lowest peak to the unmanaged one."""
+
+    layout: str
+    ranks: int
+    size: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What one rank saw."""
+
+    rank: int
+    unmanaged_peak_bytes: int
+    floor_bytes: int
+    budget_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    collectives_without: int
+    collectives_with: int
+    compared: int
+    differing: tuple[str, ...]
+    """Steps and parameters whose gradients, or weights at the end, are not equal bit for bit."""
+    dropped: int
+    """Values that the plan makes again."""
+
+
+@dataclass(slots=True)
+class Setup:
+    """A model on its layout, with the batch of this rank and what a step of training is."""
+
+    model: nn.Module
+    batch: dict[str, Any]
+    optimizer: torch.optim.Optimizer
+
+    def step(self) -> None:
+        """Forward and backward; the caller looks at the gradients before the optimizer steps."""
+        self.model(**self.batch).loss.backward()
+
+
+def _llama(size: str) -> tuple[LlamaForCausalLM, int, int]:
+    shape, batch, length = _SIZES[size]
+    config = LlamaConfig(
+        **shape,
+        num_attention_heads=shape["hidden_size"] // 16,
+        num_key_value_heads=shape["hidden_size"] // 16,
+        max_position_embeddings=length,
+        attn_implementation="sdpa",
+        attention_dropout=0.1,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config), batch, length
+
+
+def _ddp(model: LlamaForCausalLM, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def _fsdp2(model: LlamaForCausalLM, mesh: DeviceMesh) -> nn.Module:
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _tensor_parallel(model: LlamaForCausalLM, mesh: DeviceMesh) -> nn.Module:
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan = {f"self_attn.{name}_proj": columns for name in "qkv"} | {"self_attn.o_proj": rows}
+    plan |= {"mlp.gate_proj": columns, "mlp.up_proj": columns, "mlp.down_proj": rows}
+    for block in model.model.layers:
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def _fsdp2_of_tensor_parallel(model: LlamaForCausalLM, mesh: DeviceMesh) -> nn.Module:
+    return _fsdp2(_tensor_parallel(model, mesh["tp"]), mesh["dp"])
+
+
+_BUILD: Mapping[str, Callable[[LlamaForCausalLM, DeviceMesh], nn.Module]] = {
+    "ddp": _ddp,
+    "fsdp2": _fsdp2,
+    "tp": _tensor_parallel,
+    "fsdp2 x tp": _fsdp2_of_tensor_parallel,
+}
+
+
+def _mesh(layout: str, ranks: int) -> DeviceMesh:
+    if layout == "fsdp2 x tp":
+        return init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh("cpu", (ranks,))
+
+
+def _setup(case: Case) -> Setup:
+    model, batch, length = _llama(case.size)
+    mesh = _mesh(case.layout, case.ranks)
+    ranks_of_data = mesh["dp"].size() if case.layout == "fsdp2 x tp" else 1 if case.layout == "tp" else case.ranks
+    replica = dist.get_rank() * ranks_of_data // case.ranks
+    ids = text_ids(batch * ranks_of_data, length)[replica * batch : (replica + 1) * batch]
+    spread = _BUILD[case.layout](model, mesh)
+    torch.manual_seed(1 + replica)
+    return Setup(spread, {"input_ids": ids, "labels": ids.clone()}, torch.optim.SGD(spread.parameters(), lr=0.1))
+
+
+def measure(case: Case) -> Facts:
+    """Train without and with a budget on this rank, and compare."""
+    warnings.simplefilter("ignore")
+    plain = _setup(case)
+    expected = _Run(plain)
+    expected.go()
+    managed = _setup(case)
+    none = plimsoll.plan(managed.model, managed.batch, strategy="none")
+    floor_bytes, ceiling_bytes = none.floor_bytes, none.predicted_peak_bytes
+    budget_bytes = floor_bytes + round(case.share * (ceiling_bytes - floor_bytes))
+    found = _Run(managed)
+    with plimsoll.attach(managed.model, budget_bytes, optimizer=managed.optimizer) as attachment:
+        found.go()
+        assert attachment.plan is not None
+        plan = attachment.plan
+    return Facts(
+        rank=dist.get_rank(),
+        unmanaged_peak_bytes=expected.peak_bytes,
+        floor_bytes=floor_bytes,
+        budget_bytes=budget_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        measured_peak_bytes=found.peak_bytes,
+        collectives_without=expected.collectives,
+        collectives_with=found.collectives,
+        compared=len(expected.seen),
+        differing=tuple(name for name, value in expected.seen.items() if not torch.equal(value, found.seen[name])),
+        dropped=sum(len(region.dropped) for region in plan.regions),
+    )
+
+
+class _Run:
+    """Some steps of training: every gradient, the weights at the end, and peak and collectives of a settled step."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self.seen: dict[str, torch.Tensor] = {}
+        self.peak_bytes = 0
+        self.collectives = 0
+
+    def go(self) -> None:
+        setup = self._setup
+        for step in range(_STEPS):
+            if step < _SETTLED:
+                setup.step()
+            else:
+                self._measured()
+            self._note(f"step {step}, gradient of", {n: p.grad for n, p in setup.model.named_parameters()})
+            setup.optimizer.step()
+            setup.optimizer.zero_grad()
+        self._note("weight", dict(setup.model.named_parameters()))
+
+    def _measured(self) -> None:
+        held = [*self._setup.model.parameters(), *self._setup.model.buffers(), *self._setup.batch.values()]
+        static_bytes = storage_bytes(map(_local, held))
+        before = _collectives()
+        with PeakMeter("cpu") as meter:
+            self._setup.step()
+        self.collectives = _collectives() - before
+        self.peak_bytes = max(self.peak_bytes, static_bytes + meter.peak_bytes)
+
+    def _note(self, what: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                self.seen[f"{what} {name}"] = _local(tensor).detach().clone()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _collectives() -> int:
+    """Collectives and transfers that this rank has started so far, in all groups."""
+    return sum(group._get_sequence_number_for_group() for group in _world.pg_map)
+
+
+def run(case: Case) -> list[Facts]:
+    """Measure a case on its ranks."""
+    return launch(case.ranks, "benchmarks.layouts:measure", case)
+
+
+def is_kept(facts: Facts) -> bool:
+    """Whether everything that is promised held on this rank."""
+    return (
+        not facts.differing
+        and facts.measured_peak_bytes <= facts.budget_bytes
+        and facts.collectives_with == facts.collectives_without
+    )
+
+
+def page_lines(found: Sequence[tuple[Case, list[Facts]]], command: str) -> Iterator[str]:
+    """The page of results."""
+    yield f"# Layouts under a budget, {datetime.datetime.now(datetime.UTC).date()}, {device_name(torch.device('cpu'))}"
+    yield ""
+    yield f"Command: `{command}`"
+    yield ""
+    yield "Versions: " + ", ".join(f"{name} {each}" for name, each in versions().items())
+    yield ""
+    yield (
+        "transformers' Llama with attention dropout on the standard library's source, gloo, one thread a rank. "
+        f"{_STEPS} steps of training without a plan and the same under `attach`; every gradient of every step and the weights "
+        "at the end are compared bit for bit on every rank. Peaks and collectives are those of the steps after the first "
+        f"{_SETTLED}. Of each case the rank with the largest measured peak is shown; *equal* and *kept* hold on all."
+    )
+    yield ""
+    head = ("layout", "ranks", "share", "floor MiB", "budget MiB", "unmanaged MiB", "predicted MiB", "measured MiB", "kept",
+            "equal tensors", "collectives without", "with")  # fmt: skip
+    yield from format_table(head, [_cells(case, facts) for case, facts in found])
+
+
+def _cells(case: Case, facts: Sequence[Facts]) -> list[str]:
+    top = max(facts, key=lambda one: one.measured_peak_bytes)
+    equal = sum(one.compared - len(one.differing) for one in facts)
+    compared = sum(one.compared for one in facts)
+    return [
+        case.layout,
+        str(case.ranks),
+        f"{case.share:.0%}",
+        format_mib(top.floor_bytes),
+        format_mib(top.budget_bytes),
+        format_mib(top.unmanaged_peak_bytes),
+        format_mib(top.predicted_peak_bytes),
+        format_mib(top.measured_peak_bytes),
+        "yes" if all(one.measured_peak_bytes <= one.budget_bytes for one in facts) else "**no**",
+        f"{equal} of {compared}",
+        str(top.collectives_without),
+        str(top.collectives_with),
+    ]
+
+
+def main() -> int:
+    """Measure every case and write the page; 1 where something promised did not hold."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.layouts")
+    parser.add_argument("layouts", nargs="*", default=list(_BUILD))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--size", choices=_SIZES, default="cpu")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.75])
+    chosen = parser.parse_args()
+    found = []
+    for layout in chosen.layouts:
+        for ranks in chosen.ranks:
+            if layout == "fsdp2 x tp" and ranks < 4:
+                continue
+            for share in chosen.shares:
+                case = Case(layout, ranks, chosen.size, share)
+                found.append((case, run(case)))
+                print(*_cells(*found[-1]), file=sys.stderr, flush=True)
+    lines = list(page_lines(found, f"python -m benchmarks.layouts {' '.join(sys.argv[1:])}".strip()))
+    stem = f"{datetime.datetime.now(datetime.UTC).date()}-{device_slug(torch.device('cpu'))}-layouts"
+    (_RESULTS / f"{stem}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+    return 0 if all(is_kept(one) for _, facts in found for one in facts) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
