@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from plimsoll.recording.opkey import dtype_name
+from plimsoll.recording.shards import layout_of
 
 _HASH_LENGTH = 12
 
@@ -23,7 +24,8 @@ def fingerprint(model: nn.Module, regions: Iterable[str] = ()) -> str:
     """``LlamaForCausalLM-1a2b3c4d5e6f``: the model's class, and a hash of its structure.
 
     The structure is the class of every submodule, and name, shape, dtype and ``requires_grad`` of every parameter and
-    buffer (a tied parameter under each of its names), and the names of the regions.
+    buffer (a tied parameter under each of its names), and the names of the regions. Of a DTensor it is the global shape, with
+    placements and mesh shape: the same on every rank.
     """
     digest = hashlib.sha256()
     for name, module in model.named_modules(remove_duplicate=False):
@@ -36,7 +38,9 @@ def fingerprint(model: nn.Module, regions: Iterable[str] = ()) -> str:
         for name, tensor in named:
             twin = first.setdefault(id(tensor), name)
             shape = "x".join(map(str, tensor.shape))
-            line = f"{kind} {name} {twin} {dtype_name(tensor.dtype)}[{shape}] {tensor.requires_grad}\n"
+            line = (
+                f"{kind} {name} {twin} {dtype_name(tensor.dtype)}[{shape}]{_laid_out(tensor)} {tensor.requires_grad}\n"
+            )
             digest.update(line.encode())
     for region in regions:
         digest.update(f"region {region}\n".encode())
@@ -64,7 +68,7 @@ def signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
 
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        text = f"{dtype_name(value.dtype)}[{'x'.join(map(str, value.shape))}]"
+        text = f"{dtype_name(value.dtype)}[{'x'.join(map(str, value.shape))}]{_laid_out(value)}"
         return text + "*" if value.requires_grad else text
     if isinstance(value, bool | int | float | str) or value is None:
         return repr(value)
@@ -72,6 +76,11 @@ def _describe(value: Any) -> str:
     if len(leaves) == 1 and leaves[0] is value:
         return type(value).__name__
     return f"{type(value).__name__}({', '.join(map(_describe, leaves))})"
+
+
+def _laid_out(tensor: torch.Tensor) -> str:
+    layout = layout_of(tensor)
+    return f" {layout}" if layout else ""
 
 
 def _training(model: nn.Module) -> str:

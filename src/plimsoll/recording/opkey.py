@@ -5,6 +5,7 @@ The key holds the op, the dtype, sizes and strides of its tensors, and its const
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from typing import Any
@@ -13,10 +14,13 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from plimsoll.artifacts.trace import OpSpec
+from plimsoll.recording.collectives import group_text, is_collective
 
 _LONGEST_KEY = 512
 _COLLECTIVES = "plimsoll"
 """The namespace of our stand-ins for collectives; each has an argument ``group``."""
+
+_GROUPS = frozenset({"group_name", "process_group"})
 
 _SHORT = {
     torch.float32: "f32",
@@ -57,11 +61,31 @@ def op_name(func: torch._ops.OpOverload) -> str:
 
 def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The text under which the op's seconds are kept; the long ones (lists of hundreds of tensors) end in a hash."""
-    named = "".join(f";{name}={_describe(value)}" for name, value in kwargs.items() if value is not None)
-    text = f"{func}({';'.join(map(_describe, args))}{named})"
+    groups = _groups(func)
+    named = "".join(
+        f";{name}={group_text(value) if name in groups else _describe(value)}"
+        for name, value in kwargs.items()
+        if value is not None
+    )
+    listed = (
+        group_text(value) if name in groups else _describe(value)
+        for name, value in zip(_argument_names(func), args, strict=False)
+    )
+    text = f"{func}({';'.join(listed)}{named})"
     if len(text) <= _LONGEST_KEY:
         return text
     return f"{text[: _LONGEST_KEY // 2]}…{hashlib.sha256(text.encode()).hexdigest()[:16]})"
+
+
+@functools.cache
+def _argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+@functools.cache
+def _groups(func: torch._ops.OpOverload) -> frozenset[str]:
+    """The arguments by which a collective is told its process group."""
+    return _GROUPS.intersection(_argument_names(func)) if is_collective(func) else frozenset()
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -3,6 +3,9 @@
 Every storage has a current *value*. An op that writes to it (as its schema declares) makes a new value; a view makes none.
 So the log is in static single assignment form: each value has one producer, and views cost nothing.
 
+Tensors that are DTensors turn their ops into ops on local shards and collectives by themselves; the log has those. What a
+collective returns is a value, and what waiting for it returns is a later version of the same storage.
+
 Source: the idea of functionalising in-place ops on storages is that of torch's functorch ``FunctionalTensor``; this log
 keeps the original ops and only numbers the versions. Known weakness: writes that a schema does not declare are invisible
 here; the runtime's verifying recorder finds them by comparing contents.
@@ -19,8 +22,18 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.artifacts.region import Origin
+from plimsoll.recording.collectives import (
+    IS_COLLECTIVE,
+    IS_ROUTING,
+    is_collective,
+    is_routing,
+    is_wait,
+    masks_of,
+    undeclared_writes,
+)
 from plimsoll.recording.geometry import Geometry, has_lazy_bits, is_plain
 from plimsoll.recording.opkey import cost_key, op_name
+from plimsoll.recording.shards import dispatches_itself, local_of
 from plimsoll.recording.storages import StorageTable
 
 _UNINITIALISED = frozenset(
@@ -88,6 +101,9 @@ class Signature:
     is_view: bool
     is_uninitialised: bool
     is_value_read: bool
+    is_collective: bool
+    is_wait: bool
+    is_routing: bool
 
 
 def read_schema(func: torch._ops.OpOverload) -> Signature:
@@ -105,6 +121,9 @@ def read_schema(func: torch._ops.OpOverload) -> Signature:
         is_view=func.is_view,
         is_uninitialised=name in _UNINITIALISED,
         is_value_read=name in _READS_A_VALUE,
+        is_collective=is_collective(func),
+        is_wait=is_wait(func),
+        is_routing=is_routing(func),
     )
 
 
@@ -113,13 +132,19 @@ class OpRecorder(TorchDispatchMode):
 
     Subclasses override ``execute`` to time, watch or verify the call itself, and ``current_module`` tells them where it
     happens. ``suspended`` lets the engine run ops of its own unseen.
+
+    Args:
+        current_module: the path of the module that runs now.
+        repeats_collectives: whether ops that talk to other ranks may be run again, by all ranks alike.
     """
 
     supports_higher_order_operators = True
     """Operators that take functions (flexible attention, scans) run as they are; what they make comes from outside the log."""
 
-    def __init__(self, current_module: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, current_module: Callable[[], str] = lambda: "", *, repeats_collectives: bool = False) -> None:
         super().__init__()
+        self._repeats_collectives = repeats_collectives
+        self._on_the_way: set[int] = set()
         self.table = StorageTable()
         self.values: list[RecordedValue] = []
         self.ops: list[RecordedOp] = []
@@ -132,15 +157,17 @@ class OpRecorder(TorchDispatchMode):
 
     def add_leaf(self, tensor: torch.Tensor, origin: Origin, name: str) -> int:
         """Make the tensor's storage known as something that was there before; the first name given stays."""
-        storage = self.table.add(tensor)
+        local = local_of(tensor)
+        storage = self.table.add(local)
         known = self.current.get(storage)
         if known is not None:
             return known
-        return self._new_value(storage, tensor, origin, name, producer=-1)
+        return self._new_value(storage, local, origin, name, producer=-1)
 
     def value_of(self, tensor: torch.Tensor) -> int:
         """The id of the value that the tensor shows now, ``-1`` if its storage is unknown."""
-        return self.current.get(self.table.find(tensor), -1) if is_plain(tensor) else -1
+        local = local_of(tensor)
+        return self.current.get(self.table.find(local), -1) if is_plain(local) else -1
 
     def forget_names(self) -> None:
         """Count occurrences of (module, op) from zero again, as at the start of a region."""
@@ -158,6 +185,8 @@ class OpRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if self.suspended or func.namespace in _NOT_OF_THE_STEP:
             return func(*args, **kwargs)
+        if dispatches_itself(types):
+            return NotImplemented
         signature = self._signatures.get(func)
         if signature is None:
             signature = self._signatures[func] = read_schema(func)
@@ -199,6 +228,11 @@ class OpRecorder(TorchDispatchMode):
                 obstacles.append("draws from a generator of its own")
             return value
 
+        if signature.is_collective and not self._repeats_collectives:
+            obstacles.append(IS_COLLECTIVE)
+        if signature.is_routing:
+            obstacles.append(IS_ROUTING)
+        self._keep_masks(func, args)
         op_args = tuple(template(value) for value in args)
         op_kwargs = {name: template(value) for name, value in kwargs.items()}
         return RecordedOp(
@@ -214,14 +248,31 @@ class OpRecorder(TorchDispatchMode):
             obstacle=obstacles[0] if obstacles else "",
         )
 
+    def _keep_masks(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+        """What an op selects rows by is made once: the op that made it must not run again."""
+        for mask in masks_of(func, args):
+            producer = self.values[value].producer if (value := self.value_of(mask)) >= 0 else -1
+            if producer >= 0:
+                self.ops[producer].obstacle = self.ops[producer].obstacle or IS_ROUTING
+
+    def _written(
+        self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
+    ) -> list[torch.Tensor]:
+        """The arguments whose contents are others after the op."""
+        written: list[Any] = [args[i] for i in signature.written_positions if i < len(args)]
+        written += [kwargs[name] for name in signature.written_names if name in kwargs]
+        if signature.is_collective:
+            written += undeclared_writes(op.func, args)
+        if signature.is_wait:
+            written += [tensor for tensor in flat_tensors(args) if self.table.find(tensor) in self._on_the_way]
+        return [tensor for tensor in flat_tensors(written) if is_plain(tensor)]
+
     def _close(
         self, op: RecordedOp, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
     ) -> None:
         occurrence_key = (op.module, op.name)
         outputs = flat_tensors(out)
-        written = [args[i] for i in signature.written_positions if i < len(args)]
-        written += [kwargs[name] for name in signature.written_names if name in kwargs]
-        written_storages = {self.table.add(t) for t in flat_tensors(written) if is_plain(t)}.union(op.undeclared)
+        written_storages = {self.table.add(t) for t in self._written(op, args, kwargs, signature)}.union(op.undeclared)
         fresh = [t for t in outputs if is_plain(t) and self.table.find(t) < 0]
         if not written_storages and not fresh and all(is_plain(t) for t in outputs) and outputs:
             return
@@ -252,6 +303,10 @@ class OpRecorder(TorchDispatchMode):
         op.outputs = tuple(
             Ref(self.value_of(tensor), Geometry.of(tensor)) if is_plain(tensor) else None for tensor in outputs
         )
+        if signature.is_wait:
+            self._on_the_way -= written_storages
+        elif signature.is_collective:
+            self._on_the_way |= written_storages.union(births)
 
     def _new_version(self, old: RecordedValue, name: str, producer: int) -> int:
         value = RecordedValue(

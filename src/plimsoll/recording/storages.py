@@ -3,13 +3,15 @@
 An address names a storage only while that storage lives. The table therefore holds a weak reference to every storage that
 it has seen: as long as the weak reference exists the allocator cannot hand out the same ``StorageImpl`` again, so a
 look-up by address is exact for the table's lifetime. (Keying a table by ``data_ptr`` is wrong twice: it is re-used, and
-all zero-size tensors share 0.)
+all zero-size tensors share 0.) The storage of a DTensor is that of its local shard.
 """
 
 from __future__ import annotations
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from plimsoll.recording.shards import local_of
 
 
 class StorageTable:
@@ -24,11 +26,11 @@ class StorageTable:
 
     def find(self, tensor: torch.Tensor) -> int:
         """The id of the tensor's storage, ``-1`` if the table has not met it."""
-        return self._ids.get(tensor.untyped_storage()._cdata, -1)
+        return self._ids.get(local_of(tensor).untyped_storage()._cdata, -1)
 
     def add(self, tensor: torch.Tensor) -> int:
         """The id of the tensor's storage; a new one if the table has not met it."""
-        storage = tensor.untyped_storage()
+        storage = local_of(tensor).untyped_storage()
         found = self._ids.get(storage._cdata)
         if found is not None:
             return found

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from plimsoll.errors import SavedTensorModified
+from plimsoll.recording.shards import Shell
 
 if TYPE_CHECKING:
     from plimsoll.runtime.frame import Frame
@@ -29,10 +30,11 @@ class Cell:
 
     A cell is *open* while the region runs (it holds nothing; the frame holds the tensors), then *kept* (``tensor``
     and ``version`` are set) or *dropped* (``leaves`` and ``sample`` are set). ``between`` is what ``halves`` knows of a
-    dropped cell whose backward runs in two halves.
+    dropped cell whose backward runs in two halves. Of a DTensor it is the local shard that a cell is about; ``shell`` is what
+    the DTensor is besides (``None`` for other tensors), and its version counts as well.
     """
 
-    __slots__ = ("__weakref__", "between", "frame", "index", "leaves", "sample", "tensor", "version")
+    __slots__ = ("__weakref__", "between", "frame", "index", "leaves", "sample", "shell", "tensor", "version")
 
     frame: Frame | None
     index: int
@@ -41,9 +43,11 @@ class Cell:
     leaves: tuple[Readable, ...]
     sample: torch.Tensor | None
     between: Between | None
+    shell: Shell | None
 
-    def __init__(self, frame: Frame, index: int, version: int) -> None:
+    def __init__(self, frame: Frame, index: int, version: int, shell: Shell | None = None) -> None:
         self.frame = frame
+        self.shell = shell
         self.index = index
         self.tensor = None
         self.version = version
@@ -52,12 +56,27 @@ class Cell:
         """Hold the tensor, aliased; ``version`` stays the one that it had when autograd saved it."""
         self.tensor = tensor.detach()
         self.frame = None
+        if self.shell is not None:
+            self.shell.keep()
 
     def drop(self, leaves: tuple[Readable, ...]) -> None:
         """Hold only what the recipe starts from."""
         self.leaves = leaves
         self.sample = None
         self.between = None
+        if self.shell is not None:
+            self.shell.let_go()
+
+    def version_now(self, tensor: torch.Tensor) -> int:
+        """The version of a saved tensor (a DTensor's local shard) that is still held."""
+        return tensor._version if self.shell is None else tensor._version + self.shell.version
+
+    def show(self, value: torch.Tensor) -> torch.Tensor:
+        """What autograd gets to see of a value: a DTensor where it saved one."""
+        shell = self.shell
+        if shell is None:
+            return value
+        return shell.around(value) if shell.outer is None else shell.outer
 
     def read(self) -> torch.Tensor:
         """The kept tensor.
@@ -67,8 +86,9 @@ class Cell:
         """
         tensor = self.tensor
         assert tensor is not None, "only kept cells are read by recipes"
-        if tensor._version != self.version:
-            raise modified_in_place(f"a saved tensor of shape {tuple(tensor.shape)}", self.version, tensor._version)
+        found = self.version_now(tensor)
+        if found != self.version:
+            raise modified_in_place(f"a saved tensor of shape {tuple(tensor.shape)}", self.version, found)
         return tensor
 
 

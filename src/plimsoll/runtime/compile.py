@@ -22,6 +22,7 @@ import torch
 from plimsoll.artifacts.region import RegionGraph
 from plimsoll.recording.geometry import Geometry
 from plimsoll.recording.recorder import RecordedOp, RecordedValue, Ref
+from plimsoll.recording.shards import local_of, version_of
 from plimsoll.runtime.cells import modified_in_place
 from plimsoll.schedule import BOUNDARY, NO_OP, Schedule, Segment, Step
 
@@ -35,7 +36,8 @@ class Sources:
     ``parameters``: position in the tuple that is read at the start of a call. ``protected``: those positions whose tensor
     must not have changed since forward, with the tensor's name. ``geometries``: how the cell's tensor lies on its storage,
     for values that cells hold. ``links``: the input that comes from the region before. ``packed``: values that are held in
-    another form; each is brought back by a step of its own.
+    another form; each is brought back by a step of its own. ``sharded``: positions of parameters that are DTensors;
+    recipes read their local shards.
     """
 
     parameters: Mapping[int, int]
@@ -43,6 +45,7 @@ class Sources:
     geometries: Mapping[int, Geometry]
     links: frozenset[int]
     packed: frozenset[int] = frozenset()
+    sharded: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class Recording:
     to_local: Mapping[int, int]
     generators: tuple[torch.Generator, ...]
     slot_geometries: tuple[Geometry, ...]
+    layouts: Mapping[int, Any]
+    """How a DTensor lies on its mesh, by slot."""
     output_refs: tuple[Ref | None, ...]
 
 
@@ -69,6 +74,8 @@ def compile_segments(
     namespace: dict[str, Any] = {
         "as_strided": torch.as_strided,
         "copy_storage": copy_storage,
+        "local_of": local_of,
+        "version_of": version_of,
         "tensors_of": tensors_of,
         "check_version": functools.partial(check_version, sources.protected),
         **writer.constants,
@@ -274,9 +281,11 @@ class _Writer:
             return known
         if value in self._sources.parameters:
             position = self._sources.parameters[value]
-            self._emit(f"v{value} = parameters[{position}]")
+            source, is_sharded = f"parameters[{position}]", position in self._sources.sharded
             if position in self._sources.protected:
-                self._emit(f"check_version({position}, versions[{position}], v{value}._version)")
+                version = f"version_of({source})" if is_sharded else f"{source}._version"
+                self._emit(f"check_version({position}, versions[{position}], {version})")
+            self._emit(f"v{value} = local_of({source})" if is_sharded else f"v{value} = {source}")
             geometry = self._recording.values[value].base
         elif value in self._sources.packed:
             self._emit(f"v{value} = env[{value}]")

@@ -10,8 +10,10 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.autograd import profiler
 
+from plimsoll.recording.shards import unwrapped, version_of
 from plimsoll.runtime.cells import Cell, Readable
 from plimsoll.runtime.packed import check_reader_of_sign
 from plimsoll.schedule import BOUNDARY
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Frame:
-    """The saved tensors of one call, in the order of saving."""
+    """The saved tensors of one call, in the order of saving; of DTensors the local shards."""
 
     __slots__ = (
         "_bound",
@@ -38,6 +40,7 @@ class Frame:
         "env",
         "inspection",
         "program",
+        "sharded",
         "states",
         "tensors",
     )
@@ -46,6 +49,8 @@ class Frame:
         self.program = program
         self.cells: list[Cell] = []
         self.tensors: list[torch.Tensor] = []
+        self.sharded = 0
+        """How many of them are shards."""
         self.states: dict[tuple[int, int], torch.Tensor] = {}
         self.env: dict[int, torch.Tensor] = {}
         self.inspection: Inspection | None = None
@@ -61,7 +66,13 @@ class Frame:
     def pack(self, tensor: torch.Tensor) -> Cell:
         """The pack hook: hold the tensor until the region returns."""
         cells = self.cells
-        cell = Cell(self, len(cells), tensor._version)
+        if type(tensor) is torch.Tensor or type(tensor) is nn.Parameter:
+            cell = Cell(self, len(cells), tensor._version)
+        else:
+            version = version_of(tensor)
+            tensor, shell = unwrapped(tensor)
+            cell = Cell(self, len(cells), version, shell)
+            self.sharded += shell is not None
         cells.append(cell)
         self.tensors.append(tensor)
         return cell
@@ -77,6 +88,12 @@ class Frame:
     @staticmethod
     def unpack(cell: Cell) -> torch.Tensor:
         """The unpack hook: the kept tensor, or the one that its recipe makes."""
+        value = Frame.restore(cell)
+        return value if cell.shell is None else cell.show(value)
+
+    @staticmethod
+    def restore(cell: Cell) -> torch.Tensor:
+        """The saved tensor; of a DTensor the local shard."""
         if cell.tensor is not None:
             return cell.read()
         frame = cell.frame
@@ -117,7 +134,7 @@ class Frame:
         program = self.program
         assert program is not None
         self._bound = parameters
-        self._versions = tuple([parameter._version for parameter in parameters])
+        self._versions = tuple([version_of(parameter) for parameter in parameters])
         self._waiting = waiting
         self._code = program.code
         self._seen = [] if program.is_learning else None

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from plimsoll.recording.calling import output_tensors
 from plimsoll.recording.geometry import Geometry
+from plimsoll.recording.shards import local_of, version_of
 from plimsoll.runtime.cells import Cell, Readable
 from plimsoll.runtime.frame import Frame, Link
 from plimsoll.runtime.program import Program
@@ -58,9 +59,9 @@ class LinkTable:
                 continue
             self._offers.append(
                 _Offer(
-                    StorageWeakRef(tensor.untyped_storage()),
-                    Geometry.of(tensor),
-                    tensor._version,
+                    StorageWeakRef(local_of(tensor).untyped_storage()),
+                    Geometry.of(local_of(tensor)),
+                    version_of(tensor),
                     frame,
                     leaves,
                     position,
@@ -72,13 +73,14 @@ class LinkTable:
         return self.link_to(inputs[program.link_position])
 
     def link_to(self, tensor: torch.Tensor) -> Link | None:
-        storage = tensor.untyped_storage()._cdata
+        local = local_of(tensor)
+        storage = local.untyped_storage()._cdata
         for offer in self._offers:
             if (
                 not offer.reference.expired()
                 and offer.reference.cdata == storage
-                and offer.geometry == Geometry.of(tensor)
-                and offer.version == tensor._version
+                and offer.geometry == Geometry.of(local)
+                and offer.version == version_of(tensor)
             ):
                 return Link(offer.frame, offer.leaves, offer.position)
         return None

@@ -18,6 +18,7 @@ from plimsoll.codecs.registry import find_codec
 from plimsoll.errors import ReplayMismatch, SavedTensorModified
 from plimsoll.links.protocol import Link, Ticket
 from plimsoll.recording.geometry import Geometry
+from plimsoll.recording.shards import Shell
 from plimsoll.runtime.cells import Readable, modified_in_place
 from plimsoll.runtime.choosing import Choice
 
@@ -29,21 +30,29 @@ class Source:
     """A saved tensor while it is still held, and whether it is what forward saved.
 
     A write to it is one that the unmanaged model would stumble over too, so it must not slip into what is held or copied.
+
+    Args:
+        tensor: of a DTensor the local shard.
+        shell: what the DTensor is besides.
     """
 
-    __slots__ = ("_seen", "_version", "whole")
+    __slots__ = ("_outer", "_seen", "_version", "whole")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, shell: Shell | None = None) -> None:
         self._seen = tensor.detach()  # shares its version counter, which ``whole`` does not
-        self._version = tensor._version
+        self._outer = None if shell is None or shell.outer is None else shell.outer.detach()
+        self._version = self._version_now()
         self.whole = whole_storage(tensor)
 
     def damage(self) -> SavedTensorModified | None:
         """The error to raise where the tensor is read, if it was written in place."""
-        found = self._seen._version
+        found = self._version_now()
         if found == self._version:
             return None
         return modified_in_place(f"a saved tensor of shape {tuple(self._seen.shape)}", self._version, found)
+
+    def _version_now(self) -> int:
+        return self._seen._version + (0 if self._outer is None else self._outer._version)
 
 
 class Encoded:

@@ -15,6 +15,7 @@ from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.errors import ReplayMismatch
 from plimsoll.recording.bits import same_bits
 from plimsoll.recording.geometry import Geometry
+from plimsoll.recording.shards import is_sharded, local_of, settled, version_of
 from plimsoll.runtime.cells import Cell, Copy, Readable
 from plimsoll.runtime.choosing import Choice, choose
 from plimsoll.runtime.compile import Recording, SegmentFunction, Sources, compile_segments, copy_storage
@@ -97,13 +98,7 @@ class Program:
         self._solo: dict[int, SegmentFunction] = {}
         self._boundary: Code | None = None
         self._cell_of, self._input_of = self._find_sources()
-        self._sources = Sources(
-            parameters={value: position for position, (value, _) in enumerate(parameters)},
-            protected={i: f"{s.name} of region {name!r}" for i, s in enumerate(self._parameters) if s.is_checked},
-            geometries=self._leaf_geometries(),
-            links=frozenset() if choice.link is None else frozenset({choice.link}),
-            packed=frozenset(choice.packed),
-        )
+        self._sources = self._name_sources([value for value, _ in parameters])
         order = tuple(slot for slot in graph.backward_order if slot in dropped)
         self.code = self._compile(order)
         self._plan_leaves()
@@ -169,6 +164,8 @@ class Program:
         tensors = frame.tensors
         if len(tensors) != len(self._specs) or node_count not in self._node_counts:
             return False
+        if not self._lies_alike(frame):
+            return False
         for tensor, (size, dtype, stride, offset) in zip(tensors, self._specs, strict=True):
             if (
                 tensor.shape != size
@@ -180,7 +177,15 @@ class Program:
             if tensors[first].untyped_storage()._cdata != tensors[second].untyped_storage()._cdata:
                 return False
         cells = frame.cells
-        return all(tensors[index]._version == cells[index].version for index in self._dropped_slots)
+        return all(cells[index].version_now(tensors[index]) == cells[index].version for index in self._dropped_slots)
+
+    def _lies_alike(self, frame: Frame) -> bool:
+        """Whether the same slots are DTensors, each with the same mesh, placements and global shape."""
+        layouts = self._recording.layouts
+        if frame.sharded != len(layouts):
+            return False
+        shells = ((frame.cells[index].shell, layout) for index, layout in layouts.items())
+        return all(shell is not None and shell.layout == layout for shell, layout in shells)
 
     def finish(
         self, frame: Frame, inputs: Sequence[torch.Tensor], versions: Sequence[int], link: Link | None
@@ -229,7 +234,7 @@ class Program:
                 return self._pack(frame)
         tensors = frame.tensors
         for packing in self._packing:
-            source = Source(tensors[packing.slots[0]])
+            source = Source(tensors[packing.slots[0]], frame.cells[packing.slots[0]].shell)
             seed = zlib.crc32(f"{self.name}/{self.call}/{packing.value}/{self._calls}".encode())
             try:
                 with torch._C._AutoDispatchBelowAutograd():
@@ -378,6 +383,17 @@ class Program:
         }
         return cell_of, input_of
 
+    def _name_sources(self, parameters: Sequence[int]) -> Sources:
+        sources = self._parameters
+        return Sources(
+            parameters={value: position for position, value in enumerate(parameters)},
+            protected={i: f"{s.name} of region {self.name!r}" for i, s in enumerate(sources) if s.is_checked},
+            geometries=self._leaf_geometries(),
+            links=frozenset() if self.choice.link is None else frozenset({self.choice.link}),
+            packed=frozenset(self.choice.packed),
+            sharded=frozenset(i for i, s in enumerate(sources) if is_sharded(s.holder[s.key])),
+        )
+
     def _find_twins(self) -> tuple[tuple[int, int], ...]:
         """Slots that showed one tensor from outside while recording; it is read, or packed, through the first of them."""
         first: dict[int, int] = {}
@@ -461,14 +477,16 @@ class Program:
     def _copy_inputs(self, inputs: Sequence[torch.Tensor], versions: Sequence[int]) -> dict[int, Readable] | None:
         copies: dict[int, Readable] = {}
         for value, position in self._input_of.items():
-            tensor = inputs[position].detach()
-            if tensor._version != versions[position] or Geometry.of(tensor) != self._recording.values[value].base:
+            if version_of(inputs[position]) != versions[position]:
+                return None
+            tensor = settled(inputs[position]).detach()
+            if Geometry.of(tensor) != self._recording.values[value].base:
                 return None
             copies[value] = Copy(copy_storage(tensor))
         return copies
 
     def _read_parameters(self) -> tuple[torch.Tensor, ...]:
         return tuple(
-            source.holder[source.key].detach().clone() if source.is_copied else source.holder[source.key]
+            local_of(source.holder[source.key]).detach().clone() if source.is_copied else source.holder[source.key]
             for source in self._parameters
         )

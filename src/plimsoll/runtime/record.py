@@ -15,9 +15,10 @@ from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.region import Origin
 from plimsoll.recording.calling import call_tensors, output_tensors
 from plimsoll.recording.geometry import Geometry, has_lazy_bits, is_plain
-from plimsoll.recording.graph import SlotRecord, build_region_graph, default_order
+from plimsoll.recording.graph import LocalIds, SlotRecord, build_region_graph, default_order
 from plimsoll.recording.modules import ModuleStack
 from plimsoll.recording.recorder import RecordedOp, Ref
+from plimsoll.recording.shards import local_of, settled, version_of
 from plimsoll.runtime.cells import Cell
 from plimsoll.runtime.choosing import choose
 from plimsoll.runtime.compile import Recording
@@ -54,12 +55,13 @@ class _RecordingFrame(Frame):
 
     def pack(self, tensor: torch.Tensor) -> Cell:
         recorder = self.recorder
+        local = settled(tensor)
         recorder.suspended, before = True, recorder.suspended
         recorder.points.at_slot(len(self.records))
         recorder.suspended = before
-        if is_plain(tensor) and not has_lazy_bits(tensor):
-            value = recorder.add_leaf(tensor, Origin.EXTERNAL, "external")
-            self.records.append(SlotRecord(value=value, storage=recorder.table.find(tensor)))
+        if is_plain(local) and not has_lazy_bits(local):
+            value = recorder.add_leaf(local, Origin.EXTERNAL, "external")
+            self.records.append(SlotRecord(value=value, storage=recorder.table.find(local)))
         else:
             self.records.append(SlotRecord(value=-1))
         return super().pack(tensor)
@@ -74,7 +76,7 @@ class _Watched:
     sources: dict[int, ParameterSource]
     inputs: list[torch.Tensor]
     input_values: list[tuple[int, int]]
-    """Position and value of every input that is a plain tensor."""
+    """Position and value of every input that is a plain tensor, or a DTensor of one."""
     versions: list[int]
     output: Any
     first_node: int
@@ -140,8 +142,10 @@ def _watch(
     recorder = VerifyingRecorder(lambda: stack.path, RandomPoints(generators))
     sources = _register(recorder, module)
     inputs = call_tensors(args, kwargs)
-    input_values = [(i, recorder.add_leaf(t, Origin.INPUT, f"input:{i}")) for i, t in enumerate(inputs) if is_plain(t)]
-    versions = [tensor._version for tensor in inputs]
+    input_values = [
+        (i, recorder.add_leaf(t, Origin.INPUT, f"input:{i}")) for i, t in enumerate(inputs) if is_plain(local_of(t))
+    ]
+    versions = [version_of(tensor) for tensor in inputs]
     recorder.mark_outside()
     frame = _RecordingFrame(recorder)
     reads = _HostReads()
@@ -167,7 +171,7 @@ def _obstacle(call: _Watched) -> str:
     recorder = call.recorder
     if recorder.value_reads or call.host_reads:
         return "it reads the value of a tensor (a branch on data)"
-    recorder.notice([*call.frame.tensors, *output_tensors(call.output)])
+    recorder.notice([*call.frame.tensors, *map(local_of, output_tensors(call.output))])
     if recorder.has_hidden_writes:
         return "it writes to memory in a way that PyTorch does not see (numpy, raw pointers)"
     if any(value in call.sources for _, value in call.input_values):
@@ -202,7 +206,7 @@ def _register(recorder: VerifyingRecorder, module: nn.Module) -> dict[int, Param
         for key, buffer in inner._buffers.items():
             if buffer is not None:
                 value = recorder.add_leaf(buffer, Origin.BUFFER, f"buffer:{prefix}{key}")
-                is_small = buffer.untyped_storage().nbytes() <= SMALL_BUFFER_BYTES
+                is_small = local_of(buffer).untyped_storage().nbytes() <= SMALL_BUFFER_BYTES
                 sources.setdefault(
                     value, ParameterSource(f"buffer {prefix}{key}", inner._buffers, key, is_small, not is_small)
                 )
@@ -241,14 +245,7 @@ def _build(
         "",
     )
     local = ids.to_local
-    recording = Recording(
-        ops=tuple(recorder.ops),
-        values=tuple(recorder.values[log_id] for log_id in ids.to_log),
-        to_local=local,
-        generators=recorder.points.generators,
-        slot_geometries=tuple(map(_slot_geometry, call.frame.tensors)),
-        output_refs=tuple(outputs),
-    )
+    recording = _recording(call, ids, outputs)
     link_inputs = frozenset[int]()
     if plan.is_boundary_dropped and call.input_values and shared.links.link_to(call.inputs[0]) is not None:
         link_inputs = frozenset({local[call.input_values[0][1]]})
@@ -276,6 +273,19 @@ def _build(
     )
 
 
+def _recording(call: _Watched, ids: LocalIds, outputs: list[Ref | None]) -> Recording:
+    recorder, frame = call.recorder, call.frame
+    return Recording(
+        ops=tuple(recorder.ops),
+        values=tuple(recorder.values[log_id] for log_id in ids.to_log),
+        to_local=ids.to_local,
+        generators=recorder.points.generators,
+        slot_geometries=tuple(map(_slot_geometry, frame.tensors)),
+        layouts={cell.index: cell.shell.layout for cell in frame.cells if cell.shell is not None},
+        output_refs=tuple(outputs),
+    )
+
+
 def _slot_geometry(tensor: torch.Tensor) -> Geometry:
     """How a saved tensor lies; sparse ones have no strides and no offset."""
     return Geometry.of(tensor) if is_plain(tensor) else Geometry(tuple(tensor.shape), (), NO_OFFSET, tensor.dtype)
@@ -283,8 +293,9 @@ def _slot_geometry(tensor: torch.Tensor) -> Geometry:
 
 def _reference(recorder: VerifyingRecorder, tensor: torch.Tensor) -> Ref | None:
     """The output as a view of a value; ``None`` for what no recipe can make again."""
-    value = -1 if has_lazy_bits(tensor) else recorder.value_of(tensor)
-    return Ref(value, Geometry.of(tensor)) if value >= 0 else None
+    local = local_of(tensor)
+    value = -1 if has_lazy_bits(local) else recorder.value_of(local)
+    return Ref(value, Geometry.of(local)) if value >= 0 else None
 
 
 def _refuse_readers_of_scratch(recorder: VerifyingRecorder) -> set[int]:

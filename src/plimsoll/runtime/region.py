@@ -24,6 +24,7 @@ from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.recording.calling import call_tensors
+from plimsoll.recording.shards import version_of
 from plimsoll.runtime.frame import Frame
 from plimsoll.runtime.program import Program
 from plimsoll.runtime.record import record_call
@@ -206,7 +207,7 @@ class ManagedRegion:
             pack = frame.pack_random
             program.take_entry_states(frame)
         inputs = call_tensors(args, kwargs) if program.needs_inputs else ()
-        versions = [tensor._version for tensor in inputs]
+        versions = [version_of(tensor) for tensor in inputs]
         before = torch._C._autograd._get_sequence_nr()
         try:
             with saved_tensors_hooks(pack, Frame.unpack):

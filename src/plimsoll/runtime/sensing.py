@@ -1,12 +1,14 @@
 """One recording step in; what its saved values look like in other forms, and what noise in them does to gradients, out.
 
 While a region's saved values are all there, codecs are tried on them: bytes, and noise = ‖decoded - value‖ / ‖value‖. In
-backward a tracker follows noise through the nodes of *sampled* regions. The step itself sees the values as they are: its
+backward a tracker follows noise through the nodes of *sampled* regions; values of regions that talk to other ranks count as too
+sensitive for any. The step itself sees the values as they are: its
 gradients are those of the unmanaged model.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +18,9 @@ import torch
 from plimsoll.artifacts.region import RegionGraph
 from plimsoll.codecs.protocol import Codec
 from plimsoll.codecs.registry import find_codec
+from plimsoll.recording.calling import output_tensors
+from plimsoll.recording.collectives import IS_COLLECTIVE
+from plimsoll.recording.shards import is_sharded
 from plimsoll.runtime.cells import Cell
 from plimsoll.runtime.frame import Frame
 from plimsoll.runtime.noise import LEAST_LOSSY_ELEMENTS, NoiseTracker, can_run_again, relative_distance
@@ -101,8 +106,13 @@ class Sensor:
             slots[slot.index] = value.name
             if value.name not in found:
                 found[value.name] = self._try(tensors[slot.index], key)
-        if key in self._sampled and self._wants_sensitivity:
-            self._trackers[key] = NoiseTracker(output, first_node, self._reference)
+        if key not in self._sampled or not self._wants_sensitivity:
+            return
+        if any(op.obstacle == IS_COLLECTIVE for op in graph.ops) or any(map(is_sharded, output_tensors(output))):
+            for seen in found.values():  # a node that is run again on one rank alone could wait for ever
+                seen.parameter_error = math.inf
+            return
+        self._trackers[key] = NoiseTracker(output, first_node, self._reference)
 
     def unpack(self, name: str, call: int) -> Callable[[Cell], torch.Tensor]:
         """The unpack hook for one region call."""
@@ -113,21 +123,21 @@ class Sensor:
             is_trying = tracker is not None and tracker.is_trying
             value = self._early.get((key, cell.index))
             if value is None:
-                value = Frame.unpack(cell)
+                value = Frame.restore(cell)
             if is_trying:  # the node will read it once more, and a replay makes it only once
                 self._early[key, cell.index] = value
             else:
                 self._early.pop((key, cell.index), None)
             value_name = self._values.get(key, {}).get(cell.index)
             if value_name is None:
-                return value
+                return cell.show(value)
             if tracker is not None and is_trying:
                 return tracker.read(value_name, value)
             node = torch._C._current_autograd_node()
             if tracker is not None and not can_run_again(node):
                 tracker.give_up(value_name)
             self.seen[key][value_name].readers.add("" if node is None else node.name())
-            return value
+            return cell.show(value)
 
         return unpack
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from plimsoll.recording.shards import is_pending, is_sharded, layout_key, local_of
+
 _SCALARS = (bool, int, float, complex, str)
 
 
@@ -43,7 +45,7 @@ class SignatureReader:
         for holder, name in self._parameters:
             parameter = holder[name]
             assert parameter is not None
-            twin = first.setdefault(parameter.untyped_storage()._cdata, (holder, name))
+            twin = first.setdefault(local_of(parameter).untyped_storage()._cdata, (holder, name))
             if twin[0] is not holder or twin[1] != name:
                 self._ties.append((*twin, holder, name))
 
@@ -82,7 +84,7 @@ def is_transparent(value: Any) -> bool:
 def _share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None:
         return False
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return bool(local_of(one).untyped_storage()._cdata == local_of(other).untyped_storage()._cdata)
 
 
 def describe(value: Any, bases: list[int]) -> Any:
@@ -93,6 +95,10 @@ def describe(value: Any, bases: list[int]) -> Any:
     """
     if isinstance(value, torch.Tensor):
         kind = type(value)
+        if is_sharded(value):
+            return (kind, layout_key(value), value.requires_grad, describe(local_of(value).detach(), bases))
+        if is_pending(value):
+            return (kind, value.requires_grad, describe(local_of(value), bases))
         if value.layout is not torch.strided or (kind is not torch.Tensor and kind is not nn.Parameter):
             bases.append(id(value))
             return (kind, value.layout, value.shape, value.dtype, value.requires_grad, value.device)

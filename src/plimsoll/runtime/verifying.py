@@ -53,7 +53,7 @@ class VerifyingRecorder(OpRecorder):
     def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
         func = op.func
         self._unset_outputs = ()
-        if signature.is_uninitialised or signature.is_value_read:
+        if signature.is_uninitialised or signature.is_value_read or signature.is_collective:
             return func(*args, **kwargs)
         written = self._written_storages(args, kwargs, signature)
         if any(storage in self._outside for storage in written):
@@ -86,7 +86,10 @@ class VerifyingRecorder(OpRecorder):
         self, op: RecordedOp, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
     ) -> None:
         super()._close(op, out, args, kwargs, signature)
-        self._remember(op, args, kwargs, out)
+        if signature.is_collective and not signature.is_wait:
+            self._await(op)
+        else:
+            self._remember(op, args, kwargs, out)
         if op.id >= len(self.ops) or self.ops[op.id] is not op:
             return
         op.reads = tuple(r for r in op.reads if self.values[r].storage not in op.scratch)
@@ -112,6 +115,11 @@ class VerifyingRecorder(OpRecorder):
                     self._contents[storage] = fingerprint(tensor)
                 if self.values[self.current[storage]].is_undefined:
                     self._contents.pop(storage, None)
+
+    def _await(self, op: RecordedOp) -> None:
+        """What a collective fills changes until it is waited for."""
+        for value in op.writes:
+            self._contents.pop(self.values[value].storage, None)
 
     def _written_storages(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.recording.geometry import Geometry, is_plain
 from plimsoll.recording.graph import SlotRecord
+from plimsoll.recording.shards import Shell, unwrapped
 from plimsoll.tracing.tracer import StepTracer
 
 
@@ -43,8 +44,11 @@ class SlotBook:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def pack(self, tensor: torch.Tensor) -> _Placeholder:
-        """Note the slot; hold the tensor only if a placeholder could not stand for it."""
+        """Note the slot; hold the tensor only if a placeholder could not stand for it. Of a DTensor: the local shard."""
         tracer = self._tracer
+        tensor, shell = unwrapped(tensor)
+        if shell is not None:
+            shell.let_go()
         is_parameter = self._is_parameter(tensor)
         value = -1 if is_parameter else tracer.value_of(tensor)
         storage = tracer.table.find(tensor) if is_plain(tensor) else -1
@@ -56,7 +60,7 @@ class SlotBook:
             held = None if can_stand_in else tensor.detach()
             if held is not None and value >= 0 and not self._holds_all and is_plain(tensor):
                 held = _copy(held)
-        return _Placeholder(self, len(self.records) - 1, Geometry.of(tensor), tensor.device, held)
+        return _Placeholder(self, len(self.records) - 1, Geometry.of(tensor), tensor.device, held, shell)
 
     def unpack(self, placeholder: Any) -> torch.Tensor:
         """Note the reading and hand out something of the right shape."""
@@ -65,7 +69,11 @@ class SlotBook:
             record.unpacked = self._tracer.tick
             self.order.append(placeholder.index)
         stand_in: torch.Tensor = placeholder.stand_in(self._tracer)
-        return stand_in
+        if placeholder.shell is None:
+            return stand_in
+        with self._tracer.unseen():
+            shown: torch.Tensor = placeholder.shell.around(stand_in)
+        return shown
 
     def released(self, index: int) -> None:
         self.records[index].released = self._tracer.tick
@@ -80,13 +88,20 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 class _Placeholder:
     """What autograd holds instead of the tensor; its end of life is the slot's release."""
 
-    __slots__ = ("_book", "_device", "_geometry", "_held", "index")
+    __slots__ = ("_book", "_device", "_geometry", "_held", "index", "shell")
 
     def __init__(
-        self, book: SlotBook, index: int, geometry: Geometry, device: torch.device, held: torch.Tensor | None
+        self,
+        book: SlotBook,
+        index: int,
+        geometry: Geometry,
+        device: torch.device,
+        held: torch.Tensor | None,
+        shell: Shell | None,
     ) -> None:
         self._book = book
         self.index = index
+        self.shell = shell
         self._geometry = geometry
         self._device = device
         self._held = held
