@@ -31,6 +31,7 @@ from torch.autograd.profiler import profile
 from torch.nn.parameter import is_lazy
 
 from plimsoll.errors import PlimsollError
+from plimsoll.wrappers.local import dense_parts, is_wrapper
 
 _KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 _KINETO_SILENT = "99"
@@ -109,15 +110,15 @@ class PeakMeter:
 
         This is how activations are told from gradients: ``meter.peak_bytes_without(p.grad for p in parameters)``.
         """
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        addresses = {part.untyped_storage().data_ptr() for tensor in tensors for part in dense_parts(tensor)}
         return self._meter.peak_bytes_without(addresses)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | None = None) -> int:
-    """Bytes of the storages behind ``tensors``, each counted once; only those on ``device`` when one is given."""
+    """Bytes of the storages of this process behind ``tensors``, each counted once; only those on ``device`` if given."""
     kind = None if device is None else torch.device(device).type
     sizes: dict[int, int] = {}
-    for tensor in tensors:
+    for tensor in (part for whole in tensors for part in dense_parts(whole)):
         if kind is None or tensor.device.type == kind:
             storage = tensor.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
@@ -254,6 +255,8 @@ def _with_subclasses(kind: type) -> set[type]:
 
 def _has_cpu_memory(tensor: torch.Tensor) -> bool:
     if is_lazy(tensor):  # a lazy module's parameter, before the first forward
+        return False
+    if is_wrapper(tensor):  # what it is made of is among the live tensors itself
         return False
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and torch._C._has_storage(tensor)
 

@@ -11,18 +11,21 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from plimsoll.recording.geometry import is_plain
+from plimsoll.wrappers.sharded import KeptShards, sharded_parameters
 
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Leave the model as it was: gradients, buffers, training flags and the random state are put back at the end.
 
-    Gradients that exist are replaced by zeros of their shape while the block runs (so that accumulating into them costs
-    what it will cost), and are never written.
+    A model under ``fully_shard`` is ready for its next step, also where this one failed on the way. Gradients that exist
+    are replaced by zeros of their shape while the block runs (so that accumulating into them costs what it will cost), and
+    are never written.
     """
-    parameters = list(model.parameters())
+    parameters = list(dict.fromkeys([*model.parameters(), *sharded_parameters(model)]))
     gradients = [parameter.grad for parameter in parameters]
     buffers = KeptBuffers(model)
+    shards = KeptShards(model)
     flags = [(module, module.training) for module in model.modules()]
     devices = sorted({parameter.device.index or 0 for parameter in parameters if parameter.is_cuda})
     with torch.random.fork_rng(devices=devices):
@@ -31,6 +34,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
             yield
         finally:
+            shards.put_back()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             for module, flag in flags:

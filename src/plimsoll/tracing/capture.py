@@ -19,9 +19,10 @@ from plimsoll.recording.calling import Loss, call_tensors, output_tensors, scala
 from plimsoll.recording.modules import ModuleStack
 from plimsoll.tracing.refusals import explain_backward, explain_forward
 from plimsoll.tracing.slots import SlotBook
-from plimsoll.tracing.statics import listed_parameters, register_statics
+from plimsoll.tracing.statics import gradient_storages, listed_parameters, register_statics
 from plimsoll.tracing.tracer import StepTracer
 from plimsoll.tracing.workspaces import WorkspaceMeter
+from plimsoll.wrappers.sharded import Gathered
 
 _REENTRANT_CHECKPOINT = CheckpointFunction._backward_cls
 
@@ -93,6 +94,7 @@ class StepCapture:
             meter=meter,
             before_op=self._refuse_hooks_inside,
             on_node=self._backward_at,
+            refilled=Gathered(model).tensors,
         )
         self._parameter_storages: frozenset[int] = frozenset()
         self._outside = SlotBook(self.tracer, self._is_parameter, holds_all=holds_saved)
@@ -129,7 +131,7 @@ class StepCapture:
                 loss.backward()
             tracer.note_deaths()
             named = dict(self._model.named_parameters())
-            gradients = {tracer.table.find(p.grad) for p in named.values() if p.grad is not None}
+            gradients = gradient_storages(tracer, self._model)
             without = frozenset(name for name, p in named.items() if p.grad is None)
             del loss, output
             tracer.note_deaths()
@@ -144,7 +146,8 @@ class StepCapture:
             self._progress(0.5 + 0.5 * (last - node) / (last - first))
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
-        return self.tracer.table.find(tensor) in self._parameter_storages
+        storage = self.tracer.table.find(tensor)
+        return storage in self._parameter_storages or storage in self.tracer.fillings
 
     @contextlib.contextmanager
     def _wrapped(self, name: str, module: nn.Module) -> Iterator[None]:

@@ -6,12 +6,15 @@ that no plan may touch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Category, Phase, Storage
 from plimsoll.tracing.capture import RegionLog, StepLog
 from plimsoll.tracing.optimizer import OptimizerLog
+from plimsoll.tracing.tracer import BUFFER
+from plimsoll.tracing.workspaces import COLLECTIVES
 
 _STATIC_CATEGORIES = {
     Origin.PARAMETER: Category.PARAMETER,
@@ -40,18 +43,32 @@ def storages_of(log: StepLog, optimizer: OptimizerLog | None) -> Lives:
         for storage in op.births
     }
     ids = {storage: position for position, storage in enumerate(sorted(tracer.born))}
+    buffers = {storage: label for storage, label in _buffers(log).items() if storage not in owners}
     found = [
         Storage(
             id=ids[storage],
             bytes=tracer.first_value(storage).bytes,
-            category=_category(log, storage),
-            label=_label(log, storage),
+            category=_category(log, storage, buffers),
+            label=buffers.get(storage) or _label(log, storage),
             born=tracer.born[storage],
             dies=dies[storage],
             region=owners.get(storage, -1),
         )
         for storage in ids
     ]
+    for storage, lives in sorted(tracer.fillings.items()):
+        ids[storage] = len(found)
+        found += [
+            Storage(
+                id=len(found) + number,
+                bytes=life.bytes,
+                category=Category.PARAMETER,
+                label=tracer.first_value(storage).name,
+                born=life.born,
+                dies=life.dies if life.dies >= 0 else last,
+            )
+            for number, life in enumerate(lives)
+        ]
     if optimizer is not None:
         found += optimizer_storages(optimizer, first_id=len(found), first_tick=tracer.tick)
     return Lives(tuple(found), ids)
@@ -79,12 +96,25 @@ def _deaths(log: StepLog, last: int) -> dict[int, int]:
     return dies
 
 
-def _category(log: StepLog, storage: int) -> Category:
+def _buffers(log: StepLog) -> dict[int, str]:
+    """What only carries other tensors through a collective: made in the step, outside of regions, and no gradient."""
+    tracer = log.tracer
+    found: dict[int, str] = {}
+    for op in tracer.ops:
+        if op.func.namespace == COLLECTIVES:
+            touched = {tracer.values[value].storage for value in (*op.reads, *op.writes)}
+            found |= {s: f"{BUFFER}{op.name}" for s in touched if tracer.born.get(s, -1) >= 0}
+    return {storage: label for storage, label in found.items() if storage not in log.gradients}
+
+
+def _category(log: StepLog, storage: int, buffers: Mapping[int, str]) -> Category:
     tracer = log.tracer
     value = tracer.first_value(storage)
     born = tracer.born[storage]
     if storage in log.gradients or value.name.startswith("gradient:"):
         return Category.GRADIENT
+    if storage in buffers or value.name.startswith(BUFFER):
+        return Category.COMMUNICATION
     if born < 0:
         return _STATIC_CATEGORIES.get(value.origin, Category.BUFFER)
     return Category.ACTIVATION if tracer.contexts[born].phase is Phase.FORWARD else Category.TEMPORARY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from plimsoll.artifacts.region import Origin
@@ -11,6 +12,8 @@ from plimsoll.artifacts.trace import TraceParameter
 from plimsoll.recording.calling import call_tensors
 from plimsoll.recording.opkey import dtype_name
 from plimsoll.tracing.tracer import StepTracer
+from plimsoll.wrappers.local import dense_parts, local_bytes
+from plimsoll.wrappers.sharded import waiting_gradients
 
 
 def register_statics(
@@ -19,15 +22,27 @@ def register_statics(
     """Parameters, gradients that exist, buffers and the batch; the storages of the parameters."""
     parameters: set[int] = set()
     for name, parameter in model.named_parameters():
-        value = tracer.add_static(parameter, Origin.PARAMETER, f"parameter:{name}")
-        parameters.add(tracer.values[value].storage)
+        parameters |= _add(tracer, parameter, Origin.PARAMETER, f"parameter:{name}")
         if parameter.grad is not None:
-            tracer.add_static(parameter.grad, Origin.EXTERNAL, f"gradient:{name}")
+            _add(tracer, parameter.grad, Origin.EXTERNAL, f"gradient:{name}")
+    for name, gradient in waiting_gradients(model):
+        _add(tracer, gradient, Origin.EXTERNAL, f"gradient:{name}")
     for name, buffer in model.named_buffers():
-        tracer.add_static(buffer, Origin.BUFFER, f"buffer:{name}")
+        _add(tracer, buffer, Origin.BUFFER, f"buffer:{name}")
     for position, tensor in enumerate(call_tensors(args, kwargs)):
-        tracer.add_static(tensor, Origin.INPUT, f"batch:{position}")
+        _add(tracer, tensor, Origin.INPUT, f"batch:{position}")
     return frozenset(parameters)
+
+
+def _add(tracer: StepTracer, tensor: torch.Tensor, origin: Origin, name: str) -> set[int]:
+    """The storages of this process behind a tensor, made known."""
+    return {tracer.values[tracer.add_static(part, origin, name)].storage for part in dense_parts(tensor)}
+
+
+def gradient_storages(tracer: StepTracer, model: nn.Module) -> set[int]:
+    """The storages of this process in which the gradients of the parameters are now."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return {tracer.table.find(part) for gradient in gradients for part in dense_parts(gradient)}
 
 
 def listed_parameters(tracer: StepTracer, model: nn.Module) -> tuple[TraceParameter, ...]:
@@ -40,8 +55,8 @@ def listed_parameters(tracer: StepTracer, model: nn.Module) -> tuple[TraceParame
             name=name,
             shape=tuple(parameter.shape),
             dtype=dtype_name(parameter.dtype),
-            bytes=parameter.numel() * parameter.element_size(),
-            storage=tracer.table.find(parameter),
+            bytes=local_bytes(parameter),
+            storage=tracer.table.find(dense_parts(parameter)[0]),
             is_trainable=parameter.requires_grad,
             aliases=tuple(names[parameter][1:]),
         )

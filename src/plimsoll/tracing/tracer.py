@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,10 @@ from plimsoll.artifacts.trace import OpSpec, Phase
 from plimsoll.measuring.clocks import Clock
 from plimsoll.recording.opkey import op_spec
 from plimsoll.recording.recorder import OpRecorder, RecordedOp, RecordedValue, Signature
-from plimsoll.tracing.workspaces import WorkspaceMeter
+from plimsoll.tracing.workspaces import COLLECTIVES, WorkspaceMeter
 
+BUFFER = "buffer of "
+"""With this begin the names of what only carries other tensors through a collective."""
 _NODES_PER_REPORT = 64
 
 
@@ -28,8 +30,21 @@ class OpContext:
     node_name: str
 
 
+@dataclass(slots=True)
+class Filling:
+    """One of the lives of a storage that is emptied and filled again; ``dies`` is -1 while it lasts."""
+
+    born: int
+    bytes: int
+    dies: int = -1
+
+
 class StepTracer(OpRecorder):
-    """Logs a whole step. One recorded op is one tick; between two ops it looks which storages have died."""
+    """Logs a whole step. One recorded op is one tick; between two ops it looks which storages have died.
+
+    ``refilled`` lists memory whose storage stays while its size goes to zero and back (a sharded model's gathered
+    parameters), with names: such a storage is alive while it has a size.
+    """
 
     def __init__(
         self,
@@ -40,6 +55,7 @@ class StepTracer(OpRecorder):
         phase: Phase = Phase.FORWARD,
         before_op: Callable[[], None] = lambda: None,
         on_node: Callable[[int], None] = lambda sequence: None,
+        refilled: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple,
     ) -> None:
         super().__init__(current_module)
         self.phase = phase
@@ -48,6 +64,8 @@ class StepTracer(OpRecorder):
         self.timings: dict[str, list[float]] = {}
         self.born: dict[int, int] = {}
         self.dies: dict[int, int] = {}
+        self.fillings: dict[int, list[Filling]] = {}
+        self._refilled = refilled
         self._alive: list[int] = []
         self._first: dict[int, int] = {}
         self._clock = clock
@@ -94,7 +112,9 @@ class StepTracer(OpRecorder):
         return self.values[self._first[storage]]
 
     def note_deaths(self) -> None:
-        """Write down the storages that died since the last op."""
+        """Write down the storages that died since the last op, and those that were emptied or filled."""
+        for name, tensor in self._refilled():
+            self._note_size(name, tensor)
         tick, is_alive = self.tick, self.table.is_alive
         still: list[int] = []
         for storage in self._alive:
@@ -103,6 +123,26 @@ class StepTracer(OpRecorder):
             else:
                 self.dies[storage] = tick
         self._alive = still
+
+    def _note_size(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.untyped_storage().nbytes()
+        storage = self.table.find(tensor)
+        lives = self.fillings.get(storage)
+        if lives is None:
+            if not size:  # nothing has met it yet
+                return
+            known = self.add_leaf(tensor, Origin.PARAMETER, "")
+            storage = self.values[known].storage
+            self.values[self._first[storage]].name = f"unsharded parameter:{name}"
+            made = self.born.pop(
+                storage, -1
+            )  # by an op, the first time ever; else the op that comes now has met it first
+            self._alive = [other for other in self._alive if other != storage]
+            self.fillings[storage] = [Filling(made if made >= 0 or not self.tick else self.tick, size)]
+        elif size and lives[-1].dies >= 0:
+            lives.append(Filling(self.tick, size))
+        elif not size and lives[-1].dies < 0:
+            lives[-1].dies = self.tick
 
     def _close(
         self, op: RecordedOp, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
@@ -128,8 +168,14 @@ class StepTracer(OpRecorder):
             self._alive.append(storage)
 
     def _new_value(self, storage: int, tensor: torch.Tensor, origin: Origin, name: str, producer: int) -> int:
-        if origin is Origin.EXTERNAL:
-            self.born.setdefault(storage, -1)
+        if origin is Origin.EXTERNAL and storage not in self.born and storage not in self.fillings:
+            sender = self.ops[-1] if self.ops and self.ops[-1].func.namespace == COLLECTIVES else None
+            if sender is None:
+                self.born[storage] = -1
+            else:  # the backend made it on a thread of its own, and copies from it once the message is there
+                name = f"{BUFFER}{sender.name}"
+                self.born[storage] = self.tick
+                self._alive.append(storage)
         fresh = super()._new_value(storage, tensor, origin, name, producer)
         self._first[storage] = fresh
         return fresh

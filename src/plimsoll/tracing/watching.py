@@ -29,10 +29,11 @@ from plimsoll.tracing.optimizer import OptimizerLog, trace_optimizer
 from plimsoll.tracing.refusals import explain_backward, explain_forward
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.slots import SlotBook
-from plimsoll.tracing.statics import listed_parameters, register_statics
+from plimsoll.tracing.statics import gradient_storages, listed_parameters, register_statics
 from plimsoll.tracing.trace import check_traceable, home_of
 from plimsoll.tracing.tracer import StepTracer
 from plimsoll.tracing.workspaces import WorkspaceMeter, meter_for
+from plimsoll.wrappers.sharded import Gathered
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -114,7 +115,9 @@ class _Watcher:
         """Forward, loss, backward; the output is held until backward has ended."""
         args, kwargs = call
         stack = ModuleStack()
-        tracer = self._tracer = StepTracer(lambda: stack.path, meter=meter, before_op=self._note)
+        tracer = self._tracer = StepTracer(
+            lambda: stack.path, meter=meter, before_op=self._note, refilled=Gathered(self._model).tensors
+        )
         register_statics(tracer, self._model, args, kwargs)
         with self._context(), stack.watch(self._model), tracer:
             with explain_forward(self._model):
@@ -128,7 +131,7 @@ class _Watcher:
                 loss.backward()
             tracer.note_deaths()
             named = dict(self._model.named_parameters())
-            gradients = {tracer.table.find(p.grad) for p in named.values() if p.grad is not None}
+            gradients = gradient_storages(tracer, self._model)
             without = frozenset(name for name, p in named.items() if p.grad is None)
             parameters = listed_parameters(tracer, self._model)
             del loss, output

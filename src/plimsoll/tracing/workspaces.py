@@ -20,6 +20,9 @@ import torch
 
 from plimsoll.measuring.memory import PeakMeter
 
+COLLECTIVES = "c10d"
+"""The namespace of collectives that write into buffers which are given to them."""
+
 
 class WorkspaceMeter:
     """Measures nothing: the meter of a fake trace, and of runs that only add timings."""
@@ -43,6 +46,7 @@ class CpuMeter(WorkspaceMeter):
     def __init__(self) -> None:
         super().__init__()
         self._spans: dict[str, tuple[int, int]] = {}
+        self._on_its_way = ""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -51,8 +55,13 @@ class CpuMeter(WorkspaceMeter):
         self.bytes = hidden_bytes(self._spans, meter.timeline)
 
     def run(self, key: str, call: Callable[[], Any]) -> Any:
+        if self._on_its_way:  # a collective has come back before its message has: it ends where the next op begins
+            self._spans[self._on_its_way] = (self._spans[self._on_its_way][0], time.time_ns())
+            self._on_its_way = ""
         if key in self._spans:
             return call()
+        if key.startswith(f"{COLLECTIVES}."):
+            self._on_its_way = key
         begin = time.time_ns()
         out = call()
         self._spans[key] = (begin, time.time_ns())

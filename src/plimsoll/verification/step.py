@@ -18,6 +18,8 @@ from plimsoll.errors import InvalidOption
 from plimsoll.measuring.memory import PeakMeter, storage_bytes
 from plimsoll.recording.calling import Loss, scalar_loss
 from plimsoll.recording.untouched import KeptBuffers, private_copy
+from plimsoll.wrappers.replicated import Twins, bucket_bytes, inner_module
+from plimsoll.wrappers.sharded import release_gathered, waiting_gradients
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -33,7 +35,9 @@ class StepPeaks:
 class TrainingStep:
     """One step, repeatable: ``run`` starts from the random state and the buffers that were there when it was made.
 
-    ``context`` makes what is entered anew around every forward and backward (an offloading context of the training loop).
+    Under ``DistributedDataParallel`` it is the step of the model inside, which the reducer does not see: gradients are those of
+    this process alone. ``context`` makes what is entered anew around every forward and backward (an offloading context of the
+    training loop).
     """
 
     def __init__(
@@ -46,7 +50,9 @@ class TrainingStep:
         optimizer: torch.optim.Optimizer | None = None,
         context: Context = contextlib.nullcontext,
     ) -> None:
-        self.model = model
+        self.model = inner_module(model)
+        self._wrapped = model
+        self._twins = Twins(model)
         self.device = next(model.parameters()).device
         self._args = args
         self._kwargs = kwargs
@@ -69,7 +75,7 @@ class TrainingStep:
         return self._forward_and_backward(*private_copy((self._args, self._kwargs)))
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        with self._entered():
+        with self._twins.in_place(), self._entered():
             output = self.model(*args, **kwargs)
             loss = scalar_loss(output, self._loss)
             loss.backward()
@@ -91,8 +97,11 @@ class TrainingStep:
         """The loss from the starting state, without backward; autograd is on, as in a training step."""
         self.rewind()
         args, kwargs = private_copy((self._args, self._kwargs))
-        with self._entered():
-            return float(scalar_loss(self.model(*args, **kwargs), self._loss).detach())
+        try:
+            with self._twins.in_place(), self._entered():
+                return float(scalar_loss(self.model(*args, **kwargs), self._loss).detach())
+        finally:
+            release_gathered(self.model)
 
     def draws_random_numbers(self) -> bool:
         """Whether forward moves torch's generator."""
@@ -122,16 +131,17 @@ class TrainingStep:
         self.clear_gradients()
         static_bytes = self.static_bytes()
         args, kwargs = private_copy((self._args, self._kwargs))
-        with PeakMeter(self.device) as meter:
+        with PeakMeter(self.device) as meter, self._twins.moving_gradients():
             self._forward_and_backward(args, kwargs)
         return StepPeaks(static_bytes, static_bytes + meter.peak_bytes)
 
     def static_bytes(self) -> int:
-        """Parameters, buffers, batch, gradients and optimizer state that are there before the step."""
+        """Parameters, buffers, batch, gradients, a reducer's buckets and optimizer state that are there before the step."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         batch = list(_tensors_in((self._args, self._kwargs)))
-        held = [*self.model.parameters(), *self.model.buffers(), *gradients, *batch]
-        return storage_bytes(held, self.device) + self.optimizer_bytes()
+        waiting = [gradient for _, gradient in waiting_gradients(self.model)]
+        held = [*self.model.parameters(), *self.model.buffers(), *gradients, *waiting, *batch]
+        return storage_bytes(held, self.device) + bucket_bytes(self._wrapped) + self.optimizer_bytes()
 
     def optimizer_bytes(self) -> int:
         """Optimizer state that exists already."""

@@ -8,6 +8,11 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has no memory of its own and stands for others."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The plain tensors that hold the memory of ``tensor``: itself, or a DTensor's local shard.
 
@@ -21,11 +26,12 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         >>> [part.shape for part in dense_parts(torch.zeros(2, 3))]
         [torch.Size([2, 3])]
     """
-    wrapper: Any = tensor
-    if not is_traceable_wrapper_subclass(wrapper):
+    if not is_wrapper(tensor):
         return (tensor,)
+    wrapper: Any = tensor
     names, _ = wrapper.__tensor_flatten__()
-    return tuple(part for name in names for part in dense_parts(getattr(tensor, name)))
+    inside = (getattr(tensor, name) for name in names)
+    return tuple(part for it in inside if isinstance(it, torch.Tensor) for part in dense_parts(it))
 
 
 def local_bytes(tensor: torch.Tensor) -> int:

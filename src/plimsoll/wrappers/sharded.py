@@ -3,22 +3,28 @@
 FSDP2 keeps one storage per gathered parameter for good. It is filled before a module's forward and backward and emptied
 (``resize_(0)``) after them, so it lives several times in a step and is not alive in between. Whether it is shows in its size.
 
-Source: torch.distributed.fsdp._fully_shard; which storages these are is not told in public, so this file alone reads
-FSDP2's own objects.
+Source: torch.distributed.fsdp._fully_shard (2.13); which storages these are is not told in public, so this file alone reads
+FSDP2's own objects. Importing it takes most of a second; where nobody has, no model is sharded.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+_HOME = "torch.distributed.fsdp._fully_shard"
+_IDLE = "IDLE"
 
 
 class Gathered:
@@ -114,6 +120,10 @@ class KeptShards:
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    if _HOME not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -128,7 +138,7 @@ def _groups(model: nn.Module) -> list[FSDPParamGroup]:
 def _is_busy(model: nn.Module) -> bool:
     """Whether some module is in the middle of a forward or a backward."""
     parts: list[FSDPState | FSDPParamGroup] = [*_states(model), *_groups(model)]
-    return any(part._training_state != TrainingState.IDLE for part in parts) or any(
+    return any(part._training_state.name != _IDLE for part in parts) or any(
         group._post_forward_indices for group in _groups(model)
     )
 
