@@ -168,6 +168,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     offloaded_bytes: int = 0
     """Bytes at the other end of the link when they are most."""
     host_budget_bytes: int | None = None
+    budget_bytes_of_ranks: dict[str, int] = {}
+    """Where ranks with different budgets planned together, the budget of each; ``budget_bytes`` is the tightest's."""
     in_flight: int = 1
     """Micro-batches between their forward and their backward at once, on a stage of a pipeline; all follow this plan."""
 

@@ -22,6 +22,7 @@ import torch
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import from_json, to_json
 from plimsoll.errors import BudgetBelowFloor, PlimsollError, RankFailed
+from plimsoll.pipeline.allowance import Allowance
 from plimsoll.pipeline.participants import find_participants
 from plimsoll.pipeline.patience import Patient
 from plimsoll.ranks.conversation import Conversation, differing
@@ -111,6 +112,21 @@ class Agreement:
             return [value]
         answers = self._conversation.ask(what, msgspec.msgpack.encode(value), more_seconds=more_seconds)
         return [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
+
+    def gathered(self, what: str, value: T, kind: type[T]) -> list[T] | None:
+        """Everyone's value, if all ranks come here within a few seconds; else ``None``, on all that come.
+
+        For what may happen on all ranks at once and of which a rank alone knows nothing.
+
+        Args:
+            what: names this occasion, in which a rank comes at most once: it holds the number of the training call.
+            value: this rank's.
+            kind: its type.
+        """
+        if self._conversation is None:
+            return [value]
+        answers = self._conversation.gather(what, msgspec.msgpack.encode(value))
+        return None if answers is None else [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
 
     def meet(self, what: str) -> None:
         """Go on once all ranks are here."""
@@ -230,6 +246,13 @@ def agreement_for(
 def described(**options: Any) -> dict[str, str]:
     """Options as facts: by name, as text."""
     return {name: repr(value) for name, value in options.items()}
+
+
+def allowed(allowance: Allowance) -> dict[str, str]:
+    """What plans may do, as facts; the host budget may differ from rank to rank, as budgets may."""
+    return described(
+        allow=allowance.allow, max_error=allowance.max_error, overrides=allowance.overrides, link=allowance.link
+    )
 
 
 def _versions() -> dict[str, str]:

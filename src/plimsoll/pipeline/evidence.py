@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from plimsoll.artifacts.receipt import Receipt, finite
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.measuring.timing import Interval, paired_ratio
+from plimsoll.pipeline.agreement import Agreement, agreement_for, allowed, described, plan_facts
 from plimsoll.pipeline.allowance import Allowance, read_allowance, read_error
 from plimsoll.pipeline.budgets import read_budget, resolve_budget
 from plimsoll.pipeline.making import make_maker
-from plimsoll.pipeline.matching import refuse_other_device, refuse_other_model, refuse_other_signature
+from plimsoll.pipeline.matching import refuse_other_device, refuse_other_model, refuse_other_signature, step_facts
+from plimsoll.pipeline.merging import merged_comparison, worst_receipt
 from plimsoll.pipeline.plans import part_of, trace_and_cost
 from plimsoll.pipeline.request import (
     as_patterns,
@@ -33,6 +36,7 @@ from plimsoll.pipeline.request import (
 )
 from plimsoll.pipeline.revising import Reviser, needs_confirmation
 from plimsoll.pipeline.side_by_side import BASELINE, SideBySide, measure_side_by_side
+from plimsoll.ranks.exchange import TIMEOUT_SECONDS
 from plimsoll.recording.calling import Loss, check_devices
 from plimsoll.recording.fingerprint import signature
 from plimsoll.recording.untouched import untouched
@@ -57,6 +61,8 @@ def verify(
     curve_steps: int = 0,
     context: Context | None = None,
     max_error: float | str = 0.0,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     progress: Progress | None = None,
 ) -> Receipt:
     """Hold a plan's claims against evidence: gradients bit for bit, peak and seconds predicted and measured.
@@ -75,7 +81,8 @@ def verify(
     reference is the same step with that switched off. There the gradient is also held against the loss itself: the slope
     that it claims, against losses at shifted parameters.
 
-    Model, gradients, buffers, random state and the optimizer are left as they were.
+    Model, gradients, buffers, random state and the optimizer are left as they were. On several ranks all verify the same plan
+    together, and all get the receipt of the rank where it came off worst.
 
     Args:
         model: as for ``plimsoll.plan``.
@@ -91,6 +98,8 @@ def verify(
         context: without a plan: makes a context to run a step in, such as ``torch.autograd.graph.save_on_cpu``; it is
             called anew for every step.
         max_error: without a plan: the relative error of the gradient that is fine with you (hooks that compress).
+        ranks: as for ``plimsoll.plan``.
+        timeout_seconds: as for ``plimsoll.plan``.
         progress: told the stage and the share done.
 
     Returns:
@@ -103,48 +112,92 @@ def verify(
             it does nothing by itself.
         InvalidRegions: a pattern of intermediates that matches no module.
         InvalidBudget: ``max_error`` is no share.
-        InvalidOption: ``context`` makes none, or has no effect; ``curve_steps`` is no count; a pattern is no text.
+        InvalidOption: ``context`` makes none, or has no effect; ``curve_steps`` is no count; a pattern is no text; or,
+            without a plan, there are several ranks.
+        RanksDiffer, RankFailed, RankMissing: as for ``plimsoll.plan``.
 
     Example:
         >>> receipt = plimsoll.verify(model, batch, plan)  # doctest: +SKIP
         >>> receipt.verdict  # doctest: +SKIP
         <Verdict.VERIFIED: 'VERIFIED'>
     """
-    _check_measurable(model, optimizer)
-    if plan is not None:
-        check_plan(plan)
-        refuse_other_model(model, plan)
-        refuse_other_device(model, plan)
-    args, kwargs = split_detached(batch)
-    check_devices(model, args, kwargs)
-    loss, steps = explained_loss(loss), max(1, steps)
-    check_count("curve_steps", curve_steps, least=0)
-    _check_context(context)
-    depth = Depth(intermediates=_as_names(intermediates), curve_steps=curve_steps, optimizer=optimizer)
-    error = read_error(max_error)
-    if plan is not None:
-        refuse_other_signature(model, args, kwargs, plan, loss)
-        _refuse_without_effect(context, error)
-    with untouched(model):
-        step = TrainingStep(
-            model, args, kwargs, loss=loss, optimizer=optimizer, context=context or contextlib.nullcontext
-        )
+    with agreement_for(model, "verify", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
+        _check_measurable(model, optimizer)
         if plan is not None:
-            made, report = plan, progress or (lambda stage, share: None)
-            is_made_elsewhere = needs_confirmation(made)
-            shown = part_of(report, 0.0, 0.5) if is_made_elsewhere else report
-            receipt = verify_plan(step, made, lambda: apply_plan(model, made), steps=steps, depth=depth, progress=shown)
-            if not is_made_elsewhere:
-                return receipt
-            reviser = Reviser(model, batch, step, loss, optimizer, part_of(report, 0.5, 1.0))
-            return reviser.confirm(made, receipt, steps=steps)
-        return verify_own(
-            step,
-            signature=signature(model, args, kwargs, loss=loss),
-            max_error=error,
-            steps=steps,
-            depth=depth,
-            progress=progress,
+            check_plan(plan)
+            refuse_other_model(model, plan)
+            refuse_other_device(model, plan)
+        args, kwargs = split_detached(batch)
+        check_devices(model, args, kwargs)
+        loss, steps = explained_loss(loss), max(1, steps)
+        check_count("curve_steps", curve_steps, least=0)
+        _check_context(context)
+        depth = Depth(intermediates=_as_names(intermediates), curve_steps=curve_steps, optimizer=optimizer)
+        error = read_error(max_error)
+        if plan is None:
+            _refuse_own_of_ranks(agreement)
+        else:
+            refuse_other_signature(model, args, kwargs, plan, loss)
+            _refuse_without_effect(context, error)
+            agreement.same(
+                "what to verify",
+                {
+                    **step_facts(model, batch, loss=loss, optimizer=optimizer),
+                    **plan_facts(plan),
+                    **described(steps=steps, intermediates=depth.intermediates, curve_steps=curve_steps),
+                },
+            )
+        loss = agreement.patient(loss)
+        with untouched(model):
+            step = TrainingStep(
+                model, args, kwargs, loss=loss, optimizer=optimizer, context=context or contextlib.nullcontext
+            )
+            if plan is not None:
+                job = _Verification(model, batch, step, loss, optimizer, progress or (lambda stage, share: None))
+                return worst_receipt(agreement, job.receipt(agreement, plan, steps, depth), plan)
+            return verify_own(
+                step,
+                signature=signature(model, args, kwargs, loss=loss),
+                max_error=error,
+                steps=steps,
+                depth=depth,
+                progress=progress,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Verification:
+    """One step on which a plan is verified."""
+
+    model: nn.Module
+    batch: Any
+    step: TrainingStep
+    loss: Loss | None
+    optimizer: torch.optim.Optimizer | None
+    report: Progress
+
+    def receipt(self, agreement: Agreement, plan: Plan, steps: int, depth: Depth) -> Receipt:
+        """This rank's receipt; where the plan was made without the device, with what the device says."""
+        is_made_elsewhere = needs_confirmation(plan)
+        shown = part_of(self.report, 0.0, 0.5) if is_made_elsewhere else self.report
+        with agreement.stepping():
+            receipt = verify_plan(
+                self.step, plan, lambda: apply_plan(self.model, plan), steps=steps, depth=depth, progress=shown
+            )
+        if not is_made_elsewhere:
+            return receipt
+        report = part_of(self.report, 0.5, 1.0)
+        reviser = Reviser(self.model, self.batch, self.step, self.loss, self.optimizer, report, agreement)
+        return reviser.confirm(plan, receipt, steps=steps)
+
+
+def _refuse_own_of_ranks(agreement: Agreement) -> None:
+    """What a model does by itself is verified on one rank: the loss's slope and the search for a cause are not shared."""
+    if agreement.size > 1:
+        raise InvalidOption(
+            f"Without a plan, {agreement.size} ranks cannot verify together.",
+            why="the gradients are averaged over ranks, so they are not the slope of any one rank's loss",
+            next="verify the model's own checkpointing on one process, before it is wrapped; or name a plan",
         )
 
 
@@ -163,6 +216,8 @@ def compare(
     host_budget: int | str | None = None,
     overrides: Sequence[str] = (),
     link: str | None = None,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     progress: Progress | None = None,
 ) -> Comparison:
     """Measure strategies side by side on one model and batch: peak, paired step time, gradients.
@@ -182,6 +237,8 @@ def compare(
         host_budget: bytes at the other end of the link.
         overrides: decisions by pattern.
         link: ``host`` or ``disk``.
+        ranks: as for ``plimsoll.plan``; all ranks get the same comparison, with the largest peaks and the slowest times.
+        timeout_seconds: as for ``plimsoll.plan``.
         progress: told the stage and the share done.
 
     Returns:
@@ -191,35 +248,44 @@ def compare(
         InvalidStrategy: no such strategy. Others as for ``plimsoll.plan``.
     """
     report = progress or (lambda stage, share: None)
-    _check_measurable(model, optimizer)
-    read_budget(budget)
-    loss, steps = explained_loss(loss), max(1, steps)
-    allowance = read_allowance(
-        strategies=as_strategies(strategies),
-        allow=allow,
-        max_error=max_error,
-        host_budget=host_budget,
-        overrides=overrides,
-        link=link,
-    )
-    traced, costs = trace_and_cost(
-        model,
-        batch,
-        loss=loss,
-        optimizer=optimizer,
-        regions=as_patterns(regions),
-        progress=part_of(report, 0.0, 0.35),
-    )
-    args, kwargs = split_detached(batch)
-    step = TrainingStep(model, args, kwargs, loss=loss, optimizer=optimizer)
-    plans = _plan_all(traced, costs, step, allowance, budget, part_of(report, 0.35, 0.5))
-    with untouched(model):
-        found = measure_side_by_side(step, plans, rounds=steps, report=part_of(report, 0.5, 1.0))
-    report("done", 1.0)
-    return _comparison(traced, str(step.device), steps, plans, found)
+    with agreement_for(model, "compare", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
+        _check_measurable(model, optimizer)
+        read_budget(budget)
+        loss, steps, patterns = explained_loss(loss), max(1, steps), as_patterns(regions)
+        allowance = read_allowance(
+            strategies=as_strategies(strategies),
+            allow=allow,
+            max_error=max_error,
+            host_budget=host_budget,
+            overrides=overrides,
+            link=link,
+        )
+        agreement.same(
+            "what to compare",
+            {
+                **step_facts(model, batch, loss=loss, optimizer=optimizer),
+                **allowed(allowance),
+                **described(
+                    strategies=allowance.strategies, regions=patterns, steps=steps, has_budget=budget is not None
+                ),
+            },
+        )
+        loss = agreement.patient(loss)
+        with agreement.stepping():
+            traced, costs = trace_and_cost(
+                model, batch, loss=loss, optimizer=optimizer, regions=patterns, progress=part_of(report, 0.0, 0.35)
+            )
+        args, kwargs = split_detached(batch)
+        step = TrainingStep(model, args, kwargs, loss=loss, optimizer=optimizer)
+        plans = _plan_all(agreement, traced, costs, step, allowance, budget, part_of(report, 0.35, 0.5))
+        with agreement.stepping(), untouched(model):
+            found = measure_side_by_side(step, plans, rounds=steps, report=part_of(report, 0.5, 1.0))
+        report("done", 1.0)
+        return merged_comparison(agreement, _comparison(traced, str(step.device), steps, plans, found))
 
 
 def _plan_all(
+    agreement: Agreement,
     traced: Trace,
     costs: Costs,
     step: TrainingStep,
@@ -228,12 +294,11 @@ def _plan_all(
     report: Progress,
 ) -> dict[str, Plan]:
     """One plan per strategy; the budget goes to ``auto``."""
-    budget_bytes = resolve_budget(budget, costs)
-    maker = make_maker(traced, costs, allowance, budget_bytes, lambda: step, report)
+    maker = make_maker(traced, costs, allowance, resolve_budget(budget, costs), lambda: step, report, agreement)
     plans: dict[str, Plan] = {}
     for name in allowance.strategies:
         report(f"planning {name}", 0.8)
-        plans[name] = maker.solve(budget_bytes if name == "auto" else None, name, raise_below_floor=False)
+        plans[name] = maker.solve(maker.budget_bytes if name == "auto" else None, name, raise_below_floor=False)
     return plans
 
 

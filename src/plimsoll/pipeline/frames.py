@@ -43,6 +43,15 @@ class Frame:
     planner: int
     budget_bytes: int | None
     own_budget_bytes: int | None
+    uneven_budget_bytes: dict[str, int]
+    """By rank, where they are not the same."""
+
+    def written_into(self, plan: Plan) -> Plan:
+        """The plan with who made it and for whom; as it is where this process is alone."""
+        if self.agreement.size == 1:
+            return plan
+        note = f"planned by rank {self.planner}, which has the least room of {self.agreement.size} ranks"
+        return msgspec.structs.replace(plan, notes=(*plan.notes, note), budget_bytes_of_ranks=self.uneven_budget_bytes)
 
     def excess_bytes(self, own_excess_bytes: int) -> int:
         """What has to be taken off the planning rank's budget, so that every rank's excess fits under its own."""
@@ -91,4 +100,10 @@ def find_frame(agreement: Agreement, unmanaged_peak_bytes: int, budget_bytes: in
     room_bytes = 0 if budget_bytes is None else budget_bytes - unmanaged_peak_bytes
     told = agreement.all_of("room", _Room(room_bytes=room_bytes, budget_bytes=budget_bytes), _Room)
     rank, tightest = min(zip(agreement.ranks, told, strict=True), key=lambda entry: entry[1].room_bytes)
-    return Frame(agreement, rank, tightest.budget_bytes, budget_bytes)
+    budgets = {
+        str(rank): room.budget_bytes
+        for rank, room in zip(agreement.ranks, told, strict=True)
+        if room.budget_bytes is not None
+    }
+    uneven = budgets if len(set(budgets.values())) > 1 else {}
+    return Frame(agreement, rank, tightest.budget_bytes, budget_bytes, uneven)

@@ -99,9 +99,8 @@ class Maker:
             raise_below_floor=raise_below_floor,
             planner=planner,
         )
+        made = self.frame.written_into(made)
         notes = made.notes
-        if self.frame.agreement.size > 1:
-            notes = (*notes, f"planned by rank {self.frame.planner} for {self.frame.agreement.size} ranks")
         if self.allowance.wants_forms and not planner.index.forms.regions:
             notes = (*notes, "Nothing is compressed or offloaded although it was allowed: everything fits as it is.")
         return msgspec.structs.replace(self.allowance.written_into(made), notes=notes)

@@ -16,7 +16,7 @@ from plimsoll.artifacts.trace import Trace
 from plimsoll.costing.devices import find_device
 from plimsoll.costing.measured import measured_costs
 from plimsoll.costing.roofline import roofline_costs
-from plimsoll.pipeline.agreement import Agreement, agreement_for, described
+from plimsoll.pipeline.agreement import Agreement, agreement_for, allowed, described
 from plimsoll.pipeline.allowance import Allowance, read_allowance
 from plimsoll.pipeline.applying import apply_together
 from plimsoll.pipeline.budgets import read_budget, resolve_budget
@@ -131,15 +131,9 @@ def plan(
             "what to plan",
             {
                 **step_facts(model, batch, loss=explained, optimizer=optimizer),
+                **allowed(allowance),
                 **described(
-                    strategy=strategy,
-                    regions=patterns,
-                    device_profile=device_profile,
-                    allow=allowance.allow,
-                    max_error=allowance.max_error,
-                    overrides=tuple(overrides),
-                    link=link,
-                    has_budget=budget is not None,
+                    strategy=strategy, regions=patterns, device_profile=device_profile, has_budget=budget is not None
                 ),
             },
         )

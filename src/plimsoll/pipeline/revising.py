@@ -21,8 +21,9 @@ from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.costing.devices import find_device
 from plimsoll.costing.roofline import roofline_costs
 from plimsoll.errors import BudgetBelowFloor, UnknownDevice
+from plimsoll.pipeline.agreement import Agreement
 from plimsoll.pipeline.allowance import read_allowance
-from plimsoll.pipeline.confirm import Trial, confirmed
+from plimsoll.pipeline.confirm import confirmed
 from plimsoll.pipeline.making import make_maker
 from plimsoll.pipeline.plans import part_of, trace_and_cost
 from plimsoll.pipeline.step_seconds import optimizer_seconds
@@ -51,6 +52,7 @@ class Reviser:
         loss: Loss | None,
         optimizer: torch.optim.Optimizer | None,
         report: Progress,
+        agreement: Agreement,
     ) -> None:
         self._model = model
         self._batch = batch
@@ -58,6 +60,7 @@ class Reviser:
         self._loss = loss
         self._optimizer = optimizer
         self._report = report
+        self._agreement = agreement
 
     def confirm(self, plan: Plan, receipt: Receipt, *, steps: int) -> Receipt:
         """The receipt with what the device says; where the plan is off, with a plan solved again and verified.
@@ -68,20 +71,21 @@ class Reviser:
             steps: timed runs, as for ``plimsoll.verify``.
         """
         self._report("timing every op on the device", 0.0)
-        traced, costs = trace_and_cost(
-            self._model,
-            self._batch,
-            loss=self._loss,
-            optimizer=self._optimizer,
-            regions=_regions_of(plan),
-            progress=part_of(self._report, 0.0, 0.4),
-        )
+        with self._agreement.stepping():
+            traced, costs = trace_and_cost(
+                self._model,
+                self._batch,
+                loss=self._loss,
+                optimizer=self._optimizer,
+                regions=_regions_of(plan),
+                progress=part_of(self._report, 0.0, 0.4),
+            )
         found = Confirmation(
             cost_device=plan.cost_device,
             budget_bytes=plan.budget_bytes,
             given=_claim(plan, receipt, _roofline_optimizer_seconds(plan, traced)),
         )
-        if found.is_confirmed:
+        if self._agreement.every("confirmation", holds=found.is_confirmed):
             return msgspec.structs.replace(receipt, confirmation=found)
         obstacle = self._obstacle(plan)
         if obstacle:
@@ -93,7 +97,8 @@ class Reviser:
             found = msgspec.structs.replace(found, obstacle=f"{error.found} {error.why}")
             return msgspec.structs.replace(receipt, confirmation=found)
         self._report("verifying the revised plan", 0.7)
-        checked = verify_plan(self._step, revised, lambda: apply_plan(self._model, revised), steps=steps)
+        with self._agreement.stepping():
+            checked = verify_plan(self._step, revised, lambda: apply_plan(self._model, revised), steps=steps)
         found = msgspec.structs.replace(
             found,
             revised=_claim(revised, checked, optimizer_seconds(traced, costs)),
@@ -104,7 +109,9 @@ class Reviser:
     def _solve(self, plan: Plan, traced: Trace, costs: Costs) -> Plan:
         """The plan again, with measured costs, run until it keeps to its budget."""
         allowance = read_allowance(strategies=(plan.strategy,), allow=plan.allow)
-        maker = make_maker(traced, costs, allowance, plan.budget_bytes, lambda: self._step, lambda stage, share: None)
+        maker = make_maker(
+            traced, costs, allowance, plan.budget_bytes, lambda: self._step, lambda stage, share: None, self._agreement
+        )
         self._report("solving with measured costs", 0.4)
         solved = maker.solve(plan.budget_bytes, plan.strategy)
         if plan.budget_bytes is None or not solved.status.is_usable:
@@ -113,9 +120,12 @@ class Reviser:
         def resolve(excess_bytes: int, error_scale: float) -> Plan:
             return maker.solve(plan.budget_bytes, plan.strategy, excess_bytes=excess_bytes, error_scale=error_scale)
 
-        trial = Trial(self._step, maker.gradients)
         return confirmed(
-            solved, trial, resolve=resolve, max_error=plan.max_error, progress=part_of(self._report, 0.5, 0.7)
+            solved,
+            maker.trial(self._step),
+            resolve=resolve,
+            max_error=plan.max_error,
+            progress=part_of(self._report, 0.5, 0.7),
         )
 
     def _obstacle(self, plan: Plan) -> str:

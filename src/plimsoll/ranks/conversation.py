@@ -21,13 +21,15 @@ from types import TracebackType
 import msgspec
 import torch.distributed as dist
 
-from plimsoll.errors import PlimsollError, RankError, RankFailed, RanksDiffer
-from plimsoll.ranks.exchange import TIMEOUT_SECONDS, Meeting
+from plimsoll.errors import PlimsollError, RankError, RankFailed, RankMissing, RanksDiffer
+from plimsoll.ranks.exchange import TIMEOUT_SECONDS, Meeting, exchange
 from plimsoll.ranks.release import release
 from plimsoll.ranks.world import World
 
 _GRACE_SECONDS = 1.0
 """So long a rank that failed waits for the others to come out of the step by themselves."""
+_GATHERING_SECONDS = 5.0
+"""So long ranks wait for others that may have nothing to say."""
 _RELEASED = "released"
 
 
@@ -106,6 +108,19 @@ class Conversation:
             raise differing({"step": [turn.step for turn in turns]}, self.world.ranks)
         self._step = step
         return tuple(turn.message for turn in turns)
+
+    def gather(self, occasion: str, message: bytes) -> tuple[bytes, ...] | None:
+        """Outside of a conversation: everyone's message if all ranks come within a few seconds, else ``None``.
+
+        Args:
+            occasion: of its own for every time; a rank comes to it once or not at all.
+            message: any bytes.
+        """
+        seconds = min(self._timeout_seconds, _GATHERING_SECONDS)
+        try:
+            return exchange(self.world, f"{self._topic}/{occasion}", message, timeout_seconds=seconds)
+        except RankMissing:
+            return None
 
     def end(self) -> None:
         """All ranks know of the error that is on its way: nothing has to be told."""

@@ -22,6 +22,7 @@ from plimsoll.artifacts.store import from_json, to_json
 from plimsoll.artifacts.trace import Category
 from plimsoll.cli.app import app
 from plimsoll.errors import PlanMismatch
+from plimsoll.pipeline.agreement import Agreement
 from plimsoll.pipeline.plans import trace_and_cost
 from plimsoll.pipeline.revising import Reviser, needs_confirmation
 from plimsoll.planning.choice import Choice
@@ -149,7 +150,8 @@ def test_where_nothing_fits_on_the_device_the_receipt_says_so_and_has_no_new_pla
     model, batch, loss = step
     made = msgspec.structs.replace(elsewhere(step), strategy="full", budget_bytes=64 * KIB)
     args, kwargs = split_batch(batch)
-    reviser = Reviser(model, batch, TrainingStep(model, args, kwargs, loss=loss), loss, None, lambda stage, share: None)
+    training_step = TrainingStep(model, args, kwargs, loss=loss)
+    reviser = Reviser(model, batch, training_step, loss, None, lambda stage, share: None, Agreement(None, "verify"))
     receipt = reviser.confirm(made, make_receipt(), steps=1)
     assert receipt.confirmation is not None
     assert "64.0 KiB" in receipt.confirmation.obstacle
