@@ -32,4 +32,4 @@ def reduce_rows(
     op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> None:
     """Row i of the sum over ranks of ``(ranks, elements)`` into the output of rank i."""
-    _reduce_scatter(output, rows, op=op, group=group)
+    _reduce_scatter(output, rows.view(-1), op=op, group=group)
