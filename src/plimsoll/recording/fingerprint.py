@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from plimsoll.recording.opkey import dtype_name
 from plimsoll.recording.shards import layout_of
+from plimsoll.wrappers.replicated import inner_module
 
 _HASH_LENGTH = 12
 
@@ -25,8 +26,9 @@ def fingerprint(model: nn.Module, regions: Iterable[str] = ()) -> str:
 
     The structure is the class of every submodule, and name, shape, dtype and ``requires_grad`` of every parameter and
     buffer (a tied parameter under each of its names), and the names of the regions. Of a DTensor it is the global shape, with
-    placements and mesh shape: the same on every rank.
+    placements and mesh shape: the same on every rank. ``DistributedDataParallel`` around the model does not count.
     """
+    model = inner_module(model)
     digest = hashlib.sha256()
     for name, module in model.named_modules(remove_duplicate=False):
         digest.update(f"module {name} {type(module).__module__}.{type(module).__qualname__}\n".encode())
@@ -58,6 +60,7 @@ def signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
     """
     parts = [_describe(value) for value in args]
     parts += [f"{name}={_describe(kwargs[name])}" for name in sorted(kwargs)]
+    model = inner_module(model)
     parts.append(_training(model))
     parts += _autocast()
     if any(parameter.grad is not None for parameter in model.parameters()):

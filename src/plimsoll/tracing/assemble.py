@@ -10,11 +10,11 @@ from dataclasses import replace
 import msgspec
 
 from plimsoll.artifacts.region import RegionGraph
-from plimsoll.artifacts.trace import Phase, RegionCall, Trace, TraceOp
+from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace, TraceOp
 from plimsoll.recording.graph import SlotRecord, build_region_graph
 from plimsoll.recording.recorder import RecordedValue
 from plimsoll.tracing.capture import RegionLog, StepLog
-from plimsoll.tracing.lives import managed_slots, storages_of
+from plimsoll.tracing.lives import Lives, managed_slots, storages_of
 from plimsoll.tracing.optimizer import OptimizerLog
 
 
@@ -29,9 +29,13 @@ def assemble(
     timings: Mapping[str, tuple[float, ...]],
     workspaces: Mapping[str, int],
     optimizer: OptimizerLog | None = None,
+    bucket_bytes: int = 0,
     notes: tuple[str, ...] = (),
 ) -> Trace:
-    """Turn a captured step into a ``Trace``: attribute ops to regions, close lives, name storages."""
+    """Turn a captured step into a ``Trace``: attribute ops to regions, close lives, name storages.
+
+    ``bucket_bytes`` is what a reducer holds for gradients on their way, from before the step to after it.
+    """
     op_regions = _attribute(log)
     lives = storages_of(log, optimizer)
     ops, specs = _ops(log, op_regions), dict(log.tracer.specs)
@@ -47,7 +51,7 @@ def assemble(
         is_fake=is_fake,
         ops=tuple(ops),
         specs=specs,
-        storages=lives.storages,
+        storages=(*lives.storages, *_buckets(lives, bucket_bytes, len(ops))),
         regions=tuple(_region(log, values, index, region, op_regions) for index, region in enumerate(log.regions)),
         timings=dict(timings),
         workspaces={key: size for key, size in workspaces.items() if size > 0},
@@ -57,6 +61,15 @@ def assemble(
             for parameter in log.parameters
         ),
     )
+
+
+def _buckets(lives: Lives, size: int, last: int) -> list[Storage]:
+    """The buckets of a reducer as one storage, numbered behind all others."""
+    if not size:
+        return []
+    label = "buckets of DistributedDataParallel"
+    here = Storage(id=len(lives.storages), bytes=size, category=Category.COMMUNICATION, label=label, born=-1, dies=last)
+    return [here]
 
 
 def _attribute(log: StepLog) -> list[int]:

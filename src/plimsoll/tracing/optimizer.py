@@ -25,6 +25,7 @@ from plimsoll.errors import InvalidModel, TracingFailed
 from plimsoll.tracing.fake import KnownValues, fake_like
 from plimsoll.tracing.refusals import first_line
 from plimsoll.tracing.tracer import StepTracer
+from plimsoll.wrappers.local import dense_parts
 
 _PATCHED = ("step", "profile_hook_step")
 """Attributes by which schedulers and profilers wrap an optimizer's methods."""
@@ -59,7 +60,7 @@ def trace_optimizer(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]):
         try:
-            twins = {id(p): fake_like(p, mode) for p in _parameters(optimizer)}
+            twins = {id(p): _twin_of(p, mode) for p in _parameters(optimizer)}
             twin = _copy(optimizer, twins, mode, on_gpu=on_gpu)
             with mode, KnownValues(), _NumbersAreOne():
                 for parameter in _parameters(optimizer):
@@ -80,6 +81,14 @@ def trace_optimizer(
                 next="plan without optimizer= and leave room in the budget for its state and its step",
             ) from error
     return OptimizerLog(name, tracer, states)
+
+
+def _twin_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor like what this process holds: an optimizer of DTensors steps their local shards."""
+    (local,) = dense_parts(tensor)
+    if local is tensor or not isinstance(tensor, nn.Parameter):
+        return fake_like(local, mode)
+    return nn.Parameter(fake_like(local, mode), requires_grad=tensor.requires_grad)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -108,7 +117,7 @@ def _copy(optimizer: Optimizer, twins: dict[int, torch.Tensor], mode: FakeTensor
     memo: dict[int, Any] = dict(twins)
     for _, tensor in _state_tensors(dict(optimizer.state)):
         if tensor.numel() > 1 and id(tensor) not in memo:
-            memo[id(tensor)] = fake_like(tensor, mode)
+            memo[id(tensor)] = _twin_of(tensor, mode)
     own = {name: value for name, value in vars(optimizer).items() if name not in _PATCHED and "hook" not in name}
     twin.__setstate__(copy.deepcopy(own, memo))
     if on_gpu:

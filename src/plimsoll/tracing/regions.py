@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from plimsoll.errors import InvalidRegions
+from plimsoll.wrappers.replicated import inner_module
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _COVERED_SHARE = 0.6
@@ -25,12 +26,13 @@ def find_regions(model: nn.Module, patterns: Sequence[str] | None = None) -> dic
     itself.
 
     Args:
-        model: the model.
+        model: the model; names are those inside of ``DistributedDataParallel``.
         patterns: module paths; ``*`` stands for one level (``model.layers.*``), ``**`` for any number.
 
     Raises:
         InvalidRegions: a pattern matches nothing.
     """
+    model = inner_module(model)
     if patterns is not None:
         return _outermost(_matching(model, patterns))
     found = _repeated(model, "")

@@ -28,6 +28,7 @@ from plimsoll.tracing.kernels import runs_gpu_kernels, target_kernels
 from plimsoll.tracing.optimizer import OptimizerLog, trace_optimizer
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.workspaces import WorkspaceMeter, meter_for
+from plimsoll.wrappers.replicated import bucket_bytes, inner_module, unseen_by_reducer
 
 Progress = Callable[[str, float], None]
 
@@ -54,7 +55,8 @@ def trace(
     device, it runs with fake tensors and the target's kernels.
 
     Args:
-        model: in the mode (training, autocast around the call) in which it will be trained.
+        model: in the mode (training, autocast around the call) in which it will be trained; also under
+            ``DistributedDataParallel``, whose buckets then count, or ``fully_shard``.
         batch: tensor (one argument), tuple (positional), mapping (keywords).
         loss: makes a scalar of the model's output; by default ``output.loss`` or the output itself.
         optimizer: over the model's parameters; its state and its step then belong to the trace.
@@ -77,12 +79,13 @@ def trace(
         >>> step.regions[0].name
         ''
     """
+    wrapped, model = model, inner_module(model)
     check_traceable(model)
     args, kwargs = split_batch(batch)
     found = find_regions(model, regions)
     home = home_of(model)
     target = device_name or str(home or "cpu")
-    job = _Job(model, args, kwargs, found, loss, progress or (lambda stage, share: None))
+    job = _Job(wrapped, args, kwargs, found, loss, progress or (lambda stage, share: None))
     run = job.run_fake(target) if device_name or home is None else job.run_real(home, repeats)
     return assemble(
         run.log,
@@ -94,6 +97,7 @@ def trace(
         timings=run.timings,
         workspaces=run.workspaces,
         optimizer=_optimizer_log(optimizer, model, run.log, target),
+        bucket_bytes=bucket_bytes(wrapped),
     )
 
 
@@ -108,7 +112,7 @@ class _Run:
 
 
 class _Job:
-    """One model, one call, and how to run it."""
+    """One model (under its wrapper, if it has one), one call, and how to run it."""
 
     def __init__(
         self,
@@ -119,7 +123,8 @@ class _Job:
         loss: Loss | None,
         progress: Progress,
     ) -> None:
-        self._model = model
+        self._wrapped = model
+        self._model = inner_module(model)
         self._call = (args, kwargs)
         self._regions = regions
         self._loss = loss
@@ -137,7 +142,7 @@ class _Job:
         """Run the step once for structure and workspaces, then for seconds until ``repeats`` runs are made (at least one)."""
         check_devices(self._model, *self._call)
         meter = meter_for(device)
-        with untouched(self._model):
+        with untouched(self._model), unseen_by_reducer(self._wrapped):
             args, kwargs = private_copy(self._call)
             with meter.watching():  # with all threads: some kernels have a workspace for each
                 log = self._capture("tracing", meter=meter).run(args, kwargs)
@@ -153,7 +158,7 @@ class _Job:
         return _Run(log, merged_timings(runs), meter.bytes, is_fake=False)
 
     def _timings(self, stage: str, device: torch.device, *, holds_saved: bool) -> dict[str, list[float]]:
-        with untouched(self._model):
+        with untouched(self._model), unseen_by_reducer(self._wrapped):
             args, kwargs = private_copy(self._call)
             capture = self._capture(stage, clock=clock_for(device), holds_saved=holds_saved)
             return capture.run(args, kwargs).tracer.timings

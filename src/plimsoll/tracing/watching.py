@@ -33,6 +33,7 @@ from plimsoll.tracing.statics import gradient_storages, listed_parameters, regis
 from plimsoll.tracing.trace import check_traceable, home_of
 from plimsoll.tracing.tracer import StepTracer
 from plimsoll.tracing.workspaces import WorkspaceMeter, meter_for
+from plimsoll.wrappers.replicated import bucket_bytes, inner_module, unseen_by_reducer
 from plimsoll.wrappers.sharded import Gathered
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
@@ -65,6 +66,7 @@ def watch(
     Raises:
         InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: as ``trace`` raises them.
     """
+    wrapped, model = model, inner_module(model)
     check_traceable(model)
     args, kwargs = split_batch(batch)
     names = tuple(find_regions(model, regions))
@@ -78,7 +80,7 @@ def watch(
     else:
         check_devices(model, args, kwargs)
         meter = meter_for(home)
-        with untouched(model), meter.watching():
+        with untouched(model), unseen_by_reducer(wrapped), meter.watching():
             log = watcher.run(private_copy((args, kwargs)), meter)
         release_free_memory()
         workspaces = meter.bytes
@@ -95,6 +97,7 @@ def watch(
         timings={},
         workspaces=workspaces,
         optimizer=stepped,
+        bucket_bytes=bucket_bytes(wrapped),
     )
     return watcher.described(step, log, stepped, names)
 
