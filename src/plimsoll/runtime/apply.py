@@ -28,6 +28,7 @@ from plimsoll.runtime.sensing import Sensor
 from plimsoll.runtime.sentinels import SentinelPolicy
 from plimsoll.runtime.shared import Shared
 from plimsoll.runtime.traffic import Traffic
+from plimsoll.wrappers.replicated import inner_module
 
 
 class Handle:
@@ -195,6 +196,7 @@ def apply_plan(
         raise PlanNotUsable(
             f"This plan is {plan.status}.", why=plan.status.advice, next="plan again with a larger budget"
         )
+    model = inner_module(model)
     modules = dict(model.named_modules())
     managed = _managed_regions(plan) if sensor is None else _regions(plan)
     for name in {region.name for region in plan.regions}:
