@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from plimsoll.distributed.failures import named_failures
     from plimsoll.distributed.loading import Checkpoint, latest_step, load_checkpoint
     from plimsoll.distributed.pipeline_stages import ScheduleAttachment, attach_schedule
     from plimsoll.distributed.saving import save_checkpoint
     from plimsoll.errors import CompressionMismatch, RankFailed, RankMissing, RanksDiffer
     from plimsoll.gradient_compression.compress import compress_gradients
     from plimsoll.gradient_compression.handle import CompressionHandle
+    from plimsoll.pipeline.compressing import advise_compression
 
 __all__ = [
     "Checkpoint",
@@ -23,10 +25,12 @@ __all__ = [
     "RankMissing",
     "RanksDiffer",
     "ScheduleAttachment",
+    "advise_compression",
     "attach_schedule",
     "compress_gradients",
     "latest_step",
     "load_checkpoint",
+    "named_failures",
     "save_checkpoint",
 ]
 
@@ -38,10 +42,12 @@ _HOMES = {
     "RankMissing": "plimsoll.errors",
     "RanksDiffer": "plimsoll.errors",
     "ScheduleAttachment": "plimsoll.distributed.pipeline_stages",
+    "advise_compression": "plimsoll.pipeline.compressing",
     "attach_schedule": "plimsoll.distributed.pipeline_stages",
     "compress_gradients": "plimsoll.gradient_compression.compress",
     "latest_step": "plimsoll.distributed.loading",
     "load_checkpoint": "plimsoll.distributed.loading",
+    "named_failures": "plimsoll.distributed.failures",
     "save_checkpoint": "plimsoll.distributed.saving",
 }
 """The file of every name."""
