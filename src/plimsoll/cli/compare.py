@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import options, terminal
+from plimsoll.cli import options, ranks, terminal
 
 StrategiesOption = Annotated[
     list[str] | None,
@@ -48,9 +48,10 @@ def compare(
     from plimsoll.reports.comparison_terminal import render_comparison
     from plimsoll.targets.target import TargetOptions
 
-    with terminal.exit_codes(is_json=json):
-        loaded = work.load(target, TargetOptions(batch=batch, sequence=seq, device=device), optimizer)
-        with show_progress(terminal.stderr()) as report:
+    with ranks.exit_codes(is_json=json) as crew:
+        how = TargetOptions(batch=batch, sequence=seq, device=device)
+        loaded = crew.load(lambda: work.load(target, how, optimizer))
+        with show_progress(terminal.progress()) as report:
             comparison = plimsoll.compare(
                 loaded.target.model,
                 loaded.target.batch,
@@ -67,8 +68,9 @@ def compare(
                 link=link,
                 progress=report,
             )
-        if output is not None:
-            comparison.save(output)
-        terminal.print_result(comparison, render_comparison(comparison), is_json=json, saved_to=output)
+        if crew.speaks:
+            if output is not None:
+                comparison.save(output)
+            terminal.print_result(comparison, render_comparison(comparison), is_json=json, saved_to=output)
         if comparison.exit_code:
             raise typer.Exit(comparison.exit_code)

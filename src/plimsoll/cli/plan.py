@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plimsoll.cli import options, terminal
+from plimsoll.cli import options, ranks, terminal
 
 
 def plan(
@@ -27,15 +27,17 @@ def plan(
 ) -> None:
     """Fit a training step under a memory budget, and show what it costs.
 
+    Under torchrun all ranks plan together, for a target that wraps its model (DDP, FSDP2, DTensor) or not.
+
     Example: plimsoll plan llama-tiny --budget 200MiB --output plan.json
     """
     from plimsoll.cli import work
     from plimsoll.reports.plan_terminal import render_plan
     from plimsoll.targets.target import TargetOptions
 
-    with terminal.exit_codes(is_json=json):
+    with ranks.exit_codes(is_json=json) as crew:
         how = TargetOptions(batch=batch, sequence=seq, device=device, is_meta=device_profile is not None)
-        loaded = work.load(target, how, optimizer)
+        loaded = crew.load(lambda: work.load(target, how, optimizer))
         request = work.PlanRequest(
             budget=budget,
             strategy=strategy,
@@ -46,7 +48,8 @@ def plan(
             ),
         )
         made = work.make_plan(loaded, request)
-        if output is not None:
-            made.save(output)
-        terminal.print_result(made, made.explain() if explain else render_plan(made), is_json=json, saved_to=output)
+        if crew.speaks:
+            if output is not None:
+                made.save(output)
+            terminal.print_result(made, made.explain() if explain else render_plan(made), is_json=json, saved_to=output)
         work.refuse_unusable(made)

@@ -7,6 +7,7 @@ Exit codes: 0 all is well; 1 verification failed; 2 bad input; 3 the budget is b
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,11 @@ def stdout() -> Console:
 def stderr() -> Console:
     """The console for progress and errors."""
     return Console(stderr=True, highlight=False)
+
+
+def progress() -> Console:
+    """The console for progress; of several ranks only the first shows any."""
+    return Console(stderr=True, highlight=False, quiet=os.environ.get("RANK", "0") != "0")
 
 
 def print_json(artifact: Artifact) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plimsoll.artifacts.costs import CostSource
-from plimsoll.cli import options, terminal
+from plimsoll.cli import options, ranks, terminal
 from plimsoll.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -86,14 +86,15 @@ def verify(
     from plimsoll.reports.receipt_terminal import render_receipt
     from plimsoll.targets.target import TargetOptions
 
-    with terminal.exit_codes(is_json=json):
+    with ranks.exit_codes(is_json=json) as crew:
         options.refuse_beside_plan(context)
         is_own = plan is None and budget is None and strategy == _AUTO and not override
         if is_own:
             options.refuse_without_plan(context)
         saved = load_plan(plan) if plan is not None else None
         _check_revised(revised_plan, saved)
-        loaded = work.load(target, TargetOptions(batch=batch, sequence=seq, device=device), optimizer)
+        how = TargetOptions(batch=batch, sequence=seq, device=device)
+        loaded = crew.load(lambda: work.load(target, how, optimizer))
         request = work.PlanRequest(
             budget=budget,
             strategy=strategy,
@@ -105,11 +106,12 @@ def verify(
         checked = saved if is_own or saved is not None else work.make_plan(loaded, request)
         depth = _Depth(steps, tuple(intermediate or ()), curve, max_error if checked is None else "0")
         receipt = _verify(loaded, checked, depth)
-        if output is not None:
-            receipt.save(output)
-        terminal.print_result(receipt, render_receipt(receipt), is_json=json, saved_to=output)
-        if revised_plan is not None:
-            _save_revised(receipt, revised_plan, is_json=json)
+        if crew.speaks:
+            if output is not None:
+                receipt.save(output)
+            terminal.print_result(receipt, render_receipt(receipt), is_json=json, saved_to=output)
+            if revised_plan is not None:
+                _save_revised(receipt, revised_plan, is_json=json)
         if receipt.exit_code:
             raise typer.Exit(receipt.exit_code)
 
@@ -160,7 +162,7 @@ def _verify(loaded: Loaded, plan: Plan | None, depth: _Depth) -> Receipt:
     import plimsoll
     from plimsoll.cli.progress import show_progress
 
-    with show_progress(terminal.stderr()) as report:
+    with show_progress(terminal.progress()) as report:
         return plimsoll.verify(
             loaded.target.model,
             loaded.target.batch,

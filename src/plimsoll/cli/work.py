@@ -53,7 +53,7 @@ class Loaded:
 
 def load(text: str, how: TargetOptions, optimizer: OptimizerName) -> Loaded:
     """Load a target and make the optimizer that is planned for."""
-    with show_progress(terminal.stderr()) as report:
+    with show_progress(terminal.progress()) as report:
         report(f"loading {text}", 0.0)
         target = load_target(text, how)
     return Loaded(target=target, optimizer=make_optimizer(optimizer, target.model))
@@ -66,7 +66,7 @@ def load_saved(file: Path | None) -> Plan | None:
 
 def make_plan(loaded: Loaded, request: PlanRequest) -> Plan:
     """Plan the loaded step as requested."""
-    with show_progress(terminal.stderr()) as report:
+    with show_progress(terminal.progress()) as report:
         return plimsoll.plan(
             loaded.target.model,
             loaded.target.batch,

@@ -1,0 +1,149 @@
+"""A command that torchrun has started on several ranks in, one voice and one exit code for all of them out.
+
+The ranks join a process group once the target is loaded, unless the target has made one itself. One rank prints and writes
+files: the first. An error is printed by the first rank whose own it is. In the end all wait for each other, so that nobody
+is stopped by torchrun before the error is out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import typer
+
+from plimsoll.cli import terminal
+from plimsoll.errors import InvalidOption, PlimsollError, RankError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from plimsoll.cli.work import Loaded
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells every process."""
+_PARTING_SECONDS = 30.0
+
+
+class _Farewell(msgspec.Struct, frozen=True, kw_only=True):
+    """How a command ended on one rank."""
+
+    has_own_error: bool
+
+
+@dataclass(slots=True)
+class Crew:
+    """The ranks of one command, as one of them sees it; without torchrun, this process alone."""
+
+    is_several: bool
+    has_joined: bool = False
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank prints results and writes files."""
+        return not self.is_several or os.environ["RANK"] == "0"
+
+    def load(self, load: Callable[[], Loaded]) -> Loaded:
+        """Load the target on every rank and join the others; all go on, or none does.
+
+        Args:
+            load: makes the target; it may make the process group.
+        """
+        if not self.is_several:
+            return load()
+        from plimsoll.ranks.conversation import Conversation
+        from plimsoll.ranks.world import current_world
+
+        loaded: Loaded | None = None
+        failure: PlimsollError | None = None
+        try:
+            loaded = load()
+        except PlimsollError as error:
+            failure = error
+        self._join(None if loaded is None else loaded.target.model)
+        world = current_world()
+        assert world is not None
+        with Conversation(world, "load") as conversation:
+            if failure is not None:
+                raise failure
+            conversation.ask("loaded")
+        assert loaded is not None
+        return loaded
+
+    def part(self, error: PlimsollError | None) -> bool:
+        """Wait for the others at the end; whether this rank is to print the error, if there is one."""
+        from plimsoll.ranks.exchange import exchange
+        from plimsoll.ranks.world import current_world
+
+        world = current_world() if self.is_several else None
+        if world is None:
+            return True
+        own = _Farewell(has_own_error=error is not None and not isinstance(error, RankError))
+        try:
+            told = exchange(world, "end", msgspec.json.encode(own), timeout_seconds=_PARTING_SECONDS)
+        except RankError:
+            return True
+        failed = [
+            rank
+            for rank, farewell in zip(world.ranks, told, strict=True)
+            if msgspec.json.decode(farewell, type=_Farewell).has_own_error
+        ]
+        return world.rank == (failed[0] if failed else world.ranks[0])
+
+    def leave(self) -> None:
+        """Leave the process group that ``load`` has joined."""
+        if self.has_joined:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+            self.has_joined = False
+
+    def _join(self, model: torch.nn.Module | None) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            return
+        kinds = set() if model is None else {parameter.device.type for parameter in model.parameters()}
+        try:
+            dist.init_process_group("nccl" if "cuda" in kinds else "gloo")
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            raise InvalidOption(
+                f"The ranks cannot meet: {type(error).__name__}: {error}",
+                why=f"{', '.join(_VARIABLES)} say that there are {os.environ['WORLD_SIZE']} ranks",
+                next="start the command with torchrun, or without these variables",
+            ) from error
+        self.has_joined = True
+
+
+@contextlib.contextmanager
+def exit_codes(*, is_json: bool = False) -> Iterator[Crew]:
+    """As ``terminal.exit_codes``, for a command that may run on several ranks.
+
+    Args:
+        is_json: write the error as JSON to stdout instead of text to stderr.
+
+    Raises:
+        typer.Exit: with the code of the error, on every rank.
+    """
+    is_told = all(name in os.environ for name in _VARIABLES)
+    crew = Crew(is_told and os.environ["WORLD_SIZE"] != "1")
+    try:
+        with terminal.exit_codes(is_json=is_json):
+            try:
+                yield crew
+            except PlimsollError as error:
+                if crew.part(error):
+                    raise
+                raise typer.Exit(error.exit_code) from error
+            except typer.Exit:
+                crew.part(None)
+                raise
+            crew.part(None)
+    finally:
+        crew.leave()
