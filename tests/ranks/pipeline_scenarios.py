@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import gc
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from plimsoll.distributed.pipeline_stages import ScheduleAttachment, attach_schedule
+from plimsoll.distributed.pipeline_stages import attach_schedule, received_buffers
+from plimsoll.distributed.schedules import read_schedule
 from plimsoll.measuring.memory import PeakMeter, storage_bytes
 
 HIDDEN, SEQUENCE, VOCABULARY, MICRO_BATCH = 32, 32, 64, 2
@@ -41,7 +43,11 @@ class LlamaPart(nn.Module):
     def __init__(self, first: int, last: int, count: int) -> None:
         super().__init__()
         config = LlamaConfig(
-            hidden_size=HIDDEN, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=count
+            hidden_size=HIDDEN,
+            intermediate_size=64,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_hidden_layers=count,
         )
         self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN) if first == 0 else None
         self.rotary_emb = LlamaRotaryEmbedding(config)
@@ -106,7 +112,8 @@ class Pipeline:
             self.parts.append(PARTS[family](index * per_stage, (index + 1) * per_stage, layers))
         self.micro_batches = micro_batches or 2 * ranks
         stages = [
-            PipelineStage(part, index, count, torch.device("cpu")) for part, index in zip(self.parts, indices, strict=True)
+            PipelineStage(part, index, count, torch.device("cpu"))
+            for part, index in zip(self.parts, indices, strict=True)
         ]
         kind: Any = SINGLE.get(name) or MULTI[name]
         of = stages[0] if name in ("gpipe", "1f1b") else stages
@@ -136,36 +143,83 @@ def equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool
     return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
-def measured_peak(run: Callable[[], object], static: Sequence[torch.Tensor]) -> int:
+def measured_peak(pipeline: Pipeline, seed: int) -> int:
+    """The peak of one step by allocator events, with all that was there before it."""
+    stages = read_schedule(pipeline.schedule).stages.values()
+    for stage in stages:
+        stage.clear_runtime_states()
     gc.collect()
+    there = [tensor for stage in stages for tensor in received_buffers(stage)]
+    there += [tensor for part in pipeline.parts for tensor in (*part.parameters(), *part.buffers())]
     with PeakMeter() as meter:
-        run()
-    return storage_bytes(static) + meter.peak_bytes
+        pipeline.step(seed)
+    return storage_bytes(there) + meter.peak_bytes
 
 
-def gradients_of(payload: dict[str, Any]) -> dict[str, Any]:
-    """Steps without a budget, under one, and after ``remove``, for each family and schedule."""
-    found = {}
-    for family, name in payload["cases"]:
-        found[f"{family} {name}"] = _gradients(family, name, payload.get("budget", "1GiB"))
-    return found
+@contextlib.contextmanager
+def counted_transfers() -> Iterator[list[int]]:
+    """How many tensors go between ranks."""
+    counts: list[int] = []
+    original = dist.batch_isend_irecv
+
+    def counting(ops: list[dist.P2POp]) -> list[dist.Work]:
+        counts.append(len(ops))
+        return original(ops)
+
+    dist.batch_isend_irecv = counting
+    try:
+        yield counts
+    finally:
+        dist.batch_isend_irecv = original
 
 
-def _gradients(family: str, name: str, budget: str | float) -> dict[str, Any]:
+def schedules_under_budgets(cases: list[tuple[str, str, float]]) -> dict[str, Any]:
+    """Steps without a plan and under a share of what those take, and after ``remove``, for every case."""
+    return {f"{family} {name}": _under_budget(family, name, share) for family, name, share in cases}
+
+
+def _plainly(pipeline: Pipeline, seed: int) -> tuple[list[torch.Tensor], list[int]]:
+    with counted_transfers() as transfers:
+        gradients = pipeline.step(seed)
+    pipeline.zero()
+    return gradients, transfers
+
+
+def _under_budget(family: str, name: str, share: float) -> dict[str, Any]:
+    started = time.process_time()
     plain, managed = Pipeline(family, name), Pipeline(family, name)
+    plain.step(0)  # torch infers shapes in its first step
+    plain.zero()
+    unmanaged = measured_peak(plain, 0)
+    plain.zero()
+    expected = [_plainly(plain, seed) for seed in range(4)]  # not in between: the steps under a budget are measured
+    budget = int(share * unmanaged)
+    before = [
+        dict(vars(managed.schedule)),
+        *(dict(vars(module)) for part in managed.parts for module in part.modules()),
+    ]
     handle = attach_schedule(managed.schedule, budget)
     same = []
-    for seed in range(4):
-        same.append(equal(plain.step(seed), managed.step(seed)))
-        plain.zero()
+    for seed, (gradients, transfers) in enumerate(expected):
+        with counted_transfers() as under:
+            same.append(equal(gradients, managed.step(seed)) and transfers == under)
         managed.zero()
     report = handle.report
+    measured = measured_peak(managed, 5)
+    managed.zero()
     handle.remove()
+    left = [dict(vars(managed.schedule)), *(dict(vars(module)) for part in managed.parts for module in part.modules())]
     return {
         "same": same,
-        "budget": report.budget_bytes,
+        "same_after_removal": equal(plain.step(6), managed.step(6)),
+        "restored": [a.keys() for a in before] == [a.keys() for a in left],
+        "budget": budget,
+        "unmanaged": unmanaged,
         "predicted": report.predicted_peak_bytes,
-        "measured": report.measured_peak_bytes,
-        "text": str(report),
+        "measured": measured,
+        "calibrating": report.is_calibrating,
         "extra": [stage.predicted_extra_seconds for stage in report.stages],
+        "excess": report.excess_bytes,
+        "text": str(report),
+        "cpu_seconds": time.process_time() - started,
     }

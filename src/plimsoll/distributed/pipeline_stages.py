@@ -66,6 +66,7 @@ class ScheduleAttachment:
         self._regions = regions
         self._verify_every = verify_every
         self._agreement = agreement
+        self._arguments: tuple[Any, ...] = ()
         self._call: dict[str, Any] = {}
         self._steps: dict[int, StageStep] = {}
         self._errors: list[Exception] = []
@@ -137,12 +138,12 @@ class ScheduleAttachment:
         if not self._trains:
             self._stop_measuring()
             return original(*args, **kwargs)
-        self._call = kwargs
+        self._arguments, self._call = args, kwargs
         try:
             if self._is_calibrating and self._planner is not None:
                 self._settle()
-            if self._is_calibrating:
-                self._measure(args, kwargs)
+                if self._is_calibrating:
+                    self._measure()
             result = original(*args, **kwargs)
             if self._measuring is not None:
                 self._measuring.has_trained = True
@@ -169,6 +170,7 @@ class ScheduleAttachment:
                 self._begin_stage(index, args if stage.is_first else stage._retrieve_recv_activations(0), kwargs or {})
         self._drop_hooks()
         self._agree_at_first()
+        self._measure()  # not before: tracing has a meter of its own, and on a CPU there is only one
 
     def _before_forward(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A stage is about to run; where torch infers shapes, that is before anything else of the step."""
@@ -224,7 +226,9 @@ class ScheduleAttachment:
         mine, _ = self._agreement.compare(self._standing(does_fit=False))
         planner = RankPlanner(self._steps, self._rank.actions, self._beside_bytes)
         with self._agreement.together():
-            planner.solve(mine.room_bytes)  # where the budget is below the floor, this step must not begin
+            planner.solve(
+                budget_bytes, budget_bytes - mine.room_bytes
+            )  # where the budget is below the floor, this step must not begin
             made = planner.lowest()
         self._planner = planner
         self._take(mine, made)
@@ -244,7 +248,7 @@ class ScheduleAttachment:
             self._end_calibration(does_fit=fits)
             return
         with self._agreement.together():
-            made = self._planner.solve(mine.room_bytes)
+            made = self._planner.solve(self._budget_bytes, self._budget_bytes - mine.room_bytes)
         self._take(mine, made)
 
     def _note(self, step: MeasuredStep) -> None:
@@ -300,15 +304,15 @@ class ScheduleAttachment:
             splits_backward=self._rank.splits_backward(index),
         )
 
-    def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Start the meter for a whole step, up to the next one."""
+    def _measure(self) -> None:
+        """Start the meter for what is left of a step, up to the next one."""
         self._stop_measuring()
         stages = self._rank.stages.values()
         for stage in stages:
             stage.clear_runtime_states()  # as the step itself is about to: what it lets go of was not there before
         modules = nn.ModuleList([stage.submod for stage in stages])
         received = [tensor for stage in stages for tensor in received_buffers(stage)]
-        self._measuring = step = MeasuredStep(modules, (args, received), kwargs)
+        self._measuring = step = MeasuredStep(modules, (self._arguments, received), self._call)
         optimizer = self._optimizers[0] if len(self._optimizers) == 1 else None
         self._watch = OptimizerWatch(modules.parameters(), optimizer, step.note_optimizer)
 
@@ -337,7 +341,7 @@ class ScheduleAttachment:
     def _beside_bytes(self) -> int:
         """What the rank is given and receives in a step, but for the one micro-batch that the traces have."""
         received = [tensor for stage in self._rank.stages.values() for tensor in received_buffers(stage)]
-        given = [leaf for leaf in tree_leaves(self._call) if isinstance(leaf, torch.Tensor)]
+        given = [leaf for leaf in tree_leaves((self._arguments, self._call)) if isinstance(leaf, torch.Tensor)]
         traced_bytes = sum(step.traced.received_bytes for step in self._steps.values())
         return max(0, storage_bytes([*received, *given], self._device) - traced_bytes)
 
