@@ -15,6 +15,7 @@ COMMANDS = [
     "",
     "advise",
     "compare",
+    "compress-gradients",
     "demo",
     "diagnose",
     "estimate",
@@ -29,7 +30,10 @@ COMMANDS = [
 
 
 def test_every_command_has_a_golden_help():
-    found = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    found = {
+        command.name or getattr(command.callback, "__name__", "").replace("_", "-")
+        for command in app.registered_commands
+    }
     assert found == set(COMMANDS) - {""}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from plimsoll.artifacts import advice, comparison, estimate, explained, finding, fit, plan, receipt, verdict
+from plimsoll.artifacts import advice, comparison, estimate, explained, finding, fit, plan, receipt, traffic, verdict
 from plimsoll.artifacts.advice import Advice
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.estimate import Estimate
@@ -22,12 +22,13 @@ from plimsoll.artifacts.finding import Finding
 from plimsoll.artifacts.fit import Fit
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
+from plimsoll.artifacts.traffic import Traffic
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import PlanFileError
 
 Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding
 """What is about one step of one model: what an HTML page can be made of."""
-Artifact = Reportable | Estimate | Explanation | Fit
+Artifact = Reportable | Estimate | Explanation | Fit | Traffic
 """All that is saved and shown."""
 
 _KINDS: dict[str, tuple[type[Artifact], int]] = {
@@ -40,6 +41,7 @@ _KINDS: dict[str, tuple[type[Artifact], int]] = {
     Estimate.KIND: (Estimate, estimate.SCHEMA_VERSION),
     Fit.KIND: (Fit, fit.SCHEMA_VERSION),
     Explanation.KIND: (Explanation, explained.SCHEMA_VERSION),
+    Traffic.KIND: (Traffic, traffic.SCHEMA_VERSION),
 }
 _TAG = "plimsoll"
 _NUMBER = "plimsoll.number"

@@ -7,7 +7,21 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import advise, compare, demo, diagnose, estimate, explain, fit, plan, probe, report, show, verify
+from plimsoll.cli import (
+    advise,
+    compare,
+    compress_gradients,
+    demo,
+    diagnose,
+    estimate,
+    explain,
+    fit,
+    plan,
+    probe,
+    report,
+    show,
+    verify,
+)
 
 app = typer.Typer(
     name="plimsoll",
@@ -29,6 +43,7 @@ app.command()(advise.advise)
 app.command()(explain.explain)
 app.command()(probe.probe)
 app.command()(diagnose.diagnose)
+app.command()(compress_gradients.compress_gradients)
 app.command()(report.report)
 
 

@@ -94,7 +94,7 @@ def probe(
 
     with terminal.exit_codes(is_json=json):
         options.refuse_beside_plan(context)
-        make_optimizer = _optimizer(optimizer)
+        make_optimizer = optimizer_factory(optimizer)
         saved = work.load_saved(plan)
         loaded = work.load(target, TargetOptions(batch=batch, sequence=seq, device=device), optimizer)
         request = work.PlanRequest(
@@ -122,7 +122,7 @@ def probe(
             raise typer.Exit(verdict.exit_code)
 
 
-def _optimizer(name: options.OptimizerName) -> MakeOptimizer:
+def optimizer_factory(name: options.OptimizerName) -> MakeOptimizer:
     """What makes the optimizer of each arm.
 
     Raises:

@@ -16,6 +16,7 @@ from plimsoll.artifacts.fit import Fit
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.store import Artifact, load_any
+from plimsoll.artifacts.traffic import Traffic
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.cli import options, terminal
 
@@ -23,14 +24,16 @@ FileArgument = Annotated[
     Path,
     typer.Argument(
         metavar="FILE",
-        help="What plan, verify, compare, probe, diagnose, advise, explain, estimate or fit saved with --output.",
+        help="What plan, verify, compare, probe, diagnose, advise, explain, estimate, fit or compress-gradients saved "
+        "with --output.",
         show_default=False,
     ),
 ]
 
 
 def show(file: FileArgument, *, explain: options.ExplainOption = False, json: options.JsonOption = False) -> None:
-    """Show a saved plan, receipt, comparison, verdict, finding, advice, explanation, estimate or fit.
+    """Show a saved plan, receipt, comparison, verdict, finding, advice, explanation, estimate, fit or gradient
+    traffic.
 
     Example: plimsoll show plan.json --explain
     """
@@ -51,6 +54,7 @@ def _render(artifact: Artifact) -> RenderableType:
     from plimsoll.reports.fit_terminal import render_fit
     from plimsoll.reports.plan_terminal import render_plan
     from plimsoll.reports.receipt_terminal import render_receipt
+    from plimsoll.reports.traffic_terminal import render_traffic
     from plimsoll.reports.verdict_terminal import render_verdict
 
     if isinstance(artifact, Plan):
@@ -69,4 +73,6 @@ def _render(artifact: Artifact) -> RenderableType:
         return render_fit(artifact)
     if isinstance(artifact, Explanation):
         return render_explanation(artifact)
+    if isinstance(artifact, Traffic):
+        return render_traffic(artifact)
     return render_comparison(artifact)

@@ -102,7 +102,7 @@ def probe(
     """
     report = progress or (lambda stage, share: None)
     check_model(model)
-    _check_trainable(model)
+    check_trainable(model)
     check_plan(plan)
     refuse_other_model(model, plan)
     refuse_profiler(model)
@@ -139,7 +139,7 @@ def probe(
     return verdict
 
 
-def _check_trainable(model: nn.Module) -> None:
+def check_trainable(model: nn.Module) -> None:
     """Refuse a model whose training could not be undone, or not be run.
 
     Raises:
@@ -201,7 +201,7 @@ def _about(
         fingerprint=plan.fingerprint,
         signature=signature(model, first.args, first.kwargs, loss=loss),
         device=str(next(model.parameters()).device),
-        optimizer=_describe_optimizer(model, optimizer),
+        optimizer=describe_optimizer(model, optimizer),
         data=data or stream.description,
         versions={**versions(), "threads": str(torch.get_num_threads())},
         items="tokens" if has_tokens else "examples",
@@ -221,7 +221,7 @@ def _notes(stream: Stream, held_out: list[Call]) -> tuple[str, ...]:
     return ()
 
 
-def _describe_optimizer(model: nn.Module, optimizer: MakeOptimizer) -> str:
+def describe_optimizer(model: nn.Module, optimizer: MakeOptimizer) -> str:
     """``AdamW(lr=0.001, weight_decay=0.01)``: its class, and its defaults that are numbers."""
     made = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     if not isinstance(made, torch.optim.Optimizer):
