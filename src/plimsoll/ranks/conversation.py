@@ -33,12 +33,26 @@ _GATHERING_SECONDS = 5.0
 _RELEASED = "released"
 
 
+class _Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """An error in words: what was found, why, and what to do next."""
+
+    found: str
+    why: str
+    next: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Failure:
+        if isinstance(error, PlimsollError):
+            return cls(found=error.found, why=error.why, next=error.next)
+        return cls(found=f"{type(error).__name__}: {error}", why="", next="see its traceback")
+
+
 class _Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What a rank says in one exchange: where it is, its message, and what it found if it failed."""
 
     step: str
     message: bytes = b""
-    failure: str | None = None
+    failure: _Failure | None = None
 
 
 class Conversation:
@@ -102,7 +116,7 @@ class Conversation:
         if failures:
             self._is_over = True
             rank, first = next(iter(failures.items()))
-            raise self._failed(rank, first, others=tuple(failures), next_="")
+            raise self._failed(rank, first, tuple(failures))
         if any(turn.step != step for turn in turns):
             self._is_over = True
             raise differing({"step": [turn.step for turn in turns]}, self.world.ranks)
@@ -135,7 +149,7 @@ class Conversation:
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the others; where they cannot hear it, end what they wait for."""
-        turn = _Turn(step=self._step, failure=_said(error))
+        turn = _Turn(step=self._step, failure=_Failure.of(error))
         meeting = Meeting.arrive(self.world, self._topic, msgspec.msgpack.encode(turn), self._timeout_seconds)
         self._is_over = True
         if not self._is_stepping or not self._groups:
@@ -149,17 +163,21 @@ class Conversation:
         rank = int(culprit)
         if rank != self.world.rank:
             first = msgspec.msgpack.decode(meeting.message_of(rank), type=_Turn)
-            advice = ", mend it, and start the job anew: the process groups were closed to end the wait for that rank"
-            raise self._failed(rank, first, others=(rank,), next_=advice) from error
+            advice = (
+                "; then start the job anew, as the model's process groups were closed to end the wait for that rank"
+            )
+            raise self._failed(rank, first, (rank,), advice) from error
 
-    def _failed(self, rank: int, turn: _Turn, *, others: tuple[int, ...], next_: str) -> RankFailed:
-        more = "" if len(others) == 1 else f" (and {len(others) - 1} more)"
+    def _failed(self, rank: int, turn: _Turn, ranks: tuple[int, ...], advice: str = "") -> RankFailed:
+        assert turn.failure is not None
+        more = "" if len(ranks) == 1 else f" (and {len(ranks) - 1} more)"
         place = f" after {turn.step!r}" if turn.step else ""
+        why = f": {turn.failure.why}" if turn.failure.why else ""
         return RankFailed(
-            f"Rank {rank}{more} failed in {self._topic!r}{place}: {turn.failure}",
-            why="all ranks go on together or none does; nothing was changed on this one",
-            next=f"see the error of rank {rank}{next_}",
-            ranks=others,
+            f"Rank {rank}{more} failed in {self._topic!r}{place}: {turn.failure.found}",
+            why=f"all ranks go on together or none does{why}",
+            next=f"on rank {rank}: {turn.failure.next}{advice}",
+            ranks=ranks,
         )
 
 
@@ -190,7 +208,3 @@ def differing(facts: dict[str, list[str]], ranks: Sequence[int], next_: str = ""
 
 def _named(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def _said(error: BaseException) -> str:
-    return error.found if isinstance(error, PlimsollError) else f"{type(error).__name__}: {error}"
