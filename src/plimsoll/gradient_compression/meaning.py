@@ -57,7 +57,8 @@ class Mean:
             is_nonfinite = ~flat.isfinite().all()
         if self._settings.momentum:
             for slot, each in plain:
-                each.copy_(with_velocity(slot, each, self._settings.momentum))
+                velocity = with_velocity(slot, each.reshape(-1), self._settings.momentum)
+                each.copy_(velocity.view(each.shape))
         self._tally.add(slots, self._settings, is_nonfinite, step)
         for slot in slots:
             slot.reductions += 1

@@ -129,6 +129,8 @@ class Scatter:
                 shards[i].copy_(self._with_momentum(slots[i], mean))
             is_nonfinite = ~averaged.isfinite().all()
         if due and self._round is not None:
+            for i in due:
+                _spread_velocity(slots[i], group)
             offers = [offer(slots[i], pieces[i], self._settings.momentum) for i in due]
             # Each rank has its own shard only: what is void somewhere has to be void everywhere.
             is_void = torch.stack([each.is_not_finite for each in offers])
@@ -143,3 +145,11 @@ class Scatter:
 
     def _with_momentum(self, slot: Slot, mean: torch.Tensor) -> torch.Tensor:
         return with_velocity(slot, mean, self._settings.momentum) if self._settings.momentum else mean
+
+
+def _spread_velocity(slot: Slot, group: dist.ProcessGroup) -> None:
+    """After warm-up: momentum of this rank's shard of the mean becomes momentum of its own gradients, of the same mean."""
+    if slot.velocity is not None and slot.velocity.dim() == 1:
+        rows = slot.velocity.new_zeros(slot.shape)
+        rows[group.rank()] = slot.velocity * group.size()
+        slot.velocity = rows
