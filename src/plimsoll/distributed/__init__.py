@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from plimsoll.distributed.loading import Checkpoint, latest_step, load_checkpoint
     from plimsoll.distributed.pipeline_stages import ScheduleAttachment, attach_schedule
     from plimsoll.distributed.saving import save_checkpoint
+    from plimsoll.distributed.stage_plans import StagesHandle, apply_stages
     from plimsoll.errors import CompressionMismatch, RankFailed, RankMissing, RanksDiffer
     from plimsoll.gradient_compression.compress import compress_gradients
     from plimsoll.gradient_compression.handle import CompressionHandle
@@ -25,7 +26,9 @@ __all__ = [
     "RankMissing",
     "RanksDiffer",
     "ScheduleAttachment",
+    "StagesHandle",
     "advise_compression",
+    "apply_stages",
     "attach_schedule",
     "compress_gradients",
     "latest_step",
@@ -42,6 +45,8 @@ _HOMES = {
     "RankMissing": "plimsoll.errors",
     "RanksDiffer": "plimsoll.errors",
     "ScheduleAttachment": "plimsoll.distributed.pipeline_stages",
+    "StagesHandle": "plimsoll.distributed.stage_plans",
+    "apply_stages": "plimsoll.distributed.stage_plans",
     "advise_compression": "plimsoll.pipeline.compressing",
     "attach_schedule": "plimsoll.distributed.pipeline_stages",
     "compress_gradients": "plimsoll.gradient_compression.compress",

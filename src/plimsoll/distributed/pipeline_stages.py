@@ -23,8 +23,8 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.distributed.rank_plans import RankPlan, RankPlanner
 from plimsoll.distributed.schedule_report import ScheduleReport, StageReport, added_seconds
 from plimsoll.distributed.schedules import RankSchedule, Schedule, read_schedule
-from plimsoll.distributed.stage_agreement import StageAgreement, Standing
-from plimsoll.distributed.stage_steps import StageStep, bytes_of, trace_stage
+from plimsoll.distributed.stage_agreement import TIMEOUT_SECONDS, StageAgreement, Standing
+from plimsoll.distributed.stage_steps import KnownChoices, StageStep, bytes_of, trace_stage
 from plimsoll.distributed.wrapping import Wrapped, is_wrapped
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, PlimsollError
 from plimsoll.measuring.memory import storage_bytes
@@ -39,8 +39,6 @@ from plimsoll.units import format_bytes, parse_bytes
 
 _MOST_STEPS = 5
 """So many steps calibrate at most; what exceeds the budget even then stays, with a warning."""
-TIMEOUT_SECONDS = 300.0
-"""Where torch infers shapes, ranks trace their stages one after the other: the first waits for the last."""
 
 
 class ScheduleAttachment:
@@ -69,6 +67,7 @@ class ScheduleAttachment:
         self._arguments: tuple[Any, ...] = ()
         self._call: dict[str, Any] = {}
         self._steps: dict[int, StageStep] = {}
+        self._known_choices: KnownChoices = {}
         self._errors: list[Exception] = []
         self._planner: RankPlanner | None = None
         self._made: RankPlan | None = None
@@ -199,6 +198,7 @@ class ScheduleAttachment:
                 most_in_flight(rank.actions)[index],
                 left_bytes=returned_bytes + (sent_bytes if rank.keeps_sends else 0),
                 merged_bytes=returned_bytes * rank.micro_batches,
+                known_choices=self._known_choices,
             )
             self._steps[index] = step
             self._run(index, step.plan(step.range_bytes[0]))

@@ -19,6 +19,8 @@ from plimsoll.pipelining.timeline import StageSeconds
 from plimsoll.ranks.exchange import exchange, together
 from plimsoll.ranks.world import World
 
+TIMEOUT_SECONDS = 300.0
+"""Where torch infers shapes, ranks trace their stages one after the other: the first waits for the last."""
 _TOPIC = "planning pipeline stages"
 _T = TypeVar("_T", bound=msgspec.Struct)
 

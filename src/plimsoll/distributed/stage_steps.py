@@ -7,7 +7,7 @@ it receives belongs to buffers that last, so that it is no part of what a waitin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,14 @@ from plimsoll.measuring.memory import storage_bytes
 from plimsoll.pipeline.plans import trace_and_cost
 from plimsoll.pipelining.rank_memory import StageMemory
 from plimsoll.pipelining.timeline import StageSeconds
+from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.describe import held_bytes
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import RegionView
 from plimsoll.recording.calling import Loss, output_tensors
+
+KnownChoices = dict[Hashable, ChoiceSet]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +141,20 @@ class StageStep:
         in_flight: micro-batches between forward and the end of backward, when they are most.
         left_bytes: what a finished micro-batch leaves until the step ends.
         merged_bytes: outputs that are put together at the end of the step.
+        known_choices: of regions of other stages; those of this one are added.
     """
 
-    def __init__(self, traced: TracedStage, in_flight: int, *, left_bytes: int, merged_bytes: int) -> None:
+    def __init__(
+        self,
+        traced: TracedStage,
+        in_flight: int,
+        *,
+        left_bytes: int,
+        merged_bytes: int,
+        known_choices: KnownChoices,
+    ) -> None:
         self.traced = traced
-        self.planner = Planner(traced.trace, traced.costs, in_flight=in_flight)
+        self.planner = Planner(traced.trace, traced.costs, in_flight=in_flight, known_choices=known_choices)
         self._left_bytes = left_bytes
         self._merged_bytes = merged_bytes
 
