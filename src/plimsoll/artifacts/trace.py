@@ -106,6 +106,9 @@ class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
     forward: tuple[int, int]
     backward: tuple[int, int]
     obstacle: str = ""
+    is_emptied: bool = False
+    """Whether parameters that it reads are gone between its forward and its backward (a sharded model frees the gathered
+    ones): nothing of it can be rebuilt before its own backward."""
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):

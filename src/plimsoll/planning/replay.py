@@ -419,7 +419,7 @@ def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
 
 def _can_provide(maker: RegionView, storage: int) -> bool:
     """Whether all outputs of ``maker`` can be rebuilt from what it always holds in some form, ``storage`` among them."""
-    if not maker.droppable:
+    if not maker.droppable or maker.call.is_emptied:
         return False
     outputs = maker.graph.outputs
     if storage not in {maker.graph.values[v].storage for v in outputs}:

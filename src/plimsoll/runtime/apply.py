@@ -29,6 +29,7 @@ from plimsoll.runtime.sentinels import SentinelPolicy
 from plimsoll.runtime.shared import Shared
 from plimsoll.runtime.traffic import Traffic
 from plimsoll.wrappers.replicated import inner_module
+from plimsoll.wrappers.sharded import emptied_after_forward
 
 
 class Handle:
@@ -206,7 +207,10 @@ def apply_plan(
     if link is None and plan.link:
         link = open_link(plan.link, device, host_budget=plan.host_budget_bytes, directory=None)
     shared = Shared(
-        links=LinkTable(is_used=any(call.is_boundary_dropped for calls in managed.values() for call in calls)),
+        links=LinkTable(
+            emptied_after_forward(model, {name: modules[name] for name in managed}),
+            is_used=any(call.is_boundary_dropped for calls in managed.values() for call in calls),
+        ),
         packer=Packer(link, plan.link),
         traffic=Traffic(),
         policy=SentinelPolicy(every=sentinel_every),

@@ -6,7 +6,7 @@ object may change on the way (FSDP wraps it), the storage does not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,14 @@ class _Offer:
 
 
 class LinkTable:
-    """The outputs of the latest managed call, for the region that comes next."""
+    """The outputs of the latest managed call, for the region that comes next.
 
-    def __init__(self, *, is_used: bool) -> None:
+    ``silent`` regions offer none: their parameters may be gone by the time (a sharded model frees what it gathered).
+    """
+
+    def __init__(self, silent: Collection[str] = (), *, is_used: bool) -> None:
         self._is_used = is_used
+        self._silent = frozenset(silent)
         self._offers: list[_Offer] = []
 
     def offer(
@@ -52,7 +56,7 @@ class LinkTable:
             return
         leaves = program.boundary_leaves(cells, packed, link)
         self._offers = []
-        if leaves is None:
+        if leaves is None or program.name in self._silent:
             return
         for position, tensor in enumerate(output_tensors(output)):
             if not program.remakes(position):

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import msgspec
 
-from plimsoll.artifacts.region import RegionGraph
+from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace, TraceOp
 from plimsoll.recording.graph import SlotRecord, build_region_graph
 from plimsoll.recording.recorder import RecordedValue
 from plimsoll.tracing.capture import RegionLog, StepLog
 from plimsoll.tracing.lives import Lives, managed_slots, storages_of
 from plimsoll.tracing.optimizer import OptimizerLog
+from plimsoll.tracing.tracer import StepTracer
 
 
 def assemble(
@@ -154,7 +155,17 @@ def _region(
         forward=(region.start, region.end),
         backward=backward,
         obstacle=obstacle,
+        is_emptied=_is_emptied(tracer, region, backward[0]),
     )
+
+
+def _is_emptied(tracer: StepTracer, region: RegionLog, until: int) -> bool:
+    """Whether some parameter's storage is emptied between the region's forward and its backward."""
+    storages = [
+        tracer.values[value].storage for value, (origin, _) in region.leaves.items() if origin is Origin.PARAMETER
+    ]
+    lives = [life for storage in storages for life in tracer.fillings.get(storage, ())]
+    return any(region.end <= life.dies <= until for life in lives)
 
 
 def _kind(graph: RegionGraph) -> str:

@@ -10,7 +10,7 @@ FSDP2's own objects. Importing it takes most of a second; where nobody has, no m
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,9 +65,20 @@ def waiting_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield group._module_fqn or "", group._partial_reduce_output
 
 
-def reshards_after_forward(module: nn.Module) -> bool:
-    """Whether parameters that ``module`` uses may be gone between its forward and its backward."""
-    return any(group.post_forward_mesh_info is not None for group in _groups(module))
+def emptied_after_forward(model: nn.Module, modules: Mapping[str, nn.Module]) -> frozenset[str]:
+    """Which of ``modules`` use parameters that may be gone between their forward and their backward.
+
+    Args:
+        model: holds the modules; who shards their parameters is looked for in all of it.
+        modules: parts of it by name.
+    """
+    owners = {
+        part._module_info.module
+        for group in _groups(model)
+        if group.post_forward_mesh_info is not None
+        for part in group.fsdp_params
+    }
+    return frozenset(name for name, module in modules.items() if owners and not owners.isdisjoint(module.modules()))
 
 
 def release_gathered(model: nn.Module) -> None:
