@@ -20,9 +20,9 @@ def start_transfer(kind: str, payload: torch.Tensor) -> dist.Work:
     if kind == "all_reduce":
         work = dist.all_reduce(payload, async_op=True)
     elif kind == "all_gather":
-        work = dist.all_gather_into_tensor(payload.new_empty(ranks * len(payload)), payload, async_op=True)
+        work = dist.all_gather(list(payload.new_empty(ranks, len(payload))), payload, async_op=True)
     elif kind == "reduce_scatter":
-        work = dist.reduce_scatter_tensor(payload.new_empty(len(payload) // ranks), payload, async_op=True)
+        work = dist.reduce_scatter(payload.new_empty(len(payload) // ranks), list(payload.chunk(ranks)), async_op=True)
     elif kind == "all_to_all":
         work = dist.all_to_all_single(torch.empty_like(payload), payload, async_op=True)
     else:
