@@ -179,8 +179,8 @@ def page(found: dict[tuple[int, int], Run], seeds: list[int], steps: int, second
         "",
         f"Versions: {named}",
         "",
-        f"A Llama of width 64 with 2 layers, bytes of Python's standard library, {RANKS} ranks under DDP with 4 sequences of 64 "
-        f"each, {steps} steps, learning rate falling to zero, the first tenth of the steps uncompressed unless a row says "
+        f"A Llama of width 64 with 2 layers, bytes of Python's standard library, {RANKS} ranks under DDP with 4 sequences of "
+        f"64 each, {steps} steps, learning rate falling to zero, the first tenth of the steps uncompressed unless a row says "
         f"otherwise. Held-out loss in nats per byte, mean of {len(seeds)} seeds; *within*: the mean lies between the least and "
         "the most that uncompressed seeds reached. Bytes are what one rank sends in a step after warm-up, in rings; embedding, "
         "head and norms are never compressed here, and are most of what the sparse methods still send.",

@@ -117,6 +117,8 @@ def on_two_ranks() -> dict[str, Any]:
         "removed": removed(),
         "refusals": refusals(),
         "warmup": warmup(),
+        "late": late(),
+        "momentum": momentum(),
     }
 
 
@@ -420,4 +422,27 @@ def warmup() -> list[bool]:
         for _ in range(4):
             gradients = next(given_)
             equal.append(torch.equal(step(model, gradients), step(plain, gradients)))
+    return equal
+
+
+def late() -> bool:
+    """Compression that begins when training is under way and DDP has rebuilt its buckets."""
+    model, plain, given_ = replicated(), replicated(), whole_numbers(dist.get_rank())
+    for _ in range(3):
+        step(model, next(given_))
+    with compress_gradients(model, "topk:100%", **EVERYTHING):
+        step(plain, next(given_))
+        rows = [(step(model, each), step(plain, each)) for each in (next(given_), next(given_))]
+        return all(torch.equal(a, b) for a, b in rows)
+
+
+def momentum() -> list[bool]:
+    """Two steps of warm-up and two compressed ones; whether each gave what SGD's momentum gives."""
+    model, plain, given_ = replicated(), replicated(), whole_numbers(dist.get_rank())
+    velocity, equal = torch.zeros(()), []
+    with compress_gradients(model, "topk:100%", warmup_steps=2, momentum=0.5, **EVERYTHING):
+        for _ in range(4):
+            gradients = next(given_)
+            velocity = 0.5 * velocity + step(plain, gradients)
+            equal.append(torch.equal(step(model, gradients), velocity))
     return equal

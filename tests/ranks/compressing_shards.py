@@ -67,6 +67,7 @@ def on_four_ranks() -> dict[str, Any]:
         "resumed": {method: resumed(mesh, method) for method in (*METHODS, "momentum")},
         "replicas_resumed": resumed(grid["shards"], "powersgd:2", grid["replicas"].get_group()),
         "narrow": narrow(mesh),
+        "momentum": momentum(mesh),
         "removed": removed(mesh),
         "refusals": refusals(mesh, grid),
     }
@@ -92,7 +93,12 @@ def fidelity(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> dict[str, Any
     expected, _ = train_llama(mesh, "none" if group else None, group)
     whole, _ = train_llama(init_device_mesh("cpu", (4,)), None, None)
     found: dict[str, Any] = {"as_whole": _error(expected, whole)}
-    cases: dict[str, dict[str, Any]] = {"none": {}, "topk:100%": EVERYTHING, "randomk:100%": EVERYTHING, "sign": {"min_elements": 64}}
+    cases: dict[str, dict[str, Any]] = {
+        "none": {},
+        "topk:100%": EVERYTHING,
+        "randomk:100%": EVERYTHING,
+        "sign": {"min_elements": 64},
+    }
     if group is not None:
         cases["powersgd:1000"] = EVERYTHING
     for method, options in cases.items():
@@ -199,6 +205,18 @@ def narrow(mesh: DeviceMesh) -> dict[str, Any]:
     with compress_gradients(model, "randomk:100%", **EVERYTHING) as handle:
         compressed, expected = step(model, gradients), step(plain, gradients)
         return {"error": float((compressed - expected).norm() / expected.norm()), "bytes": handle.counters.sent_bytes}
+
+
+def momentum(mesh: DeviceMesh) -> list[bool]:
+    """Two steps of warm-up and two compressed ones; whether each gave what SGD's momentum gives."""
+    model, plain, draw = sharded(mesh), sharded(mesh), whole_numbers(dist.get_rank())
+    velocity, equal = torch.zeros(()), []
+    with compress_gradients(model, "topk:100%", warmup_steps=2, momentum=0.5, **EVERYTHING):
+        for _ in range(4):
+            gradients = draw()
+            velocity = 0.5 * velocity + step(plain, gradients)
+            equal.append(torch.equal(step(model, gradients), velocity))
+    return equal
 
 
 def removed(mesh: DeviceMesh) -> dict[str, bool]:

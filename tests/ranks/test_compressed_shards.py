@@ -88,6 +88,10 @@ def test_gradients_are_sent_in_the_dtype_that_fsdp2_reduces_in(four: list[dict[s
     assert four[0]["narrow"]["error"] < 5e-3
 
 
+def test_momentum_goes_on_after_warm_up_and_ends_where_everything_was_sent(four: list[dict[str, Any]]):
+    assert four[0]["momentum"] == [True, True, True, False]
+
+
 def test_removing_puts_back_the_very_hooks_that_were_there(four: list[dict[str, Any]]):
     assert all(four[0]["removed"].values()), four[0]["removed"]
 

@@ -152,3 +152,12 @@ def test_what_cannot_be_is_refused_on_all_ranks(two: list[dict[str, Any]], what:
 
 def test_warm_up_steps_are_those_of_ddp(two: list[dict[str, Any]]):
     assert two[0]["warmup"] == [True, True, False, False]
+
+
+def test_compression_may_begin_when_training_is_under_way(two: list[dict[str, Any]]):
+    assert two[0]["late"]
+
+
+def test_momentum_goes_on_after_warm_up_and_ends_where_everything_was_sent(two: list[dict[str, Any]]):
+    # What is sent whole is masked whole: the fourth step is a plain gradient.
+    assert two[0]["momentum"] == [True, True, True, False]
