@@ -31,9 +31,11 @@ from plimsoll.recording.calling import Loss
 
 T = TypeVar("T")
 
+BATCH = "batch, mode and loss"
+"""The name of the fact that the ranks' batches, modes and losses are."""
 _SOLVING_SECONDS = 600.0
 """Beyond the usual time, ranks wait so long for the one that solves: a solver may use its time limit several times."""
-_PAD = "pad the batches to the same shape, give all ranks the same options, or name the ranks that do the same: ranks="
+_PAD = "pad the batches to the same shape, or name the ranks whose batches have it: ranks="
 
 
 class _Solved(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,9 +150,10 @@ class Agreement:
         told = self.all_of(what, mine, dict[str, str])
         names = dict.fromkeys(name for one in told for name in one)
         table = {name: [one.get(name, "nothing") for one in told] for name in names}
-        if any(len(set(values)) > 1 for values in table.values()):
+        odd = [name for name, values in table.items() if len(set(values)) > 1]
+        if odd:
             self._conversation.end()
-            raise differing(table, self.ranks, _PAD)
+            raise differing(table, self.ranks, _PAD if odd == [BATCH] else "")
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:

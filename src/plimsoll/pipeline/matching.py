@@ -9,6 +9,7 @@ from torch import nn
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import PlanMismatch
+from plimsoll.pipeline.agreement import BATCH
 from plimsoll.recording.calling import Loss, split_batch
 from plimsoll.recording.fingerprint import fingerprint, signature
 from plimsoll.tracing.kernels import runs_gpu_kernels
@@ -78,7 +79,7 @@ def step_facts(
     args, kwargs = split_batch(batch)
     return {
         "model": fingerprint(model),
-        "batch, mode and loss": signature(model, args, kwargs, loss=loss),
+        BATCH: signature(model, args, kwargs, loss=loss),
         "optimizer": type(optimizer).__name__,
         "device": ", ".join(sorted({parameter.device.type for parameter in model.parameters()})),
     }
