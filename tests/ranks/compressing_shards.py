@@ -80,7 +80,7 @@ def train_llama(mesh: DeviceMesh, method: str | None, group: dist.ProcessGroup |
     fully_shard(model, mesh=mesh)
     handle = compress_gradients(model, method, replicate_group=group, **options) if method else None
     generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(3):
+    for _ in range(2):
         ids = torch.randint(128, (2, 16), generator=generator)
         model.zero_grad(set_to_none=True)
         model(input_ids=ids, labels=ids).loss.backward()
@@ -132,7 +132,7 @@ def sums(mesh: DeviceMesh, method: str) -> dict[str, Any]:
     sent = expected = torch.zeros((), dtype=torch.float64)
     same = []
     with compress_gradients(model, method, **EVERYTHING) as handle:
-        for _ in range(20):
+        for _ in range(10):
             gradients = draw()
             averaged = step(model, gradients)
             same.append(are_same(averaged))
