@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,9 +24,14 @@ from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from plimsoll.artifacts.plan import Plan
 from plimsoll.distributed.pipeline_stages import attach_schedule, received_buffers
 from plimsoll.distributed.schedules import read_schedule
+from plimsoll.distributed.stage_plans import apply_stages
+from plimsoll.errors import PlimsollError
 from plimsoll.measuring.memory import PeakMeter, storage_bytes
+from plimsoll.pipeline.plans import trace_and_cost
+from plimsoll.planning.lowest import find_extremes
 
 HIDDEN, SEQUENCE, VOCABULARY, MICRO_BATCH = 32, 32, 64, 2
 LAYERS = 4
@@ -173,9 +179,81 @@ def counted_transfers() -> Iterator[list[int]]:
         dist.batch_isend_irecv = original
 
 
-def schedules_under_budgets(cases: list[tuple[str, str, float]]) -> dict[str, Any]:
-    """Steps without a plan and under a share of what those take, and after ``remove``, for every case."""
-    return {f"{family} {name}": _under_budget(family, name, share) for family, name, share in cases}
+def everything(cases: list[tuple[str, str, float]]) -> dict[str, Any]:
+    """All scenarios of one launch: schedules under shares of what they take without a plan, and what is refused."""
+    found = {f"{family} {name}": _under_budget(family, name, share) for family, name, share in cases}
+    return found | {"refused": _refused(), "saved": _saved_plans()}
+
+
+def _refused() -> dict[str, Any]:
+    """Errors, each as its type and what it found; no rank may hang."""
+    pipeline = Pipeline("llama", "gpipe", micro_batches=2)
+    found = {}
+    with attach_schedule(pipeline.schedule, "1GiB"):
+        found["twice"] = _raised(lambda: attach_schedule(pipeline.schedule, "1GiB"))
+    before = dict(vars(pipeline.schedule))
+    budget = "4KiB" if dist.get_rank() == 1 else "1GiB"
+    attach_schedule(pipeline.schedule, budget)
+    found["below floor"] = _raised(lambda: pipeline.step(0))
+    found["untouched"] = vars(pipeline.schedule).keys() == before.keys() and not any(
+        p.grad is not None for part in pipeline.parts for p in part.parameters()
+    )
+    pipeline.step(0)  # and trains on without a budget
+    pipeline.zero()
+    handle = attach_schedule(pipeline.schedule, "1GiB")
+    with torch.no_grad():
+        arguments = [torch.zeros(4, SEQUENCE, dtype=torch.long)] if pipeline.is_first else []
+        named = {"target": torch.zeros(4, SEQUENCE, dtype=torch.long)} if pipeline.is_last else {}
+        pipeline.schedule.eval(*arguments, **named)
+    found["plans after eval"] = len(handle.plans)
+    handle.remove()
+    handle.remove()
+    return found
+
+
+def lowest_plan(pipeline: Pipeline) -> Plan:
+    """The plan that recomputes all it can in this rank's only stage, with its other micro-batches in flight."""
+    hidden = torch.zeros(MICRO_BATCH, SEQUENCE, HIDDEN, requires_grad=True)
+    tokens = torch.zeros(MICRO_BATCH, SEQUENCE, dtype=torch.long)
+    stage = pipeline.parts[0]
+    trace, costs = trace_and_cost(
+        stage, tokens if pipeline.is_first else hidden, loss=torch.sum, optimizer=None, regions=None
+    )
+    return msgspec.structs.replace(find_extremes(trace, costs).lowest, in_flight=dist.get_world_size())
+
+
+def _saved_plans() -> dict[str, Any]:
+    """A plan per stage, made alone, applied to a schedule whose stages have longer names; and refusals."""
+    rank, pipeline, plain = dist.get_rank(), Pipeline("gpt2", "1f1b"), Pipeline("gpt2", "1f1b")
+    full, stage = lowest_plan(pipeline), pipeline.parts[0]
+    whole = msgspec.structs.replace(
+        full,
+        regions=tuple(msgspec.structs.replace(r, name=f"transformer.{r.name}") for r in full.regions),
+    )
+    expected = plain.step(0)
+    with apply_stages(pipeline.schedule, {rank: whole}) as handle:
+        same = equal(pipeline.step(0), expected)
+        dropped = sum(o.dropped_bytes for each in handle._handles for o in each.outcomes())
+    few = msgspec.structs.replace(whole, in_flight=0)
+    other = msgspec.structs.replace(
+        whole, regions=tuple(msgspec.structs.replace(r, name=f"decoder.{r.name}.x") for r in whole.regions)
+    )
+    return {
+        "same": same,
+        "dropped": dropped,
+        "names": [region.name for region in handle.plans[rank].regions],
+        "too few": _raised(lambda: apply_stages(pipeline.schedule, {rank: few} if rank == 0 else {rank: whole})),
+        "other": _raised(lambda: apply_stages(pipeline.schedule, {rank: other})),
+        "managed": any("forward" in vars(module) for module in stage.modules()),
+    }
+
+
+def _raised(run: Callable[[], object]) -> tuple[str, str]:
+    try:
+        run()
+    except PlimsollError as error:
+        return type(error).__name__, error.found
+    raise AssertionError("it went well")
 
 
 def _plainly(pipeline: Pipeline, seed: int) -> tuple[list[torch.Tensor], list[int]]:
@@ -223,3 +301,20 @@ def _under_budget(family: str, name: str, share: float) -> dict[str, Any]:
         "text": str(report),
         "cpu_seconds": time.process_time() - started,
     }
+
+
+def on_four() -> dict[str, bool]:
+    """Whether three steps that recompute all they can, the first of them recording, have the gradients without a plan."""
+    return {name: _same_at_the_lowest(family, name) for family, name in (("gpt2", "1f1b"), ("llama", "zero-bubble"))}
+
+
+def _same_at_the_lowest(family: str, name: str) -> bool:
+    plain, managed = Pipeline(family, name), Pipeline(family, name)
+    index = dist.get_rank()
+    expected = [_plainly(plain, seed)[0] for seed in range(3)]
+    same = []
+    with apply_stages(managed.schedule, {index: lowest_plan(managed)}):
+        for seed, gradients in enumerate(expected):
+            same.append(equal(gradients, managed.step(seed)))
+            managed.zero()
+    return all(same)
