@@ -35,12 +35,12 @@ class ShapedLinks:
     def set_rate(self, megabits_per_second: float) -> None:
         """Limit every rank's sending and receiving."""
         bytes_per_second = megabits_per_second * 1e6 / 8
-        # What may pass at once: 2 ms of the rate, and no less than one large segment.
-        burst_bytes = int(max(64 * 1024, bytes_per_second * 2e-3))
-        shape = [f"rate {megabits_per_second:g}mbit burst {burst_bytes} latency 100ms"]
+        # What may pass at once after a pause: as little as the kernel's clock allows, or short messages would be free.
+        burst_bytes = int(max(8 * 1024, bytes_per_second * 0.5e-3))
+        shape = f"rate {megabits_per_second:g}mbit burst {burst_bytes} latency 100ms"
         for rank, name in enumerate(self.names):
-            _tc(name, INTERFACE, shape[0])
-            _tc(self.hub, f"port{rank}", shape[0])
+            _tc(name, INTERFACE, shape)
+            _tc(self.hub, f"port{rank}", shape)
 
 
 @contextlib.contextmanager

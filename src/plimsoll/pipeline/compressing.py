@@ -110,23 +110,13 @@ def advise_compression(
         stream, evaluated = _read_data(batches, held_out, seed, validate_steps)
         calls = _own_calls(stream, world, max(1, validate_steps))
         described = describe_optimizer(model, optimizer)
-        backward = _backward(Trainer(model, loss, Blocks(model, ())).own(calls[0]), loss)
         with untouched(model):
-            backward(model)
-    metering = Metering(
-        world=world,
-        model=model,
-        backward=backward,
-        methods=names,
-        bucket_bytes=bucket_bytes,
-        repetitions=_REPETITIONS,
-        seed=seed,
-        report=report,
-    )
+            _backward(model, calls[0], loss)(model)
     training = Training(
         calls=calls, held_out=evaluated, loss=loss, make_optimizer=optimizer, steps=validate_steps, orders=orders
     )
     with trainable_copy(model):
+        metering = make_metering(world, model, training, names, bucket_bytes=bucket_bytes, seed=seed, report=report)
         found = _measure(metering, training, measure_rounds)
     return found.traffic(optimizer=described, data=data or stream.description, bucket_bytes=bucket_bytes)
 
@@ -304,7 +294,43 @@ def _own_calls(stream: Stream, world: World, steps: int) -> list[Call]:
     return [stream.draw(world.size)[place] for _ in range(steps)]
 
 
-def _backward(call: Call, loss: Loss | None) -> Callable[[nn.Module], None]:
+def make_metering(
+    world: World,
+    model: nn.Module,
+    training: Training,
+    methods: tuple[str, ...],
+    *,
+    bucket_bytes: int | None = None,
+    seed: int = 0,
+    report: Callable[[str, float], None] = lambda stage, share: None,
+) -> Metering:
+    """What is measured: the step of the first batch, with each method.
+
+    Args:
+        world: the ranks.
+        model: without its wrapper.
+        training: whose first batch and loss make the step.
+        methods: full names, the uncompressed one first.
+        bucket_bytes: of torch's wrapper.
+        seed: of everything random.
+        report: told the stage and the share done.
+    """
+    return Metering(
+        world=world,
+        model=model,
+        backward=_backward(model, training.calls[0], training.loss),
+        methods=methods,
+        bucket_bytes=bucket_bytes,
+        repetitions=_REPETITIONS,
+        seed=seed,
+        report=report,
+    )
+
+
+def _backward(model: nn.Module, call: Call, loss: Loss | None) -> Callable[[nn.Module], None]:
+    """Forward, loss and backward of a batch, which is moved to the model's device."""
+    call = Trainer(model, loss, Blocks(model, ())).own(call)
+
     def backward(module: nn.Module) -> None:
         scalar_loss(module(*call.args, **call.kwargs), loss).backward()
 

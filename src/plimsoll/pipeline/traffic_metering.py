@@ -72,21 +72,32 @@ class Measured:
 
 
 def meter_traffic(metering: Metering) -> Measured:
-    """Time the step, what each method does to its gradients, and the link. All ranks call it alike."""
-    report, world = metering.report, metering.world
-    report("timing the step", 0.0)
+    """Time the step, what each method does to its gradients, and the link. All ranks call it alike.
+
+    All of it is timed in rounds, so that a disturbance of some seconds meets a little of everything.
+    """
+    metering.report("first steps", 0.0)
     silent = SilentParallel(metering.model, metering.bucket_bytes, metering.backward)
-    samples = [silent.step() for _ in range(metering.repetitions)]
-    rows = slowest(world, [[*sample.ready_seconds, sample.compute_seconds] for sample in samples])
-    *ready_seconds, compute_seconds = medians(rows)
     buckets = silent.buckets()
-    programs = tuple(
-        _program(metering, method, buckets, place / len(metering.methods))
-        for place, method in enumerate(metering.methods)
-    )
-    links = _time_links(metering, programs)
+    passes = {method: _Passes(metering, method, buckets) for method in metering.methods}
+    sizes = sizes_to_time([each.program() for each in passes.values()])
+    steps: list[list[float]] = []
+    transfers: dict[tuple[Transfer, int], list[float]] = {}
+    for number in range(metering.repetitions):
+        metering.report(f"timing the parts, round {number + 1}", number / metering.repetitions)
+        sample = silent.step()
+        steps.append([*sample.ready_seconds, sample.compute_seconds])
+        for each in passes.values():
+            each.time()
+        for kind, payloads in sizes.items():
+            for payload_bytes in payloads:
+                seconds = time_transfers(kind, payload_bytes, metering.device, repetitions=1)
+                transfers.setdefault((kind, payload_bytes), []).extend(seconds)
+    rows = slowest(metering.world, steps)
+    *ready_seconds, compute_seconds = medians(rows)
+    links = _fit_links(metering.world, transfers)
     largest_bytes = max(bucket.gradient_bytes for bucket in buckets)
-    report("timing the step beside transfers", 0.0)
+    metering.report("timing the step beside transfers", 0.0)
     compute_share, transfer_share = _time_beside(metering, silent, links, largest_bytes)
     step = StepTiming(
         measured_compute_seconds=compute_seconds,
@@ -101,7 +112,8 @@ def meter_traffic(metering: Metering) -> Measured:
         ),
     )
     gradient_bytes = sum(bucket.gradient_bytes for bucket in buckets)
-    return Measured(Job(step, links, world.size), programs, gradient_bytes)
+    programs = tuple(each.program() for each in passes.values())
+    return Measured(Job(step, links, metering.world.size), programs, gradient_bytes)
 
 
 def compression_hook(model: nn.Module, method: str, group: CountingGroup, seed: int) -> Hook:
@@ -136,69 +148,72 @@ def compression_hook(model: nn.Module, method: str, group: CountingGroup, seed: 
     return hook
 
 
-def _program(metering: Metering, method: str, buckets: Sequence[KeptBucket], share: float) -> MethodProgram:
-    """What the method does to the buckets: medians over repetitions, each that of the slowest rank."""
-    metering.report(f"timing {method}", share)
-    device = metering.device
+class _Passes:
+    """One method's passes over the buckets, each timed with all ranks at work; the first, not timed, shows what it does."""
 
-    def now() -> float:
-        wait_for_device(device)
-        return time.perf_counter()
+    def __init__(self, metering: Metering, method: str, buckets: Sequence[KeptBucket]) -> None:
+        device = metering.device
 
-    group = CountingGroup(metering.world.size, now)
-    hook = compression_hook(metering.model, method, group, metering.seed)
-    runs: list[list[Pass]] = []
-    for _ in range(metering.repetitions + 1):
-        wait_for_all(device)
-        runs.append(pass_through(hook, buckets, group))
-    timed = runs[1:]
-    rows = slowest(metering.world, [[s for each in run for s in each.local_seconds] for run in timed])
-    local_seconds = iter(medians(rows))
-    return MethodProgram(
-        method=method,
-        buckets=tuple(
-            BucketProgram(
-                local_seconds=tuple(next(local_seconds) for _ in each.local_seconds),
-                transfers=tuple((Transfer(kind), payload_bytes) for kind, payload_bytes in each.transfers),
-            )
-            for each in timed[-1]
-        ),
-        spread=spread_of([sum(row) for row in rows]),
-    )
+        def now() -> float:
+            wait_for_device(device)
+            return time.perf_counter()
 
+        self._metering = metering
+        self._method = method
+        self._buckets = buckets
+        self._group = CountingGroup(metering.world.size, now)
+        self._hook = compression_hook(metering.model, method, self._group, metering.seed)
+        self._shape = self._pass()
+        self._rows: list[list[float]] = []
 
-def _time_links(metering: Metering, programs: Sequence[MethodProgram]) -> dict[Transfer, LinkFit]:
-    found = {}
-    sizes = sizes_to_time(programs)
-    for place, (kind, payloads) in enumerate(sizes.items()):
-        metering.report(f"timing {kind} of {len(payloads)} sizes", place / len(sizes))
-        rows = slowest(
-            metering.world,
-            [
-                time_transfers(kind, payload_bytes, metering.device, repetitions=metering.repetitions)
-                for payload_bytes in payloads
-            ],
+    def time(self) -> None:
+        """One pass more."""
+        self._rows.append([seconds for each in self._pass() for seconds in each.local_seconds])
+
+    def program(self) -> MethodProgram:
+        """What the method does: medians over passes, each that of the slowest rank. All ranks call it alike."""
+        untimed = [seconds for each in self._shape for seconds in each.local_seconds]
+        rows = slowest(self._metering.world, self._rows or [untimed])
+        local_seconds = iter(medians(rows))
+        return MethodProgram(
+            method=self._method,
+            buckets=tuple(
+                BucketProgram(
+                    local_seconds=tuple(next(local_seconds) for _ in each.local_seconds),
+                    transfers=tuple((Transfer(kind), payload_bytes) for kind, payload_bytes in each.transfers),
+                )
+                for each in self._shape
+            ),
+            spread=spread_of([sum(row) for row in rows]),
         )
-        points = [
-            LinkPoint(payload_bytes=payload_bytes, measured_seconds=statistics.median(row))
-            for payload_bytes, row in zip(payloads, rows, strict=True)
-        ]
-        found[kind] = fit_link(kind, points, metering.world.size)
-    return found
+
+    def _pass(self) -> list[Pass]:
+        wait_for_all(self._metering.device)
+        return pass_through(self._hook, self._buckets, self._group)
+
+
+def _fit_links(world: World, transfers: dict[tuple[Transfer, int], list[float]]) -> dict[Transfer, LinkFit]:
+    rows = slowest(world, list(transfers.values()))
+    points: dict[Transfer, list[LinkPoint]] = {}
+    for (kind, payload_bytes), row in zip(transfers, rows, strict=True):
+        point = LinkPoint(payload_bytes=payload_bytes, measured_seconds=statistics.median(row))
+        points.setdefault(kind, []).append(point)
+    return {kind: fit_link(kind, found, world.size) for kind, found in points.items()}
 
 
 def _time_beside(
     metering: Metering, silent: SilentParallel, links: dict[Transfer, LinkFit], payload_bytes: int
 ) -> tuple[float, float]:
     """Speed of computing beside transfers, and of transfers beside computing, as shares of what each has alone."""
-    world, repetitions = metering.world, max(2, metering.repetitions // 2)
-    alone = [silent.step_beside(payload_bytes, 0).compute_seconds for _ in range(repetitions)]
-    alone_seconds = statistics.median(row[0] for row in slowest(world, [[seconds] for seconds in alone]))
+    world = metering.world
+    first = slowest(world, [[silent.step_beside(payload_bytes, 0).compute_seconds]])[0][0]
     each_seconds = transfer_seconds(links[Transfer.ALL_REDUCE], payload_bytes, world.size)
-    count = min(_MOST_BESIDE, math.ceil(1.5 * alone_seconds / each_seconds) + 1)
-    samples = [silent.step_beside(payload_bytes, count) for _ in range(repetitions)]
-    rows = slowest(world, [[each.compute_seconds, each.transfers_seconds] for each in samples])
-    beside_seconds, all_seconds = medians(rows)
+    count = min(_MOST_BESIDE, math.ceil(1.5 * first / each_seconds) + 1)
+    samples = []
+    for _ in range(metering.repetitions):
+        alone, beside = silent.step_beside(payload_bytes, 0), silent.step_beside(payload_bytes, count)
+        samples.append([alone.compute_seconds, beside.compute_seconds, beside.transfers_seconds])
+    alone_seconds, beside_seconds, all_seconds = medians(slowest(world, samples))
     # While the step was under way a part of the transfers was done; the rest ran alone.
     sent_seconds = count * each_seconds - max(0.0, all_seconds - beside_seconds)
     shares = alone_seconds / beside_seconds, sent_seconds / min(beside_seconds, all_seconds)
