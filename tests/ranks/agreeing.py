@@ -1,0 +1,413 @@
+"""What ranks do in ``test_agreement.py``: all scenarios of one launch, in the same order on every rank."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from typer.testing import CliRunner
+
+import plimsoll
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.store import to_json
+from plimsoll.cli.app import app
+from plimsoll.errors import PlimsollError, RankError
+from plimsoll.pipeline import agreement
+from plimsoll.pipeline.attachment import Attachment
+from plimsoll.pipeline.participants import find_participants
+from plimsoll.pipeline.request import is_managed
+from plimsoll.ranks import conversation
+from plimsoll.ranks.exchange import Meeting
+
+WIDTH = 16
+ROWS = 64
+
+Outcome = dict[str, Any]
+
+
+class Block(nn.Module):
+    """A residual pair of linear layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Embedded(nn.Module):
+    """Blocks on embedded tokens: a token that does not exist fails inside of the first module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(8, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def stack(width: int = WIDTH) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(3)))
+
+
+def rows(count: int = ROWS) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def sharded(model: nn.Module, blocks: Iterator[nn.Module]) -> nn.Module:
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def gradients(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    mean_square(model(batch)).backward()
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def failing(call: Callable[[], object]) -> Outcome:
+    """How a call failed: it has to."""
+    start = time.perf_counter()
+    try:
+        call()
+    except PlimsollError as error:
+        ranks = error.ranks if isinstance(error, RankError) else ()
+        return {
+            "kind": type(error).__name__,
+            "found": error.found,
+            "why": error.why,
+            "next": error.next,
+            "ranks": ranks,
+            "seconds": time.perf_counter() - start,
+        }
+    raise AssertionError("it went well")
+
+
+def mine(first: Any, second: Any) -> Any:
+    """Another thing on rank 1."""
+    return second if dist.get_rank() == 1 else first
+
+
+def on_two_ranks() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    model, batch = stack(), rows()
+    free = plimsoll.plan(model, batch, loss=mean_square, strategy="none")
+    made = uneven_plan(model, batch, free)
+    return {
+        "uneven": summary(made),
+        "applied": applied(model, batch, made),
+        "facts": differing_facts(model, batch),
+        "plans": different_plans(model, free, made),
+        "below_floor": below_floor(model, batch, free),
+        "missing": missing(model, batch),
+        "alone": alone(model, batch),
+        "loss": failing_loss(),
+        "verified": verified(model, batch, made),
+        "own": failing(lambda: plimsoll.verify(model, batch, loss=mean_square)),
+        "compared": compared(model, batch, free),
+        "attached": attached(free),
+        "accumulated": accumulated(free),
+        "attach_floor": attach_floor(),
+        "commands": commands(free),
+    }
+
+
+def uneven_plan(model: nn.Module, batch: torch.Tensor, free: Plan) -> Plan:
+    """Rank 1 has less memory."""
+    budget_bytes = mine(free.baseline_peak_bytes, tight_bytes(free))
+    return plimsoll.plan(model, batch, budget_bytes, loss=mean_square)
+
+
+def tight_bytes(free: Plan) -> int:
+    return (free.baseline_peak_bytes + free.floor_bytes) // 2
+
+
+def summary(plan: Plan) -> Outcome:
+    return {
+        "json": to_json(plan),
+        "budget_bytes": plan.budget_bytes,
+        "budgets": plan.budget_bytes_of_ranks,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "notes": plan.notes,
+    }
+
+
+def applied(model: nn.Module, batch: torch.Tensor, plan: Plan) -> Outcome:
+    expected = gradients(model, batch)
+    with plimsoll.apply(model, plan):
+        managed = any(is_managed(module) for module in model.modules())
+        equal = all(map(torch.equal, expected, gradients(model, batch)))
+    left = any(is_managed(module) for module in model.modules())
+    return {"is_managed": managed, "is_equal": equal, "is_left": left}
+
+
+def differing_facts(model: nn.Module, batch: torch.Tensor) -> dict[str, Outcome]:
+    """Something else on rank 1, one at a time."""
+
+    def plan(model: nn.Module = model, batch: torch.Tensor = batch, **options: Any) -> Callable[[], Plan]:
+        return lambda: plimsoll.plan(model, batch, loss=mean_square, **{"strategy": "none", **options})
+
+    found = {
+        "model": failing(plan(model=mine(model, nn.Sequential(*list(stack())[:2])))),
+        "batch": failing(plan(batch=rows(mine(ROWS, ROWS // 2)))),
+        "strategy": failing(plan(strategy=mine("none", "full"))),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", mine(torch.__version__, "1.0"))
+        found["torch"] = failing(plan())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "version", lambda name: mine("1.0", "2.0"))
+        found["plimsoll"] = failing(plan())
+    return found
+
+
+def different_plans(model: nn.Module, one: Plan, other: Plan) -> Outcome:
+    outcome = failing(lambda: plimsoll.apply(model, mine(one, other)))
+    return {**outcome, "is_left": any(is_managed(module) for module in model.modules())}
+
+
+def below_floor(model: nn.Module, batch: torch.Tensor, free: Plan) -> Outcome:
+    budget_bytes = mine(free.baseline_peak_bytes, free.floor_bytes // 2)
+    return failing(lambda: plimsoll.plan(model, batch, budget_bytes, loss=mean_square))
+
+
+def missing(model: nn.Module, batch: torch.Tensor) -> Outcome:
+    time.sleep(mine(0.0, 1.0))
+    outcome = failing(lambda: plimsoll.plan(model, batch, loss=mean_square, strategy="none", timeout_seconds=0.3))
+    return {**outcome, "is_fine_after": failing_facts_again(model, batch)}
+
+
+def failing_facts_again(model: nn.Module, batch: torch.Tensor) -> str:
+    """What was missed leaves nothing behind: the next call gets as far as the next difference."""
+    return failing(lambda: plimsoll.plan(model, rows(mine(8, 4)), loss=mean_square, strategy="none"))["kind"]
+
+
+def alone(model: nn.Module, batch: torch.Tensor) -> tuple[int, int]:
+    """Rank 0 plans for itself: nobody has to come, and nothing is exchanged; then for all."""
+    with counted() as count:
+        if dist.get_rank() == 0:
+            plimsoll.plan(model, batch, loss=mean_square, strategy="none", ranks=(0,))
+    by_itself = next(count) - 1
+    with counted() as count:
+        plimsoll.plan(model, batch, loss=mean_square, strategy="none")
+    return by_itself, next(count) - 1
+
+
+class counted:  # noqa: N801 - reads as what it does
+    """Counts the exchanges of this rank."""
+
+    def __init__(self) -> None:
+        self._count = itertools.count(1)
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> Iterator[int]:
+        arrive = Meeting.arrive
+
+        def counting(*args: Any) -> Meeting:
+            next(self._count)
+            return arrive(*args)
+
+        self._patch.setattr(Meeting, "arrive", counting)
+        return self._count
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+
+def failing_loss() -> Outcome:
+    """The loss of rank 1 fails under FSDP2: the others' collectives find their partner, and the group stays whole."""
+    model = stack()
+    sharded(model, iter(model))
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise ValueError("no target for this batch")
+        return mean_square(output)
+
+    outcome = failing(lambda: plimsoll.plan(model, rows(), loss=loss, strategy="full"))
+    whole = torch.ones(1)
+    dist.all_reduce(whole)
+    return {**outcome, "sum": whole.item(), "gradients": len(gradients(model, rows()))}
+
+
+def verified(model: nn.Module, batch: torch.Tensor, plan: Plan) -> Outcome:
+    receipt = plimsoll.verify(model, batch, plan, loss=mean_square, steps=1)
+    return {
+        "json": to_json(receipt),
+        "verdict": receipt.verdict.value,
+        "budget_bytes": receipt.budget_bytes,
+        "notes": receipt.notes,
+    }
+
+
+def compared(model: nn.Module, batch: torch.Tensor, free: Plan) -> Outcome:
+    table = plimsoll.compare(
+        model,
+        batch,
+        ["full", "auto"],
+        budget=mine(free.baseline_peak_bytes, tight_bytes(free)),
+        loss=mean_square,
+        steps=1,
+    )
+    return {
+        "json": to_json(table),
+        "rows": [row.strategy for row in table.rows],
+        "equal": [row.is_bit_equal for row in table.rows],
+    }
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    mean_square(model(batch)).backward()
+    optimizer.step()
+
+
+def attached(free: Plan) -> Outcome:
+    """Replicated training from the first step on: both ranks calibrate, grow together, and one of them alone does not."""
+    model = DistributedDataParallel(stack())
+    twin = DistributedDataParallel(stack())
+    optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin))
+    roomy_bytes = 2 * free.baseline_peak_bytes
+    handle = plimsoll.attach(model, mine(roomy_bytes, roomy_bytes - free.baseline_peak_bytes // 4))
+    plans: list[str] = []
+    told: list[int] = []
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(conversation, "_GATHERING_SECONDS", 0.5)
+        for count in (ROWS, ROWS, ROWS, ROWS, ROWS + 32, ROWS + 32, ROWS + 32, mine(ROWS, ROWS + 64), ROWS):
+            with counted() as exchanges:
+                train(model, optimizer, rows(count))
+            told.append(next(exchanges) - 1)
+            assert handle.plan is not None
+            plans.append(to_json(handle.plan))
+            train(twin, other, rows(count))
+        said = [str(entry.message) for entry in caught if "larger" in str(entry.message)]
+    handle.remove()
+    weights = all(map(torch.equal, model.parameters(), twin.parameters()))
+    return {"plans": plans, "exchanges": told, "warnings": said, "is_equal": weights}
+
+
+def accumulated(free: Plan) -> Outcome:
+    """The optimizer steps after the plan is there: its state is taken off the budget on all ranks, in one more exchange."""
+    model = stack()
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = plimsoll.attach(model, 2 * free.baseline_peak_bytes)
+    plans: list[str] = []
+    for step in range(4):
+        mean_square(model(rows())).backward()
+        if step == 2:
+            optimizer.step()
+        assert handle.plan is not None
+        plans.append(to_json(handle.plan))
+    outcome = {"plans": plans, "counted_bytes": _counted_bytes(handle)}
+    handle.remove()
+    return outcome
+
+
+def _counted_bytes(handle: Attachment) -> int:
+    return handle._counted_state_bytes
+
+
+def attach_floor() -> Outcome:
+    """Rank 1's budget cannot be met: both stop in the first call, and the model is nobody's."""
+    model = stack()
+    handle = plimsoll.attach(model, mine("1GiB", "20KiB"))
+    outcome = failing(lambda: model(rows()))
+    managed = any(is_managed(module) for module in model.modules())
+    return {**outcome, "is_left": managed or bool(model._forward_pre_hooks), "plan": handle.plan is None}
+
+
+def step() -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """A target of the command line."""
+    return stack(), rows(), mean_square
+
+
+def broken_step() -> tuple[nn.Module, torch.Tensor]:
+    """A target that does not load on rank 1."""
+    if dist.get_rank() == 1:
+        raise FileNotFoundError("no data on this rank")
+    return stack(), rows()
+
+
+def commands(free: Plan) -> dict[str, Outcome]:
+    """The command line, as torchrun runs it on every rank."""
+    here = Path(tempfile.mkdtemp())
+    budget = f"{2 * free.baseline_peak_bytes}B"
+    return {
+        "plan": command(here, "plan", "ranks.agreeing:step", "--budget", budget, "--output", str(here / "plan.json")),
+        "below floor": command(here, "plan", "ranks.agreeing:step", "--budget", "1KiB", "--json"),
+        "does not load": command(here, "plan", "ranks.agreeing:broken_step", "--budget", budget),
+    }
+
+
+def command(here: Path, *arguments: str) -> Outcome:
+    result = CliRunner().invoke(app, list(arguments))
+    files = sorted(path.name for path in here.iterdir())
+    return {"code": result.exit_code, "stdout": result.stdout, "stderr": result.stderr, "files": files}
+
+
+def on_four_ranks() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found: dict[str, Any] = {"participants": participants(), "pairs": pairs(rank)}
+    model = Embedded()
+    for block in model.blocks:
+        fully_shard(block, mesh=grid)
+    fully_shard(model, mesh=grid)
+    tokens = torch.full((4, 8), 9 if rank == 2 else 1)
+    found["forward"] = failing(lambda: plimsoll.plan(model, tokens, loss=mean_square, strategy="full"))
+    return found
+
+
+def participants() -> dict[str, tuple[int, ...]]:
+    """Who takes part, by how the model is spread."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    pair = dist.new_subgroups(2)[0]
+    models = {
+        "plain": stack(),
+        "replicated in pairs": DistributedDataParallel(stack(), process_group=pair),
+        "hybrid": fully_shard(stack(), mesh=grid),
+        "one row": fully_shard(stack(), mesh=grid["shard"]),
+        "a row and a column": nn.Sequential(
+            fully_shard(stack(), mesh=grid["shard"]), fully_shard(stack(), mesh=grid["replicate"])
+        ),
+    }
+    found = {name: find_participants(model).world for name, model in models.items()}
+    return {name: () if world is None else world.ranks for name, world in found.items()}
+
+
+def pairs(rank: int) -> str:
+    """Two pairs of ranks plan two models at the same time."""
+    pair = dist.new_subgroups(2)[0]
+    model = DistributedDataParallel(stack(WIDTH if rank < 2 else WIDTH // 2), process_group=pair)
+    batch = torch.ones(ROWS, WIDTH if rank < 2 else WIDTH // 2)
+    return to_json(plimsoll.plan(model, batch, loss=mean_square, strategy="full"))

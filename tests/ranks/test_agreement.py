@@ -1,0 +1,208 @@
+"""Under torchrun every rank gets the identical plan, or none does; and all learn why, in time."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from launching import launch
+from plimsoll.ranks.conversation import differing
+
+Told = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def told() -> Told:
+    return launch(2, "ranks.agreeing:on_two_ranks")
+
+
+@pytest.fixture(scope="module")
+def told_by_four() -> Told:
+    return launch(4, "ranks.agreeing:on_four_ranks")
+
+
+def of_all(told: Told, scenario: str, key: str) -> list[Any]:
+    return [rank[scenario][key] for rank in told]
+
+
+def test_all_ranks_return_the_identical_plan(told: Told):
+    one, other = of_all(told, "uneven", "json")
+    assert one == other
+
+
+def test_the_rank_with_the_least_room_decides(told: Told):
+    budgets = told[0]["uneven"]["budgets"]
+    assert budgets["1"] < budgets["0"]
+    assert of_all(told, "uneven", "budget_bytes") == [budgets["1"]] * 2
+    assert all(peak <= budgets["1"] for peak in of_all(told, "uneven", "predicted_peak_bytes"))
+    assert "planned by rank 1, which has the least room of 2 ranks" in told[0]["uneven"]["notes"]
+    assert told[0]["uneven"]["notes"][-1].startswith("run once on 2 ranks: the measured peak of the tightest, rank 1,")
+
+
+def test_a_plan_applies_on_all_ranks_with_equal_gradients_and_comes_off_again(told: Told):
+    assert [rank["applied"] for rank in told] == [{"is_managed": True, "is_equal": True, "is_left": False}] * 2
+
+
+@pytest.mark.parametrize(
+    ("what", "shown"),
+    [
+        ("model", "model: rank 0 Sequential-"),
+        ("batch", "rank 0 f32[64x16]; training; loss: mean_square; rank 1 f32[32x16]; training"),
+        ("strategy", "strategy: rank 0 'none'; rank 1 'full'"),
+        ("torch", "rank 1 1.0"),
+        ("plimsoll", "plimsoll: rank 0 1.0; rank 1 2.0"),
+    ],
+)
+def test_what_differs_between_ranks_is_shown_on_all_of_them_before_any_step(told: Told, what: str, shown: str):
+    outcomes = [rank["facts"][what] for rank in told]
+    assert [outcome["kind"] for outcome in outcomes] == ["RanksDiffer"] * 2
+    assert all(shown in outcome["found"] for outcome in outcomes)
+    assert all(outcome["seconds"] < 5 for outcome in outcomes)
+
+
+def test_batches_of_different_shapes_are_to_be_padded(told: Told):
+    assert "pad the batches" in told[1]["facts"]["batch"]["next"]
+    assert "pad" not in told[1]["facts"]["strategy"]["next"]
+
+
+def test_different_plans_are_applied_on_no_rank(told: Told):
+    assert of_all(told, "plans", "kind") == ["RanksDiffer"] * 2
+    assert of_all(told, "plans", "is_left") == [False, False]
+    assert "rank 0 Sequential none" in told[1]["plans"]["found"]
+
+
+def test_a_budget_below_the_floor_of_one_rank_stops_all_with_that_rank_named(told: Told):
+    assert of_all(told, "below_floor", "kind") == ["RankFailed", "BudgetBelowFloor"]
+    assert told[0]["below_floor"]["ranks"] == (1,)
+    assert told[1]["below_floor"]["found"] in told[0]["below_floor"]["found"]
+    assert told[1]["below_floor"]["next"] == told[0]["below_floor"]["next"]
+
+
+def test_a_rank_that_does_not_come_is_missed_in_time_and_learns_of_it(told: Told):
+    assert of_all(told, "missing", "kind") == ["RankMissing"] * 2
+    assert of_all(told, "missing", "ranks") == [(1,)] * 2
+    assert all(seconds < 5 for seconds in of_all(told, "missing", "seconds"))
+    assert of_all(told, "missing", "is_fine_after") == ["RanksDiffer"] * 2
+
+
+def test_a_rank_may_plan_for_itself_without_a_word_to_the_others(told: Told):
+    by_itself, for_all = zip(*(rank["alone"] for rank in told), strict=True)
+    assert by_itself == (0, 0)
+    assert all(count > 0 for count in for_all)
+
+
+def test_a_loss_that_fails_on_one_rank_leaves_the_process_group_whole(told: Told):
+    assert of_all(told, "loss", "kind") == ["RankFailed", "InvalidLoss"]
+    assert "no target for this batch" in told[0]["loss"]["found"]
+    assert of_all(told, "loss", "sum") == [2.0, 2.0]
+    assert of_all(told, "loss", "gradients") == [12, 12]
+
+
+def test_all_ranks_get_one_receipt_that_knows_every_budget(told: Told):
+    one, other = of_all(told, "verified", "json")
+    assert one == other
+    assert told[0]["verified"]["verdict"] == "VERIFIED"
+    assert told[0]["verified"]["budget_bytes"] in told[0]["uneven"]["budgets"].values()
+    assert "verified on 2 ranks" in told[0]["verified"]["notes"][-1]
+
+
+def test_what_a_model_does_by_itself_is_not_verified_on_several_ranks(told: Told):
+    assert of_all(told, "own", "kind") == ["InvalidOption"] * 2
+
+
+def test_all_ranks_get_one_comparison(told: Told):
+    one, other = of_all(told, "compared", "json")
+    assert one == other
+    assert told[0]["compared"]["rows"] == ["full", "auto"]
+    assert told[0]["compared"]["equal"] == [True, True]
+
+
+def test_attach_runs_the_identical_plan_on_all_ranks_in_every_step(told: Told):
+    one, other = of_all(told, "attached", "plans")
+    assert one == other
+    assert of_all(told, "attached", "is_equal") == [True, True]
+
+
+def test_attach_exchanges_something_only_where_something_happens(told: Told):
+    first, second, *steady = told[0]["attached"]["exchanges"]
+    grown, settled = steady[2], steady[3]
+    assert min(first, second, grown, settled) > 0
+    assert [steady[0], steady[1], steady[4]] == [0, 0, 0]
+    assert [rank["attached"]["exchanges"][-1] for rank in told] == [0, 0]
+
+
+def test_a_batch_that_is_larger_on_all_ranks_is_planned_anew(told: Told):
+    plans = told[0]["attached"]["plans"]
+    assert "f32[64x16]" in json.loads(plans[3])["signature"]
+    assert "f32[96x16]" in json.loads(plans[5])["signature"]
+
+
+def test_a_batch_that_is_larger_on_one_rank_only_keeps_the_plan_and_warns(told: Told):
+    plans = told[1]["attached"]["plans"]
+    assert plans[6] == plans[7] == plans[8]
+    assert [len(rank["attached"]["warnings"]) for rank in told] == [0, 1]
+    assert [rank["attached"]["exchanges"][7] for rank in told] == [0, 1]
+
+
+def test_optimizer_state_that_comes_up_later_is_counted_on_all_ranks(told: Told):
+    one, other = of_all(told, "accumulated", "plans")
+    assert one == other
+    assert one[1] == one[2] != one[3]
+    assert all(counted > 0 for counted in of_all(told, "accumulated", "counted_bytes"))
+
+
+def test_a_budget_that_attach_cannot_meet_on_one_rank_leaves_all_models_unmanaged(told: Told):
+    assert of_all(told, "attach_floor", "kind") == ["RankFailed", "BudgetBelowFloor"]
+    assert of_all(told, "attach_floor", "is_left") == [False, False]
+    assert of_all(told, "attach_floor", "plan") == [True, True]
+
+
+def test_of_several_ranks_the_first_prints_the_plan_and_writes_the_file(told: Told):
+    first, second = (rank["commands"]["plan"] for rank in told)
+    assert (first["code"], second["code"]) == (0, 0)
+    assert "saved to" in first["stdout"]
+    assert second["stdout"] == ""
+    assert (first["files"], second["files"]) == (["plan.json"], [])
+
+
+@pytest.mark.parametrize(("name", "codes"), [("below floor", {2, 3}), ("does not load", {2})])
+def test_an_error_is_printed_once_and_ends_every_rank(told: Told, name: str, codes: set[int]):
+    outcomes = [rank["commands"][name] for rank in told]
+    assert {outcome["code"] for outcome in outcomes} == codes
+    said = [outcome["stdout"] + outcome["stderr"] for outcome in outcomes]
+    assert sum("next" in text for text in said) == 1
+    assert all("Traceback" not in text for text in said)
+
+
+def test_who_takes_part_is_read_from_the_model(told_by_four: Told):
+    found = [rank["participants"] for rank in told_by_four]
+    everybody = (0, 1, 2, 3)
+    assert [one["plain"] for one in found] == [everybody] * 4
+    assert [one["replicated in pairs"] for one in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [one["hybrid"] for one in found] == [everybody] * 4
+    assert [one["one row"] for one in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [one["a row and a column"] for one in found] == [everybody] * 4
+
+
+def test_two_groups_of_ranks_plan_different_models_at_the_same_time(told_by_four: Told):
+    first, second, third, fourth = (rank["pairs"] for rank in told_by_four)
+    assert first == second
+    assert third == fourth
+    assert first != third
+
+
+def test_ranks_that_wait_in_a_collective_for_one_that_failed_are_released_and_name_it(told_by_four: Told):
+    kinds = of_all(told_by_four, "forward", "kind")
+    assert kinds == ["RankFailed", "RankFailed", "InvalidBatch", "RankFailed"]
+    assert {told_by_four[rank]["forward"]["ranks"] for rank in (0, 1, 3)} == {(2,)}
+    assert "start the job anew" in told_by_four[0]["forward"]["next"]
+    assert all(seconds < 30 for seconds in of_all(told_by_four, "forward", "seconds"))
+
+
+def test_the_table_of_differences_groups_ranks_that_agree_and_leaves_out_what_is_the_same():
+    facts = {"torch": ["2.9", "2.9", "2.9"], "model": ["a", "b", "a"]}
+    error = differing(facts, (0, 4, 5))
+    assert error.found.splitlines()[1:] == ["    model: ranks 0, 5 a; rank 4 b"]
+    assert error.ranks == (4,)
