@@ -1,0 +1,116 @@
+"""``plimsoll compress-gradients``: what it refuses without ranks, what it prints under torchrun, and how its file is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from plimsoll.artifacts.store import from_json, load_any
+from plimsoll.artifacts.traffic import Traffic, TrafficRuling
+from plimsoll.artifacts.verdict import Outcome
+from plimsoll.cli.app import app
+from traffic_samples import make_method, make_traffic, make_validation
+
+SOURCE = """
+import torch
+
+
+def regression():
+    random = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+    return model, [torch.randn(4, 64, generator=random) for _ in range(30)], lambda output: output.square().mean()
+"""
+
+
+def test_one_rank_has_nothing_to_compress(runner: CliRunner):
+    result = runner.invoke(app, ["compress-gradients", "llama-tiny"])
+    assert result.exit_code == 2
+    assert "one rank only" in result.stderr
+    assert "torchrun --nproc-per-node 2" in result.stderr
+
+
+def test_an_error_is_json_where_json_is_asked_for(runner: CliRunner):
+    result = runner.invoke(app, ["compress-gradients", "llama-tiny", "--json"])
+    assert json.loads(result.stdout)["error"] == "InvalidOption"
+
+
+def test_without_an_optimizer_there_is_no_step(runner: CliRunner):
+    result = runner.invoke(app, ["compress-gradients", "llama-tiny", "--optimizer", "none"])
+    assert result.exit_code == 2
+    assert "takes no steps" in result.stderr
+
+
+def test_a_saved_traffic_comes_back_exactly_and_is_shown(runner: CliRunner, tmp_path: Path):
+    path = tmp_path / "traffic.json"
+    traffic = make_traffic()
+    traffic.save(path)
+    assert load_any(path) == traffic
+    result = runner.invoke(app, ["show", str(path)])
+    assert result.exit_code == 0
+    for shown in ("KEEP", "powersgd:4", "all_reduce", "2.0010", "a note", "below 160 Mbit/s"):
+        assert shown in result.stdout
+
+
+def test_its_text_says_what_is_missing_and_what_a_validation_came_to():
+    broken = make_method(
+        "sign", saved=0.2, ruling=TrafficRuling.REFUSE, validation=make_validation(outcome=Outcome.BROKEN)
+    )
+    plain = make_method("none", saved=0.0, ruling=TrafficRuling.UNDECIDED)
+    text = str(make_traffic(ruling=TrafficRuling.UNDECIDED, missing=("more steps",), methods=(plain, broken)))
+    assert "missing: more steps" in text
+    assert "BROKEN" in text
+    assert "if under 90% is hidden" in text
+
+
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    folder = tmp_path_factory.mktemp("traffic")
+    path = folder / "traffic.json"
+    (folder / "small_target.py").write_text(SOURCE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "plimsoll"]
+    options = [
+        "--methods",
+        "topk:1%",
+        "--steps",
+        "1",
+        "--batch",
+        "1",
+        "--seq",
+        "32",
+        "--validate",
+        "2",
+        "--orders",
+        "1",
+    ]
+    done = subprocess.run(
+        [*command, "compress-gradients", "small_target:regression", *options, "--output", str(path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
+        timeout=240,
+        check=False,
+    )
+    return done, path
+
+
+def test_one_rank_prints_for_all(under_torchrun: tuple[subprocess.CompletedProcess[str], Path]):
+    done, _ = under_torchrun
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Gradient traffic of Sequential, 2 ranks on cpu (gloo)") == 1
+    assert "a stream of 30 batches" in done.stdout
+
+
+def test_what_it_saves_has_both_ways_to_send(under_torchrun: tuple[subprocess.CompletedProcess[str], Path]):
+    _, path = under_torchrun
+    found = from_json(path.read_bytes())
+    assert isinstance(found, Traffic)
+    assert [method.method for method in found.methods] == ["none", "topk:1%"]
+    # Two steps are no training: a method that saves time is validated, but nothing may rest on it.
+    assert (found.methods[1].validation is None) == (found.methods[1].ruling is TrafficRuling.REFUSE)
