@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from plimsoll.distributed import CompressionHandle, compress_gradients
+from ranks import compressing
 from ranks.compressing import EVERYTHING, are_same, llama, mean_of, refused
 
 METHODS = ("topk:10%", "randomk:10%", "sign:16", "int8:16")
@@ -64,6 +65,7 @@ def on_four_ranks() -> dict[str, Any]:
         "sums": {method: sums(mesh, method) for method in METHODS},
         "nonfinite": {method: nonfinite(mesh, method) for method in METHODS},
         "unused": unused(mesh),
+        "replicated": {method: four_replicas(method) for method in compressing.METHODS},
         "resumed": {method: resumed(mesh, method) for method in (*METHODS, "momentum")},
         "replicas_resumed": resumed(grid["shards"], "powersgd:2", grid["replicas"].get_group()),
         "narrow": narrow(mesh),
@@ -160,6 +162,14 @@ def nonfinite(mesh: DeviceMesh, method: str) -> dict[str, Any]:
             "next_is_finite": bool(step(model, draw()).isfinite().all()),
             "counted": handle.counters.nonfinite_steps,
         }
+
+
+def four_replicas(method: str) -> bool:
+    """DDP with gradients whose sums depend on the order of ranks."""
+    model, generator = compressing.replicated(), torch.Generator().manual_seed(dist.get_rank())
+    with compress_gradients(model, method, **EVERYTHING):
+        drawn = [[torch.randn(shape, generator=generator) for shape in compressing.SHAPES] for _ in range(3)]
+        return all(are_same(compressing.step(model, each)) for each in drawn)
 
 
 def unused(mesh: DeviceMesh) -> dict[str, bool]:

@@ -50,6 +50,7 @@ def test_all_ranks_have_the_same_bits(four: list[dict[str, Any]]):
     found = [each for layout in ("fidelity", "replicas") for each in four[0][layout].values() if isinstance(each, dict)]
     assert all(each["same"] for each in found)
     assert all(each["same"] for each in four[0]["sums"].values())
+    assert all(four[0]["replicated"].values()), four[0]["replicated"]
 
 
 @pytest.mark.parametrize("method", METHODS)
