@@ -66,11 +66,11 @@ BASES = {
     "codecs": {"costing", "runtime", "pipeline", "gradient_compression"},
     "links": {"costing", "runtime", "pipeline"},
     "ranks": {"runtime", "pipeline", "distributed", "gradient_compression", "cli"},
-    "recording": {"tracing", "runtime", "verification", "pipeline", "probing", "compiler"},
+    "recording": {"tracing", "runtime", "verification", "pipeline", "probing", "compiler", "distributed"},
     "resuming": {"distributed"},
     "targets": {"cli", "pipeline"},
     "caching": {"cli", "pipeline"},
-    "measuring": {"tracing", "costing", "runtime", "verification", "pipeline", "probing"},
+    "measuring": {"tracing", "costing", "runtime", "verification", "pipeline", "probing", "distributed"},
     "wrappers": {
         "resuming",
         "recording",
