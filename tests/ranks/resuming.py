@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import plimsoll
 from plimsoll.distributed import latest_step, load_checkpoint, save_checkpoint
 from plimsoll.errors import PlimsollError
-from ranks.small_runs import Run, batch_of, build
+from ranks.small_runs import Block, Run, batch_of, build
 
 
 def everything(directory: str) -> dict[str, Any]:
@@ -96,20 +96,6 @@ def _resumed(directory: Path) -> dict[str, Any]:
     return found
 
 
-class Block(nn.Module):
-    """A block that tensor parallelism can divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 32)
-        self.down = nn.Linear(32, 16)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.drop(self.down(torch.nn.functional.gelu(self.up(x))))
-        return out
-
-
 def _blocks(layout: str, seed: int) -> Run:
     torch.manual_seed(seed)
     model: Any = nn.Sequential(Block(), Block())
@@ -123,7 +109,7 @@ def _blocks(layout: str, seed: int) -> Run:
         fully_shard(model, mesh=mesh)
     elif layout == "ddp":
         model = DistributedDataParallel(model)
-    return Run(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return Run(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batch_of)
 
 
 def _names(layout: str, directory: Path) -> dict[str, Any]:

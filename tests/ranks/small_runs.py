@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_outputs import CausalLMOutput
 
 TEXT = Path(argparse.__file__ or "").read_bytes()
 SEQUENCE = 32
@@ -26,12 +28,13 @@ class Run:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    batch_of: Callable[[int], dict[str, torch.Tensor]]
 
     def train(self, steps: range) -> list[float]:
         """Losses of this rank; its part of the batch depends on the step and the rank."""
         losses = []
         for step in steps:
-            loss = self.model(**batch_of(step)).loss
+            loss = self.model(**self.batch_of(step)).loss
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -43,7 +46,7 @@ class Run:
         tensors = dict(self.model.state_dict())
         for index, state in self.optimizer.state_dict()["state"].items():
             tensors |= {f"{index}/{key}": value for key, value in state.items()}
-        return {name: _local(value).double().flatten().tolist() for name, value in tensors.items()}
+        return {name: local_of(value).double().flatten().tolist() for name, value in tensors.items()}
 
 
 def build(layout: str, *, seed: int = 0, hidden: int = 32) -> Run:
@@ -71,7 +74,7 @@ def build(layout: str, *, seed: int = 0, hidden: int = 32) -> Run:
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 3e-3, "weight_decay": 0.0}]
-    return Run(model, torch.optim.AdamW(groups, lr=1e-2))
+    return Run(model, torch.optim.AdamW(groups, lr=1e-2), batch_of)
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
@@ -82,6 +85,52 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _local(value: Any) -> torch.Tensor:
+def local_of(value: Any) -> torch.Tensor:
+    """This rank's part of a tensor."""
     value = value.to_local() if isinstance(value, DTensor) else value
     return torch.as_tensor(value)
+
+
+class Block(nn.Module):
+    """A block that tensor parallelism can divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.drop(self.down(torch.nn.functional.gelu(self.up(x))))
+        return out
+
+
+class Blocks(nn.Module):
+    """Two blocks that learn to give back what they are given: cheap to plan, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> CausalLMOutput:
+        y = x
+        for layer in self.layers:
+            y = layer(y)
+        return CausalLMOutput(loss=(y - x).pow(2).mean())
+
+
+def build_blocks(*, seed: int) -> Run:
+    """Blocks under FSDP2."""
+    torch.manual_seed(seed)
+    model = Blocks()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    torch.manual_seed(1000 * seed + dist.get_rank())
+    return Run(model, torch.optim.AdamW(model.parameters(), lr=1e-2), noise_of)
+
+
+def noise_of(step: int) -> dict[str, torch.Tensor]:
+    """This rank's eight samples of a step."""
+    return {"x": torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))}

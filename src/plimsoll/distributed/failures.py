@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn, Protocol
@@ -108,6 +107,7 @@ def _end(error: BaseException, here: Whereabouts, watch: _Watch | None) -> NoRet
         get_error_handler().record_exception(error)
         raise error
     get_error_handler().record_exception(named)
+    _say(named)  # torchrun may end this process before its traceback is written
     if named is error:
         raise error
     raise named from error
@@ -151,10 +151,9 @@ class _Watch:
             is_certain=is_certain,
         )
         self._lookout.publish(own)
-        if is_certain:
-            return None
-        cause = self._lookout.cause(settle_seconds=_SETTLE_SECONDS)
+        cause = None if is_certain else self._lookout.cause(settle_seconds=_SETTLE_SECONDS)
         if cause is None or cause.rank == self._world.rank:
+            self._lookout.wait_until_heard()
             return None
         return _failed(cause, f"this rank was in step {step}, {place}, and got {_first_line(error)}")
 
@@ -180,9 +179,13 @@ class _Watch:
         """The training thread hangs in something that no exception reaches: say why, and end the process."""
         error = _failed(cause, f"this rank was in step {self._here.step}, in a call that did not return")
         get_error_handler().record_exception(error)
-        sys.stderr.write("".join(traceback.format_exception_only(error)))
-        sys.stderr.flush()
+        _say(error)
         os._exit(1)
+
+
+def _say(error: RankFailed) -> None:
+    sys.stderr.write(f"plimsoll: {error}\n")
+    sys.stderr.flush()
 
 
 def _failed(cause: Cause, why: str) -> RankFailed:

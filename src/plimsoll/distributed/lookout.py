@@ -1,7 +1,7 @@
 """The ranks of a run in, a thread that finds out when one of them is gone or has said what happened to it out.
 
 A process on the same machine is watched through its ``pidfd``: its end is noticed at once, however it ends. Across machines
-each rank writes a sign of life once a second and watches the next one's, so that the store is asked as often as there are
+each rank writes a sign of life twice a second and watches the next one's, so that the store is asked as often as there are
 ranks, not as often as there are pairs. The thread has a connection to the store of its own: the training thread may be
 waiting on the other one, or in a collective that never returns. In that last case the thread ends the process.
 """
@@ -12,7 +12,6 @@ import contextlib
 import os
 import select
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +24,9 @@ from torch._C._distributed_c10d import Store
 from plimsoll.distributed.bulletin import Bulletin, Cause, What, root
 from plimsoll.ranks.world import World
 
-_BEAT_SECONDS = 1.0
+_BEAT_SECONDS = 0.5
+_HEARD_SECONDS = 2.0
+"""How long a rank that failed stays, so that all hear of it: the store may end with its process."""
 
 
 class _Process(msgspec.Struct, frozen=True):
@@ -77,16 +78,27 @@ class Lookout:
         self._peers: dict[int, int] = {}
         """Rank by the descriptor of its process."""
         self._strangers = set(_neighbours(world))
-        self._is_closing = False
+        self._is_closing = self._is_leaving = self._has_heard = False
         store.set(f"process/{world.rank}", msgspec.json.encode(_Process.own()))  # type: ignore[arg-type]  # as above
         self._thread = threading.Thread(target=self._run, name="plimsoll-lookout", daemon=True)
         self._thread.start()
 
     def publish(self, cause: Cause) -> None:
-        """Tell all ranks what happened to this one."""
+        """Tell all ranks what happened to this one, which is about to leave."""
+        self._is_leaving = True
         with contextlib.suppress(dist.DistError), self._news:  # the store may be gone with the rank that held it
             self._bulletin.publish(cause)
             self._take(self._bulletin.read())
+
+    def wait_until_heard(self) -> None:
+        """Stay until all ranks know of a cause, or a moment at most."""
+        end = time.monotonic() + _HEARD_SECONDS
+        with contextlib.suppress(dist.DistError):
+            while time.monotonic() < end:
+                with self._news:
+                    if self._store.add("heard", 0) >= self._world.size:
+                        return
+                time.sleep(_BEAT_SECONDS / 10)
 
     def cause(self, *, settle_seconds: float) -> Cause | None:
         """The cause to name. Waits for one that is certain for so long, then takes the first.
@@ -119,91 +131,94 @@ class Lookout:
     def _run(self) -> None:
         poller = select.poll()
         poller.register(self._wake_read, select.POLLIN)
+        gone: list[int] = []
         while not self._is_closing:
+            try:
+                with self._news:
+                    self._look(poller, gone)
+            except dist.DistError as error:
+                self._store_is_gone(poller, error)
+                return
+            self._end_if_stuck()
             gone = [descriptor for descriptor, _ in poller.poll(1000 * _BEAT_SECONDS)]
             if self._wake_read in gone:
                 os.read(self._wake_read, 4096)
-            try:
-                with self._news:
-                    self._look(poller, [self._peers[descriptor] for descriptor in gone if descriptor in self._peers])
-            except dist.DistError as error:
-                self._store_is_gone(error)
-                return
-            for descriptor in gone:
-                if descriptor in self._peers:
-                    poller.unregister(descriptor)
-            self._end_if_stuck()
 
     def _look(self, poller: select.poll, gone: list[int]) -> None:
         """One round: a sign of life, the end of processes, the next rank's sign, the bulletin."""
-        store, rank = self._store, self._world.rank
-        store.set(f"life/{rank}", f"{self._step()} {time.monotonic()}")
+        self._store.set(f"life/{self._world.rank}", f"{self._step()} {time.monotonic()}")
+        for descriptor in gone:
+            if descriptor in self._peers:
+                self._note_death(self._peers[descriptor])
+                poller.unregister(descriptor)
         self._meet(poller)
-        for peer in gone:
-            self._note_death(peer)
-        if (self._next_sign() and time.monotonic() - self._last_sign[1]) > self._silence_seconds:
+        sign = self._get(f"life/{self._next}")
+        if sign != self._last_sign[0]:
+            self._last_sign = (sign, time.monotonic())
+        elif time.monotonic() - self._last_sign[1] > self._silence_seconds:
             self._note_death(self._next)
         self._take(self._bulletin.read())
 
     def _meet(self, poller: select.poll) -> None:
         """Watch neighbours that have come since the last round."""
         own = _Process.own()
-        for peer in [peer for peer in self._strangers if self._store.check([f"process/{peer}"])]:
+        for peer in list(self._strangers):
+            if not (found := self._get(f"process/{peer}")):
+                continue
             self._strangers.remove(peer)
-            process = msgspec.json.decode(self._store.get(f"process/{peer}"), type=_Process)
-            if process.machine == own.machine:
-                with contextlib.suppress(ProcessLookupError):  # gone already: its silence will tell
-                    descriptor = os.pidfd_open(process.number)
-                    self._peers[descriptor] = peer
-                    poller.register(descriptor, select.POLLIN)
-
-    def _next_sign(self) -> bool:
-        """Whether the next rank is being watched; notes when its last sign came."""
-        if not self._store.check([f"life/{self._next}"]):
-            return False
-        sign = self._store.get(f"life/{self._next}")
-        if sign != self._last_sign[0]:
-            self._last_sign = (sign, time.monotonic())
-        return True
+            process = msgspec.json.decode(found, type=_Process)
+            if process.machine != own.machine:
+                continue
+            try:
+                descriptor = os.pidfd_open(process.number)
+            except ProcessLookupError:
+                self._note_death(peer)
+            else:
+                self._peers[descriptor] = peer
+                poller.register(descriptor, select.POLLIN)
 
     def _note_death(self, peer: int) -> None:
-        """Tell all that a rank is gone, unless it has finished or said itself what happened."""
-        said = self._bulletin.read()
-        if self._store.check([f"done/{peer}"]) or any(
-            c.rank == peer and (c.is_certain or c.what is What.DIED) for c in said
-        ):
+        """Tell all that a rank is gone, unless it has finished, or has said something before it ended."""
+        if self._get(f"done/{peer}") or any(cause.rank == peer for cause in self._bulletin.read()):
             return
-        life = f"life/{peer}"
-        step = int(self._store.get(life).split()[0]) if self._store.check([life]) else self._step()
-        uncertain = [cause for cause in said if cause.rank == peer]
-        if not uncertain:  # one that has raised before it ended did not die without a word
-            self._bulletin.publish(Cause(rank=peer, what=What.DIED, step=step, is_certain=True))
+        step, _, _ = self._get(f"life/{peer}").partition(b" ")
+        last = int(step) if step else self._step()
+        self._bulletin.publish(Cause(rank=peer, what=What.DIED, step=last, is_certain=True))
+
+    def _get(self, key: str) -> bytes:
+        """What the store holds, nothing where that is not there."""
+        return self._store.get(key) if self._store.check([key]) else b""
 
     def _take(self, causes: list[Cause]) -> None:
         self._causes = causes
         if causes and self._known_since is None:
             self._known_since = time.monotonic()
+            self._store.add("heard", 1)
         self._news.notify_all()
 
-    def _store_is_gone(self, error: dist.DistError) -> None:
-        """Without the store nothing more can be learned: the process that held it has ended."""
-        if self._is_closing:
-            return
+    def _store_is_gone(self, poller: select.poll, error: dist.DistError) -> None:
+        """Nothing more can be learned from the store: the process that held it has ended, or the way to it is cut."""
+        poller.unregister(self._wake_read)
+        ended = [self._peers[found] for found, _ in poller.poll(1000 * _BEAT_SECONDS) if found in self._peers]
         text = f"the store cannot be reached: {str(error).splitlines()[0]}"
+        causes = [Cause(rank=rank, what=What.DIED, step=self._step(), is_certain=True) for rank in ended]
+        if not causes:
+            first = self._world.ranks[0]
+            causes = [Cause(rank=first, what=What.FAILED, step=self._step(), text=text, is_certain=False)]
         with self._news:
-            holder = Cause(rank=self._world.ranks[0], what=What.FAILED, step=self._step(), text=text, is_certain=False)
-            self._take([*self._causes, holder])
+            self._causes = [*self._causes, *causes]
+            self._known_since = self._known_since or time.monotonic()
+            self._news.notify_all()
         while not self._is_closing:
             time.sleep(_BEAT_SECONDS / 10)
             self._end_if_stuck()
 
     def _end_if_stuck(self) -> None:
+        """End the process, if the training thread does not leave by itself."""
         if self._known_since is None or time.monotonic() - self._known_since < self._timeout_seconds:
             return
         cause = root(self._causes)
-        assert cause is not None
-        if not self._is_closing:
-            sys.stderr.flush()
+        if cause is not None and not (self._is_leaving or self._is_closing):
             self._give_up(cause)
 
 
