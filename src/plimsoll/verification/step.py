@@ -131,7 +131,7 @@ class TrainingStep:
         self.clear_gradients()
         static_bytes = self.static_bytes()
         args, kwargs = private_copy((self._args, self._kwargs))
-        with PeakMeter(self.device) as meter, self._twins.moving_gradients():
+        with self._twins.moving_gradients(keeps=True), PeakMeter(self.device) as meter:
             self._forward_and_backward(args, kwargs)
         return StepPeaks(static_bytes, static_bytes + meter.peak_bytes)
 

@@ -96,16 +96,16 @@ class Twins:
                 twin.grad = None
 
     @contextlib.contextmanager
-    def moving_gradients(self) -> Iterator[None]:
+    def moving_gradients(self, *, keeps: bool) -> Iterator[None]:
         """Let go of every new gradient once it is complete, as it does that moves into a bucket: for steps that count bytes.
 
-        Something of the gradient's shape, one element large, stays in its place.
+        Args:
+            keeps: move it to memory that is there before the block starts; otherwise something of its shape, one element
+                large, stays in its place.
         """
-        hooks = [
-            self._twins[parameter].register_post_accumulate_grad_hook(_shrink)
-            for parameter in self._moved
-            if parameter.grad is None
-        ]
+        moved = [parameter for parameter in self._moved if parameter.grad is None]
+        move = {parameter: _Move(parameter) if keeps else _shrink for parameter in moved}
+        hooks = [self._twins[parameter].register_post_accumulate_grad_hook(move[parameter]) for parameter in moved]
         try:
             yield
         finally:
@@ -117,8 +117,20 @@ class Twins:
 def unseen_by_reducer(model: nn.Module) -> Iterator[None]:
     """Run a step that counts bytes and is not seen by the reducer of ``model``, if it has one."""
     twins = Twins(model)
-    with twins.in_place(), twins.moving_gradients():
+    with twins.in_place(), twins.moving_gradients(keeps=False):
         yield
+
+
+class _Move:
+    """Copies a gradient to a place of its own and leaves that as the gradient."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._place = torch.empty_like(parameter, requires_grad=False)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if parameter.grad is not self._place:
+            parameter.grad = self._place.copy_(parameter.grad)
 
 
 def _shrink(parameter: torch.Tensor) -> None:

@@ -1,0 +1,480 @@
+"""What ranks do in ``test_sharded_data_parallel.py``: real layouts of small transformers, with and without a plan."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import plimsoll
+from plimsoll.artifacts.plan import Plan
+from plimsoll.costing.devices import find_device
+from plimsoll.costing.roofline import roofline_costs
+from plimsoll.errors import PlimsollError
+from plimsoll.measuring.memory import PeakMeter, storage_bytes
+from plimsoll.planning.decisions import decide
+from plimsoll.planning.simulate import run_choices
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.strategies import strategy_choices
+from plimsoll.tracing.trace import trace
+from plimsoll.wrappers.local import dense_parts
+from samples import make_plan
+
+BATCH, SEQUENCE = 4, 32
+Batch = dict[str, torch.Tensor]
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=160,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_cache=False,
+        )
+    )
+
+
+def gpt2() -> nn.Module:
+    """With dropout, and an embedding that is also the head."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=256, n_positions=SEQUENCE, n_embd=64, n_layer=2, n_head=4, use_cache=False)
+    )
+
+
+def text(rank: int) -> Batch:
+    """Bytes of Python's own source, others on every rank."""
+    source = Path(contextlib.__file__).read_bytes()
+    start = 4096 * rank
+    ids = torch.tensor(list(source[start : start + BATCH * SEQUENCE])).reshape(BATCH, SEQUENCE)
+    return {"input_ids": ids, "labels": ids}
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    """``fully_shard`` on every block and on the root."""
+    blocks = model.model.layers if isinstance(model, LlamaForCausalLM) else model.transformer.h
+    mesh = options.pop("mesh", None) or init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def prefetching(model: nn.Module) -> nn.Module:
+    """Two blocks ahead in both directions, as a user sets it."""
+    blocks = list(model.model.layers)
+    for position, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[position + 1 : position + 3])
+        block.set_modules_to_backward_prefetch(blocks[max(0, position - 2) : position][::-1])
+    return model
+
+
+def replicated(model: nn.Module, **options: Any) -> nn.Module:
+    return DistributedDataParallel(model, **options)
+
+
+LAYOUTS: dict[str, Callable[[], nn.Module]] = {
+    "fsdp2": lambda: sharded(llama()),
+    "fsdp2, kept after forward": lambda: sharded(llama(), reshard_after_forward=False),
+    "fsdp2, bf16": lambda: sharded(
+        llama(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ),
+    "fsdp2, offloaded": lambda: sharded(llama(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "fsdp2, prefetching": lambda: prefetching(sharded(llama())),
+    "fsdp2, gpt2": lambda: sharded(gpt2()),
+    "ddp": lambda: replicated(llama()),
+    "ddp, views": lambda: replicated(llama(), gradient_as_bucket_view=True),
+    "ddp, static graph": lambda: replicated(llama(), static_graph=True),
+    "ddp, unused": lambda: replicated(llama(), find_unused_parameters=True),
+    "ddp, gpt2": lambda: replicated(gpt2()),
+}
+HYBRID: dict[str, Callable[[], nn.Module]] = {
+    "hsdp": lambda: sharded(llama(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))),
+    "hsdp, bf16": lambda: sharded(
+        llama(),
+        mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    ),
+    "fsdp2, to pairs": lambda: sharded(llama(), reshard_after_forward=2),
+}
+
+
+def quick_plan(
+    model: nn.Module, batch: Batch, strategy: str = "full", optimizer: torch.optim.Optimizer | None = None
+) -> Plan:
+    """A strategy's plan by the tracer, the simulator and nothing else: no search for the floor, no trial runs."""
+    step = trace(model, batch, optimizer=optimizer, repeats=1)
+    index = StepIndex(step, roofline_costs(step, find_device("CPU")))
+    simulation, baseline = (run_choices(index, strategy_choices(index, name)) for name in (strategy, "none"))
+    return make_plan(
+        strategy=strategy,
+        fingerprint=step.fingerprint,
+        signature=step.signature,
+        budget_bytes=None,
+        regions=decide(simulation, [0.0] * len(step.regions)),
+        predicted_peak_bytes=simulation.peak_bytes,
+        baseline_peak_bytes=baseline.peak_bytes,
+    )
+
+
+def train_step(model: nn.Module, batch: Batch) -> None:
+    """One step of the usual loop, without the optimizer; dropout draws the same numbers every time."""
+    torch.manual_seed(1 + dist.get_rank())
+    model.zero_grad(set_to_none=True)
+    output = model(**batch)
+    output.loss.backward()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Local shards of all gradients, copied."""
+    return {
+        name.removeprefix("module."): dense_parts(parameter.grad)[0].clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def local_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: dense_parts(parameter)[0].detach().clone() for name, parameter in model.named_parameters()}
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def traffic(model: nn.Module, batch: Batch) -> list[str]:
+    """Every collective, and everything that FSDP2 does, in the order in which a step does it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        train_step(model, batch)
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith(("c10d::", "FSDP::"))]
+
+
+def reducer_bytes(model: nn.Module) -> int:
+    """What the reducer itself says that its buckets hold."""
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    sizes = model._get_ddp_logging_data()["bucket_sizes"]
+    return sum(int(size) for size in sizes.split(", "))
+
+
+def measured_peak(model: nn.Module, batch: Batch) -> int:
+    """The peak of a real step, all that is there before it included."""
+    for _ in range(3):  # so that lazy state is there, and buckets are in their final order
+        train_step(model, batch)
+    model.zero_grad(set_to_none=True)
+    static_bytes = storage_bytes([*model.parameters(), *model.buffers(), *batch.values()]) + reducer_bytes(model)
+    with PeakMeter("cpu") as meter:
+        train_step(model, batch)
+    model.zero_grad(set_to_none=True)
+    return static_bytes + meter.peak_bytes
+
+
+@contextlib.contextmanager
+def nothing_changed(model: nn.Module) -> Iterator[None]:
+    """The block leaves parameters, gradients, random state and FSDP2's states as it found them."""
+    before, random = local_parameters(model), torch.get_rng_state()
+    assert not gradients(model)
+    yield
+    assert are_equal(before, local_parameters(model))
+    assert not gradients(model)
+    assert torch.equal(random, torch.get_rng_state())
+    assert_idle(model)
+
+
+def assert_idle(model: nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            assert state._training_state == TrainingState.IDLE
+            for group in state._fsdp_param_groups:
+                assert group._training_state == TrainingState.IDLE
+                assert group.is_sharded
+
+
+def study(make: Callable[[], nn.Module], shares: Sequence[float]) -> dict[str, Any]:
+    """One layout: without a plan, under a plan that recomputes all it can, and under budgets.
+
+    ``shares``: where the budgets lie between the peak of recomputing all (0) and the peak without a plan (1).
+    """
+    batch = text(dist.get_rank())
+    model = make()
+    with nothing_changed(model):
+        full = quick_plan(model, batch)
+    peak_bytes = measured_peak(model, batch)
+    train_step(model, batch)
+    expected, sent = gradients(model), traffic(model, batch)
+    model.zero_grad(set_to_none=True)
+    found = {
+        "predicted": full.baseline_peak_bytes,
+        "measured": peak_bytes,
+        "collectives": sum(name.startswith("c10d::") for name in sent),
+        "plans": {"full": under(model, batch, full, expected, sent)},
+    }
+    for share in shares:
+        low_bytes, high_bytes = full.predicted_peak_bytes, full.baseline_peak_bytes
+        budget_bytes = int(low_bytes + share * (high_bytes - low_bytes))
+        with nothing_changed(model):
+            plan = plimsoll.plan(model, batch, budget=budget_bytes)
+        found["plans"][f"{share:.0%}"] = under(model, batch, plan, expected, sent)
+    return found
+
+
+def under(
+    model: nn.Module, batch: Batch, plan: Plan, expected: dict[str, torch.Tensor], sent: list[str]
+) -> dict[str, Any]:
+    """What a plan does to real steps of a model."""
+    with plimsoll.apply(model, plan) as handle:
+        train_step(model, batch)
+        recording = are_equal(expected, gradients(model))
+        peak_bytes = measured_peak(model, batch)
+        train_step(model, batch)
+        steady = are_equal(expected, gradients(model))
+        is_alike = traffic(model, batch) == sent
+        dropped_bytes = sum(outcome.dropped_bytes for outcome in handle.outcomes())
+    model.zero_grad(set_to_none=True)
+    return {
+        "budget": plan.budget_bytes,
+        "predicted": plan.predicted_peak_bytes,
+        "measured": peak_bytes,
+        "is_bit_equal": recording and steady,
+        "sends_the_same": is_alike,
+        "dropped_bytes": dropped_bytes,
+    }
+
+
+def studies(payload: dict[str, Any]) -> dict[str, Any]:
+    """Layouts by name, under budgets at the given shares."""
+    layouts = LAYOUTS | HYBRID
+    return {name: study(layouts[name], shares) for name, shares in payload.items()}
+
+
+def habits() -> dict[str, Any]:
+    """What planning leaves behind, and what training does under a plan, in one launch."""
+    return {
+        "reducer": {name: reducer_is_not_taught(options) for name, options in REDUCERS.items()},
+        "ddp_names": ddp_is_named_like_the_model_inside(),
+        "ddp_accumulation": accumulates_like_without(lambda: replicated(llama()), DistributedDataParallel.no_sync),
+        "fsdp_accumulation": accumulates_like_without(lambda: sharded(llama()), without_reduction),
+        "waiting": a_waiting_gradient_survives_planning(),
+        "failure": a_failed_step_leaves_the_model_ready(),
+        "boundaries": {str(reshard): dropped_boundaries(reshard) for reshard in (True, False)},
+        "receipts": {name: receipt_of(LAYOUTS[name]) for name in ("fsdp2", "ddp, views")},
+        "optimizer": {name: step_with_optimizer(LAYOUTS[name]) for name in ("fsdp2", "ddp")},
+    }
+
+
+REDUCERS: dict[str, dict[str, bool]] = {
+    "dynamic": {},
+    "static graph": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "views": {"gradient_as_bucket_view": True},
+}
+
+
+def reducer_is_not_taught(options: dict[str, bool]) -> dict[str, Any]:
+    """Two models train alike; one of them is planned before the first step and after it."""
+    batch = text(dist.get_rank())
+    models = [replicated(llama(), bucket_cap_mb=0.1, **options) for _ in range(2)]
+    told, is_equal, planned = [], [], []
+    for step in range(4):
+        if step < 2:
+            models[0].zero_grad(set_to_none=True)
+            with nothing_changed(models[0]):
+                quick_plan(models[0], batch)
+            planned.append([parameter.is_leaf and parameter.grad is None for parameter in models[0].parameters()])
+        for model in models:
+            train_step(model, batch)
+        is_equal.append(are_equal(gradients(models[0]), gradients(models[1])))
+        logs = [model._get_ddp_logging_data() for model in models]
+        told.append([{key: log.get(key) for key in _LOGGED} for log in logs])
+        for model in models:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+    return {"is_equal": all(is_equal), "is_told_the_same": all(one == other for one, other in told), "log": told[-1][0]}
+
+
+_LOGGED = ("bucket_sizes", "rebuilt_bucket_sizes", "has_rebuilt_buckets", "num_buckets_reduced", "iteration")
+
+
+def ddp_is_named_like_the_model_inside() -> dict[str, Any]:
+    batch = text(dist.get_rank())
+    bare, wrapped = llama(), replicated(llama())
+    one, other = (quick_plan(model, batch) for model in (bare, wrapped))
+    with plimsoll.apply(wrapped, one):
+        train_step(wrapped, batch)
+    return {
+        "fingerprints": [one.fingerprint, other.fingerprint],
+        "regions": [[region.name for region in plan.regions] for plan in (one, other)],
+        "extra": other.baseline_peak_bytes - one.baseline_peak_bytes - reducer_bytes(wrapped),
+    }
+
+
+@contextlib.contextmanager
+def without_reduction(model: nn.Module) -> Iterator[None]:
+    """FSDP2's way to leave gradients unreduced."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+Quiet = Callable[[nn.Module], contextlib.AbstractContextManager[object]]
+
+
+def accumulate(model: nn.Module, batch: Batch, quiet: Quiet) -> dict[str, torch.Tensor]:
+    """Two micro-batches of which only the second one reduces."""
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    with quiet(model):
+        model(**batch).loss.backward()
+    model(**batch).loss.backward()
+    return gradients(model)
+
+
+def accumulates_like_without(make: Callable[[], nn.Module], quiet: Quiet) -> bool:
+    batch = text(dist.get_rank())
+    model = make()
+    expected = accumulate(model, batch, quiet)
+    model.zero_grad(set_to_none=True)
+    with plimsoll.apply(model, quick_plan(model, batch)):
+        return all(are_equal(expected, accumulate(model, batch, quiet)) for _ in range(2))
+
+
+def a_waiting_gradient_survives_planning() -> bool:
+    """A plan is made between two micro-batches, while FSDP2 holds what the first one left unreduced."""
+    batch = text(dist.get_rank())
+    model = sharded(llama(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    expected = accumulate(model, batch, without_reduction)
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    with without_reduction(model):
+        model(**batch).loss.backward()
+    quick_plan(model, batch)
+    model(**batch).loss.backward()
+    return are_equal(expected, gradients(model))
+
+
+def a_failed_step_leaves_the_model_ready() -> list[str]:
+    """The traced step fails in forward, in the loss and in backward; each time training goes on as if nothing was."""
+    batch = text(dist.get_rank())
+    model = sharded(llama())
+    train_step(model, batch)
+    expected = gradients(model)
+    model.zero_grad(set_to_none=True)
+    found = []
+    for fails in (_failing_forward, _failing_loss, _failing_backward):
+        with nothing_changed(model), fails(model) as loss:
+            try:
+                trace(model, batch, loss=loss, repeats=1)
+            except (PlimsollError, _Broken) as error:
+                found.append(str(error).splitlines()[0])
+        train_step(model, batch)
+        assert are_equal(expected, gradients(model))
+        model.zero_grad(set_to_none=True)
+    return found
+
+
+class _Broken(Exception):
+    """What the tests' own code raises."""
+
+
+@contextlib.contextmanager
+def _failing_forward(model: nn.Module) -> Iterator[None]:
+    def fail(*_: Any) -> None:
+        raise _Broken("in the second block")
+
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    try:
+        yield None
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def _failing_loss(model: nn.Module) -> Iterator[Callable[[Any], torch.Tensor]]:
+    def loss(output: Any) -> torch.Tensor:
+        raise _Broken("in the loss")
+
+    yield loss
+
+
+@contextlib.contextmanager
+def _failing_backward(model: nn.Module) -> Iterator[Callable[[Any], torch.Tensor]]:
+    def fail(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(_fail_in_backward)
+
+    hook = model.model.layers[1].mlp.register_forward_hook(fail)
+    try:
+        yield None
+    finally:
+        hook.remove()
+
+
+def _fail_in_backward(gradient: torch.Tensor) -> None:
+    raise _Broken("in backward of the second block")
+
+
+def dropped_boundaries(reshard: bool) -> dict[str, Any]:
+    """Pairs of blocks that hold one input between them, where that can be."""
+    batch = text(dist.get_rank())
+    model = sharded(llama(), reshard_after_forward=reshard)
+    train_step(model, batch)
+    expected = gradients(model)
+    model.zero_grad(set_to_none=True)
+    plan = quick_plan(model, batch, "every:2")
+    with plimsoll.apply(model, plan):
+        train_step(model, batch)
+        train_step(model, batch)
+        is_equal = are_equal(expected, gradients(model))
+    return {"dropped": [region.is_boundary_dropped for region in plan.regions], "is_equal": is_equal}
+
+
+def receipt_of(make: Callable[[], nn.Module]) -> dict[str, Any]:
+    batch = text(dist.get_rank())
+    model = make()
+    plan = quick_plan(model, batch)
+    with nothing_changed(model):
+        receipt = plimsoll.verify(model, batch, plan, steps=1)
+    return {
+        "verdict": receipt.verdict.value,
+        "predicted": receipt.predicted_peak_bytes,
+        "measured": receipt.measured_peak_bytes,
+    }
+
+
+def step_with_optimizer(make: Callable[[], nn.Module]) -> dict[str, Any]:
+    """Forward, backward and a step of AdamW, whose state is there."""
+    batch = text(dist.get_rank())
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plan = quick_plan(model, batch, "full", optimizer)
+    for _ in range(3):
+        train_step(model, batch)
+        optimizer.step()
+    model.zero_grad(set_to_none=True)
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    held = [*model.parameters(), *model.buffers(), *batch.values(), *state]
+    static_bytes = storage_bytes(held) + reducer_bytes(model)
+    with PeakMeter("cpu") as meter:
+        train_step(model, batch)
+        optimizer.step()
+    return {"predicted": plan.baseline_peak_bytes, "measured": static_bytes + meter.peak_bytes}

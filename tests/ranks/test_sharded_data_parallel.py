@@ -1,0 +1,121 @@
+"""FSDP2, HSDP and DDP on real ranks: plans know what a rank holds, and change nothing but that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launching import launch
+
+WITHIN = 0.02
+BUDGETED = "fsdp2"
+PAIRED = (
+    BUDGETED,
+    "fsdp2, kept after forward",
+    "fsdp2, bf16",
+    "fsdp2, offloaded",
+    "fsdp2, prefetching",
+    "fsdp2, gpt2",
+    "ddp, views",
+    "ddp, gpt2",
+)
+FOURFOLD = ("hsdp", "fsdp2, to pairs")
+LAYOUTS = (*PAIRED, *FOURFOLD)
+
+
+@pytest.fixture(scope="module")
+def studies() -> dict[str, list[dict[str, Any]]]:
+    """What every rank found, by layout."""
+    shares = {name: (0.5,) if name == BUDGETED else () for name in PAIRED}
+    ranks = {
+        2: launch(2, "ranks.sharding_scenarios:studies", shares),
+        4: launch(4, "ranks.sharding_scenarios:studies", dict.fromkeys(FOURFOLD, ())),
+    }
+    return {name: [found[name] for found in ranks[4 if name in FOURFOLD else 2]] for name in LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def habits() -> list[dict[str, Any]]:
+    """What every rank found out about planning and training."""
+    found: list[dict[str, Any]] = launch(2, "ranks.sharding_scenarios:habits")
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_predicted_peak_of_every_rank_is_the_measured_one(studies, layout):
+    for rank in studies[layout]:
+        assert rank["predicted"] == pytest.approx(rank["measured"], rel=WITHIN)
+        for plan in rank["plans"].values():
+            assert plan["predicted"] == pytest.approx(plan["measured"], rel=WITHIN)
+            assert plan["predicted"] < rank["predicted"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_under_a_plan_are_those_without_one(studies, layout):
+    plans = [plan for rank in studies[layout] for plan in rank["plans"].values()]
+    assert all(plan["is_bit_equal"] and plan["dropped_bytes"] for plan in plans)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_plan_sends_what_is_sent_without_one_in_the_same_order(studies, layout):
+    for rank in studies[layout]:
+        assert rank["collectives"]
+        assert all(plan["sends_the_same"] for plan in rank["plans"].values())
+
+
+def test_a_budget_is_kept_on_every_rank(studies):
+    for rank in studies[BUDGETED]:
+        plan = rank["plans"]["50%"]
+        assert plan["measured"] <= plan["budget"] < rank["measured"]
+
+
+@pytest.mark.parametrize("reducer", ["dynamic", "static graph", "unused", "views"])
+def test_a_reducer_does_not_notice_that_its_model_was_planned(habits, reducer):
+    for rank in habits:
+        assert rank["reducer"][reducer]["is_equal"]
+        assert rank["reducer"][reducer]["is_told_the_same"]
+        assert rank["reducer"][reducer]["log"]["has_rebuilt_buckets"]
+
+
+def test_a_plan_does_not_know_whether_its_model_is_wrapped_but_counts_the_buckets(habits):
+    for rank in habits:
+        (bare, wrapped), regions = rank["ddp_names"]["fingerprints"], rank["ddp_names"]["regions"]
+        assert bare == wrapped
+        assert regions[0] == regions[1] == ["model.layers.0", "model.layers.1"]
+        assert rank["ddp_names"]["extra"] == 0
+
+
+def test_accumulation_without_reduction_gives_the_same_gradients_under_a_plan(habits):
+    assert all(rank["ddp_accumulation"] and rank["fsdp_accumulation"] for rank in habits)
+
+
+def test_gradients_that_wait_for_their_reduction_survive_planning(habits):
+    assert all(rank["waiting"] for rank in habits)
+
+
+def test_a_step_that_fails_while_it_is_traced_leaves_the_sharded_model_ready(habits):
+    for rank in habits:
+        assert rank["failure"] == ["in the second block", "in the loss", "in backward of the second block"]
+
+
+def test_no_boundary_is_dropped_where_parameters_are_gone_by_then(habits):
+    for rank in habits:
+        assert rank["boundaries"]["True"] == {"dropped": [False, False], "is_equal": True}
+        assert rank["boundaries"]["False"] == {"dropped": [False, True], "is_equal": True}
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp, views"])
+def test_verify_gives_every_rank_a_receipt(habits, layout):
+    for rank in habits:
+        receipt = rank["receipts"][layout]
+        assert receipt["verdict"] == "VERIFIED"
+        assert receipt["predicted"] == pytest.approx(receipt["measured"], rel=WITHIN)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp"])
+def test_the_optimizer_counts_by_what_it_holds_on_this_rank(habits, layout):
+    for rank in habits:
+        assert rank["optimizer"][layout]["predicted"] == pytest.approx(
+            rank["optimizer"][layout]["measured"], rel=WITHIN
+        )
