@@ -13,10 +13,10 @@ import argparse
 import datetime
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,11 @@ from benchmarks.launching import launch
 from benchmarks.machine import device_name, device_slug, versions
 from benchmarks.models.data import text_ids
 from benchmarks.page import format_mib, format_table
+from benchmarks.stages import SCHEDULES, StageTraining
+from plimsoll.artifacts.plan import Plan
+from plimsoll.distributed.pipeline_stages import ScheduleAttachment, attach_schedule
 from plimsoll.measuring.memory import PeakMeter, storage_bytes
+from plimsoll.pipeline.attachment import Attachment
 
 _RESULTS = Path(__file__).parent / "results"
 _SIZES = {
@@ -48,7 +52,9 @@ _STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One layout on so many ranks, and the share of the way from the lowest peak to the unmanaged one."""
+    """One layout on so many ranks, and the share of the way from the lowest peak to the unmanaged one (of the unmanaged one,
+    for pipelines).
+    """
 
     layout: str
     ranks: int
@@ -75,22 +81,40 @@ class Facts:
     """Values that the plan makes again."""
 
 
-@dataclass(slots=True)
-class Setup:
-    """A model on its layout, with the batch of this rank and what a step of training is."""
+class Training(Protocol):
+    """A model on its layout, on this rank, and what a step is: forward and backward, without the optimizer's."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    def there_before(self) -> Iterable[torch.Tensor]:
+        """What a step finds on the device besides parameters and buffers."""
+        ...
+
+    def step(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTraining:
+    """A model that is called with a batch."""
 
     model: nn.Module
-    batch: dict[str, Any]
     optimizer: torch.optim.Optimizer
+    batch: Mapping[str, torch.Tensor]
+
+    def there_before(self) -> Iterable[torch.Tensor]:
+        return self.batch.values()
 
     def step(self) -> None:
-        """Forward and backward; the caller looks at the gradients before the optimizer steps."""
         self.model(**self.batch).loss.backward()
 
 
-def _llama(size: str) -> tuple[LlamaForCausalLM, int, int]:
-    shape, batch, length = _SIZES[size]
-    config = LlamaConfig(
+def _config(size: str) -> LlamaConfig:
+    shape, _, length = _SIZES[size]
+    return LlamaConfig(
         **shape,
         num_attention_heads=shape["hidden_size"] // 16,
         num_key_value_heads=shape["hidden_size"] // 16,
@@ -99,8 +123,6 @@ def _llama(size: str) -> tuple[LlamaForCausalLM, int, int]:
         attention_dropout=0.1,
         use_cache=False,
     )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config), batch, length
 
 
 def _ddp(model: LlamaForCausalLM, mesh: DeviceMesh) -> nn.Module:
@@ -132,6 +154,7 @@ _BUILD: Mapping[str, Callable[[LlamaForCausalLM, DeviceMesh], nn.Module]] = {
     "tp": _tensor_parallel,
     "fsdp2 x tp": _fsdp2_of_tensor_parallel,
 }
+_LAYOUTS = (*_BUILD, *SCHEDULES)
 
 
 def _mesh(layout: str, ranks: int) -> DeviceMesh:
@@ -140,74 +163,106 @@ def _mesh(layout: str, ranks: int) -> DeviceMesh:
     return init_device_mesh("cpu", (ranks,))
 
 
-def _setup(case: Case) -> Setup:
-    model, batch, length = _llama(case.size)
+def _whole(case: Case) -> WholeTraining:
+    torch.manual_seed(0)
+    _, batch, length = _SIZES[case.size]
     mesh = _mesh(case.layout, case.ranks)
-    ranks_of_data = mesh["dp"].size() if case.layout == "fsdp2 x tp" else 1 if case.layout == "tp" else case.ranks
-    replica = dist.get_rank() * ranks_of_data // case.ranks
-    ids = text_ids(batch * ranks_of_data, length)[replica * batch : (replica + 1) * batch]
-    spread = _BUILD[case.layout](model, mesh)
-    torch.manual_seed(1 + replica)
-    return Setup(spread, {"input_ids": ids, "labels": ids.clone()}, torch.optim.SGD(spread.parameters(), lr=0.1))
+    replicas = mesh["dp"].size() if case.layout == "fsdp2 x tp" else 1 if case.layout == "tp" else case.ranks
+    replica = dist.get_rank() * replicas // case.ranks
+    ids = text_ids(batch * replicas, length)[replica * batch : (replica + 1) * batch]
+    spread = _BUILD[case.layout](LlamaForCausalLM(_config(case.size)), mesh)
+    return WholeTraining(
+        spread, torch.optim.SGD(spread.parameters(), lr=0.1), {"input_ids": ids, "labels": ids.clone()}
+    )
+
+
+def _stage(case: Case) -> StageTraining:
+    _, batch, length = _SIZES[case.size]
+    return StageTraining(case.layout, _config(case.size), text_ids(batch, length))
 
 
 def measure(case: Case) -> Facts:
     """Train without and with a budget on this rank, and compare."""
     warnings.simplefilter("ignore")
-    plain = _setup(case)
-    expected = _Run(plain)
+    make = _stage if case.layout in SCHEDULES else _whole
+    expected, found = _Run(make(case)), _Run(make(case))
     expected.go()
-    managed = _setup(case)
-    none = plimsoll.plan(managed.model, managed.batch, strategy="none")
-    floor_bytes, ceiling_bytes = none.floor_bytes, none.predicted_peak_bytes
-    budget_bytes = floor_bytes + round(case.share * (ceiling_bytes - floor_bytes))
-    found = _Run(managed)
-    with plimsoll.attach(managed.model, budget_bytes, optimizer=managed.optimizer) as attachment:
+    budget = _of_stages if case.layout in SCHEDULES else _of_a_model
+    budget_bytes, floor_bytes, attach = budget(found.training, case.share, expected.peak_bytes)
+    with attach() as attachment:
         found.go()
-        assert attachment.plan is not None
-        plan = attachment.plan
+        predicted_bytes, plans = _plans_of(attachment)
     return Facts(
         rank=dist.get_rank(),
         unmanaged_peak_bytes=expected.peak_bytes,
         floor_bytes=floor_bytes,
         budget_bytes=budget_bytes,
-        predicted_peak_bytes=plan.predicted_peak_bytes,
+        predicted_peak_bytes=predicted_bytes,
         measured_peak_bytes=found.peak_bytes,
         collectives_without=expected.collectives,
         collectives_with=found.collectives,
         compared=len(expected.seen),
         differing=tuple(name for name, value in expected.seen.items() if not torch.equal(value, found.seen[name])),
-        dropped=sum(len(region.dropped) for region in plan.regions),
+        dropped=sum(len(region.dropped) for plan in plans for region in plan.regions),
     )
+
+
+_Budget = tuple[int, int, Callable[[], "Attachment | ScheduleAttachment"]]
+
+
+def _of_a_model(training: WholeTraining, share: float, unmanaged_peak_bytes: int) -> _Budget:
+    """A budget between the lowest peak and the unmanaged one."""
+    none = plimsoll.plan(training.model, dict(training.batch), strategy="none")
+    budget_bytes = none.floor_bytes + round(share * (none.predicted_peak_bytes - none.floor_bytes))
+    return (
+        budget_bytes,
+        none.floor_bytes,
+        lambda: plimsoll.attach(training.model, budget_bytes, optimizer=training.optimizer),
+    )
+
+
+def _of_stages(training: StageTraining, share: float, unmanaged_peak_bytes: int) -> _Budget:
+    """A share of the unmanaged peak: what the lowest one is shows when the schedule first runs."""
+    budget_bytes = round(share * unmanaged_peak_bytes)
+    return budget_bytes, 0, lambda: attach_schedule(training.schedule, budget_bytes, optimizer=training.optimizer)
+
+
+def _plans_of(attachment: Attachment | ScheduleAttachment) -> tuple[int, tuple[Plan, ...]]:
+    """The predicted peak of what settled, and the plans."""
+    if isinstance(attachment, ScheduleAttachment):
+        return attachment.report.predicted_peak_bytes, tuple(attachment.plans.values())
+    assert attachment.plan is not None
+    return attachment.plan.predicted_peak_bytes, (attachment.plan,)
 
 
 class _Run:
     """Some steps of training: every gradient, the weights at the end, and peak and collectives of a settled step."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    def __init__(self, training: Training) -> None:
+        self.training = training
         self.seen: dict[str, torch.Tensor] = {}
         self.peak_bytes = 0
         self.collectives = 0
 
     def go(self) -> None:
-        setup = self._setup
+        training = self.training
+        torch.manual_seed(0)
         for step in range(_STEPS):
             if step < _SETTLED:
-                setup.step()
+                training.step()
             else:
                 self._measured()
-            self._note(f"step {step}, gradient of", {n: p.grad for n, p in setup.model.named_parameters()})
-            setup.optimizer.step()
-            setup.optimizer.zero_grad()
-        self._note("weight", dict(setup.model.named_parameters()))
+            self._note(f"step {step}, gradient of", {n: p.grad for n, p in training.model.named_parameters()})
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        self._note("weight", dict(training.model.named_parameters()))
 
     def _measured(self) -> None:
-        held = [*self._setup.model.parameters(), *self._setup.model.buffers(), *self._setup.batch.values()]
+        held = [*self.training.model.parameters(), *self.training.model.buffers(), *self.training.there_before()]
         static_bytes = storage_bytes(map(_local, held))
         before = _collectives()
         with PeakMeter("cpu") as meter:
-            self._setup.step()
+            self.training.step()
         self.collectives = _collectives() - before
         self.peak_bytes = max(self.peak_bytes, static_bytes + meter.peak_bytes)
 
@@ -268,7 +323,7 @@ def _cells(case: Case, facts: Sequence[Facts]) -> list[str]:
         case.layout,
         str(case.ranks),
         f"{case.share:.0%}",
-        format_mib(top.floor_bytes),
+        format_mib(top.floor_bytes) if top.floor_bytes else "",
         format_mib(top.budget_bytes),
         format_mib(top.unmanaged_peak_bytes),
         format_mib(top.predicted_peak_bytes),
@@ -283,7 +338,7 @@ def _cells(case: Case, facts: Sequence[Facts]) -> list[str]:
 def main() -> int:
     """Measure every case and write the page; 1 where something promised did not hold."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.layouts")
-    parser.add_argument("layouts", nargs="*", default=list(_BUILD))
+    parser.add_argument("layouts", nargs="*", default=list(_LAYOUTS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--size", choices=_SIZES, default="cpu")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.75])
