@@ -20,6 +20,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.measuring.memory import PeakMeter, storage_bytes
 from plimsoll.pipeline.request import is_profiled
+from plimsoll.wrappers.replicated import bucket_bytes
 
 _BEFORE_OPTIMIZER = "start"
 _OPTIMIZER = "optimizer"
@@ -81,7 +82,8 @@ class MeasuredStep:
         batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self._versions = [parameter._version for parameter in self._parameters]
-        self.static_bytes = storage_bytes([*self._parameters, *model.buffers(), *gradients, *batch], self._device)
+        held = [*self._parameters, *model.buffers(), *gradients, *batch]
+        self.static_bytes = storage_bytes(held, self._device) + bucket_bytes(model)
         self.has_failed = False
         self.has_trained = False
         """Set by those who know; otherwise gradients, or parameters that were written, tell."""
