@@ -118,6 +118,10 @@ class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
 
 
+COLLECTIVES = "collectives"
+"""What ``allow`` says where recipes may run collectives again."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What to do with every saved value under a budget. Build one with ``plimsoll.plan``; save it with ``save``.
 
@@ -157,7 +161,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     solve_seconds: float = 0.0
     allow: tuple[str, ...] = ("recompute",)
-    """What the plan was allowed to do besides keeping: ``recompute``, ``compress``, ``offload``."""
+    """What the plan was allowed to do besides keeping: ``recompute``, ``compress``, ``offload``, and ``collectives`` (to run
+    them again in recipes)."""
     max_error: float | None = 0.0
     """The relative error of the gradient, ‖Δg‖ / ‖g‖, that the plan may cause; ``None``: a named strategy, any."""
     predicted_error: float = 0.0

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 import msgspec
 
 from plimsoll.artifacts.decision import Decision
-from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.plan import COLLECTIVES, Plan
+from plimsoll.artifacts.trace import RegionCall, Trace
 from plimsoll.errors import InvalidStrategy
 from plimsoll.planning.limits import Limits
 from plimsoll.planning.pins import Override, parse_override
 from plimsoll.planning.strategies import codecs_of_strategy, uses_link
+from plimsoll.recording.collectives import IS_COLLECTIVE
 from plimsoll.units import parse_bytes
 
-WORDS = ("recompute", "compress", "offload")
+WORDS = ("recompute", "compress", "offload", COLLECTIVES)
 _WORD_OF = {Decision.RECOMPUTE: "recompute", Decision.COMPRESS: "compress", Decision.OFFLOAD: "offload"}
 
 
@@ -64,6 +66,10 @@ class Allowance:
         return "recompute" in self.allow
 
     @property
+    def may_repeat_collectives(self) -> bool:
+        return COLLECTIVES in self.allow
+
+    @property
     def wants_lossy(self) -> bool:
         return self.max_error > 0 or bool(self.codecs)
 
@@ -71,6 +77,12 @@ class Allowance:
     def overrides_without_forms(self) -> tuple[Override, ...]:
         """Overrides that need no other form."""
         return tuple(o for o in self.overrides if o.decision in (Decision.KEEP, Decision.RECOMPUTE))
+
+    def opened(self, trace: Trace) -> Trace:
+        """The trace as plans may see it: where they may repeat collectives, these are ops like others, with their seconds."""
+        if not self.may_repeat_collectives:
+            return trace
+        return msgspec.structs.replace(trace, regions=tuple(map(_without_collectives, trace.regions)))
 
     def limits(self, error_scale: float = 1.0) -> Limits:
         """What regions share, if errors are so many times larger than expected."""
@@ -113,6 +125,12 @@ def read_allowance(
             why="allow= is " + ", ".join(words),
             next="allow=('recompute', 'compress'), or leave max_error out",
         )
+    if COLLECTIVES in words and "recompute" not in words:
+        raise InvalidStrategy(
+            "allow= has 'collectives' without 'recompute'.",
+            why="collectives are run again as part of recomputing what is behind them",
+            next="allow=('recompute', 'collectives')",
+        )
     decided = tuple(parse_override(text) for text in ((overrides,) if isinstance(overrides, str) else overrides))
     _check_overrides(decided, words)
     return Allowance(
@@ -123,6 +141,13 @@ def read_allowance(
         strategies=tuple(strategies),
         link=link or "",
     )
+
+
+def _without_collectives(call: RegionCall) -> RegionCall:
+    ops = tuple(
+        msgspec.structs.replace(op, obstacle="") if op.obstacle == IS_COLLECTIVE else op for op in call.graph.ops
+    )
+    return msgspec.structs.replace(call, graph=msgspec.structs.replace(call.graph, ops=ops))
 
 
 def _check_overrides(overrides: Sequence[Override], words: tuple[str, ...]) -> None:
@@ -146,7 +171,7 @@ def _words(allow: Collection[str] | str) -> frozenset[str]:
             why=f"{unknown[0]!r} is none of {', '.join(WORDS)}"
             if unknown
             else "it is empty; strategy='none' keeps all",
-            next="write allow=('recompute', 'compress', 'offload') or some of them",
+            next="write allow=('recompute', 'compress', 'offload') or some of them; 'collectives' lets recipes repeat those",
         )
     return words
 

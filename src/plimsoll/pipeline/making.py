@@ -133,6 +133,7 @@ def make_maker(
         agreement: with the ranks that plan the same step; ``None``: this process alone.
     """
     agreement = agreement or Agreement(None, "plan")
+    trace = allowance.opened(trace)
     extremes = find_extremes(trace, costs)
     frame = find_frame(agreement, extremes.unmanaged_peak_bytes, budget_bytes)
     fits = budget_bytes is not None and budget_bytes >= extremes.unmanaged_peak_bytes

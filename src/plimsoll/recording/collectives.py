@@ -15,8 +15,11 @@ IS_COLLECTIVE = "is a collective"
 IS_ROUTING = "decides which token goes where"
 """The obstacle of ops whose results choose tokens, experts or rows."""
 _NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem"})
+_REPEATABLE = frozenset({"_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
+_POINT_TO_POINT = frozenset({"isend", "irecv", "batch_p2p_ops"})
 _WITHOUT_ALIASES = "c10d"
 """The namespace whose schemas do not say what they write: their first argument holds what comes in."""
+_GROUPS = frozenset({"group_name", "process_group"})
 _WAIT = frozenset({"wait_tensor"})
 _NO_MESSAGE = frozenset({"_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"})
 _ROUTES = frozenset(
@@ -49,6 +52,11 @@ def is_collective(func: torch._ops.OpOverload) -> bool:
     return func.namespace in _NAMESPACES and _name(func) not in _NO_MESSAGE
 
 
+def is_repeatable_collective(func: torch._ops.OpOverload) -> bool:
+    """Whether a collective is a function of its arguments: those of ``c10d`` are awaited outside of any op."""
+    return func.namespace in _REPEATABLE and _name(func) not in _POINT_TO_POINT
+
+
 def is_wait(func: torch._ops.OpOverload) -> bool:
     """Whether the op ends a collective: it returns its argument, with the contents that it did not have before."""
     return func.namespace in _NAMESPACES and _name(func) in _WAIT
@@ -79,22 +87,43 @@ def masks_of(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> list[torch.T
     return found
 
 
+def group_arguments(func: torch._ops.OpOverload) -> frozenset[str]:
+    """The arguments by which a collective is told its process group."""
+    names = (argument.name for argument in func._schema.arguments)
+    return frozenset(name for name in names if name in _GROUPS) if is_collective(func) else frozenset()
+
+
+def peers_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """The global ranks between which a collective runs."""
+    names = group_arguments(func)
+    if not names:
+        return ()
+    listed = zip((argument.name for argument in func._schema.arguments), args, strict=False)
+    groups = [_group(value) for name, value in (*listed, *kwargs.items()) if name in names]
+    return tuple(
+        rank for group in groups if group is not None for rank in torch.distributed.get_process_group_ranks(group)
+    )
+
+
 def group_text(value: Any) -> str:
     """A process group, or its name, as text that is the same on every rank; empty for other values.
 
     Groups' names are numbered and differ between the rows of one mesh; what a group is for, and its size, do not.
     """
+    group = _group(value)
+    return "" if group is None else f"{group.group_desc} of {group.size()}"
+
+
+def _group(value: Any) -> torch.distributed.ProcessGroup | None:
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
-        return ""
+        return None
     group = value
     if isinstance(value, torch.ScriptObject):
         group = distributed.ProcessGroup.unbox(value)
     elif isinstance(value, str):
         group = torch._C._distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]  # GroupName is a str
-    if not isinstance(group, distributed.ProcessGroup):
-        return ""
-    return f"{group.group_desc} of {group.size()}"
+    return group if isinstance(group, distributed.ProcessGroup) else None
 
 
 def _name(func: torch._ops.OpOverload) -> str:

@@ -14,13 +14,11 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from plimsoll.artifacts.trace import OpSpec
-from plimsoll.recording.collectives import group_text, is_collective
+from plimsoll.recording.collectives import group_arguments, group_text
 
 _LONGEST_KEY = 512
 _COLLECTIVES = "plimsoll"
 """The namespace of our stand-ins for collectives; each has an argument ``group``."""
-
-_GROUPS = frozenset({"group_name", "process_group"})
 
 _SHORT = {
     torch.float32: "f32",
@@ -84,8 +82,7 @@ def _argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
 
 @functools.cache
 def _groups(func: torch._ops.OpOverload) -> frozenset[str]:
-    """The arguments by which a collective is told its process group."""
-    return _GROUPS.intersection(_argument_names(func)) if is_collective(func) else frozenset()
+    return group_arguments(func)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -26,6 +26,7 @@ from plimsoll.recording.collectives import (
     IS_COLLECTIVE,
     IS_ROUTING,
     is_collective,
+    is_repeatable_collective,
     is_routing,
     is_wait,
     masks_of,
@@ -169,6 +170,12 @@ class OpRecorder(TorchDispatchMode):
         local = local_of(tensor)
         return self.current.get(self.table.find(local), -1) if is_plain(local) else -1
 
+    def is_on_the_way(self, args: tuple[Any, ...]) -> bool:
+        """Whether a collective is still filling some of these tensors: their contents change by themselves."""
+        return bool(self._on_the_way) and any(
+            self.table.find(tensor) in self._on_the_way for tensor in flat_tensors(args)
+        )
+
     def forget_names(self) -> None:
         """Count occurrences of (module, op) from zero again, as at the start of a region."""
         self._occurrences = {}
@@ -228,7 +235,7 @@ class OpRecorder(TorchDispatchMode):
                 obstacles.append("draws from a generator of its own")
             return value
 
-        if signature.is_collective and not self._repeats_collectives:
+        if signature.is_collective and not (self._repeats_collectives and is_repeatable_collective(func)):
             obstacles.append(IS_COLLECTIVE)
         if signature.is_routing:
             obstacles.append(IS_ROUTING)

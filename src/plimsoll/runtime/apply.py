@@ -14,7 +14,7 @@ from torch import nn
 
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.fault import Fault
-from plimsoll.artifacts.plan import Plan, RegionPlan
+from plimsoll.artifacts.plan import COLLECTIVES, Plan, RegionPlan
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.errors import PlanMismatch, PlanNotUsable
 from plimsoll.links.open import open_link
@@ -218,6 +218,7 @@ def apply_plan(
         generators=generators_of([parameter.device for parameter in parameters]),
         sensor=sensor,
         splits_backward=splits_backward,
+        repeats_collectives=COLLECTIVES in plan.allow,
     )
     regions = {name: ManagedRegion(name, modules[name], calls, shared) for name, calls in managed.items()}
     for made in regions.values():

@@ -7,6 +7,7 @@ that forward used as parameters, the generator states, and the rebuilt values th
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +85,13 @@ class Frame:
         for position, generator in self.program.state_points.get(index, ()):
             self.states[position, index] = generator.get_state()
         return self.pack(tensor)
+
+    def lies_like(self, layouts: Mapping[int, Any]) -> bool:
+        """Whether the same slots are DTensors, each with the same mesh, placements and global shape."""
+        if self.sharded != len(layouts):
+            return False
+        shells = ((self.cells[index].shell, layout) for index, layout in layouts.items())
+        return all(shell is not None and shell.layout == layout for shell, layout in shells)
 
     @staticmethod
     def unpack(cell: Cell) -> torch.Tensor:

@@ -75,9 +75,11 @@ class Inspector:
     def inspect(self, program: Program, tensors: Sequence[torch.Tensor]) -> Inspection | None:
         """Take witnesses of what a call is about to drop, if it is to be inspected.
 
+        Not where recipes talk to other ranks: looking for the cause of a fault runs them again, on this rank alone.
+
         Where the link has no room the call goes uninspected, with a warning: training does not stop for it.
         """
-        if not self._is_thorough and program.name != self._chosen:
+        if program.collectives or (not self._is_thorough and program.name != self._chosen):
             return None
         try:
             if self._link is None:

@@ -14,6 +14,7 @@ import torch
 from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.errors import ReplayMismatch
 from plimsoll.recording.bits import same_bits
+from plimsoll.recording.collectives import is_collective
 from plimsoll.recording.geometry import Geometry
 from plimsoll.recording.shards import is_sharded, local_of, settled, version_of
 from plimsoll.runtime.cells import Cell, Copy, Readable
@@ -116,6 +117,12 @@ class Program:
         }
 
     @property
+    def collectives(self) -> tuple[str, ...]:
+        """The ops by which recipes talk to other ranks, in the order in which backward runs them."""
+        recorded = (self._recording.ops[op] for op in self._replayed_in_order)
+        return tuple(op.name for op in recorded if is_collective(op.func))
+
+    @property
     def needs_states(self) -> bool:
         """Whether some dropped slot repeats a random op."""
         return bool(self.state_points)
@@ -164,7 +171,7 @@ class Program:
         tensors = frame.tensors
         if len(tensors) != len(self._specs) or node_count not in self._node_counts:
             return False
-        if not self._lies_alike(frame):
+        if not frame.lies_like(self._recording.layouts):
             return False
         for tensor, (size, dtype, stride, offset) in zip(tensors, self._specs, strict=True):
             if (
@@ -178,14 +185,6 @@ class Program:
                 return False
         cells = frame.cells
         return all(cells[index].version_now(tensors[index]) == cells[index].version for index in self._dropped_slots)
-
-    def _lies_alike(self, frame: Frame) -> bool:
-        """Whether the same slots are DTensors, each with the same mesh, placements and global shape."""
-        layouts = self._recording.layouts
-        if frame.sharded != len(layouts):
-            return False
-        shells = ((frame.cells[index].shell, layout) for index, layout in layouts.items())
-        return all(shell is not None and shell.layout == layout for shell, layout in shells)
 
     def finish(
         self, frame: Frame, inputs: Sequence[torch.Tensor], versions: Sequence[int], link: Link | None
@@ -432,6 +431,7 @@ class Program:
         used = {value for leaves, _ in self._leaf_groups for value in leaves}
         self._needed_cells = tuple((value, slot) for value, slot in self._cell_of.items() if value in used)
         self._input_of = {value: position for value, position in self._input_of.items() if value in used}
+        self._replayed_in_order = schedule.ops
         self._replayed = frozenset(schedule.ops)
 
     def _find_state_points(self) -> dict[int, tuple[tuple[int, torch.Generator], ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.region import Origin
 from plimsoll.recording.calling import call_tensors, output_tensors
+from plimsoll.recording.collectives import is_routing, peers_of
 from plimsoll.recording.geometry import Geometry, has_lazy_bits, is_plain
 from plimsoll.recording.graph import LocalIds, SlotRecord, build_region_graph, default_order
 from plimsoll.recording.modules import ModuleStack
@@ -41,6 +42,10 @@ class Recorded:
     program: Program | None
     obstacle: str = ""
     may_rerun: bool = False
+    peers: tuple[int, ...] = ()
+    """Global ranks with which the region's collectives talk."""
+    routes: bool = False
+    """Whether some op chooses which token goes where."""
 
 
 class _RecordingFrame(Frame):
@@ -102,7 +107,7 @@ def record_call(
     """
     links, sensor = shared.links, shared.sensor
     unpack = Frame.unpack if sensor is None else sensor.unpack(name, plan.call)
-    call = _watch(module, forward, args, kwargs, shared.generators, unpack)
+    call = _watch(module, forward, args, kwargs, shared, unpack)
     try:
         shared.traffic.leave(call.output)
     except BaseException:
@@ -110,11 +115,16 @@ def record_call(
         raise
     recorder, frame = call.recorder, call.frame
     writes_outside = [op for op in recorder.ops if _writes_outside(recorder, op)]
-    may_rerun = not writes_outside and not any(op.scratch for op in recorder.ops)
-    obstacle = _obstacle(call)
-    if obstacle:
+    found = Recorded(
+        None,
+        _obstacle(call),
+        may_rerun=not writes_outside and not any(op.scratch for op in recorder.ops),
+        peers=tuple(sorted({rank for op in recorder.ops for rank in peers_of(op.func, op.args, op.kwargs)})),
+        routes=any(is_routing(op.func) for op in recorder.ops),
+    )
+    if found.obstacle:
         frame.keep_all()
-        return call.output, Recorded(None, obstacle, may_rerun)
+        return call.output, found
     program = _build(name, call, plan, shared, device_type)
     if sensor is not None:
         sensor.saw(name, plan.call, program.graph, frame.tensors, call.output, call.first_node)
@@ -124,10 +134,10 @@ def record_call(
     packed = program.finish(frame, call.inputs, call.versions, link)
     if packed is None:
         frame.keep_all()
-        return call.output, Recorded(None, "an input that it needs again is written in place", False)
+        return call.output, replace(found, obstacle="an input that it needs again is written in place", may_rerun=False)
     shared.traffic.send(packed.values())
     links.offer(program, frame, cells, packed, link, call.output)
-    return call.output, Recorded(program, "", may_rerun)
+    return call.output, replace(found, program=program)
 
 
 def _watch(
@@ -135,11 +145,12 @@ def _watch(
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    generators: tuple[torch.Generator, ...],
+    shared: Shared,
     unpack: Callable[[Cell], torch.Tensor],
 ) -> _Watched:
     stack = ModuleStack()
-    recorder = VerifyingRecorder(lambda: stack.path, RandomPoints(generators))
+    points = RandomPoints(shared.generators)
+    recorder = VerifyingRecorder(lambda: stack.path, points, repeats_collectives=shared.repeats_collectives)
     sources = _register(recorder, module)
     inputs = call_tensors(args, kwargs)
     input_values = [

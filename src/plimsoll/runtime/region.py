@@ -18,16 +18,18 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.recording.calling import call_tensors
 from plimsoll.recording.shards import version_of
+from plimsoll.runtime.agreeing import agree_on_service, left_alone
 from plimsoll.runtime.frame import Frame
 from plimsoll.runtime.program import Program
 from plimsoll.runtime.record import record_call
+from plimsoll.runtime.routing import saving_routes
 from plimsoll.runtime.shared import Shared
 from plimsoll.runtime.signature import SignatureReader, is_transparent
 
@@ -70,6 +72,8 @@ class ManagedRegion:
         self._device_type = next((p.device.type for p in module.parameters()), "cpu")
         self._reader = SignatureReader(module, self._device_type)
         self._may_rerun = True
+        self._routes = False
+        self._peers: tuple[int, ...] = ()
         self._is_removed = False
         self.obstacle = compiled_inside(module)
 
@@ -157,24 +161,32 @@ class ManagedRegion:
             device_type=self._device_type,
         )
         self._may_rerun &= recorded.may_rerun and self._reader.scalars() == scalars
+        self._routes |= recorded.routes
+        self._peers = tuple(sorted({*self._peers, *recorded.peers}))
         if recorded.program is not None:
             self.services[key] = Service(Engine.RECIPE, recorded.program)
         else:
-            self._serve(key, Service(self._fallback, reason=recorded.obstacle))
+            is_shared = bool(recorded.peers) and self._shared.repeats_collectives and self._may_rerun
+            self._serve(key, Service(Engine.RERUN if is_shared else self._fallback, reason=recorded.obstacle))
+        if recorded.peers and self._shared.repeats_collectives:
+            repeated = () if recorded.program is None else recorded.program.collectives
+            agree_on_service(self.name, recorded.peers, f"{self.services[key].engine} {', '.join(repeated)}")
         return output
 
     @property
     def _fallback(self) -> Engine:
         """What serves calls that recipes cannot: a region that changes anything outside of itself must not run twice.
 
-        It writes buffers or inputs, counts in an attribute, or is given an object (a cache) that it may write to.
+        It writes buffers or inputs, counts in an attribute, is given an object (a cache) that it may write to, or talks to
+        other ranks, which would not answer a second time.
         """
-        return Engine.RERUN if self._may_rerun else Engine.KEEP
+        return Engine.RERUN if self._may_rerun and not self._peers else Engine.KEEP
 
     def _whole(self, service: Service, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region without recipes."""
         if service.engine is Engine.RERUN:
-            output = checkpoint(self._original, *args, use_reentrant=False, **kwargs)
+            context_fn = saving_routes if self._routes else noop_context_fn
+            output = checkpoint(self._original, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
         else:
             output = self._original(*args, **kwargs)
         self._shared.traffic.leave(output)
@@ -198,6 +210,8 @@ class ManagedRegion:
         program = service.program
         assert program is not None
         if program.has_failed:
+            if program.collectives:
+                raise left_alone(self.name, "a rebuilt value was not what forward made")
             service.engine, service.program = self._fallback, None
             service.reason = "a rebuilt value was not what forward made"
             return self._whole(service, args, kwargs)
@@ -232,8 +246,14 @@ class ManagedRegion:
         return output
 
     def _misfit(self, service: Service, frame: Frame) -> None:
-        """This call did something else than the recorded one: it keeps everything, so it is right by construction."""
+        """This call did something else than the recorded one: it keeps everything, so it is right by construction.
+
+        Raises:
+            RanksDiffer: other ranks count on collectives in its recipes.
+        """
         frame.keep_all()
+        if service.program is not None and service.program.collectives:
+            raise left_alone(self.name, "this call saves other tensors than the recorded one")
         service.misfits += 1
         if service.misfits > MAX_MISFITS:
             service.engine, service.program = self._fallback, None

@@ -28,4 +28,6 @@ class Shared:
     inspector: Inspector
     generators: tuple[torch.Generator, ...]
     sensor: Sensor | None = None
+    repeats_collectives: bool = False
+    """Whether recipes may talk to other ranks, as the plan allows."""
     splits_backward: bool = False

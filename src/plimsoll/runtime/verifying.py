@@ -10,6 +10,7 @@ one op's outputs on top of the region's own forward.
   same for outputs that an op leaves unset (the seeds of attention without dropout, workspaces): they are never rebuilt, the
   op's other outputs may be.
 * Random ops run again from the generator state that the runtime will be able to restore later.
+* Collectives run once: ranks that do not record just now would not take part in a second one.
 * What an op made must still be there when the next op, or autograd, takes it: writes that PyTorch does not see (numpy, raw
   pointers) are noticed.
 """
@@ -35,8 +36,10 @@ _POISON = 0xA5
 class VerifyingRecorder(OpRecorder):
     """An op log in which every op without an ``obstacle`` has been shown to be repeatable."""
 
-    def __init__(self, current_module: Callable[[], str], points: RandomPoints) -> None:
-        super().__init__(current_module)
+    def __init__(
+        self, current_module: Callable[[], str], points: RandomPoints, *, repeats_collectives: bool = False
+    ) -> None:
+        super().__init__(current_module, repeats_collectives=repeats_collectives)
         self.points = points
         self.not_rebuildable: dict[int, str] = {}
         self.has_hidden_writes = False
@@ -54,6 +57,9 @@ class VerifyingRecorder(OpRecorder):
         func = op.func
         self._unset_outputs = ()
         if signature.is_uninitialised or signature.is_value_read or signature.is_collective:
+            return func(*args, **kwargs)
+        if self.is_on_the_way(args):
+            op.obstacle = op.obstacle or "reads what a collective is still filling"
             return func(*args, **kwargs)
         written = self._written_storages(args, kwargs, signature)
         if any(storage in self._outside for storage in written):
@@ -117,9 +123,12 @@ class VerifyingRecorder(OpRecorder):
                     self._contents.pop(storage, None)
 
     def _await(self, op: RecordedOp) -> None:
-        """What a collective fills changes until it is waited for."""
+        """What a collective fills changes until it is waited for; then all of it is written."""
         for value in op.writes:
-            self._contents.pop(self.values[value].storage, None)
+            storage = self.values[value].storage
+            self._contents.pop(storage, None)
+            self._shadows.pop(storage, None)
+            self._undefined.discard(storage)
 
     def _written_storages(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
