@@ -37,6 +37,8 @@ METHODS = ("powersgd:4", "topk:1%", "randomk:1%", "sign", "int8")
 """What is looked at unless told otherwise."""
 
 _REPETITIONS = 7
+_LEAST_ROUNDS = 3
+"""Of measured steps: what fewer rounds save has no interval, and the prediction decides."""
 _ERROR = 0.05
 """Of the intervals of held-out differences."""
 _TOPIC = "gradient traffic: checks"
@@ -72,7 +74,7 @@ def advise_compression(
         methods: as for ``compress_gradients``.
         loss: as for ``plimsoll.plan``.
         optimizer: makes the optimizer from an iterable of parameters.
-        measure_rounds: rounds in which every method takes real steps; 0 relies on the prediction alone.
+        measure_rounds: rounds in which every method takes real steps; with fewer than three the prediction decides.
         validate_steps: steps of training with every method that is not refused for its time, and without; 0 for none.
         orders: orders of the data that each is trained in.
         held_out: as for ``plimsoll.probe``.
@@ -159,7 +161,20 @@ class _Found:
             links=tuple(job.links.values()),
             step=job.step,
             methods=methods,
-            notes=_notes(self.training),
+            notes=self._notes(),
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        training = self.training
+        if not training.steps:
+            return (
+                "saving time is not all: what a method does to training shows on held-out data only (--validate STEPS)",
+            )
+        if not self.validations:
+            return ("no method saves time here, so none was trained with",)
+        return (
+            f"validation took {training.steps} steps, in {training.orders} orders of the data: what a method does to a "
+            "long training is not known from that",
         )
 
     def saved(self, method: str) -> Estimate:
@@ -174,7 +189,7 @@ class _Found:
         optimizer_seconds = self.measured.job.step.measured_optimizer_seconds
         pairs = zip(self.rounds[UNCOMPRESSED], self.rounds[method], strict=True)
         shares = [(without - with_method) / (without + optimizer_seconds) for without, with_method in pairs]
-        return _interval(shares)
+        return _interval(shares) if len(shares) >= _LEAST_ROUNDS else None
 
     def _method(self, program: forecast.MethodProgram) -> MethodTraffic:
         job, baseline = self.measured.job, self.measured.programs[0]
@@ -350,12 +365,3 @@ def _mean(differences: Sequence[float] | None) -> Estimate | None:
         return None
     low, high = mean.interval(_ERROR)
     return Estimate(value=mean.value, low=low, high=high)
-
-
-def _notes(training: Training) -> tuple[str, ...]:
-    if training.steps:
-        return (
-            f"validation took {training.steps} steps in {training.orders} orders of the data: what a method does to a long "
-            "training is not known from that",
-        )
-    return ("saving time is not all: what a method does to training shows on held-out data only (--validate STEPS)",)
