@@ -6,8 +6,11 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
+import plimsoll
 from launching import launch
+from plimsoll.errors import InvalidOption
 from plimsoll.ranks.conversation import differing
 
 Told = list[dict[str, Any]]
@@ -206,3 +209,14 @@ def test_the_table_of_differences_groups_ranks_that_agree_and_leaves_out_what_is
     error = differing(facts, (0, 4, 5))
     assert error.found.splitlines()[1:] == ["    model: ranks 0, 5 a; rank 4 b"]
     assert error.ranks == (4,)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "60", True])
+def test_a_time_to_wait_that_is_none_is_refused(seconds: Any):
+    with pytest.raises(InvalidOption, match="timeout_seconds"):
+        plimsoll.plan(torch.nn.Linear(2, 1), torch.ones(1, 2), loss=torch.sum, strategy="none", timeout_seconds=seconds)
+
+
+def test_ranks_of_a_process_on_its_own_are_refused():
+    with pytest.raises(InvalidOption, match="not initialised"):
+        plimsoll.plan(torch.nn.Linear(2, 1), torch.ones(1, 2), loss=torch.sum, strategy="none", ranks=(0, 1))

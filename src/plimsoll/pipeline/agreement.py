@@ -21,7 +21,7 @@ import torch
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import from_json, to_json
-from plimsoll.errors import BudgetBelowFloor, PlimsollError, RankFailed
+from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlimsollError, RankFailed
 from plimsoll.pipeline.allowance import Allowance
 from plimsoll.pipeline.participants import find_participants
 from plimsoll.pipeline.patience import Patient
@@ -238,8 +238,14 @@ def agreement_for(
         timeout_seconds: how long ranks wait for each other in every exchange.
 
     Raises:
-        InvalidOption: ``ranks`` that do not exist or without this one.
+        InvalidOption: ``ranks`` that do not exist or without this one; no time to wait.
     """
+    if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float) or not timeout_seconds > 0:
+        raise InvalidOption(
+            f"timeout_seconds={timeout_seconds!r} is no time to wait.",
+            why="ranks wait so many seconds for each other before they name the one that is missing",
+            next=f"timeout_seconds={TIMEOUT_SECONDS:g}, or leave it out",
+        )
     found = find_participants(model, ranks)
     if found.world is None:
         return Agreement(None, topic)

@@ -13,9 +13,8 @@ see it too, in the same call. If all do, and their batches have one shape, they 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -26,24 +25,24 @@ from torch import nn
 
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
-from plimsoll.errors import BudgetBelowFloor, InvalidLoss
+from plimsoll.errors import BudgetBelowFloor
 from plimsoll.pipeline.agreement import Agreement, agreement_for, allowed, described
 from plimsoll.pipeline.allowance import Allowance, read_allowance
 from plimsoll.pipeline.applying import apply_together
 from plimsoll.pipeline.budgets import resolve_budget
 from plimsoll.pipeline.calibration import MeasuredStep, OptimizerWatch, planned_state_bytes, unseen_bytes
+from plimsoll.pipeline.calls import CallHook, as_batch, refuse_optimizer_above, stand_in_loss
 from plimsoll.pipeline.confirm import error_scale
 from plimsoll.pipeline.making import Maker, make_maker
 from plimsoll.pipeline.matching import step_facts
 from plimsoll.pipeline.plans import trace_and_cost
 from plimsoll.pipeline.request import as_patterns, check_count, check_model, is_profiled, split_detached
 from plimsoll.ranks.exchange import TIMEOUT_SECONDS
-from plimsoll.recording.calling import call_tensors, output_tensors
+from plimsoll.recording.calling import call_tensors
 from plimsoll.recording.fingerprint import fingerprint
 from plimsoll.runtime.apply import Handle
 from plimsoll.units import format_bytes, parse_bytes
 from plimsoll.verification.step import TrainingStep
-from plimsoll.wrappers.replicated import inner_module
 
 _MOST_TRIES = 3
 """So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
@@ -110,8 +109,8 @@ class Attachment:
         self._excess_bytes = 0
         self._counted_state_bytes = 0
         self._hooks: list[Any] = [
-            model.register_forward_pre_hook(_Hook(self._before_forward), with_kwargs=True, prepend=True),
-            model.register_forward_hook(_Hook(self._after_forward), always_call=True),
+            model.register_forward_pre_hook(CallHook(self._before_forward), with_kwargs=True, prepend=True),
+            model.register_forward_hook(CallHook(self._after_forward), always_call=True),
         ]
 
     @property
@@ -173,7 +172,7 @@ class Attachment:
 
     def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_bytes: int) -> None:
         """What every rank does in every call until the plan for the budget is there."""
-        facts = step_facts(self.model, _as_batch(self.model, args, kwargs), loss=_stand_in_loss, optimizer=None)
+        facts = step_facts(self.model, as_batch(self.model, args, kwargs), loss=stand_in_loss, optimizer=None)
         if self._step is None:
             self._agreement.same("the first batch", facts)
             self._begin(args, kwargs, batch_bytes)
@@ -196,7 +195,7 @@ class Attachment:
 
     def _grow(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_bytes: int) -> None:
         """A larger batch than ever: start over, if all ranks have one, of the same shape."""
-        facts = step_facts(self.model, _as_batch(self.model, args, kwargs), loss=_stand_in_loss, optimizer=None)
+        facts = step_facts(self.model, as_batch(self.model, args, kwargs), loss=stand_in_loss, optimizer=None)
         told = self._agreement.gathered(f"larger batch in call {self._calls}", str(facts), str)
         if told is None or len(set(told)) > 1:
             self._stay(batch_bytes)
@@ -224,7 +223,7 @@ class Attachment:
             )
         self._is_tracing = True
         try:
-            self._step = self._plan_for(_as_batch(self.model, args, kwargs))
+            self._step = self._plan_for(as_batch(self.model, args, kwargs))
         finally:
             self._is_tracing = False
         self._largest_bytes = batch_bytes
@@ -238,14 +237,14 @@ class Attachment:
         """Trace the step, look for other forms of its values where they are allowed, and see how far off errors are."""
         with self._agreement.stepping():
             trace, costs = trace_and_cost(
-                self.model, batch, loss=_stand_in_loss, optimizer=self._optimizer, regions=self._regions
+                self.model, batch, loss=stand_in_loss, optimizer=self._optimizer, regions=self._regions
             )
         own_budget_bytes = resolve_budget(self._budget, costs)
         assert own_budget_bytes is not None
 
         def step() -> TrainingStep:
             args, kwargs = split_detached(batch)
-            return TrainingStep(self.model, args, kwargs, loss=_stand_in_loss)
+            return TrainingStep(self.model, args, kwargs, loss=stand_in_loss)
 
         maker = make_maker(
             trace, costs, self._allowance, own_budget_bytes, step, lambda stage, share: None, self._agreement
@@ -280,7 +279,7 @@ class Attachment:
             )
             self._excess_bytes = self._counted_state_bytes - planned_state_bytes(self.plan)
         else:
-            _refuse_optimizer_above(
+            refuse_optimizer_above(
                 self._step.own_budget_bytes, measured.optimizer_peak_bytes + self._watch.bytes_before
             )
             self._excess_bytes = unseen_bytes(measured, self._watch, self.plan)
@@ -341,23 +340,6 @@ class Attachment:
         step, self._measuring = self._measuring, None
         if step is not None and step.end():
             self._measured = step
-
-
-class _Hook:
-    """Calls a method of an attachment. Copies and pickles of the model get a hook that does nothing."""
-
-    def __init__(self, run: Callable[..., None] | None = None) -> None:
-        self._run = run
-
-    def __call__(self, *arguments: Any) -> None:
-        if self._run is not None:
-            self._run(*arguments)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook()
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return (_Hook, ())
 
 
 def attach(
@@ -442,35 +424,3 @@ def attach(
             verify_every=verify_every,
             agreement=agreement,
         )
-
-
-def _as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if args and kwargs:
-        return dict(inspect.signature(inner_module(model).forward).bind(*args, **kwargs).arguments)
-    return args if args else kwargs
-
-
-def _refuse_optimizer_above(budget_bytes: int, optimizer_peak_bytes: int) -> None:
-    if optimizer_peak_bytes > budget_bytes:
-        raise BudgetBelowFloor(
-            f"budget {format_bytes(budget_bytes)} is below what the optimizer's step takes, "
-            f"{format_bytes(optimizer_peak_bytes)}.",
-            why="parameters, gradients, the optimizer's state and its temporaries are there together in its step, and no "
-            "decision about activations changes that",
-            next=f'budget "{optimizer_peak_bytes}B", or an optimizer with less state, or foreach=False',
-        )
-
-
-def _stand_in_loss(output: Any) -> torch.Tensor:
-    """The model's own loss; else a sum of what it returns, since the user's loss is not known in its first call."""
-    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
-        return own
-    parts = [t.float().sum() for t in output_tensors(output) if t.requires_grad and t.is_floating_point()]
-    if not parts:
-        raise InvalidLoss(
-            f"The output of the model ({type(output).__name__}) does not depend on any parameter.",
-            why="attach calibrates on the first training call, and nothing in it can be trained",
-            next="unfreeze parameters, or use plimsoll.plan with loss=",
-        )
-    return torch.stack(parts).sum()
