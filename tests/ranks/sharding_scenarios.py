@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -19,7 +19,7 @@ import plimsoll
 from plimsoll.artifacts.plan import Plan
 from plimsoll.costing.devices import find_device
 from plimsoll.costing.roofline import roofline_costs
-from plimsoll.errors import PlimsollError
+from plimsoll.errors import InvalidModel, PlimsollError
 from plimsoll.measuring.memory import PeakMeter, storage_bytes
 from plimsoll.planning.decisions import decide
 from plimsoll.planning.simulate import run_choices
@@ -274,6 +274,7 @@ def habits() -> dict[str, Any]:
         "fsdp_accumulation": accumulates_like_without(lambda: sharded(llama()), without_reduction),
         "waiting": a_waiting_gradient_survives_planning(),
         "failure": a_failed_step_leaves_the_model_ready(),
+        "flat": flat_parameters_are_refused(),
         "boundaries": {str(reshard): dropped_boundaries(reshard) for reshard in (True, False)},
         "receipts": {name: receipt_of(LAYOUTS[name]) for name in ("fsdp2", "ddp, views")},
         "optimizer": {name: step_with_optimizer(LAYOUTS[name]) for name in ("fsdp2", "ddp")},
@@ -431,6 +432,14 @@ def _failing_backward(model: nn.Module) -> Iterator[Callable[[Any], torch.Tensor
 
 def _fail_in_backward(gradient: torch.Tensor) -> None:
     raise _Broken("in backward of the second block")
+
+
+def flat_parameters_are_refused() -> str:
+    try:
+        trace(FullyShardedDataParallel(llama(), device_id=torch.device("cpu")), text(dist.get_rank()))
+    except InvalidModel as error:
+        return error.found
+    raise AssertionError("FSDP1 was traced")
 
 
 def dropped_boundaries(reshard: bool) -> dict[str, Any]:

@@ -99,6 +99,11 @@ def test_a_step_that_fails_while_it_is_traced_leaves_the_sharded_model_ready(hab
         assert rank["failure"] == ["in the second block", "in the loss", "in backward of the second block"]
 
 
+def test_flat_parameters_of_fsdp1_are_refused_by_name(habits):
+    for rank in habits:
+        assert "FSDP1" in rank["flat"]
+
+
 def test_no_boundary_is_dropped_where_parameters_are_gone_by_then(habits):
     for rank in habits:
         assert rank["boundaries"]["True"] == {"dropped": [False, False], "is_equal": True}

@@ -150,6 +150,7 @@ class _CpuMeter:
         finally:
             if before is None:
                 del os.environ[_KINETO_LOG_LEVEL]
+        torch.empty(1)  # the first event of the log: it tells which thread this is
         self._marks.append((time.time_ns(), "start"))
 
     def mark(self, name: str) -> None:
@@ -159,11 +160,16 @@ class _CpuMeter:
         self._end_ns = time.time_ns()
         result = _disable_profiler()
         self._watched.clear()
-        logged = [
-            _Event(event.start_time_ns, fields.alloc_size, fields.ptr)
+        found = [
+            event
             for event in _flatten(result.experimental_event_tree())
-            for fields in (event.extra_fields,)
-            if isinstance(fields, _ExtraFields_Allocation) and fields.device.type == "cpu"
+            if isinstance(event.extra_fields, _ExtraFields_Allocation) and event.extra_fields.device.type == "cpu"
+        ]
+        first = min(found, key=lambda event: event.start_time_ns)
+        logged = [
+            _Event(event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr)
+            for event in found
+            if event.extra_fields.alloc_size < 0 or (event.start_tid == first.start_tid and event is not first)
         ]
         self._events = _merge(logged, self._deaths)
         self.timeline = _running_sum(self._events)
@@ -244,9 +250,17 @@ def _live_tensors() -> list[torch.Tensor]:
         if not _has_cpu_memory(thing):
             continue
         found.append(thing)
-        if thing.is_leaf and thing.requires_grad and thing.grad is not None and _has_cpu_memory(thing.grad):
-            found.append(thing.grad)
+        gradient = _gradient_of(thing)
+        if gradient is not None and _has_cpu_memory(gradient):
+            found.append(gradient)
     return found
+
+
+def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return tensor.grad if tensor.requires_grad and tensor.is_leaf else None
+    except RuntimeError:  # a view whose base was written in a way that autograd forbids (FSDP1): it may not be asked
+        return None
 
 
 def _with_subclasses(kind: type) -> set[type]:

@@ -29,6 +29,7 @@ from plimsoll.tracing.optimizer import OptimizerLog, trace_optimizer
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.workspaces import WorkspaceMeter, meter_for
 from plimsoll.wrappers.replicated import bucket_bytes, inner_module, unseen_by_reducer
+from plimsoll.wrappers.sharded import has_flat_parameters
 
 Progress = Callable[[str, float], None]
 
@@ -199,7 +200,7 @@ def check_traceable(model: nn.Module) -> None:
     """Refuse a model that has no training step.
 
     Raises:
-        InvalidModel: no parameters, parameters without a shape, nothing to train.
+        InvalidModel: no parameters, parameters without a shape, nothing to train, sharded by FSDP1.
         TracingFailed: gradients are switched off.
     """
     parameters = list(model.parameters())
@@ -209,6 +210,12 @@ def check_traceable(model: nn.Module) -> None:
             f"{name} has parameters without a shape.",
             why="lazy modules get their parameters in their first forward pass",
             next="run the model once on a batch",
+        )
+    if has_flat_parameters(model):
+        raise InvalidModel(
+            "This model is sharded by FullyShardedDataParallel (FSDP1).",
+            why="its parameters are views of flat ones and change from call to call, so what they hold cannot be followed",
+            next="shard it with torch.distributed.fsdp.fully_shard (FSDP2)",
         )
     if not parameters:
         raise InvalidModel(

@@ -49,6 +49,15 @@ class Gathered:
                 yield name, tensor
 
 
+def has_flat_parameters(model: nn.Module) -> bool:
+    """Whether some module is under FSDP1 (``FullyShardedDataParallel``), which puts views of flat parameters in place."""
+    if _HOME not in sys.modules:
+        return False
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
 def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The sharded parameters, also of modules whose parameters are gathered right now; empty without FSDP2."""
     return [part.sharded_param for group in _groups(model) for part in group.fsdp_params]
