@@ -124,7 +124,7 @@ def advise_compression(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class Found:
     """Everything that was measured, and what follows from it."""
 
     metering: Metering
@@ -219,12 +219,12 @@ class _Found:
         )
 
 
-def _measure(metering: Metering, training: Training, rounds: int) -> _Found:
+def _measure(metering: Metering, training: Training, rounds: int) -> Found:
     """Measure the parts, then whole steps, then training. The model's weights are another's meanwhile."""
     measured = meter_traffic(metering)
     parallel = Parallel(metering)
     seconds = parallel.optimizer_seconds(training.make_optimizer, metering.repetitions)
-    found = _Found(
+    found = Found(
         metering=metering,
         training=training,
         measured=measured.with_optimizer(seconds),
@@ -232,10 +232,10 @@ def _measure(metering: Metering, training: Training, rounds: int) -> _Found:
         rounds=parallel.measured_rounds(rounds),
         validations={},
     )
-    return replace(found, validations=_validate(found, parallel)) if training.steps else found
+    return replace(found, validations=validate_methods(found, parallel)) if training.steps else found
 
 
-def _validate(found: _Found, parallel: Parallel) -> dict[str, Validation]:
+def validate_methods(found: Found, parallel: Parallel) -> dict[str, Validation]:
     """Of the methods that may save time: validating the others would change nothing."""
     training = found.training
     wanted = [
