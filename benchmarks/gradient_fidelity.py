@@ -51,7 +51,6 @@ class Setting:
     warmup: float = 0.1
     momentum: float = 0.0
     optimizer: str = "adamw"
-    is_recommended: bool = False
 
     @property
     def name(self) -> str:
@@ -63,11 +62,11 @@ class Setting:
 
 SETTINGS = (
     Setting(method="none"),
-    Setting(method="int8", is_recommended=True),
-    Setting(method="sign", is_recommended=True),
-    Setting(method="powersgd:4", is_recommended=True),
+    Setting(method="int8"),
+    Setting(method="sign"),
+    Setting(method="powersgd:4"),
     Setting(method="powersgd:1"),
-    Setting(method="topk:10%", is_recommended=True),
+    Setting(method="topk:10%"),
     Setting(method="topk:1%"),
     Setting(method="topk:1%", warmup=0.0),
     Setting(method="topk:0.1%"),
@@ -154,7 +153,7 @@ def table(found: dict[tuple[int, int], Run], seeds: list[int], optimizer: str) -
         setting = SETTINGS[number]
         rows.append(
             [
-                setting.name + (" (recommended)" if setting.is_recommended else ""),
+                setting.name,
                 f"{mean:.4f}",
                 f"{min(losses):.4f}–{max(losses):.4f}",
                 "" if number == numbers[0] else f"{statistics.fmean(extra):+.4f}",
