@@ -44,34 +44,28 @@ class Replicas:
         trained = [each for each in model.module.parameters() if each.requires_grad]
         self._slots = dict(zip(trained, slots, strict=True))
         self._mean = mean
-        self._step = max((slot.reductions for slot in slots), default=0)
+        self._step = 0
         self._group = model.process_group
         self._own_group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
-        if next(model.parameters()).device.type == "cuda":
-            self._stream = torch.cuda.Stream()
-        else:
-            self._group = self._own_group = _twin_of(model.process_group)
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradient-compression")
         if switch is None:
             switch = Switch(model.process_group)
             model.register_comm_hook(switch, reduce_bucket)
+        device = next(model.parameters()).device
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+        else:
+            self._group = self._own_group = _twin_of(model.process_group)
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradient-compression")
         self._switch = switch
         switch.answer = self
 
     def reduce(self, bucket: GradBucket) -> Reduced:
         """Average a bucket, now or soon."""
-        flat, parameters, gradients, is_last = (
-            bucket.buffer(),
-            bucket.parameters(),
-            bucket.gradients(),
-            bucket.is_last(),
-        )
-        slots = [self._slots[each] for each in parameters]
-        step = self._step
-        if is_last:
-            self._step += 1
+        flat, gradients, step = bucket.buffer(), bucket.gradients(), self._step
+        slots = [self._slots[each] for each in bucket.parameters()]
+        self._step += bucket.is_last()
 
         def job() -> torch.Tensor:
             if flat.is_sparse:
