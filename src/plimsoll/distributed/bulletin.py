@@ -57,7 +57,7 @@ class Bulletin:
     def publish(self, cause: Cause) -> None:
         """Tell all ranks."""
         number = self._store.add("said", 1)
-        self._store.set(f"cause/{number}", msgspec.json.encode(cause))  # type: ignore[arg-type]  # the stub forgets bytes
+        self._store.set(f"cause/{number}", msgspec.json.encode(cause).decode())
 
     def read(self) -> list[Cause]:
         """What has been said so far, in order; what is being written just now is left for later."""

@@ -78,8 +78,9 @@ class Lookout:
         self._peers: dict[int, int] = {}
         """Rank by the descriptor of its process."""
         self._strangers = set(_neighbours(world))
-        self._is_closing = self._is_leaving = self._has_heard = False
-        store.set(f"process/{world.rank}", msgspec.json.encode(_Process.own()))  # type: ignore[arg-type]  # as above
+        self._is_closing = self._is_leaving = False
+        self._own = _Process.own()
+        store.set(f"process/{world.rank}", msgspec.json.encode(self._own).decode())
         self._thread = threading.Thread(target=self._run, name="plimsoll-lookout", daemon=True)
         self._thread.start()
 
@@ -161,13 +162,12 @@ class Lookout:
 
     def _meet(self, poller: select.poll) -> None:
         """Watch neighbours that have come since the last round."""
-        own = _Process.own()
         for peer in list(self._strangers):
             if not (found := self._get(f"process/{peer}")):
                 continue
             self._strangers.remove(peer)
             process = msgspec.json.decode(found, type=_Process)
-            if process.machine != own.machine:
+            if process.machine != self._own.machine:
                 continue
             try:
                 descriptor = os.pidfd_open(process.number)
