@@ -48,6 +48,7 @@ def measure() -> dict[str, Any]:
     fully_shard(model)
     ids = torch.randint(0, 256, (2, _LENGTH))
     batch = {"input_ids": ids, "labels": ids}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     free = plimsoll.plan(model, batch, strategy="none")
     budget_bytes = (free.baseline_peak_bytes + free.floor_bytes) // 2
     found: dict[str, Any] = {}
@@ -59,7 +60,8 @@ def measure() -> dict[str, Any]:
         handle = plimsoll.attach(model, 2 * free.baseline_peak_bytes)
         for _ in range(4):
             model(**batch).loss.backward()
-            model.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
         handle.remove()
         found["attach, 4 steps"] = watch.take()
         plimsoll.verify(model, batch, made, steps=1)

@@ -150,8 +150,11 @@ class Conversation:
     def _give_up(self, error: BaseException) -> None:
         """Tell the others; where they cannot hear it, end what they wait for."""
         turn = _Turn(step=self._step, failure=_Failure.of(error))
-        meeting = Meeting.arrive(self.world, self._topic, msgspec.msgpack.encode(turn), self._timeout_seconds)
         self._is_over = True
+        try:
+            meeting = Meeting.arrive(self.world, self._topic, msgspec.msgpack.encode(turn), self._timeout_seconds)
+        except dist.DistError:  # the store is gone, and the job with it: this rank's error is what is to be seen
+            return
         if not self._is_stepping or not self._groups:
             return
         culprit = meeting.noted(_RELEASED)
