@@ -181,8 +181,12 @@ def counted_transfers() -> Iterator[list[int]]:
 
 def everything(cases: list[tuple[str, str, float]]) -> dict[str, Any]:
     """All scenarios of one launch: schedules under shares of what they take without a plan, and what is refused."""
-    found = {f"{family} {name}": _under_budget(family, name, share) for family, name, share in cases}
-    return found | {"refused": _refused(), "saved": _saved_plans()}
+    return under_budgets(cases) | {"refused": _refused(), "saved": _saved_plans()}
+
+
+def under_budgets(cases: list[tuple[str, str, float]]) -> dict[str, Any]:
+    """Steps without a plan, under a share of what those take, and after ``remove``, for every case."""
+    return {f"{family} {name}": _under_budget(family, name, share) for family, name, share in cases}
 
 
 def _refused() -> dict[str, Any]:

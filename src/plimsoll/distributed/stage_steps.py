@@ -185,14 +185,15 @@ class StageStep:
         held = held_bytes(simulation)
         waiting_bytes = index.waiting * held
         steady_bytes = index.lasting_bytes + waiting_bytes
+        halves = split_backward(simulation)
         forward, backward = simulation.curve[: index.handover + 1], simulation.curve[index.handover :]
         return StageMemory(
             lasting_bytes=index.lasting_bytes,
             forward_bytes=max(0, int(forward.max()) - steady_bytes),
             held_bytes=held,
             backward_bytes=max(0, int(backward.max()) - steady_bytes),
-            between_bytes=held
-            + sum(between_bytes(v, c.kept) for v, c in zip(index.views, simulation.choices, strict=True)),
+            input_gradient_bytes=max(0, halves.peak_bytes - steady_bytes),
+            between_bytes=held + halves.grown_bytes,
             left_bytes=self._left_bytes,
             merged_bytes=self._merged_bytes,
         )
@@ -210,25 +211,78 @@ class StageStep:
         )
 
 
-def between_bytes(view: RegionView, kept: frozenset[int]) -> int:
-    """What one region holds between the halves of a backward, beyond what it holds before them.
+@dataclass(frozen=True, slots=True)
+class SplitBackward:
+    """A backward in halves: the peak of the first one, and what it leaves for the second beyond what it found."""
 
-    The second half makes the gradients of weights, from what the ops that read weights have saved and from the gradients of
-    what they returned: rebuilt values of the first kind are held, and torch holds the second kind.
+    peak_bytes: int
+    grown_bytes: int
+
+
+def split_backward(simulation: Simulation) -> SplitBackward:
+    """The first half of a backward: as the whole one, but nothing is let go, and what the second half needs comes besides.
+
+    The second half makes the gradients of weights, from what the ops that read weights have saved (held, where it was rebuilt)
+    and from the gradients of what they returned (torch holds those).
 
     Args:
-        view: the region.
-        kept: saved values that the plan holds anyway.
+        simulation: of a step whose backward is whole.
     """
+    index = simulation.index
+    calls = [
+        (view.call.backward, _between(view, choice.kept))
+        for view, choice in zip(index.views, simulation.choices, strict=True)
+        if view.call.backward[0] >= 0
+    ]
+    peak_bytes = kept_bytes = grown_bytes = 0
+    seen: set[int] = set()
+    end = index.handover
+
+    def reach(until: int, more_bytes: int) -> None:
+        """Go on to an instant, with so many bytes beside those of the whole backward."""
+        nonlocal peak_bytes, end
+        peak_bytes = max(peak_bytes, int(simulation.curve[end:until].max(initial=0)) + more_bytes)
+        end = max(end, until)
+
+    for (start, stop), found in sorted(calls, key=lambda call: call[0]):
+        reach(2 * start, kept_bytes + grown_bytes)
+        reach(2 * stop, kept_bytes + grown_bytes + found.gradient_bytes)
+        kept_bytes += found.kept_bytes(seen)
+        grown_bytes += found.rebuilt_bytes + found.gradient_bytes
+    reach(index.last_wait, kept_bytes + grown_bytes)
+    return SplitBackward(peak_bytes, grown_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """One region: sizes of the storages that are kept for backward, and bytes rebuilt and made for its second half."""
+
+    kept: dict[int, int]
+    rebuilt_bytes: int
+    gradient_bytes: int
+
+    def kept_bytes(self, seen: set[int]) -> int:
+        """What is kept, each storage once over all regions; ``seen`` grows."""
+        fresh = self.kept.keys() - seen
+        seen |= fresh
+        return sum(self.kept[storage] for storage in fresh)
+
+
+def _between(view: RegionView, kept: frozenset[int]) -> _Between:
     graph = view.graph
+    sizes = {value.storage: value.bytes for value in graph.values}
     weights = {value.id for value in graph.values if value.origin is Origin.PARAMETER}
+    held = (view.forced - view.free) | kept
     rebuilt: set[int] = set()
     gradients: set[int] = set()
     for op in graph.ops:
         if weights.isdisjoint(op.reads):
             continue
         gradients.update(graph.values[value].storage for value in op.writes)
-        used = {*op.reads, *op.writes}
+        used = {*op.reads, *op.writes[1:]}  # a norm saves its statistics beside its input; no op here saves its own result
         rebuilt.update(graph.values[v].storage for v in view.droppable if v in used and v not in kept)
-    sizes = {value.storage: value.bytes for value in graph.values}
-    return sum(map(sizes.__getitem__, rebuilt)) + sum(map(sizes.__getitem__, gradients))
+    return _Between(
+        {graph.values[value].storage: sizes[graph.values[value].storage] for value in held},
+        sum(map(sizes.__getitem__, rebuilt)),
+        sum(map(sizes.__getitem__, gradients)),
+    )

@@ -19,14 +19,16 @@ class StageMemory:
 
     ``lasting_bytes`` are there for good: parameters, gradients, buffers. One micro-batch takes ``forward_bytes`` while its
     forward runs, ``held_bytes`` from then to its backward, ``backward_bytes`` while that runs; where backward runs in two
-    halves ``between_bytes`` from the first to the second; and leaves ``left_bytes`` until the step ends. ``merged_bytes`` are
-    the outputs of all micro-batches as one, made at the end of the step.
+    halves ``input_gradient_bytes`` while the first one runs and ``between_bytes`` from then to the end of the second; and
+    leaves ``left_bytes`` until the step ends. ``merged_bytes`` are the outputs of all micro-batches as one, made at the end
+    of the step.
     """
 
     lasting_bytes: int
     forward_bytes: int
     held_bytes: int
     backward_bytes: int
+    input_gradient_bytes: int = 0
     between_bytes: int = 0
     left_bytes: int = 0
     merged_bytes: int = 0
@@ -91,8 +93,7 @@ def _effect(work: Work, stage: StageMemory) -> tuple[int, int, int]:
         case Work.BACKWARD:
             return stage.held_bytes, stage.backward_bytes, stage.left_bytes
         case Work.INPUT_GRADIENT:
-            grows = max(0, stage.between_bytes - stage.held_bytes)
-            return stage.held_bytes, stage.backward_bytes + grows, stage.between_bytes + stage.left_bytes
+            return stage.held_bytes, stage.input_gradient_bytes, stage.between_bytes + stage.left_bytes
         case Work.WEIGHT_GRADIENT:
             return stage.between_bytes, stage.between_bytes, 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +13,9 @@ from plimsoll.pipelining.orders import Action, Work, pipeline_orders
 from plimsoll.pipelining.rank_memory import StageMemory, most_in_flight, rank_peak
 from plimsoll.pipelining.timeline import in_flight
 
-STAGE = StageMemory(lasting_bytes=1000, forward_bytes=30, held_bytes=10, backward_bytes=50)
+STAGE = StageMemory(
+    lasting_bytes=1000, forward_bytes=30, held_bytes=10, backward_bytes=50, input_gradient_bytes=50, between_bytes=10
+)
 
 
 def layout(schedule: PipelineSchedule, ranks: int, micro_batches: int, virtual: int = 1) -> Layout:
@@ -44,7 +48,7 @@ def test_a_rank_of_one_stage_peaks_where_the_most_micro_batches_wait(
 ):
     for rank, actions in enumerate(pipeline_orders(layout(schedule, ranks, ranks * rounds))):
         most = most_in_flight(actions)[rank]
-        stage = StageMemory(lasting_bytes=7, forward_bytes=10, held_bytes=10, backward_bytes=40, between_bytes=10)
+        stage = replace(STAGE, lasting_bytes=7, forward_bytes=10, backward_bytes=40, input_gradient_bytes=40)
         assert rank_peak(actions, {rank: stage}, beside_bytes=5).peak_bytes <= 12 + 10 * (most - 1) + 40
         assert rank_peak(actions, {rank: stage}, beside_bytes=5).peak_bytes >= 12 + 40
 
@@ -52,10 +56,10 @@ def test_a_rank_of_one_stage_peaks_where_the_most_micro_batches_wait(
 def test_what_is_held_between_the_halves_of_a_backward_counts_until_its_second():
     zero_bubble = pipeline_orders(layout(PipelineSchedule.ZERO_BUBBLE, 4, 8))[3]
     whole = rank_peak(zero_bubble, {3: STAGE}).peak_bytes
-    split = StageMemory(lasting_bytes=1000, forward_bytes=30, held_bytes=10, backward_bytes=50, between_bytes=25)
+    split = replace(STAGE, input_gradient_bytes=65, between_bytes=25)
     # The last rank runs ahead with three input gradients before the first weight gradients.
-    assert rank_peak(zero_bubble, {3: split}).peak_bytes == 1000 + 3 * 25 + 50 + (25 - 10)
-    assert whole == 1000 + 50
+    assert rank_peak(zero_bubble, {3: split}).peak_bytes == 1000 + 3 * 25 + 65
+    assert whole == 1000 + 3 * 10 + 50
 
 
 def test_outputs_stay_and_are_merged_when_the_step_ends():
