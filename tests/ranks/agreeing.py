@@ -346,8 +346,8 @@ def attach_floor() -> Outcome:
 
 
 def step() -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """A target of the command line."""
-    return stack(), rows(), mean_square
+    """A target that wraps its model in the process group that is there."""
+    return DistributedDataParallel(stack()), rows(), mean_square
 
 
 def broken_step() -> tuple[nn.Module, torch.Tensor]:
@@ -358,20 +358,21 @@ def broken_step() -> tuple[nn.Module, torch.Tensor]:
 
 
 def commands(free: Plan) -> dict[str, Outcome]:
-    """The command line, as torchrun runs it on every rank."""
+    """The command line, on every rank at once, in a process group that it has not made."""
     here = Path(tempfile.mkdtemp())
     budget = f"{2 * free.baseline_peak_bytes}B"
     return {
-        "plan": command(here, "plan", "ranks.agreeing:step", "--budget", budget, "--output", str(here / "plan.json")),
-        "below floor": command(here, "plan", "ranks.agreeing:step", "--budget", "1KiB", "--json"),
-        "does not load": command(here, "plan", "ranks.agreeing:broken_step", "--budget", budget),
+        "plan": command(here, "ranks.agreeing:step", "--budget", budget, "--output", str(here / "plan.json")),
+        "below floor": command(here, "ranks.agreeing:step", "--budget", "1KiB", "--json"),
+        "does not load": command(here, "ranks.agreeing:broken_step", "--budget", budget),
     }
 
 
 def command(here: Path, *arguments: str) -> Outcome:
-    result = CliRunner().invoke(app, list(arguments))
+    result = CliRunner().invoke(app, ["plan", *arguments])
     files = sorted(path.name for path in here.iterdir())
-    return {"code": result.exit_code, "stdout": result.stdout, "stderr": result.stderr, "files": files}
+    said = {"stdout": result.stdout, "stderr": result.stderr}
+    return {"code": result.exit_code, **said, "files": files, "has_group": dist.is_initialized()}
 
 
 def on_four_ranks() -> dict[str, Any]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from launching import launch
 from plimsoll.errors import InvalidOption
 from plimsoll.ranks.conversation import differing
 
+TESTS = Path(__file__).parents[1]
 Told = list[dict[str, Any]]
 
 
@@ -168,6 +173,23 @@ def test_of_several_ranks_the_first_prints_the_plan_and_writes_the_file(told: To
     assert "saved to" in first["stdout"]
     assert second["stdout"] == ""
     assert (first["files"], second["files"]) == (["plan.json"], [])
+
+
+def test_the_command_leaves_a_group_alone_that_it_has_not_made(told: Told):
+    assert all(outcome["has_group"] for rank in told for outcome in rank["commands"].values())
+
+
+def test_torchrun_starts_the_command_on_ranks_that_meet_by_themselves(tmp_path: Path):
+    saved = tmp_path / "plan.json"
+    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "plimsoll"]
+    asked = ["plan", "ranks.small_target:step", "--strategy", "full", "--output", str(saved)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    done = subprocess.run(
+        [*started, *asked], cwd=TESTS, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("saved to") == 1
+    assert "planned by rank 0, which has the least room of 2 ranks" in plimsoll.load(saved).notes
 
 
 @pytest.mark.parametrize(("name", "codes"), [("below floor", {2, 3}), ("does not load", {2})])
