@@ -39,7 +39,7 @@ MISFORTUNES = (
 def attempt(directory: str) -> dict[str, Any]:
     """Train to the end, from the last checkpoint, if this attempt's misfortune lets it."""
     root, number = Path(directory), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    run = build_blocks(seed=number)
+    run = build_blocks("fsdp", seed=number)
     checkpoint = None
     if latest_step(root / "run") is not None:
         checkpoint = load_checkpoint(root / "run", model=run.model, optimizer=run.optimizer)
@@ -159,7 +159,7 @@ def _tell(root: Path, name: str, error: BaseException, **seen: bool) -> None:
 
 def _straight(begin: int) -> tuple[list[float], dict[str, list[float]]]:
     """The same run, unmanaged, without a misfortune: from its first step."""
-    run = build_blocks(seed=0)
+    run = build_blocks("fsdp", seed=0)
     losses = run.train(range(STEPS))
     return losses[begin:], run.bits()
 
@@ -177,4 +177,4 @@ def _recorded() -> dict[str, str]:
 
 
 def _hooks_of_fsdp() -> int:
-    return sum(len(module._forward_hooks) for module in build_blocks(seed=0).model.modules())
+    return sum(len(module._forward_hooks) for module in build_blocks("fsdp", seed=0).model.modules())

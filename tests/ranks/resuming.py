@@ -25,9 +25,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import plimsoll
-from plimsoll.distributed import latest_step, load_checkpoint, save_checkpoint
+from plimsoll.distributed import compress_gradients, latest_step, load_checkpoint, save_checkpoint
 from plimsoll.errors import PlimsollError
-from ranks.small_runs import Block, Run, batch_of, build
+from ranks.small_runs import Block, Run, batch_of, build, build_blocks
 
 
 def everything(directory: str) -> dict[str, Any]:
@@ -37,6 +37,7 @@ def everything(directory: str) -> dict[str, Any]:
         "resumed": _resumed(root / "run"),
         "names": {layout: _names(layout, root / f"names-{layout}") for layout in ("plain", "ddp", "fsdp", "tp")},
         "from_ddp": _from_ddp(root / "ddp"),
+        "compressed": _compressed(root / "compressed"),
         "own": _own(root / "own"),
         "refused": _refused(root / "refused"),
     }
@@ -59,7 +60,7 @@ def _resumed(directory: Path) -> dict[str, Any]:
     """Eight steps at once, and four, a restart, and four more: under the same plan, another one and none."""
     straight = build("fsdp")
     full = plimsoll.plan(straight.model, batch_of(0), strategy="full")
-    budget = (7 * full.floor_bytes + 3 * full.baseline_peak_bytes) // 10
+    budget = (full.floor_bytes + 3 * full.baseline_peak_bytes) // 4
     plan = plimsoll.plan(straight.model, batch_of(0), budget=budget)
     torch.manual_seed(dist.get_rank())
     residuals = Residuals()
@@ -78,7 +79,8 @@ def _resumed(directory: Path) -> dict[str, Any]:
         )
         expected_random = random.random()
         expected = straight.train(range(4, 8)), straight.bits()
-    found: dict[str, Any] = {"first": first, "losses": expected[0], "latest": latest_step(directory)}
+    drops = any(not region.is_untouched for region in plan.regions)
+    found: dict[str, Any] = {"drops": drops, "first": first, "losses": expected[0], "latest": latest_step(directory)}
     for name in ("same plan", "another plan", "no plan"):
         again, held = build("fsdp", seed=5), Residuals()
         again.train(range(20, 21))
@@ -175,6 +177,24 @@ def _from_ddp(directory: Path) -> bool:
     return all(torch.equal(value, whole[name]) for name, value in run.model.module.state_dict().items())
 
 
+def _compressed(directory: Path) -> dict[str, bool]:
+    """Eight steps with compressed gradients at once, and four, a restart and four more; with residuals and without."""
+    run = build_blocks("ddp", seed=0)
+    handle = compress_gradients(run.model, "topk:10%", min_elements=1)
+    run.train(range(4))
+    save_checkpoint(directory, step=4, model=run.model, optimizer=run.optimizer, compression=handle)
+    expected = run.train(range(4, 8)), run.bits()
+    equal = {}
+    for is_dropped in (False, True):
+        again = build_blocks("ddp", seed=6)
+        held = compress_gradients(again.model, "topk:10%", min_elements=1)
+        load_checkpoint(
+            directory, model=again.model, optimizer=again.optimizer, compression=held, drop_residuals=is_dropped
+        )
+        equal["dropped" if is_dropped else "kept"] = (again.train(range(4, 8)), again.bits()) == expected
+    return equal
+
+
 def _own(directory: Path) -> dict[str, Any]:
     """Running statistics differ between ranks, and come back to the rank that had them."""
     torch.manual_seed(0)
@@ -222,9 +242,11 @@ def _refused(directory: Path) -> dict[str, Any]:
 def _told(run: Run, directory: Path, act: Callable[[], object]) -> dict[str, Any]:
     """The error's words, and whether everything is as it was."""
     before, files, state = run.bits(), sorted(directory.rglob("*")), torch.get_rng_state()
+    dist.barrier()
     try:
         act()
     except PlimsollError as error:
+        dist.barrier()  # rank 0 tidies up after the others have raised
         unchanged = run.bits() == before and sorted(directory.rglob("*")) == files
         same_streams = torch.equal(state, torch.get_rng_state())
         return {"kind": type(error).__name__, "text": str(error), "unchanged": unchanged and same_streams}

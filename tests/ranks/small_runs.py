@@ -119,14 +119,17 @@ class Blocks(nn.Module):
         return CausalLMOutput(loss=(y - x).pow(2).mean())
 
 
-def build_blocks(*, seed: int) -> Run:
-    """Blocks under FSDP2."""
+def build_blocks(layout: str, *, seed: int) -> Run:
+    """Blocks under FSDP2 (``fsdp``) or ``ddp``."""
     torch.manual_seed(seed)
-    model = Blocks()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model: Any = Blocks()
+    if layout == "fsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = DistributedDataParallel(model)
     torch.manual_seed(1000 * seed + dist.get_rank())
     return Run(model, torch.optim.AdamW(model.parameters(), lr=1e-2), noise_of)
 

@@ -44,6 +44,7 @@ def test_a_run_goes_on_bit_for_bit_under_any_plan(told: list[dict[str, Any]], pl
     for rank, found in enumerate(told):
         resumed = found["resumed"]
         assert resumed["latest"] == 4
+        assert resumed["drops"]
         assert resumed[plan] == {
             "random": True,
             "held": [rank + 1.0] * 4,
@@ -67,6 +68,10 @@ def test_a_plan_changes_no_name_and_no_value(told: list[dict[str, Any]], layout:
 
 def test_a_run_under_ddp_goes_on_under_fsdp(told: list[dict[str, Any]]):
     assert [rank["from_ddp"] for rank in told] == [True, True]
+
+
+def test_residuals_of_gradient_compression_go_on_with_the_run(told: list[dict[str, Any]]):
+    assert [rank["compressed"] for rank in told] == [{"kept": True, "dropped": False}] * 2
 
 
 def test_what_differs_between_ranks_comes_back_to_the_rank_that_had_it(told: list[dict[str, Any]]):
