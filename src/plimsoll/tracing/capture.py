@@ -17,6 +17,7 @@ from plimsoll.errors import InvalidModel
 from plimsoll.measuring.clocks import Clock
 from plimsoll.recording.calling import Loss, call_tensors, output_tensors, scalar_loss
 from plimsoll.recording.modules import ModuleStack
+from plimsoll.recording.shards import settled
 from plimsoll.tracing.refusals import explain_backward, explain_forward
 from plimsoll.tracing.slots import SlotBook
 from plimsoll.tracing.statics import gradient_storages, listed_parameters, register_statics
@@ -194,7 +195,9 @@ class StepCapture:
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
         tracer.forget_names()
-        inputs = [tracer.add_leaf(t, Origin.EXTERNAL, "external") for t in call_tensors(args, kwargs)]
+        # What a collective is still filling is waited for here, or the region would seem to write to its input.
+        settled_inputs = map(settled, call_tensors(args, kwargs))
+        inputs = [tracer.add_leaf(t, Origin.EXTERNAL, "external") for t in settled_inputs]
         leaves: dict[int, tuple[Origin, str]] = {}
         for buffer_name, buffer in module.named_buffers():
             leaves.setdefault(tracer.value_of(buffer), (Origin.BUFFER, f"buffer:{buffer_name}"))
