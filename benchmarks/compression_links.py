@@ -1,6 +1,6 @@
 """Predicted beside measured steps of gradient compression, on links of three speeds that are shaped here.
 
-    python -m benchmarks.compression_links --ranks 2 --rounds 6
+    python -m benchmarks.compression_links --ranks 2 --rounds 6 --page benchmarks/results
 
 Needs root and iproute2. Every rank is a process on one thread in a network namespace of its own; gloo talks over virtual
 Ethernet whose rate ``tc tbf`` limits. A small Llama is trained data-parallel on the standard library's source, in buckets that
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=6, help="in which every method takes steps")
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--bucket-bytes", type=int, default=2**20)
     parser.add_argument("--page", type=Path, help="folder to write the page to")
@@ -144,6 +144,12 @@ def error_of(method: MethodTraffic) -> float:
     return method.predicted_step_seconds.value / method.measured_step_seconds.value - 1
 
 
+def is_within(method: MethodTraffic) -> bool:
+    """Whether the prediction lies in the 95% interval of the measured step."""
+    measured = method.measured_step_seconds
+    return measured is not None and measured.low <= method.predicted_step_seconds.value <= measured.high
+
+
 def table(found: Sequence[tuple[float, Traffic]]) -> list[str]:
     """One row per link and method."""
     lines = [f"| {' | '.join(HEAD)} |", "|---|---|" + "--:|" * (len(HEAD) - 3) + "---|"]
@@ -176,7 +182,8 @@ def conclusion(found: Sequence[tuple[float, Traffic]]) -> list[str]:
         all_reduce = traffic.links[0]
         lines.append(
             f"- {megabits:g} Mbit/s: largest error {max(map(abs, errors)):.1%}, "
-            f"{sum(abs(error) <= 0.15 for error in errors)} of {len(errors)} steps within 15%; measured all-reduce "
+            f"{sum(abs(error) <= 0.15 for error in errors)} of {len(errors)} steps within 15%, "
+            f"{sum(map(is_within, traffic.methods))} within the measured interval; measured all-reduce "
             f"{format_rate(all_reduce.bytes_per_second)}, latency {all_reduce.latency_seconds * 1e3:.2f} ms, "
             f"fit off by {all_reduce.relative_error:.1%}; {traffic.hidden_share:.0%} of the uncompressed transfers hidden, "
             f"computing beside a transfer at {traffic.step.compute_share:.0%} of its speed"

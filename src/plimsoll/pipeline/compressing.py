@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -223,15 +224,12 @@ def _measure(metering: Metering, training: Training, rounds: int) -> Found:
     """Measure the parts, then whole steps, then training. The model's weights are another's meanwhile."""
     measured = meter_traffic(metering)
     parallel = Parallel(metering)
-    seconds = parallel.optimizer_seconds(training.make_optimizer, metering.repetitions)
-    found = Found(
-        metering=metering,
-        training=training,
-        measured=measured.with_optimizer(seconds),
-        errors=parallel.gradient_errors(),
-        rounds=parallel.measured_rounds(rounds),
-        validations={},
-    )
+    measured = measured.with_optimizer(parallel.optimizer_seconds(training.make_optimizer, metering.repetitions))
+    errors = parallel.gradient_errors()
+    steps, alone = parallel.measured_rounds(rounds)
+    if alone:
+        measured = measured.when_alone_takes(median(alone))
+    found = Found(metering=metering, training=training, measured=measured, errors=errors, rounds=steps, validations={})
     return replace(found, validations=validate_methods(found, parallel)) if training.steps else found
 
 

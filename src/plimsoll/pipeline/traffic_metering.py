@@ -59,16 +59,40 @@ class Metering:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """``job`` has the step (its optimizer not yet timed) and the links; ``programs`` begin with the uncompressed one."""
+    """``job`` has the step (its optimizer not yet timed) and the links; ``programs`` begin with the uncompressed one.
+
+    ``alone_seconds`` is what the bare model's step took meanwhile: a mark of how fast the machine was.
+    """
 
     job: Job
     programs: tuple[MethodProgram, ...]
     gradient_bytes: int
+    alone_seconds: float
 
     def with_optimizer(self, seconds: float) -> Measured:
         """The same with the optimizer's seconds in the step."""
         step = msgspec.structs.replace(self.job.step, measured_optimizer_seconds=seconds)
         return replace(self, job=replace(self.job, step=step))
+
+    def when_alone_takes(self, seconds: float) -> Measured:
+        """The same on a machine that computes at another speed, as another bare step shows: other jobs come and go."""
+        factor = seconds / self.alone_seconds
+        step = self.job.step
+        slower = msgspec.structs.replace(
+            step,
+            measured_compute_seconds=step.measured_compute_seconds * factor,
+            measured_optimizer_seconds=step.measured_optimizer_seconds * factor,
+            buckets=tuple(
+                msgspec.structs.replace(each, measured_ready_seconds=each.measured_ready_seconds * factor)
+                for each in step.buckets
+            ),
+        )
+        return replace(
+            self,
+            job=replace(self.job, step=slower),
+            programs=tuple(program.slower(factor) for program in self.programs),
+            alone_seconds=seconds,
+        )
 
 
 def meter_traffic(metering: Metering) -> Measured:
@@ -85,8 +109,8 @@ def meter_traffic(metering: Metering) -> Measured:
     transfers: dict[tuple[Transfer, int], list[float]] = {}
     for number in range(metering.repetitions):
         metering.report(f"timing the parts, round {number + 1}", number / metering.repetitions)
-        sample = silent.step()
-        steps.append([*sample.ready_seconds, sample.compute_seconds])
+        sample, alone = silent.step(), silent.step_beside(0, 0)
+        steps.append([*sample.ready_seconds, sample.compute_seconds, alone.compute_seconds])
         for each in passes.values():
             each.time()
         for kind, payloads in sizes.items():
@@ -94,7 +118,7 @@ def meter_traffic(metering: Metering) -> Measured:
                 seconds = time_transfers(kind, payload_bytes, metering.device, repetitions=1)
                 transfers.setdefault((kind, payload_bytes), []).extend(seconds)
     rows = slowest(metering.world, steps)
-    *ready_seconds, compute_seconds = medians(rows)
+    *ready_seconds, compute_seconds, alone_seconds = medians(rows)
     links = _fit_links(metering.world, transfers)
     largest_bytes = max(bucket.gradient_bytes for bucket in buckets)
     metering.report("timing the step beside transfers", 0.0)
@@ -102,7 +126,7 @@ def meter_traffic(metering: Metering) -> Measured:
     step = StepTiming(
         measured_compute_seconds=compute_seconds,
         measured_optimizer_seconds=0.0,
-        spread=spread_of([row[-1] for row in rows]),
+        spread=spread_of([row[-2] for row in rows]),
         compute_share=compute_share,
         transfer_share=transfer_share,
         processor_share=_processor_share(metering.device),
@@ -113,7 +137,7 @@ def meter_traffic(metering: Metering) -> Measured:
     )
     gradient_bytes = sum(bucket.gradient_bytes for bucket in buckets)
     programs = tuple(each.program() for each in passes.values())
-    return Measured(Job(step, links, metering.world.size), programs, gradient_bytes)
+    return Measured(Job(step, links, metering.world.size), programs, gradient_bytes, alone_seconds)
 
 
 def compression_hook(model: nn.Module, method: str, group: CountingGroup, seed: int) -> Hook:

@@ -68,9 +68,13 @@ class Parallel:
         for _ in range(_WARM_STEPS + 1):
             self._time()
 
-    def measured_rounds(self, rounds: int) -> dict[str, list[float]]:
-        """Seconds of forward and backward with every method, which take turns: one figure per round, the slowest rank's."""
+    def measured_rounds(self, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
+        """Seconds of forward and backward with every method, which take turns, and of the bare model after each.
+
+        One figure per turn, the slowest rank's.
+        """
         metering = self._metering
+        alone: list[float] = []
         found: dict[str, list[float]] = {method: [] for method in metering.methods}
         for number in range(rounds):
             first = number % len(metering.methods)
@@ -82,7 +86,9 @@ class Parallel:
                     seconds = [self._time() for _ in range(_TIMED_STEPS)]
                 rows = slowest(metering.world, [seconds])
                 found[method].append(statistics.median(rows[0]))
-        return found
+                bare = time_step(metering.model, metering.backward, metering.device)
+                alone.append(slowest(metering.world, [[bare]])[0][0])
+        return found, alone
 
     def optimizer_seconds(self, make_optimizer: MakeOptimizer, repetitions: int) -> float:
         """What a step of the optimizer takes, once its state exists; the weights are put back."""

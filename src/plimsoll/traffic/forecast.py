@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plimsoll.artifacts.traffic import LinkFit, StepTiming, Transfer
 from plimsoll.artifacts.verdict import Estimate
@@ -47,6 +47,14 @@ class MethodProgram:
     def wire_bytes(self, ranks: int) -> int:
         """What each rank sends per step."""
         return round(sum(kind.wire_bytes(payload, ranks) for kind, payload in self.transfers))
+
+    def slower(self, factor: float) -> MethodProgram:
+        """The same with local work that takes so many times as long."""
+        buckets = (
+            replace(bucket, local_seconds=tuple(seconds * factor for seconds in bucket.local_seconds))
+            for bucket in self.buckets
+        )
+        return replace(self, buckets=tuple(buckets))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plimsoll.artifacts.traffic import LinkPoint, Transfer
+from plimsoll.pipeline.traffic_metering import Measured
 from plimsoll.traffic.forecast import (
     Scene,
     break_even_bandwidth,
@@ -99,3 +100,15 @@ def test_sizes_to_time_span_what_is_sent():
     assert sizes[Transfer.ALL_REDUCE][-1] == 4 * MIB
     assert sizes[Transfer.ALL_REDUCE][0] == 4096
     assert sizes[Transfer.ALL_GATHER] == (2500, 5000, 10000, 20000, 40000)
+
+
+def test_on_a_machine_at_half_speed_computing_and_local_work_take_twice_as_long_and_the_link_does_not():
+    program = make_program("x", MIB, local_seconds=0.2)
+    measured = Measured(make_job(), (UNCOMPRESSED_PROGRAM, program), 8 * MIB, alone_seconds=0.9)
+    slower = measured.when_alone_takes(1.8)
+    assert slower.job.step.measured_compute_seconds == pytest.approx(2.0)
+    assert [bucket.measured_ready_seconds for bucket in slower.job.step.buckets] == pytest.approx([1.0, 2.0])
+    assert slower.job.timeline(slower.programs[1]).local_seconds == pytest.approx(0.8)
+    before, after = measured.job.timeline(program), slower.job.timeline(slower.programs[1])
+    assert after.transfer_seconds == before.transfer_seconds
+    assert slower.when_alone_takes(0.9).job.step.measured_compute_seconds == pytest.approx(1.0)
