@@ -19,8 +19,8 @@ from unit.planning.builders import random_step
 from unit.planning.form_builders import random_choice, random_forms
 from unit.planning.slow_simulator import SlowStep
 
-STEPS = 300
-BATCH = 100
+STEPS = 150
+BATCH = 75
 DRAWS = 5
 
 
