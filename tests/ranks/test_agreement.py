@@ -14,6 +14,7 @@ import torch
 
 import plimsoll
 from launching import launch
+from plimsoll.cli.ranks import Crew
 from plimsoll.errors import InvalidOption
 from plimsoll.ranks.conversation import differing
 
@@ -242,3 +243,9 @@ def test_a_time_to_wait_that_is_none_is_refused(seconds: Any):
 def test_ranks_of_a_process_on_its_own_are_refused():
     with pytest.raises(InvalidOption, match="not initialised"):
         plimsoll.plan(torch.nn.Linear(2, 1), torch.ones(1, 2), loss=torch.sum, strategy="none", ranks=(0, 1))
+
+
+def test_every_process_of_a_machine_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert [Crew(is_several=True).device(name) for name in ("cuda", "cuda:0", "cpu")] == ["cuda:3", "cuda:0", "cpu"]
+    assert Crew(is_several=False).device("cuda") == "cuda"

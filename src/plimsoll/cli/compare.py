@@ -49,7 +49,7 @@ def compare(
     from plimsoll.targets.target import TargetOptions
 
     with ranks.exit_codes(is_json=json) as crew:
-        how = TargetOptions(batch=batch, sequence=seq, device=device)
+        how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device))
         loaded = crew.load(lambda: work.load(target, how, optimizer))
         with show_progress(terminal.progress()) as report:
             comparison = plimsoll.compare(

@@ -36,7 +36,7 @@ def plan(
     from plimsoll.targets.target import TargetOptions
 
     with ranks.exit_codes(is_json=json) as crew:
-        how = TargetOptions(batch=batch, sequence=seq, device=device, is_meta=device_profile is not None)
+        how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device), is_meta=device_profile is not None)
         loaded = crew.load(lambda: work.load(target, how, optimizer))
         request = work.PlanRequest(
             budget=budget,

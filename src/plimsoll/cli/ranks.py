@@ -49,6 +49,11 @@ class Crew:
         """Whether this rank prints results and writes files."""
         return not self.is_several or os.environ["RANK"] == "0"
 
+    def device(self, name: str) -> str:
+        """The device of this rank: ``cuda`` is one GPU for each process of a machine."""
+        own = os.environ.get("LOCAL_RANK")
+        return f"cuda:{own}" if self.is_several and name == "cuda" and own is not None else name
+
     def load(self, load: Callable[[], Loaded]) -> Loaded:
         """Load the target on every rank and join the others; all go on, or none does.
 

@@ -93,7 +93,7 @@ def verify(
             options.refuse_without_plan(context)
         saved = load_plan(plan) if plan is not None else None
         _check_revised(revised_plan, saved)
-        how = TargetOptions(batch=batch, sequence=seq, device=device)
+        how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device))
         loaded = crew.load(lambda: work.load(target, how, optimizer))
         request = work.PlanRequest(
             budget=budget,

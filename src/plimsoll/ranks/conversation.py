@@ -26,7 +26,7 @@ from plimsoll.ranks.exchange import TIMEOUT_SECONDS, Meeting, exchange
 from plimsoll.ranks.release import release
 from plimsoll.ranks.world import World
 
-_GRACE_SECONDS = 1.0
+_GRACE_SECONDS = 3.0
 """So long a rank that failed waits for the others to come out of the step by themselves."""
 _GATHERING_SECONDS = 5.0
 """So long ranks wait for others that may have nothing to say."""
