@@ -35,19 +35,18 @@ def everything() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     split = _llama(_tensor_parallel(), mesh)
     sequence = _llama(_sequence_parallel(), mesh)
+    of_split = _full(split, _text())
     return {
         "whole": _full(_llama({}, mesh), _text()),
-        "tensor parallel": _full(split, _text()),
+        "tensor parallel": of_split,
         "sequence parallel": _full(sequence, _text()),
         "sequence parallel, repeated": _full(sequence, _text(), allow=("recompute", "collectives")),
         "loss parallel": _loss_parallel(mesh),
         "expert parallel": _full(_Routed(), torch.randint(VOCABULARY, (2, SEQUENCE)), loss=_routed_loss),
-        "under a budget": _under_a_budget(split, _text()),
-        "inspected": _inspected(split),
+        "under a budget": _equal_under(split, _text(), budget=of_split["budget"]),
         "offloaded": _equal_under(split, _text(), strategy="offload", allow=("recompute", "offload")),
         "misfit": _misfit_on_one_rank(split),
         "disagreement": _disagreement(),
-        "fingerprint": plimsoll.plan(split, _text(), strategy="full").fingerprint,
         "written in place": _written_in_place(mesh),
     }
 
@@ -132,14 +131,17 @@ def _full(model: nn.Module, batch: Any, *, loss: Any = None, allow: tuple[str, .
     with _Collectives() as without:
         expected = _step(model, batch, loss)
     plan = plimsoll.plan(model, batch, strategy="full", loss=loss, allow=allow)
-    with plimsoll.apply(model, plan) as handle:
-        equal = [_same(expected, _step(model, batch, loss)) for _ in range(3)]
+    with plimsoll.apply(model, plan, verify_every=1) as handle:
+        equal = [_same(expected, _step(model, batch, loss)) for _ in range(2)]
         with _Collectives() as managed:
             equal.append(_same(expected, _step(model, batch, loss)))
         outcomes = handle.outcomes()
     return {
         "equal": equal,
         "equal after": _same(expected, _step(model, batch, loss)),
+        "fingerprint": plan.fingerprint,
+        "budget": plan.predicted_peak_bytes + (plan.baseline_peak_bytes - plan.predicted_peak_bytes) // 10,
+        "inspected": (handle.inspected_tensors, len(handle.faults)),
         "engines": sorted({str(outcome.engine) for outcome in outcomes}),
         "shares": [outcome.dropped_bytes / max(1, outcome.activation_bytes) for outcome in outcomes],
         "reasons": sorted({outcome.reason for outcome in outcomes}),
@@ -153,12 +155,6 @@ def _equal_under(model: nn.Module, batch: Any, *, loss: Any = None, **options: A
     plan = plimsoll.plan(model, batch, loss=loss, **options)
     with plimsoll.apply(model, plan):
         return all(_same(expected, _step(model, batch, loss)) for _ in range(2))
-
-
-def _under_a_budget(model: nn.Module, batch: Any, *, loss: Any = None) -> bool:
-    full = plimsoll.plan(model, batch, strategy="full", loss=loss)
-    budget = full.predicted_peak_bytes + (full.baseline_peak_bytes - full.predicted_peak_bytes) // 10
-    return _equal_under(model, batch, loss=loss, budget=budget)
 
 
 def _loss_parallel(mesh: Any) -> bool:
@@ -241,15 +237,6 @@ class _Routed(nn.Module):
 
 def _routed_loss(logits: torch.Tensor) -> torch.Tensor:
     return logits.logsumexp(-1).mean()
-
-
-def _inspected(model: nn.Module) -> tuple[int, int]:
-    """Shards that were compared with what forward saved, and faults among them."""
-    plan = plimsoll.plan(model, _text(), strategy="full")
-    with plimsoll.apply(model, plan, verify_every=1) as handle:
-        for _ in range(3):
-            _step(model, _text())
-        return handle.inspected_tensors, len(handle.faults)
 
 
 def _misfit_on_one_rank(model: nn.Module) -> str:

@@ -66,7 +66,7 @@ def test_gradients_are_bit_equal_with(ranks: list[dict[str, Any]], scenario: str
 
 def test_rebuilt_shards_are_inspected_bit_for_bit(ranks: list[dict[str, Any]]):
     for found in ranks:
-        inspected_tensors, faults = found["inspected"]
+        inspected_tensors, faults = found["tensor parallel"]["inspected"]
         assert inspected_tensors > 0
         assert faults == 0
 
@@ -83,8 +83,9 @@ def test_ranks_that_would_repeat_other_collectives_all_get_the_same_error(ranks:
 
 
 def test_all_ranks_of_one_layout_have_one_fingerprint(ranks: list[dict[str, Any]]):
-    first, second = (found["fingerprint"] for found in ranks)
+    first, second = ([found[layout]["fingerprint"] for layout in ("whole", *SPLIT[:2])] for found in ranks)
     assert first == second
+    assert len(set(first)) == len(first)
 
 
 def test_a_write_through_a_dtensor_is_noticed_in_backward(ranks: list[dict[str, Any]]):
