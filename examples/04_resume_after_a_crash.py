@@ -6,7 +6,7 @@ Run it as it stands, or as `torchrun --nproc-per-node=2 --max-restarts=1 example
 from __future__ import annotations
 
 import os
-import signal
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def train() -> None:
     with named_failures(model, optimizer, first_step=step, handle=handle):
         while step < 8:
             if step == 5 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), 9)
             model(torch.randn(64, 32)).pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -48,6 +48,7 @@ def train() -> None:
                 save_checkpoint(directory, step=step, model=model, optimizer=optimizer, plan=plan, keep=2)
     print(f"rank {dist.get_rank()} finished in attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
     dist.destroy_process_group()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":
