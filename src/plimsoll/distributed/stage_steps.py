@@ -279,7 +279,8 @@ def _between(view: RegionView, kept: frozenset[int]) -> _Between:
         if weights.isdisjoint(op.reads):
             continue
         gradients.update(graph.values[value].storage for value in op.writes)
-        used = {*op.reads, *op.writes[1:]}  # a norm saves its statistics beside its input; no op here saves its own result
+        # A norm saves its statistics beside its input; no op with a weight saves its own first result.
+        used = {*op.reads, *op.writes[1:]}
         rebuilt.update(graph.values[v].storage for v in view.droppable if v in used and v not in kept)
     return _Between(
         {graph.values[value].storage: sizes[graph.values[value].storage] for value in held},
