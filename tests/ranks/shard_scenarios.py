@@ -140,7 +140,7 @@ def _full(model: nn.Module, batch: Any, *, loss: Any = None, allow: tuple[str, .
         "equal": equal,
         "equal after": _same(expected, _step(model, batch, loss)),
         "fingerprint": plan.fingerprint,
-        "budget": plan.predicted_peak_bytes + (plan.baseline_peak_bytes - plan.predicted_peak_bytes) // 10,
+        "budget": plan.predicted_peak_bytes + (plan.baseline_peak_bytes - plan.predicted_peak_bytes) // 2,
         "inspected": (handle.inspected_tensors, len(handle.faults)),
         "engines": sorted({str(outcome.engine) for outcome in outcomes}),
         "shares": [outcome.dropped_bytes / max(1, outcome.activation_bytes) for outcome in outcomes],
