@@ -173,6 +173,8 @@ class Lookout:
                 descriptor = os.pidfd_open(process.number)
             except ProcessLookupError:
                 self._note_death(peer)
+            except OSError:
+                continue  # refused by a sandbox, or no descriptor is left: signs of life must do
             else:
                 self._peers[descriptor] = peer
                 poller.register(descriptor, select.POLLIN)

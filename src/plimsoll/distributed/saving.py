@@ -116,6 +116,9 @@ def save_checkpoint(
         content = _collect(model, optimizer, plan, compression, extra)
     is_common_plan = _agree(everyone, step, home, content)
     own = _own_names(everyone, content)
+    with everyone.together("checking what ranks keep for themselves"):  # before the collectives that writing takes
+        kept = {name: value for name, value in content.entries.items() if name in own}
+        check_plain("the model or the optimizer, in what only this rank has,", kept)
     part = _begin(everyone, home, step)
     try:
         with everyone.together("writing a checkpoint"), explained(home.path, "written"):
@@ -229,7 +232,6 @@ def _write(
     """This rank's files, and what was written into them."""
     shared = {name: value for name, value in content.entries.items() if name not in own}
     kept = {name: value for name, value in content.entries.items() if name in own}
-    check_plain("the model or the optimizer, in what only this rank has,", kept)
     write_tensors(shared, part / TENSORS, is_alone=everyone.is_alone)
     written = [part / rank_file(everyone.rank), *(part / TENSORS).glob(f"__{everyone.rank}_*")]
     write_plain({**content.state, "own": kept}, written[0])

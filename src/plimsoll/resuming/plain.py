@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from plimsoll.errors import InvalidOption
 from plimsoll.resuming.manifest import damaged
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_MAPPINGS = (dict, OrderedDict, Counter)
+"""Types themselves: ``torch.load`` refuses their subclasses (named tuples, default dicts, tensors of other libraries)."""
 
 
 def check_plain(what: str, value: Any) -> None:
@@ -25,11 +29,11 @@ def check_plain(what: str, value: Any) -> None:
     Raises:
         InvalidOption: there is something else than numbers, text, tensors, lists, tuples, sets and dicts in it.
     """
-    if isinstance(value, dict):
+    if type(value) in _MAPPINGS:
         parts = [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set):
+    elif type(value) in (list, tuple, set):
         parts = list(value)
-    elif type(value) in _ATOMS or isinstance(value, torch.Tensor):
+    elif type(value) in (*_ATOMS, *_TENSORS):
         return
     else:
         raise InvalidOption(
