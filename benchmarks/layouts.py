@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -202,7 +203,7 @@ def measure(case: Case) -> Facts:
         collectives_without=expected.collectives,
         collectives_with=found.collectives,
         compared=len(expected.seen),
-        differing=tuple(name for name, value in expected.seen.items() if not torch.equal(value, found.seen[name])),
+        differing=tuple(name for name, value in expected.seen.items() if value != found.seen[name]),
         dropped=sum(len(region.dropped) for plan in plans for region in plan.regions),
     )
 
@@ -240,7 +241,7 @@ class _Run:
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self.seen: dict[str, torch.Tensor] = {}
+        self.seen: dict[str, bytes] = {}
         self.peak_bytes = 0
         self.collectives = 0
 
@@ -269,7 +270,12 @@ class _Run:
     def _note(self, what: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
         for name, tensor in tensors.items():
             if tensor is not None:
-                self.seen[f"{what} {name}"] = _local(tensor).detach().clone()
+                self.seen[f"{what} {name}"] = _digest(_local(tensor))
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Of the tensor's bits: copies of gradients would be memory that the steps leave behind."""
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy()).digest()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
