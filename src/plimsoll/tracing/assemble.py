@@ -12,7 +12,7 @@ import msgspec
 from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace, TraceOp
 from plimsoll.recording.graph import SlotRecord, build_region_graph
-from plimsoll.recording.recorder import RecordedValue
+from plimsoll.recording.recorder import RecordedOp, RecordedValue
 from plimsoll.tracing.capture import RegionLog, StepLog
 from plimsoll.tracing.lives import Lives, managed_slots, storages_of
 from plimsoll.tracing.optimizer import OptimizerLog
@@ -44,6 +44,7 @@ def assemble(
         ops += optimizer_ops(optimizer)
         specs.update(optimizer.tracer.specs)
     values = _with_trace_ids(log.tracer.values, lives.ids)
+    logged = _born_with_trace_ids(log.tracer.ops, lives.ids)
     return Trace(
         model=model,
         fingerprint=fingerprint,
@@ -53,7 +54,9 @@ def assemble(
         ops=tuple(ops),
         specs=specs,
         storages=(*lives.storages, *_buckets(lives, bucket_bytes, len(ops))),
-        regions=tuple(_region(log, values, index, region, op_regions) for index, region in enumerate(log.regions)),
+        regions=tuple(
+            _region(log, values, logged, index, region, op_regions) for index, region in enumerate(log.regions)
+        ),
         timings=dict(timings),
         workspaces={key: size for key, size in workspaces.items() if size > 0},
         notes=notes,
@@ -119,8 +122,18 @@ def _with_trace_ids(values: Sequence[RecordedValue], ids: Mapping[int, int]) -> 
     return [replace(value, storage=ids.get(value.storage, -1)) for value in values]
 
 
+def _born_with_trace_ids(ops: Sequence[RecordedOp], ids: Mapping[int, int]) -> list[RecordedOp]:
+    """The log's ops with the trace's ids of the storages that they make: compared with those of values."""
+    return [replace(op, births=tuple(ids[storage] for storage in op.births if storage in ids)) for op in ops]
+
+
 def _region(
-    log: StepLog, values: Sequence[RecordedValue], index: int, region: RegionLog, op_regions: list[int]
+    log: StepLog,
+    values: Sequence[RecordedValue],
+    ops: Sequence[RecordedOp],
+    index: int,
+    region: RegionLog,
+    op_regions: list[int],
 ) -> RegionCall:
     tracer = log.tracer
     slots = [
@@ -135,7 +148,7 @@ def _region(
     ]
     graph, _ = build_region_graph(
         values,
-        tracer.ops[region.start : region.end],
+        ops[region.start : region.end],
         slots,
         [value for value in region.outputs if value >= 0],
         region.book.order,

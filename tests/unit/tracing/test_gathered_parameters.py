@@ -1,0 +1,34 @@
+"""Parameters that FSDP2 gathers are filled and emptied: a trace numbers their lives, and regions do not mix them up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from plimsoll.tracing.trace import trace
+
+
+@pytest.fixture(autouse=True)
+def two_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_can_be_rebuilt_is_the_same_with_and_without_sharding():
+    def obstacles(*, shards: bool) -> list[list[str]]:
+        model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
+        if shards:
+            for block in model:
+                fully_shard(block)
+            fully_shard(model)
+        found = trace(model, torch.ones(4, 8), loss=torch.sum)
+        return [[op.obstacle for op in region.graph.ops] for region in found.regions]
+
+    assert obstacles(shards=True) == obstacles(shards=False) == [["", "", ""]] * 3
