@@ -1,7 +1,8 @@
 """Plans that were saved for the stages of a pipeline, and a schedule in; the stages managed by them, and back again, out.
 
 ``plimsoll estimate --plans DIR`` names regions as the whole model does; a stage's module may have a shorter or a longer path to
-the same block. A region is found where one path ends with the other; what is not found is refused, never guessed by position.
+the same block. A region is found where one path ends with the other; what is not found, or found twice, is refused, never
+guessed by position.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import load_plan
 from plimsoll.distributed.schedules import RankSchedule, Schedule, read_schedule
 from plimsoll.distributed.stage_agreement import TIMEOUT_SECONDS, StageAgreement
-from plimsoll.errors import PlanFileError, PlanMismatch
+from plimsoll.errors import InvalidOption, PlanFileError, PlanMismatch
 from plimsoll.pipeline.matching import refuse_other_device
 from plimsoll.pipeline.request import check_count, check_model, check_plan
 from plimsoll.pipelining.rank_memory import most_in_flight
@@ -71,6 +72,7 @@ def apply_stages(
     Raises:
         PlanMismatch: a region is not in the stage, the device is of another kind, or the schedule has more micro-batches in
             flight than the plan was made for.
+        InvalidOption: ``plans`` is no mapping, or has a plan for a stage that no rank runs.
         PlanFileError: the directory has no plan for this rank.
         RankFailed: another rank refused.
 
@@ -85,24 +87,31 @@ def apply_stages(
         for stage in rank.stages.values():
             check_model(stage.submod)
         found = _assigned(rank, plans)
-    handles = []
-    for index, plan in found.items():
-        handle = apply_plan(
-            rank.stages[index].submod,
-            plan,
-            verify_every=verify_every,
-            splits_backward=rank.splits_backward(index),
-        )
-        handles.append(handle)
+    handles: list[Handle] = []
+    try:
+        with agreement.together():
+            for index, plan in found.items():
+                handle = apply_plan(
+                    rank.stages[index].submod,
+                    plan,
+                    verify_every=verify_every,
+                    splits_backward=rank.splits_backward(index),
+                )
+                handles.append(handle)
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        raise
     return StagesHandle(found, handles)
 
 
 def _assigned(rank: RankSchedule, plans: Mapping[int, Plan] | str | Path) -> dict[int, Plan]:
     """This rank's plans by stage, with the regions' names in its modules."""
-    if not isinstance(plans, str | Path):
-        mine = {index: plan for index, plan in plans.items() if index in rank.stages}
-    else:
+    if isinstance(plans, str | Path):
         mine = _read(rank, Path(plans))
+    else:
+        _check_stages(rank, plans)
+        mine = {index: plan for index, plan in plans.items() if index in rank.stages}
     found = {}
     for index, plan in mine.items():
         check_plan(plan)
@@ -117,6 +126,24 @@ def _assigned(rank: RankSchedule, plans: Mapping[int, Plan] | str | Path) -> dic
             )
         found[index] = renamed(plan, module, f"stage {index}")
     return found
+
+
+def _check_stages(rank: RankSchedule, plans: object) -> None:
+    """Refuse what is no mapping, or has a plan for a stage that no rank runs."""
+    count = rank.stage_count
+    if not isinstance(plans, Mapping):
+        raise InvalidOption(
+            f"A {type(plans).__name__} does not say which plan is for which stage.",
+            why="each stage has a plan of its own",
+            next="give {stage: plan}, or the directory that plimsoll estimate --plans wrote",
+        )
+    unknown = [index for index in plans if index not in range(count)]
+    if unknown:
+        raise InvalidOption(
+            f"There is a plan for stage {unknown[0]!r}; the pipeline has stages 0 to {count - 1}.",
+            why="it would decide about nothing",
+            next="number plans by the stages' index in the pipeline",
+        )
 
 
 def _read(rank: RankSchedule, directory: Path) -> dict[int, Plan]:
@@ -151,7 +178,7 @@ def renamed(plan: Plan, module: nn.Module, what: str) -> Plan:
         what: names it in errors.
 
     Raises:
-        PlanMismatch: a region is not there.
+        PlanMismatch: a region is not there, or cannot be told from another one.
     """
     missing = _missing(plan, module)
     if missing:
@@ -160,24 +187,37 @@ def renamed(plan: Plan, module: nn.Module, what: str) -> Plan:
             why="it was made for another stage, or the stage's blocks have names of their own",
             next="give each stage its own plan, and keep the blocks' names of the whole model in its modules",
         )
-    names = {region.name: _place(region.name, module) for region in plan.regions}
-    regions = tuple(msgspec.structs.replace(region, name=names[region.name] or "") for region in plan.regions)
+    names = {region.name: _places(region.name, module)[0] for region in plan.regions}
+    for name, path in names.items():
+        fitting = _places(name, module)
+        sharing = [other for other in names if names[other] == path]
+        if len(fitting) > 1 or len(sharing) > 1:
+            said = f"{name!r} may be {_listed(fitting)}" if len(fitting) > 1 else f"{_listed(sharing)} may be {path!r}"
+            raise PlanMismatch(
+                f"Regions of the plan cannot be told apart in {what}: {said}.",
+                why="paths are compared from their ends, and a block is never guessed",
+                next="make the plan with the names of the stage's own module",
+            )
+    regions = tuple(msgspec.structs.replace(region, name=names[region.name]) for region in plan.regions)
     return msgspec.structs.replace(plan, regions=regions)
 
 
 def _missing(plan: Plan, module: nn.Module) -> list[str]:
     """Regions that the module does not have."""
-    return [region.name for region in plan.regions if _place(region.name, module) is None]
+    return [region.name for region in plan.regions if not _places(region.name, module)]
 
 
-def _place(name: str, module: nn.Module) -> str | None:
-    """The module whose path ends with the region's, or the other way round: the longest one, if any."""
-    found = [
-        path
-        for path, _ in module.named_modules()
-        if path and (path == name or name.endswith(f".{path}") or path.endswith(f".{name}"))
-    ]
-    return name if name in found else max(found, key=len, default=None)
+def _places(name: str, module: nn.Module) -> list[str]:
+    """Modules that a region may be: of that very path; else the longest whose path ends its own; else all that end with it."""
+    paths = [path for path, _ in module.named_modules() if path]
+    if name in paths:
+        return [name]
+    shorter = [path for path in paths if name.endswith(f".{path}")]
+    return [max(shorter, key=len)] if shorter else [path for path in paths if path.endswith(f".{name}")]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " or ".join(map(repr, names))
 
 
 def _named(name: str, count: int) -> str:

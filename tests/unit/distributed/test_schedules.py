@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -187,6 +188,26 @@ def test_regions_are_found_by_the_end_of_their_path():
         assert [region.name for region in renamed(plan, module, "stage 1").regions] == expected
     with pytest.raises(PlanMismatch, match=f"{names[0]}' and 1 more, which stage 1 does not have"):
         renamed(plan, nn.Linear(1, 1), "stage 1")
+
+
+def test_regions_that_cannot_be_told_apart_are_refused():
+    two = nn.ModuleDict(
+        {part: nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleDict({"2": nn.ReLU()})})}) for part in "ab"}
+    )
+    with pytest.raises(PlanMismatch, match=r"'model.layers.2' may be 'a.model.layers.2' or 'b.model.layers.2'"):
+        renamed(make_plan(regions=(make_region(2),)), two, "stage 1")
+    regions = tuple(msgspec.structs.replace(make_region(2), name=f"{part}.layers.2") for part in "ab")
+    with pytest.raises(PlanMismatch, match=r"'a.layers.2' or 'b.layers.2' may be 'layers.2'"):
+        renamed(make_plan(regions=regions), nn.ModuleDict({"layers": nn.ModuleDict({"2": nn.ReLU()})}), "stage 1")
+
+
+def test_plans_of_no_stage_are_refused():
+    block = nn.Sequential(nn.Linear(4, 4))
+    schedule = ScheduleGPipe(stage(0, module=block), 2, loss_fn=torch.sum)
+    with pytest.raises(InvalidOption, match="plan for stage 2; the pipeline has stages 0 to 1"):
+        plimsoll.distributed.apply_stages(schedule, {2: make_plan(regions=())}, ranks=[0])
+    with pytest.raises(InvalidOption, match="list does not say which plan is for which stage"):
+        plimsoll.distributed.apply_stages(schedule, [], ranks=[0])  # type: ignore[arg-type]
 
 
 def test_replicas_of_a_stage_with_different_models_are_refused():
