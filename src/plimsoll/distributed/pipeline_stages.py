@@ -77,6 +77,7 @@ class ScheduleAttachment:
         self._is_calibrating = True
         self._is_tracing = False
         self._measuring: MeasuredStep | None = None
+        self._measured: MeasuredStep | None = None
         self._watch: OptimizerWatch | None = None
         self._handles: dict[int, Handle] = {}
         initialize = "_initialize_stage" if isinstance(schedule, PipelineScheduleSingle) else "_initialize_stages"
@@ -109,6 +110,7 @@ class ScheduleAttachment:
             stages=tuple(
                 StageReport(index, plan.in_flight, len(plan.regions), self._seconds[index].recompute_seconds)
                 for index, plan in sorted(self.plans.items())
+                if index in self._seconds
             ),
             added=added_seconds(self._rank.orders, self._seconds, self._rank.stage_count),
         )
@@ -135,7 +137,7 @@ class ScheduleAttachment:
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of ``schedule.step``."""
         if not self._trains:
-            self._stop_measuring()
+            self._stop_measuring()  # evaluation is no part of the step before it
             return original(*args, **kwargs)
         self._arguments, self._call = args, kwargs
         try:
@@ -152,6 +154,8 @@ class ScheduleAttachment:
                 self._measuring.has_failed = True
             if isinstance(error, PlimsollError) or self._planner is None:
                 self.remove()
+            if self._planner is None:
+                self.plans = {}
             raise
 
     @property
@@ -236,13 +240,13 @@ class ScheduleAttachment:
     def _settle(self) -> None:
         """A step is over: keep its plans if every rank fits, else take off what was measured beyond them."""
         assert self._planner is not None
-        step, self._measuring = self._measuring, None
+        self._stop_measuring()
+        step, self._measured = self._measured, None
         self._steps_run += 1
-        is_measured = step is not None and step.end()
         with self._agreement.together():
-            if step is not None and is_measured:
+            if step is not None:
                 self._note(step)
-        fits = self.measured_peak_bytes <= self._budget_bytes if is_measured else True
+        fits = step is not None and self.measured_peak_bytes <= self._budget_bytes
         mine, all_fit = self._agreement.compare(self._standing(does_fit=fits and self._steps_run > 1))
         if all_fit or self._steps_run >= _MOST_STEPS:
             self._end_calibration(does_fit=fits)
@@ -275,12 +279,15 @@ class ScheduleAttachment:
     def _end_calibration(self, *, does_fit: bool) -> None:
         self._is_calibrating = False
         self._stop_measuring()
-        if not does_fit:
-            warnings.warn(
-                f"plimsoll: after {self._steps_run} steps the peak of the rank of stages {sorted(self._steps)} is still "
-                f"{format_bytes(self.measured_peak_bytes)}, above the budget {format_bytes(self._budget_bytes)}",
-                stacklevel=5,
-            )
+        if does_fit:
+            return
+        said = f"is still {format_bytes(self.measured_peak_bytes)}, above the budget {format_bytes(self._budget_bytes)}"
+        if self.measured_peak_bytes <= self._budget_bytes:
+            said = "is not known: a profiler was running, or the step failed"
+        warnings.warn(
+            f"plimsoll: after {self._steps_run} steps the peak of the rank of stages {sorted(self._steps)} {said}",
+            stacklevel=5,
+        )
 
     def _take(self, mine: Standing, made: RankPlan) -> None:
         """Run the plans that this rank's replicas agree on."""
@@ -317,9 +324,10 @@ class ScheduleAttachment:
         self._watch = OptimizerWatch(modules.parameters(), optimizer, step.note_optimizer)
 
     def _stop_measuring(self) -> None:
+        """A step is over: what was measured waits for ``_settle``."""
         step, self._measuring = self._measuring, None
         if step is not None:
-            step.end()
+            self._measured = step if step.end() else None
         if self._watch is not None:
             self._watch.remove()
 

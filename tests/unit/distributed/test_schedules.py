@@ -101,6 +101,47 @@ def test_a_bad_budget_or_managed_stage_leaves_the_schedule_alone():
     assert "step" not in vars(schedule)
 
 
+def alone(module: nn.Module) -> ScheduleGPipe:
+    """A pipeline of one stage, which runs without another rank."""
+    only = PipelineStage(module, 0, 1, torch.device("cpu"), group=dist.new_group([0]))
+    return ScheduleGPipe(only, 2, loss_fn=nn.functional.mse_loss)
+
+
+def test_evaluation_between_steps_leaves_their_measurements():
+    schedule = alone(nn.Sequential(_Block(), _Block()))
+    batch = torch.ones(8, 16)
+    with plimsoll.distributed.attach_schedule(schedule, "1GiB", ranks=[0]) as handle:
+        for _ in range(3):
+            assert handle.is_calibrating
+            schedule.step(batch, target=batch)
+            with torch.no_grad():
+                schedule.eval(batch, target=batch)
+        assert not handle.is_calibrating
+        assert 0 < handle.measured_peak_bytes <= handle.report.predicted_peak_bytes
+
+
+def test_steps_that_cannot_be_measured_settle_with_a_warning():
+    schedule = alone(nn.Sequential(_Block(), _Block()))
+    batch = torch.ones(8, 16)
+    with torch.profiler.profile(), plimsoll.distributed.attach_schedule(schedule, "1GiB", ranks=[0]) as handle:
+        for _ in range(5):
+            schedule.step(batch, target=batch)
+            assert handle.is_calibrating
+        with pytest.warns(UserWarning, match="after 5 steps the peak .* is not known: a profiler was running"):
+            schedule.step(batch, target=batch)
+        assert not handle.is_calibrating
+
+
+def test_a_first_step_that_is_refused_leaves_no_plan_and_a_report():
+    schedule = alone(nn.Sequential(_Block(), _Block()))
+    handle = plimsoll.distributed.attach_schedule(schedule, "4KiB", ranks=[0])
+    with pytest.raises(BudgetBelowFloor):
+        schedule.step(torch.ones(8, 16), target=torch.ones(8, 16))
+    assert handle.plans == {}
+    assert "not yet" in str(handle.report)
+    assert "step" not in vars(schedule)
+
+
 def test_removing_a_wrapper_restores_the_method_or_steps_aside():
     owner = SimpleNamespace(run=lambda: "own")
     wrapped = Wrapped(owner, "run", lambda original: f"wrapped {original()}")
