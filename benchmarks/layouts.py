@@ -40,6 +40,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.distributed.pipeline_stages import ScheduleAttachment, attach_schedule
 from plimsoll.measuring.memory import PeakMeter, storage_bytes
 from plimsoll.pipeline.attachment import Attachment
+from plimsoll.wrappers.replicated import bucket_bytes
 
 _RESULTS = Path(__file__).parent / "results"
 _SIZES = {
@@ -260,7 +261,7 @@ class _Run:
 
     def _measured(self) -> None:
         held = [*self.training.model.parameters(), *self.training.model.buffers(), *self.training.there_before()]
-        static_bytes = storage_bytes(map(_local, held))
+        static_bytes = storage_bytes(map(_local, held)) + bucket_bytes(self.training.model)
         before = _collectives()
         with PeakMeter("cpu") as meter:
             self.training.step()
