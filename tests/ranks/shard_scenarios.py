@@ -36,14 +36,17 @@ def everything() -> dict[str, Any]:
     split = _llama(_tensor_parallel(), mesh)
     sequence = _llama(_sequence_parallel(), mesh)
     of_split = _full(split, _text())
+    routed, ids = _Routed(), torch.randint(VOCABULARY, (2, SEQUENCE))
+    of_routed = _full(routed, ids, loss=_routed_loss)
     return {
         "whole": _full(_llama({}, mesh), _text()),
         "tensor parallel": of_split,
         "sequence parallel": _full(sequence, _text()),
         "sequence parallel, repeated": _full(sequence, _text(), allow=("recompute", "collectives")),
         "loss parallel": _loss_parallel(mesh),
-        "expert parallel": _full(_Routed(), torch.randint(VOCABULARY, (2, SEQUENCE)), loss=_routed_loss),
+        "expert parallel": of_routed,
         "under a budget": _equal_under(split, _text(), budget=of_split["budget"]),
+        "experts under a budget": _equal_under(routed, ids, loss=_routed_loss, budget=of_routed["budget"]),
         "offloaded": _equal_under(split, _text(), strategy="offload", allow=("recompute", "offload")),
         "misfit": _misfit_on_one_rank(split),
         "disagreement": _disagreement(),

@@ -59,7 +59,7 @@ def test_experts_that_were_chosen_are_kept(ranks: list[dict[str, Any]]):
         assert min(found["expert parallel"]["shares"]) > 0.8
 
 
-@pytest.mark.parametrize("scenario", ["loss parallel", "under a budget", "offloaded"])
+@pytest.mark.parametrize("scenario", ["loss parallel", "under a budget", "experts under a budget", "offloaded"])
 def test_gradients_are_bit_equal_with(ranks: list[dict[str, Any]], scenario: str):
     assert all(found[scenario] for found in ranks)
 
