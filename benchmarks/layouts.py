@@ -45,7 +45,7 @@ from plimsoll.wrappers.replicated import bucket_bytes
 _RESULTS = Path(__file__).parent / "results"
 _SIZES = {
     "tiny": ({"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 256}, 2, 64),
-    "cpu": ({"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "vocab_size": 1024}, 2, 256),
+    "cpu": ({"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 8, "vocab_size": 512}, 2, 128),
 }
 _SETTLED = 3
 """Steps until the plan for the budget stands."""
