@@ -8,7 +8,7 @@ import pytest
 
 from launching import launch
 
-ON_TWO = [("llama", "1f1b", 0.85), ("gpt2", "zbv", 0.85)]
+ON_TWO = [("llama", "1f1b", 0.85), ("gpt2", "zbv", 0.85), ("split", "1f1b", 0.92)]
 NAMES = [f"{family} {name}" for family, name, _ in ON_TWO]
 
 
