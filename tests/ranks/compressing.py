@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
+import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from plimsoll.distributed import CompressionHandle, compress_gradients
 from plimsoll.errors import PlimsollError
+from plimsoll.gradient_compression import meaning
 
 EVERYTHING: dict[str, Any] = {"exclude": (), "min_elements": 0, "min_ratio": 0}
 """Compress every parameter, whether it pays or not."""
@@ -116,6 +119,7 @@ def on_two_ranks() -> dict[str, Any]:
         "mismatches": mismatches(),
         "removed": removed(),
         "refusals": refusals(),
+        "broken": broken(),
         "warmup": warmup(),
         "late": late(),
         "momentum": momentum(),
@@ -283,23 +287,22 @@ def variants() -> dict[str, bool]:
         rows = []
         for method in ("topk:100%", None):
             model, given_ = replicated(**options), whole_numbers(dist.get_rank())
-            if method:
-                compress_gradients(model, method, **EVERYTHING)
-            rows.append([step(model, next(given_)) for _ in range(4)])
+            with compress_gradients(model, method, **EVERYTHING) if method else contextlib.nullcontext():
+                rows.append([step(model, next(given_)) for _ in range(4)])
         found[name] = all(torch.equal(a, b) for a, b in zip(*rows, strict=True))
     return found
 
 
 def dtypes() -> dict[str, Any]:
     kinds = (torch.bfloat16, torch.float32, torch.float64)
-    rows = []
+    rows, described = [], ""
     for method in ("topk:100%", None):
         model = DistributedDataParallel(Given(kinds), bucket_cap_mb=0.0005)
-        if method:
-            handle = compress_gradients(model, method, **EVERYTHING)
         given_ = whole_numbers(dist.get_rank())
-        rows.append([step(model, next(given_)) for _ in range(3)])
-    return {"equal": all(torch.equal(a, b) for a, b in zip(*rows, strict=True)), "described": handle.describe()}
+        with compress_gradients(model, method, **EVERYTHING) if method else contextlib.nullcontext() as handle:
+            rows.append([step(model, next(given_)) for _ in range(3)])
+            described = handle.describe() if handle else described
+    return {"equal": all(torch.equal(a, b) for a, b in zip(*rows, strict=True)), "described": described}
 
 
 def sparse() -> bool:
@@ -307,11 +310,10 @@ def sparse() -> bool:
     for method in ("topk:100%", None):
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Sequential(nn.Embedding(30, 4, sparse=True), nn.Linear(4, 3)))
-        if method:
-            compress_gradients(model, method, **EVERYTHING)
-        for number in range(3):
-            model.zero_grad(set_to_none=True)
-            model(torch.tensor([dist.get_rank() + number, 7])).sum().backward()
+        with compress_gradients(model, method, **EVERYTHING) if method else contextlib.nullcontext():
+            for number in range(3):
+                model.zero_grad(set_to_none=True)
+                model(torch.tensor([dist.get_rank() + number, 7])).sum().backward()
         rows.append([p.grad.to_dense() if p.grad.is_sparse else p.grad for p in model.parameters()])
     return all(torch.equal(a, b) for a, b in zip(*rows, strict=True))
 
@@ -324,16 +326,12 @@ def resumed(method: str) -> dict[str, bool]:
     def run(model: nn.Module, given_: Iterator[list[torch.Tensor]], steps: int) -> list[torch.Tensor]:
         return [step(model, next(given_)) for _ in range(steps)]
 
-    def whole() -> tuple[list[torch.Tensor], Any]:
-        model = replicated()
-        with compress_gradients(model, method, **options) as handle:
-            return run(model, whole_numbers(dist.get_rank()), 6), handle.counters
-
-    first, counters = whole()
-    again, _ = whole()
+    model = replicated()
+    with compress_gradients(model, method, **options) as handle:
+        first, counters = run(model, whole_numbers(dist.get_rank()), 6), handle.counters
     model, given_ = replicated(), whole_numbers(dist.get_rank())
     with compress_gradients(model, method, **options) as handle:
-        run(model, given_, 3)
+        again = run(model, given_, 3)
         saved = io.BytesIO()
         torch.save(handle.state_dict(), saved)
     model = replicated()
@@ -343,7 +341,7 @@ def resumed(method: str) -> dict[str, bool]:
         rest = run(model, given_, 3)
         continued = all(torch.equal(a, b) for a, b in zip(first[3:], rest, strict=True))
         return {
-            "repeats": all(torch.equal(a, b) for a, b in zip(first, again, strict=True)),
+            "repeats": all(torch.equal(a, b) for a, b in zip(first[:3], again, strict=True)),
             "continues": continued,
             "counts": handle.counters == counters,
         }
@@ -374,6 +372,7 @@ def removed() -> dict[str, Any]:
     handle = compress_gradients(model, "sign:16", **EVERYTHING)
     gradients = next(given_)
     differs = not torch.equal(step(model, gradients), step(plain, gradients))
+    kept = bool(residuals(handle).any())
     handle.remove()
     handle.remove()
     after = _threads(), len(dist.distributed_c10d._world.pg_map)
@@ -386,6 +385,7 @@ def removed() -> dict[str, Any]:
         "restored": restored,
         "again": again,
         "leaves_nothing": before == after,
+        "lets_go": kept and not handle.state_dict()["residual"],
         "inactive": not handle.is_active,
     }
 
@@ -395,18 +395,35 @@ def _threads() -> int:
 
 
 def refusals() -> dict[str, tuple[str, str, str]]:
-    model, foreign = replicated(), replicated()
+    model, foreign, one_sided = replicated(), replicated(), replicated()
     foreign.register_comm_hook(None, _somebody_elses)
+    if dist.get_rank() == 1:
+        one_sided.register_comm_hook(None, _somebody_elses)
     other = "topk:10%" if dist.get_rank() else "topk:20%"
     with compress_gradients(model, "topk:10%", **EVERYTHING):
         found = {"twice": refused(lambda: compress_gradients(model, "int8", **EVERYTHING))}
     return found | {
         "foreign": refused(lambda: compress_gradients(foreign, "topk:10%", **EVERYTHING)),
+        "one-sided": refused(lambda: compress_gradients(one_sided, "topk:10%", **EVERYTHING)),
         "differ": refused(lambda: compress_gradients(model, other, **EVERYTHING)),
         "bare": refused(lambda: compress_gradients(nn.Linear(2, 2), "topk:10%")),
         "pattern": refused(lambda: compress_gradients(model, "topk:10%", exclude=("*attn*",))),
         "group": refused(lambda: compress_gradients(model, "topk:10%", replicate_group=dist.group.WORLD)),
     }
+
+
+def broken() -> str:
+    """What backward says of an error that was met beside it, on the thread that exchanges gradients."""
+    model, gradients = replicated(), next(whole_numbers(dist.get_rank()))
+    with (
+        compress_gradients(model, "sign:16", **EVERYTHING),
+        unittest.mock.patch.object(meaning, "offer", side_effect=ValueError("the cause")),
+    ):
+        try:
+            step(model, gradients)
+        except RuntimeError as error:
+            return str(error)
+    raise AssertionError("nothing was raised")
 
 
 def _somebody_elses(state, bucket):

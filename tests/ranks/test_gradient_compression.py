@@ -150,6 +150,18 @@ def test_what_cannot_be_is_refused_on_all_ranks(two: list[dict[str, Any]], what:
         assert rank["refusals"][what][2]
 
 
+def test_what_one_rank_is_refused_no_rank_begins(two: list[dict[str, Any]]):
+    first, second = (rank["refusals"]["one-sided"] for rank in two)
+    assert first[0] == "RankFailed"
+    assert "Rank 1 failed" in first[1]
+    assert "_somebody_elses" in first[1]
+    assert second[0] == "InvalidOption"
+
+
+def test_an_error_in_the_exchange_of_gradients_is_named_by_backward(two: list[dict[str, Any]]):
+    assert all("ValueError: the cause" in rank["broken"] for rank in two)
+
+
 def test_warm_up_steps_are_those_of_ddp(two: list[dict[str, Any]]):
     assert two[0]["warmup"] == [True, True, False, False]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from plimsoll.gradient_compression.counters import Tally
 from plimsoll.gradient_compression.handle import Attachment, CompressionHandle
 from plimsoll.gradient_compression.meaning import Mean
 from plimsoll.gradient_compression.method import Method, parse_method
-from plimsoll.gradient_compression.replicas import Replicas, parts_of_replicas
+from plimsoll.gradient_compression.replicas import Replicas, free_switch_of, parts_of_replicas
 from plimsoll.gradient_compression.rounds import Round, mean_round
 from plimsoll.gradient_compression.scattering import Scatter, scatter_round
 from plimsoll.gradient_compression.settings import EXCLUDED, Settings
@@ -25,13 +26,15 @@ from plimsoll.gradient_compression.shards import (
     ShardReplicas,
     Shards,
     Unit,
+    check_default,
+    check_free,
     parts_to_average,
     parts_to_scatter,
     units_of,
 )
 from plimsoll.gradient_compression.slots import Slot, make_slots
-from plimsoll.ranks.exchange import exchange
-from plimsoll.ranks.world import current_world
+from plimsoll.ranks.exchange import exchange, together
+from plimsoll.ranks.world import World, current_world
 
 _TOPIC = "gradient compression"
 
@@ -73,6 +76,7 @@ def compress_gradients(
             nothing, or a model whose gradients have a hook already.
         InvalidModel: neither DDP nor FSDP2, or a layout whose reductions have no hook.
         RanksDiffer: ranks that ask for different things, or have different models.
+        RankFailed, RankMissing: another rank was refused, or did not come.
 
     Example:
         >>> handle = compress_gradients(DDP(model), "powersgd:4", warmup_steps=100)  # doctest: +SKIP
@@ -111,10 +115,13 @@ def _compress_replicas(
             next="leave replicate_group= out",
         )
     group = model.process_group
-    slots = make_slots(parts_of_replicas(model), settings, ranks=group.size(), form="mean")
-    _agree(settings, slots, dist.get_process_group_ranks(group))
+    world = current_world(dist.get_process_group_ranks(group))
+    with _together(world):
+        slots = make_slots(parts_of_replicas(model), settings, ranks=group.size(), form="mean")
+        switch = free_switch_of(model)
+    _agree(settings, slots, world)
     tally = Tally()
-    attachment = Replicas(model, slots, Mean(settings, _mean_round(settings), tally))
+    attachment = Replicas(model, switch, slots, Mean(settings, _mean_round(settings), tally))
     return CompressionHandle(settings, slots, tally, attachment, rank=group.rank(), layout="replicas")
 
 
@@ -128,17 +135,24 @@ def _compress_shards(
     attachment: Attachment
     if replicate_group is not None:
         group, layout = replicate_group, "replicas of shards"
-        parts = [parts_to_average(unit, _reduce_dtype(unit)) for unit in units]
-        slots = make_slots(itertools.chain(*parts), settings, ranks=group.size(), form="mean")
-        _agree(settings, slots, dist.get_process_group_ranks(group))
+        world = current_world(dist.get_process_group_ranks(group))
+        with _together(world):
+            check_free(units)
+            parts = [parts_to_average(unit, _reduce_dtype(unit)) for unit in units]
+            slots = make_slots(itertools.chain(*parts), settings, ranks=group.size(), form="mean")
+        _agree(settings, slots, world)
         mean = Mean(settings, _mean_round(settings), tally)
         attachment = ShardReplicas(units, _by_unit(slots, units), mean, group)
     else:
-        _check_scatters(settings.method)
         group, layout = units[0].parameters[0].device_mesh.get_group(), "shards"
-        parts = [parts_to_scatter(unit, _reduce_dtype(unit)) for unit in units]
-        slots = make_slots(itertools.chain(*parts), settings, ranks=group.size(), form="shard")
-        _agree(settings, slots, dist.get_process_group_ranks(group))
+        world = current_world(dist.get_process_group_ranks(group))
+        with _together(world):
+            _check_scatters(settings.method)
+            check_free(units)
+            check_default(units)
+            parts = [parts_to_scatter(unit, _reduce_dtype(unit)) for unit in units]
+            slots = make_slots(itertools.chain(*parts), settings, ranks=group.size(), form="shard")
+        _agree(settings, slots, world)
         round_ = None if settings.method.kind == "none" else scatter_round(settings)
         attachment = Shards(units, _by_unit(slots, units), Scatter(settings, round_, tally))
     return CompressionHandle(settings, slots, tally, attachment, rank=group.rank(), layout=layout)
@@ -168,9 +182,13 @@ def _by_unit(slots: Sequence[Slot], units: Sequence[Unit]) -> list[list[Slot]]:
     return [list(itertools.islice(remaining, len(unit.parameters))) for unit in units]
 
 
-def _agree(settings: Settings, slots: Sequence[Slot], ranks: Sequence[int]) -> None:
+def _together(world: World | None) -> contextlib.AbstractContextManager[None]:
+    """What one rank is refused, none begins: the others would wait for it in their next collective."""
+    return contextlib.nullcontext() if world is None else together(world, _TOPIC)
+
+
+def _agree(settings: Settings, slots: Sequence[Slot], world: World | None) -> None:
     """Go on only if all ranks compress the same parameters in the same way: they could not read each other otherwise."""
-    world = current_world(ranks)
     if world is None:
         return
     mine = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from plimsoll.errors import CompressionMismatch
+from plimsoll.errors import CompressionMismatch, InvalidOption
 from plimsoll.gradient_compression.counters import Counters, Tally
 from plimsoll.gradient_compression.settings import Settings
 from plimsoll.gradient_compression.slots import STATE, Slot
@@ -60,8 +61,12 @@ class CompressionHandle:
         Every rank calls it, between two steps. What was not sent yet is lost unless ``state_dict`` was taken before.
         """
         attachment, self._attachment = self._attachment, None
-        if attachment is not None:
-            attachment.detach()
+        if attachment is None:
+            return
+        attachment.detach()
+        for slot in self._slots:
+            for kind in STATE:
+                setattr(slot, kind, None)
 
     def rescale(self, factor: float) -> None:
         """Multiply what was not sent, and momentum, by a factor: what a change of the loss scale does to gradients.
@@ -70,12 +75,21 @@ class CompressionHandle:
 
         Args:
             factor: above 0.
+
+        Raises:
+            InvalidOption: a factor that is 0, negative or not finite: what was not sent would be lost, or turned round.
         """
+        if not 0 < factor < math.inf:
+            raise InvalidOption(
+                f"rescale({factor:g}).",
+                why="it is the new loss scale over the old one, and both are above 0",
+                next="pass scaler.get_scale() after update() over that before it",
+            )
         with torch.no_grad():
             for slot in self._slots:
-                for kind in ("residual", "velocity", "owned"):
-                    kept = getattr(slot, kind)
-                    setattr(slot, kind, None if kept is None else kept * factor)
+                for kept in (slot.residual, slot.velocity, slot.owned):
+                    if kept is not None:
+                        kept.mul_(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, of this rank: save one per rank."""
@@ -111,7 +125,8 @@ class CompressionHandle:
             slot.reductions = state["reductions"][slot.name]
             for kind in STATE:
                 kept = state[kind].get(slot.name)
-                setattr(slot, kind, None if kept is None else kept.detach().clone())
+                # On the host: the stream that gradients are exchanged in takes it to its device, in memory of its own.
+                setattr(slot, kind, None if kept is None else kept.detach().to("cpu", copy=True))
         self._tally.restore(Counters(**state["counters"]))
         if self._attachment is not None:
             self._attachment.restore(state["counters"]["steps"])

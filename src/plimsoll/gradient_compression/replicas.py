@@ -35,12 +35,9 @@ def parts_of_replicas(model: DistributedDataParallel) -> list[Part]:
 
 
 class Replicas:
-    """The buckets of one model, while compression is on."""
+    """The buckets of one model, while compression is on; ``switch`` is that of ``free_switch_of``."""
 
-    def __init__(self, model: DistributedDataParallel, slots: list[Slot], mean: Mean) -> None:
-        switch = _switch_of(model)
-        if switch is not None and switch.answer is not None:
-            raise twice()
+    def __init__(self, model: DistributedDataParallel, switch: Switch | None, slots: list[Slot], mean: Mean) -> None:
         trained = [each for each in model.module.parameters() if each.requires_grad]
         self._slots = dict(zip(trained, slots, strict=True))
         self._mean = mean
@@ -104,11 +101,17 @@ def _twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return twin
 
 
-def _switch_of(model: DistributedDataParallel) -> Switch | None:
-    """The hook that an earlier call left; somebody else's is refused."""
+def free_switch_of(model: DistributedDataParallel) -> Switch | None:
+    """The hook that an earlier call left.
+
+    Raises:
+        InvalidOption: the model has somebody else's, or is compressed already.
+    """
     # DDP notes its hooks here and shows them nowhere else; registering a second one fails, whoever set the first.
     for hook, state in model._comm_hooks:
         if isinstance(state, Switch):
+            if state.answer is not None:
+                raise twice()
             return state
         raise InvalidOption(
             f"The model has a communication hook already: {hook.__qualname__}.",
@@ -135,7 +138,9 @@ def _on_thread(thread: ThreadPoolExecutor, job: Callable[[], torch.Tensor]) -> R
         if error is None:
             promised.set_result(done.result())
         else:
-            promised.set_exception(error)  # type: ignore[arg-type]  # torch types it as a result
+            # Torch's reducer takes the exception for a tensor, and shows of it only its text.
+            told = RuntimeError(f"{type(error).__name__}: {error}")
+            promised.set_exception(told)  # type: ignore[arg-type]  # torch types it as a result
 
     thread.submit(job).add_done_callback(hand_on)
     return promised

@@ -41,8 +41,8 @@ class Settings:
             "min_ratio", self.min_ratio, 0.0, math.inf, "1.5 asks for two thirds of the bytes, 0 takes everything"
         )
         for name, value in (("warmup_steps", self.warmup_steps), ("min_elements", self.min_elements)):
-            _check_between(name, value, 0, math.inf, "it is a count; 0 is none")
-        _check_between("seed", self.seed, 0, 2**63, "it is a whole number that all ranks share")
+            _check_whole(name, value, 2**63, "it is a count; 0 is none")
+        _check_whole("seed", self.seed, 2**63, "it is a number that all ranks share")
         if self.momentum and not self.method.is_sparse:
             raise InvalidOption(
                 f"momentum={self.momentum:g} with {str(self.method)!r}.",
@@ -70,3 +70,8 @@ def _check_between(name: str, value: float, least: float, limit: float, advice: 
             why=f"{name} is at least {least:g}" + ("" if math.isinf(limit) else f" and below {limit:g}"),
             next=advice,
         )
+
+
+def _check_whole(name: str, value: int, limit: int, advice: str) -> None:
+    if type(value) is not int or not 0 <= value < limit:
+        raise InvalidOption(f"{name}={value!r}.", why=f"{name} is a whole number from 0 to {limit - 1}", next=advice)

@@ -114,8 +114,6 @@ class Shards:
     """The units of one model, while their reduce-scatters are compressed."""
 
     def __init__(self, units: Sequence[Unit], slots: Sequence[Sequence[Slot]], scatter: Scatter) -> None:
-        _check_free(units)
-        _check_default(units)
         self._comms = [_CompressedReduceScatter(each, scatter) for each in slots]
         self._modules = [unit.module for unit in units]
         self._before = [_group_of(module)._reduce_scatter_comm for module in self._modules]
@@ -139,7 +137,6 @@ class ShardReplicas:
     def __init__(
         self, units: Sequence[Unit], slots: Sequence[Sequence[Slot]], mean: Mean, group: dist.ProcessGroup
     ) -> None:
-        _check_free(units)
         self._modules = [unit.module for unit in units]
         self._hooks = [_AverageShards(each, mean, group) for each in slots]
         for module, hook in zip(self._modules, self._hooks, strict=True):
@@ -220,7 +217,8 @@ def _check_op(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> None:
         )
 
 
-def _check_free(units: Sequence[Unit]) -> None:
+def check_free(units: Sequence[Unit]) -> None:
+    """Refuse a model whose gradients have a hook already."""
     for unit in units:
         group = _group_of(unit.module)
         if isinstance(group._reduce_scatter_comm, _CompressedReduceScatter) or isinstance(
@@ -235,7 +233,8 @@ def _check_free(units: Sequence[Unit]) -> None:
             )
 
 
-def _check_default(units: Sequence[Unit]) -> None:
+def check_default(units: Sequence[Unit]) -> None:
+    """Refuse a model whose reduce-scatter is not torch's own."""
     for unit in units:
         comm = _group_of(unit.module)._reduce_scatter_comm
         if type(comm) is not DefaultReduceScatter:

@@ -71,6 +71,8 @@ def test_at_least_one_element_is_sent_and_never_more_than_there_are():
         ("topk:1%", "min_ratio", -1.0),
         ("topk:1%", "min_elements", -1),
         ("topk:1%", "seed", -1),
+        ("topk:1%", "seed", 1.5),
+        ("topk:1%", "warmup_steps", 0.1),
     ],
 )
 def test_an_option_out_of_range_is_refused(method: str, option: str, value: float):
