@@ -60,7 +60,8 @@ BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="Example
 SequenceOption = Annotated[int | None, typer.Option("--seq", min=1, help="Tokens per example, for configurations.")]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps to measure.")]
 AllowOption = Annotated[
-    str, typer.Option("--allow", metavar="LIST", help="What auto may do: recompute,compress,offload,collectives or some.")
+    str,
+    typer.Option("--allow", metavar="LIST", help="What auto may do: recompute,compress,offload,collectives or some."),
 ]
 MaxErrorOption = Annotated[
     str,
