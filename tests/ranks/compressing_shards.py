@@ -93,8 +93,7 @@ def train_llama(mesh: DeviceMesh, method: str | None, group: dist.ProcessGroup |
 def fidelity(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> dict[str, Any]:
     # Without a method, the mean over replicas is taken here, in the order in which the hook takes it.
     expected, _ = train_llama(mesh, "none" if group else None, group)
-    whole, _ = train_llama(init_device_mesh("cpu", (4,)), None, None)
-    found: dict[str, Any] = {"as_whole": _error(expected, whole)}
+    found: dict[str, Any] = {}
     cases: dict[str, dict[str, Any]] = {
         "none": {},
         "topk:100%": EVERYTHING,
@@ -103,6 +102,8 @@ def fidelity(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> dict[str, Any
     }
     if group is not None:
         cases["powersgd:1000"] = EVERYTHING
+        whole, _ = train_llama(init_device_mesh("cpu", (4,)), None, None)
+        found["as_whole"] = _error(expected, whole)
     for method, options in cases.items():
         gradients, handle = train_llama(mesh, method, group, **options)
         row = torch.cat([each.reshape(-1) for each in gradients.values()])
@@ -134,7 +135,7 @@ def sums(mesh: DeviceMesh, method: str) -> dict[str, Any]:
     sent = expected = torch.zeros((), dtype=torch.float64)
     same = []
     with compress_gradients(model, method, **EVERYTHING) as handle:
-        for _ in range(10):
+        for _ in range(6):
             gradients = draw()
             averaged = step(model, gradients)
             same.append(are_same(averaged))
@@ -189,12 +190,12 @@ def resumed(mesh: DeviceMesh, method: str, group: dist.ProcessGroup | None = Non
     if method == "momentum":
         method, options["momentum"] = "randomk:10%", 0.9
     draw, model = whole_numbers(dist.get_rank()), sharded(mesh)
-    given = [draw() for _ in range(6)]
+    given = [draw() for _ in range(4)]
     with compress_gradients(model, method, **options) as handle:
         first = [step(model, each) for each in given]
         counters = handle.counters
     with compress_gradients(model, method, **options) as handle:
-        for each in given[:3]:
+        for each in given[:2]:
             step(model, each)
         saved = io.BytesIO()
         torch.save(handle.state_dict(), saved)
@@ -202,8 +203,8 @@ def resumed(mesh: DeviceMesh, method: str, group: dist.ProcessGroup | None = Non
     with compress_gradients(model, method, **options) as handle:
         saved.seek(0)
         handle.load_state_dict(torch.load(saved))
-        rest = [step(model, each) for each in given[3:]]
-        continued = all(torch.equal(a, b) for a, b in zip(first[3:], rest, strict=True))
+        rest = [step(model, each) for each in given[2:]]
+        continued = all(torch.equal(a, b) for a, b in zip(first[2:], rest, strict=True))
         return {"continues": continued, "counts": handle.counters == counters, "same": are_same(rest[-1])}
 
 
