@@ -16,6 +16,8 @@ from plimsoll.gradient_compression.wire import FLOATS, Form, compressed_bytes, d
 STATE = ("residual", "velocity", "factor", "owned")
 """The tensors of a slot that live from step to step."""
 
+_MOST_ELEMENTS = 2**31 - 1
+
 
 @dataclass(slots=True, kw_only=True)
 class Slot:
@@ -130,6 +132,8 @@ def _reason_not_to(part: Part, settings: Settings, ranks: int, form: Form) -> st
         return f"gradients of {str(part.dtype).removeprefix('torch.')} are sent as they are"
     if elements < settings.min_elements or not elements:
         return f"fewer than {settings.min_elements} elements"
+    if elements > _MOST_ELEMENTS:
+        return f"more than {_MOST_ELEMENTS} elements: places are sent as 32-bit integers"
     # A single rank sends nothing; it decides as the smaller of two would.
     several = max(2, ranks)
     dense = dense_bytes(elements, part.dtype, several, form)

@@ -128,6 +128,7 @@ def parts() -> list[Part]:
         Part(name="small.weight", shape=(8, 8), dtype=torch.float32),
         Part(name="double.weight", shape=(64, 64), dtype=torch.float64),
         Part(name="nothing", shape=(0, 4), dtype=torch.float32),
+        Part(name="huge.weight", shape=(2**16, 2**15), dtype=torch.float32),
     ]
 
 
@@ -140,6 +141,7 @@ def test_every_parameter_that_is_not_compressed_says_why():
         "fewer than 1024 elements",
         "gradients of float64 are sent as they are",
         "fewer than 1024 elements",
+        "more than 2147483647 elements: places are sent as 32-bit integers",
     ]
 
 
