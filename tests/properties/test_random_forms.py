@@ -27,7 +27,7 @@ from plimsoll.planning.windows import build_windows
 from unit.planning.builders import random_step, transformer
 from unit.planning.form_builders import block_forms, random_choice, random_forms
 
-STEPS = 160
+STEPS = 80
 BATCH = 40
 ENUMERATED_CHOICES = 1500
 TOLERANCE = 1.002

@@ -15,7 +15,7 @@ from plimsoll.planning.step import StepIndex
 from unit.planning.builders import random_step
 from unit.planning.every_choice import every_choice
 
-STEPS = 1000
+STEPS = 500
 BATCH = 100
 ENUMERATED_VALUES = 6
 
