@@ -47,9 +47,10 @@ _SIZES = {
     "tiny": ({"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 256}, 2, 64),
     "cpu": ({"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 8, "vocab_size": 512}, 2, 128),
 }
-_SETTLED = 3
-"""Steps until the plan for the budget stands."""
-_STEPS = 5
+_SETTLED, _SETTLED_STAGES = 3, 5
+"""Steps until the plan for the budget stands, and until a schedule's do."""
+_MEASURED = 2
+"""Steps after these."""
 _SHARE_OF_STAGES = 0.85
 """Of what a pipeline's rank takes without a plan: its lowest peak shows only when the schedule first runs."""
 
@@ -252,8 +253,9 @@ class _Run:
     def go(self) -> None:
         training = self.training
         torch.manual_seed(0)
-        for step in range(_STEPS):
-            if step < _SETTLED:
+        settled = _SETTLED_STAGES if isinstance(training, StageTraining) else _SETTLED
+        for step in range(settled + _MEASURED):
+            if step < settled:
                 training.step()
             else:
                 self._measured()
@@ -315,9 +317,10 @@ def page_lines(found: Sequence[tuple[Case, list[Facts]]], command: str) -> Itera
     yield ""
     yield (
         "transformers' Llama with attention dropout on the standard library's source, gloo, one thread a rank. "
-        f"{_STEPS} steps of training without a plan and the same under `attach`; every gradient of every step and the weights "
-        "at the end are compared bit for bit on every rank. Peaks and collectives are those of the steps after the first "
-        f"{_SETTLED}. Of each case the rank with the largest measured peak is shown; *equal* and *kept* hold on all."
+        f"{_SETTLED + _MEASURED} steps of training (pipelines {_SETTLED_STAGES + _MEASURED}) without a plan and the same under "
+        "`attach`; every gradient of every step and the weights at the end are compared bit for bit on every rank. Peaks and "
+        f"collectives are those of the last {_MEASURED} steps. Of each case the rank with the largest measured peak is shown; "
+        "*equal* and *kept* hold on all."
     )
     yield ""
     head = ("layout", "ranks", "share", "floor MiB", "budget MiB", "unmanaged MiB", "predicted MiB", "measured MiB", "kept",

@@ -56,6 +56,10 @@ class _Event:
     address: int
 
 
+class MeasurementLost(PlimsollError):
+    """A meter has nothing to say: its profiler was ended by somebody else."""
+
+
 class PeakMeter:
     """Measures memory on one device while it is entered.
 
@@ -92,6 +96,11 @@ class PeakMeter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Stop measuring.
+
+        Raises:
+            MeasurementLost: another profiler ended the one that measured.
+        """
         self.windows = self._meter.stop()
         self.peak_bytes = max(window.peak_bytes for window in self.windows)
         self.resident_bytes = self.windows[-1].resident_bytes
@@ -165,6 +174,12 @@ class _CpuMeter:
             for event in _flatten(result.experimental_event_tree())
             if isinstance(event.extra_fields, _ExtraFields_Allocation) and event.extra_fields.device.type == "cpu"
         ]
+        if not found:
+            raise MeasurementLost(
+                "Nothing was measured: the log of allocations is empty.",
+                why="torch has one profiler, which measures memory on a CPU, and another one ended it meanwhile",
+                next="measure again, without a profiler or a PeakMeter inside",
+            )
         first = min(found, key=lambda event: event.start_time_ns)
         logged = [
             _Event(event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Category, Phase
-from plimsoll.measuring.memory import PeakMeter, storage_bytes
+from plimsoll.measuring.memory import MeasurementLost, PeakMeter, storage_bytes
 from plimsoll.pipeline.request import is_profiled
 from plimsoll.wrappers.replicated import bucket_bytes
 
@@ -105,7 +105,11 @@ class MeasuredStep:
         if self._device.type == "cpu" and (is_profiled() or not torch._C._autograd._profiler_enabled()):
             self._meter = None  # somebody else's profiler has taken over; stopping ours would stop theirs
             return False
-        meter.__exit__(None, None, None)
+        try:
+            meter.__exit__(None, None, None)
+        except MeasurementLost:
+            self._meter = None
+            return False
         return not self.has_failed and (self.has_trained or self._has_trained())
 
     @property

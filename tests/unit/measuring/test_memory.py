@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from plimsoll.measuring.memory import PeakMeter, storage_bytes
+from plimsoll.measuring.memory import MeasurementLost, PeakMeter, storage_bytes
 
 KIB = 1024
 
@@ -150,3 +150,9 @@ def test_cuda_windows_have_their_own_peaks():
     assert meter.window("second").peak_bytes == 3 << 20
     assert meter.resident_bytes == 2 << 20
     del second
+
+
+def test_a_meter_whose_profiler_was_ended_by_another_says_that_nothing_was_measured():
+    with pytest.raises(MeasurementLost) as raised, PeakMeter(), torch.profiler.profile():
+        torch.zeros(1024)
+    assert "another one ended it" in raised.value.why
