@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -365,7 +366,7 @@ def main() -> int:
                 case = Case(layout, ranks, chosen.size, share)
                 found.append((case, run(case)))
                 print(*_cells(*found[-1]), file=sys.stderr, flush=True)
-    lines = list(page_lines(found, f"python -m benchmarks.layouts {' '.join(sys.argv[1:])}".strip()))
+    lines = list(page_lines(found, f"python -m benchmarks.layouts {shlex.join(sys.argv[1:])}".strip()))
     stem = f"{datetime.datetime.now(datetime.UTC).date()}-{device_slug(torch.device('cpu'))}-layouts"
     (_RESULTS / f"{stem}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
