@@ -20,8 +20,8 @@ PAIRED = (
 )
 FOURFOLD = ("hsdp", "fsdp2, to pairs")
 LAYOUTS = (*PAIRED, *FOURFOLD)
-STEADY = tuple(name for name in LAYOUTS if name != "fsdp2, prefetching")
-"""With prefetching, gloo's threads decide when a gathered buffer ends: a traced step may count one more than a measured one."""
+WITHIN_A_BUFFER = 0.10
+"""Under plans gloo's threads decide when a gathered buffer ends: a step may count one more or less than the traced one."""
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +42,15 @@ def habits() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("layout", STEADY)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_predicted_peak_of_every_rank_is_the_measured_one(studies, layout):
     for rank in studies[layout]:
-        assert rank["predicted"] == pytest.approx(rank["measured"], rel=WITHIN)
+        gathers = layout.startswith(("fsdp2", "hsdp"))
+        within = WITHIN_A_BUFFER if gathers and layout != BUDGETED else WITHIN
+        assert rank["predicted"] == pytest.approx(rank["measured"], rel=within)
+        within = WITHIN_A_BUFFER if gathers else WITHIN
         for plan in rank["plans"].values():
-            assert plan["predicted"] == pytest.approx(plan["measured"], rel=WITHIN)
+            assert plan["predicted"] == pytest.approx(plan["measured"], rel=within)
             assert plan["predicted"] < rank["predicted"]
 
 
