@@ -482,6 +482,7 @@ def receipt_of(make: Callable[[], nn.Module]) -> dict[str, Any]:
         receipt = plimsoll.verify(model, batch, plan, steps=1)
     return {
         "verdict": receipt.verdict.value,
+        "is_bit_equal": receipt.is_bit_equal,
         "predicted": receipt.predicted_peak_bytes,
         "measured": receipt.measured_peak_bytes,
     }

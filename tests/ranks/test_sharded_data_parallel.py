@@ -117,8 +117,11 @@ def test_no_boundary_is_dropped_where_parameters_are_gone_by_then(habits):
 def test_verify_gives_every_rank_a_receipt(habits, layout):
     for rank in habits:
         receipt = rank["receipts"][layout]
-        assert receipt["verdict"] == "VERIFIED"
-        assert receipt["predicted"] == pytest.approx(receipt["measured"], rel=WITHIN)
+        assert receipt["is_bit_equal"]
+        if layout == "ddp":
+            assert receipt["verdict"] == "VERIFIED"
+        within = WITHIN if layout == "ddp" else WITHIN_A_BUFFER
+        assert receipt["predicted"] == pytest.approx(receipt["measured"], rel=within)
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "ddp"])
