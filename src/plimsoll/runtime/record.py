@@ -18,7 +18,7 @@ from plimsoll.recording.collectives import is_routing, peers_of
 from plimsoll.recording.geometry import Geometry, has_lazy_bits, is_plain
 from plimsoll.recording.graph import LocalIds, SlotRecord, build_region_graph, default_order
 from plimsoll.recording.modules import ModuleStack
-from plimsoll.recording.recorder import RecordedOp, Ref
+from plimsoll.recording.recorder import Ref
 from plimsoll.recording.shards import local_of, settled, version_of
 from plimsoll.runtime.cells import Cell
 from plimsoll.runtime.choosing import choose
@@ -114,11 +114,10 @@ def record_call(
         call.frame.keep_all()
         raise
     recorder, frame = call.recorder, call.frame
-    writes_outside = [op for op in recorder.ops if _writes_outside(recorder, op)]
     found = Recorded(
         None,
         _obstacle(call),
-        may_rerun=not writes_outside and not any(op.scratch for op in recorder.ops),
+        may_rerun=not _writes_outside(recorder) and not any(op.scratch for op in recorder.ops),
         peers=tuple(sorted({rank for op in recorder.ops for rank in peers_of(op.func, op.args, op.kwargs)})),
         routes=any(is_routing(op.func) for op in recorder.ops),
     )
@@ -224,9 +223,10 @@ def _register(recorder: VerifyingRecorder, module: nn.Module) -> dict[int, Param
     return sources
 
 
-def _writes_outside(recorder: VerifyingRecorder, op: RecordedOp) -> bool:
-    born = {storage for other in recorder.ops for storage in other.births}
-    return any(recorder.values[w].storage not in born for w in op.writes)
+def _writes_outside(recorder: VerifyingRecorder) -> bool:
+    """Whether some op writes to a storage that no op of the region has made."""
+    born = {storage for op in recorder.ops for storage in op.births}
+    return any(recorder.values[value].storage not in born for op in recorder.ops for value in op.writes)
 
 
 def _build(
