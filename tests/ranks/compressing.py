@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import threading
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -412,17 +413,32 @@ def refusals() -> dict[str, tuple[str, str, str]]:
     }
 
 
-def broken() -> str:
-    """What backward says of an error that was met beside it, on the thread that exchanges gradients."""
-    model, gradients = replicated(), next(whole_numbers(dist.get_rank()))
-    with (
-        compress_gradients(model, "sign:16", **EVERYTHING),
-        unittest.mock.patch.object(meaning, "offer", side_effect=ValueError("the cause")),
-    ):
-        try:
-            step(model, gradients)
-        except RuntimeError as error:
-            return str(error)
+def broken() -> dict[str, str]:
+    """What backward says of an error that was met beside it, on the thread that exchanges gradients; and the step after it.
+
+    With several buckets, of which one rank fails at one and the other at two: neither may go on to exchange the others.
+    """
+    model, given_ = replicated(), whole_numbers(dist.get_rank())
+    with compress_gradients(model, "sign:16", **EVERYTHING):
+        for _ in range(2):  # DDP has one bucket at first
+            step(model, next(given_))
+        calls, offer = itertools.count(), meaning.offer
+
+        def fail_at_first(*arguments: Any) -> Any:
+            if next(calls) <= dist.get_rank():
+                raise ValueError("the cause")
+            return offer(*arguments)
+
+        with unittest.mock.patch.object(meaning, "offer", fail_at_first):
+            first = _error_of(lambda: step(model, next(given_)))
+        return {"first": first, "next": _error_of(lambda: step(model, next(given_)))}
+
+
+def _error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
     raise AssertionError("nothing was raised")
 
 

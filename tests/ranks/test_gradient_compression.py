@@ -159,7 +159,11 @@ def test_what_one_rank_is_refused_no_rank_begins(two: list[dict[str, Any]]):
 
 
 def test_an_error_in_the_exchange_of_gradients_is_named_by_backward(two: list[dict[str, Any]]):
-    assert all("ValueError: the cause" in rank["broken"] for rank in two)
+    assert all("ValueError: the cause" in rank["broken"]["first"] for rank in two)
+
+
+def test_after_an_error_in_the_exchange_no_gradients_are_exchanged(two: list[dict[str, Any]]):
+    assert all("An earlier exchange of gradients failed" in rank["broken"]["next"] for rank in two)
 
 
 def test_warm_up_steps_are_those_of_ddp(two: list[dict[str, Any]]):

@@ -9,6 +9,8 @@ Source: Vogels et al. 2019, "PowerSGD", algorithm 1. Known weakness: torch's hoo
 from __future__ import annotations
 
 import math
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +28,12 @@ _FIRST_STEP = 2
 """Torch's state refuses to start earlier, because DDP rebuilds its buckets after the first step; ours are not DDP's."""
 _EPSILON = 1e-8
 """Added to the length of columns before dividing by it: a column of zeros stays zero instead of NaN."""
+_LETTING_GO_SECONDS = 1.0
+"""How long to wait at most for torch's callbacks to be gone; it takes microseconds."""
+
+
+class _State(PowerSGDState):
+    """Torch's state, with a place for weak references."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +74,24 @@ class LowRankMean:
         factors = [self._right_factor(each.slot, flat.device) for each in ordered]
         state = self._state(ordered, factors, group)
         powerSGD_hook(state, _Bucket(flat, matrices)).wait()
+        right_factors = state.q_memory_dict[_BUCKET]
+        # The callbacks of torch's hook hold the group, and a thread of the group lets go of them after the result is there.
+        # A group that is destroyed meanwhile ends on its own thread, which aborts the process.
+        let_go = threading.Event()
+        weakref.finalize(state, let_go.set)
+        del state
+        let_go.wait(_LETTING_GO_SECONDS)
         widths = [factor.numel() for factor in factors]
         outcomes: list[Outcome | None] = [None] * len(offers)
-        for i, each, piece, kept in zip(
-            order, ordered, pieces, state.q_memory_dict[_BUCKET].split(widths), strict=True
-        ):
+        for i, each, piece, kept in zip(order, ordered, pieces, right_factors.split(widths), strict=True):
             _, columns, rank = factors_of(each.slot.shape, self.rank)
             # As in torch and in the paper, what all agreed on counts as sent: residuals add up over ranks.
             sent = piece.view_as(each.values)
             outcomes[i] = Outcome(mean=piece, sent=sent, kept={"factor": kept.view(columns, rank).clone()})
         return [outcome for outcome in outcomes if outcome is not None]
 
-    def _state(
-        self, offers: Sequence[Offer], factors: Sequence[torch.Tensor], group: dist.ProcessGroup
-    ) -> PowerSGDState:
-        state = PowerSGDState(
+    def _state(self, offers: Sequence[Offer], factors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> _State:
+        state = _State(
             process_group=group,
             matrix_approximation_rank=self.rank,
             start_powerSGD_iter=_FIRST_STEP,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from plimsoll.errors import InvalidOption
+from plimsoll.errors import InvalidOption, RankFailed
 from plimsoll.gradient_compression.meaning import Mean, average_whole
 from plimsoll.gradient_compression.slots import Part, Slot
 from plimsoll.gradient_compression.switch import Reduced, Switch, reduce_bucket
@@ -42,6 +42,7 @@ class Replicas:
         self._slots = dict(zip(trained, slots, strict=True))
         self._mean = mean
         self._step = 0
+        self._failure: str | None = None
         self._group = model.process_group
         self._own_group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -65,11 +66,22 @@ class Replicas:
         self._step += bucket.is_last()
 
         def job() -> torch.Tensor:
-            if flat.is_sparse:
-                with torch.no_grad():
-                    average_whole(flat, self._group)
-            else:
-                self._mean.reduce(slots, gradients, flat, group=self._group, step=step)
+            if self._failure is not None:
+                raise RankFailed(
+                    f"An earlier exchange of gradients failed on this rank ({self._failure}).",
+                    why="the other ranks are at that exchange, or past it, and would be sent what belongs to another one",
+                    next="start again from the last checkpoint, or remove() the compression on all ranks and begin anew",
+                    ranks=(dist.get_rank(),),
+                )
+            try:
+                if flat.is_sparse:
+                    with torch.no_grad():
+                        average_whole(flat, self._group)
+                else:
+                    self._mean.reduce(slots, gradients, flat, group=self._group, step=step)
+            except BaseException as error:
+                self._failure = f"{type(error).__name__}: {error}"
+                raise
             return flat
 
         if self._stream is not None:
@@ -87,8 +99,10 @@ class Replicas:
         if self._thread is not None:
             self._thread.shutdown(wait=True)
             self._thread = None
-        if self._own_group is not None and self._own_group.size() == dist.get_world_size():
-            # A smaller group stays until the program ends: torch would give a later one its name, and gloo its old addresses.
+        is_whole = self._own_group is not None and self._own_group.size() == dist.get_world_size()
+        # A smaller group stays until the program ends: torch would give a later one its name, and gloo its old addresses.
+        # So does one that failed: what is left of its collectives may hold it on its own threads.
+        if is_whole and self._failure is None:
             dist.destroy_process_group(self._own_group)
         self._own_group = None
 
