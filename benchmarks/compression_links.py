@@ -195,19 +195,19 @@ def write_page(asked: argparse.Namespace, found: Sequence[tuple[float, Traffic]]
     """The result page."""
     import torch
 
-    from benchmarks.machine import device_name, device_slug, versions
+    from benchmarks.machine import device_name, page_head, page_stem, versions
 
     device = torch.device("cpu")
-    today = datetime.datetime.now(datetime.UTC).date()
     step = found[0][1].step
     buckets = json.dumps([round(bucket.gradient_bytes / 2**20, 2) for bucket in step.buckets])
     lines = [
-        f"# Gradient compression on shaped links, {today}, {device_name(device)}",
-        "",
-        f"Command: `python -m benchmarks.compression_links --ranks {asked.ranks} --rounds {asked.rounds}`; "
-        f"load of the machine when it ended: {os.getloadavg()[1]:.1f}",
-        "",
-        "Versions: " + ", ".join(f"{name} {each}" for name, each in versions().items()),
+        *page_head(
+            "Gradient compression on shaped links",
+            f"python -m benchmarks.compression_links --ranks {asked.ranks} --rounds {asked.rounds}",
+            device=device_name(device),
+            versions=versions(),
+        ),
+        f"Load of the machine when it ended: {os.getloadavg()[1]:.1f}.",
         "",
         f"{asked.ranks} ranks, one thread each, in network namespaces joined by virtual Ethernet and a bridge; `tc tbf` "
         f"limits both directions of each link; gloo. Llama, {asked.layers} layers, hidden size {asked.hidden}, batch "
@@ -219,7 +219,7 @@ def write_page(asked: argparse.Namespace, found: Sequence[tuple[float, Traffic]]
         "",
         *conclusion(found),
     ]
-    path = asked.page / f"{today}-{device_slug(device)}-compression-links.md"
+    path = asked.page / f"{page_stem(device, 'compression-links')}.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 

@@ -10,7 +10,6 @@ The truth has to lie within the error bar of every row; a row that names somethi
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -22,7 +21,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 
-from benchmarks.machine import device_name, device_slug, versions
+from benchmarks.machine import device_name, page_head, page_stem, versions
 from benchmarks.page import format_mib, format_table
 from benchmarks.real_steps import MeasuredStep, Training, measure
 from plimsoll.artifacts.costs import Costs, CostSource
@@ -156,12 +155,9 @@ def _held_after_forward(training: Training) -> tuple[int, int]:
 def page_lines(rows: Sequence[Row], command: str) -> Iterable[str]:
     """The page of results."""
     peaks = sorted(abs(row.peak.error) for row in rows)
-    yield f"# Estimates against real steps, {datetime.datetime.now(datetime.UTC).date()}, {device_name(torch.device('cpu'))}"
-    yield ""
-    yield f"Command: `{command}`"
-    yield ""
-    yield "Versions: " + ", ".join(f"{name} {each}" for name, each in versions().items())
-    yield ""
+    yield from page_head(
+        "Estimates against real steps", command, device=device_name(torch.device("cpu")), versions=versions()
+    )
     yield (
         "Estimated without weights, from a fake trace with the kernels of a CPU; measured from allocator events of a real step "
         "(the second: the optimizer's state is there) on one thread. Percentages are of what was measured. *Held* is what "
@@ -205,7 +201,7 @@ def main() -> int:
             rows.append(compare(training))
             print("  ", *_cells(rows[-1])[1:], file=sys.stderr, flush=True)
     lines = list(page_lines(rows, "python -m benchmarks.estimate_accuracy"))
-    stem = f"{datetime.datetime.now(datetime.UTC).date()}-{device_slug(torch.device('cpu'))}-estimates"
+    stem = page_stem(torch.device("cpu"), "estimates")
     (_RESULTS / f"{stem}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
     return 0 if all(row.is_within_bar for row in rows) else 1

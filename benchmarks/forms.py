@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from benchmarks import peers
 from benchmarks.forms_page import FormRow, FormTable, write_page
-from benchmarks.machine import device_name, device_slug, versions
+from benchmarks.machine import device_name, page_stem, versions
 from benchmarks.measure import Variant, prepare
 from benchmarks.models import FAMILIES, SIZES, Case, build
 from benchmarks.peers_table import apply_plan
@@ -143,7 +142,7 @@ def main() -> int:
             for name in options.models
         ]
     device = build(options.models[0], options.size).device
-    stem = f"{datetime.datetime.now(datetime.UTC).date()}-{device_slug(device)}-forms"
+    stem = page_stem(device, "forms")
     command = f"python -m benchmarks.forms --models {' '.join(options.models)} --size {options.size} "
     page = write_page(
         tables,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.machine import page_head
 from benchmarks.measure import Variant
 from benchmarks.page import MIB, format_interval, format_mib, format_table
 from plimsoll.artifacts.decision import Decision
@@ -48,12 +48,7 @@ def write_page(
     """Write ``<stem>.md`` and one plot per model beside it; the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
-        f"# Compression and offloading beside recomputation, {datetime.datetime.now(datetime.UTC).date()}, {device}",
-        "",
-        f"Command: `{command}`",
-        "",
-        "Versions: " + ", ".join(f"{name} {each}" for name, each in versions.items()),
-        "",
+        *page_head("Compression and offloading beside recomputation", command, device=device, versions=versions),
         "One step is forward and backward from empty gradients. *Time ×*: paired median of the process's CPU seconds, with "
         "torch on one thread, over the unmanaged step of the same round, with its 95% bootstrap interval; the threads that "
         "copy to a disk count, although another core may run them. *Activation peak* leaves out parameters, buffers, batch "

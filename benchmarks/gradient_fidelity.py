@@ -10,7 +10,6 @@ order of the text), without compression and with every method, and measures the 
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 import sys
 import time
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.launching import launch
-from benchmarks.machine import device_name, device_slug, versions
+from benchmarks.machine import device_name, page_head, page_stem, versions
 from benchmarks.page import format_table
 from plimsoll.demo.corpus import Batches, read_corpus
 from plimsoll.demo.training import Setup, make_model
@@ -168,16 +167,10 @@ def table(found: dict[tuple[int, int], Run], seeds: list[int], optimizer: str) -
 
 def page(found: dict[tuple[int, int], Run], seeds: list[int], steps: int) -> str:
     """The page of one run of this benchmark."""
-    named = ", ".join(f"{name} {each}" for name, each in versions().items())
-    today, device = datetime.datetime.now(datetime.UTC).date(), device_name(torch.device("cpu"))
+    device = device_name(torch.device("cpu"))
     command = f"python -m benchmarks.gradient_fidelity --steps {steps} --seeds {' '.join(map(str, seeds))}"
     lines = [
-        f"# Compressed gradients on the text task, {today}, {device}",
-        "",
-        f"Command: `{command}`",
-        "",
-        f"Versions: {named}",
-        "",
+        *page_head("Compressed gradients on the text task", command, device=device, versions=versions()),
         f"A Llama of width 64 with 2 layers, bytes of Python's standard library, {RANKS} ranks under DDP with 4 sequences of "
         f"64 each, {steps} steps, learning rate falling to zero, the first tenth of the steps uncompressed unless a row says "
         f"otherwise. Held-out loss in nats per byte, mean of {len(seeds)} seeds; *within*: the mean lies between the least and "
@@ -208,8 +201,7 @@ def main() -> int:
     text = page(found, options.seeds, options.steps)
     print(text)
     if options.folder is not None:
-        today = datetime.datetime.now(datetime.UTC).date()
-        name = f"{today}-{device_slug(torch.device('cpu'))}-gradient-fidelity.md"
+        name = f"{page_stem(torch.device('cpu'), 'gradient-fidelity')}.md"
         (options.folder / name).write_text(text, encoding="utf-8")
     if differ:
         print(f"ranks ended with different models: {differ}", file=sys.stderr)

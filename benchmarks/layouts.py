@@ -10,7 +10,6 @@ the unmanaged one. Peaks are allocator events, collectives the sequence numbers 
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import shlex
 import sys
@@ -33,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import plimsoll
 from benchmarks.launching import launch
-from benchmarks.machine import device_name, device_slug, versions
+from benchmarks.machine import device_name, page_head, page_stem, versions
 from benchmarks.models.data import text_ids
 from benchmarks.page import format_mib, format_table
 from benchmarks.stages import SCHEDULES, StageTraining
@@ -310,12 +309,9 @@ def is_kept(facts: Facts) -> bool:
 
 def page_lines(found: Sequence[tuple[Case, list[Facts]]], command: str) -> Iterator[str]:
     """The page of results."""
-    yield f"# Layouts under a budget, {datetime.datetime.now(datetime.UTC).date()}, {device_name(torch.device('cpu'))}"
-    yield ""
-    yield f"Command: `{command}`"
-    yield ""
-    yield "Versions: " + ", ".join(f"{name} {each}" for name, each in versions().items())
-    yield ""
+    yield from page_head(
+        "Layouts under a budget", command, device=device_name(torch.device("cpu")), versions=versions()
+    )
     yield (
         "transformers' Llama with attention dropout on the standard library's source, gloo, one thread a rank. "
         f"{_SETTLED + _MEASURED} steps of training (pipelines {_SETTLED_STAGES + _MEASURED}) without a plan and the same under "
@@ -367,7 +363,7 @@ def main() -> int:
                 found.append((case, run(case)))
                 print(*_cells(*found[-1]), file=sys.stderr, flush=True)
     lines = list(page_lines(found, f"python -m benchmarks.layouts {shlex.join(sys.argv[1:])}".strip()))
-    stem = f"{datetime.datetime.now(datetime.UTC).date()}-{device_slug(torch.device('cpu'))}-layouts"
+    stem = page_stem(torch.device("cpu"), "layouts")
     (_RESULTS / f"{stem}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
     return 0 if all(is_kept(one) for _, facts in found for one in facts) else 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.budgets_table import BudgetTable
+from benchmarks.machine import page_head
 from benchmarks.measure import StepMemory, Variant
 from benchmarks.peers_table import PeerRow, PeerTable
 from plimsoll.measuring.timing import Interval
@@ -39,12 +39,7 @@ def write_page(
     """Write ``<stem>.md`` and one plot per model beside it; the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
-        f"# Time against memory, {datetime.datetime.now(datetime.UTC).date()}, {device}",
-        "",
-        f"Command: `{command}`",
-        "",
-        "Versions: " + ", ".join(f"{name} {each}" for name, each in versions.items()),
-        "",
+        *page_head("Time against memory", command, device=device, versions=versions),
         "One step is forward and backward from empty gradients. *Time ×*: paired median of CPU seconds on one thread (CUDA: "
         "seconds between events) over the unmanaged step of the same round, with its 95% bootstrap interval. *Resident*: "
         "alive between forward and backward. *Peak*: highest during the step. Both leave out parameters, buffers, batch and, "

@@ -10,7 +10,6 @@ its memory budgets over their own baseline. Writes ``benchmarks/results/<date>-<
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from benchmarks.budgets_table import budget_table
-from benchmarks.machine import device_name, device_slug, versions
+from benchmarks.machine import device_name, page_stem, versions
 from benchmarks.models import FAMILIES, SIZES, build
 from benchmarks.page import Section, write_page
 from benchmarks.peers_table import compiled_peers, eager_peers
@@ -51,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     with one_thread():
         sections = [_section(name, options) for name in options.models]
     device = build(options.models[0], options.size).device
-    stem = f"{datetime.datetime.now(datetime.UTC).date()}-{device_slug(device)}"
+    stem = page_stem(device)
     page = write_page(
         sections,
         _RESULTS,

@@ -18,18 +18,15 @@ SCHEDULES = {"pipeline 1f1b": Schedule1F1B, "pipeline zero-bubble": ScheduleInte
 _MICRO_BATCHES_PER_STAGE = 2
 
 
-class LlamaStage(nn.Module):
-    """Some blocks of a Llama; the first stage embeds, the last one has the norm and the head."""
+class LlamaPart(nn.Module):
+    """Blocks ``first`` to ``last`` of a Llama; the part with the first embeds, that with the last has the norm and the head."""
 
-    def __init__(self, config: LlamaConfig, stage: int, stages: int) -> None:
+    def __init__(self, config: LlamaConfig, first: int, last: int) -> None:
         super().__init__()
-        count = config.num_hidden_layers // stages
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if stage == 0 else None
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if first == 0 else None
         self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.layers = nn.ModuleDict(
-            {str(i): LlamaDecoderLayer(config, i) for i in range(stage * count, (stage + 1) * count)}
-        )
-        is_last = stage == stages - 1
+        self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer(config, i) for i in range(first, last)})
+        is_last = last == config.num_hidden_layers
         self.norm = LlamaRMSNorm(config.hidden_size) if is_last else None
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if is_last else None
 
@@ -51,7 +48,8 @@ class StageTraining:
     def __init__(self, layout: str, config: LlamaConfig, ids: torch.Tensor) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(rank)
-        self.model = LlamaStage(config, rank, ranks)
+        blocks = config.num_hidden_layers // ranks
+        self.model = LlamaPart(config, rank * blocks, (rank + 1) * blocks)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self._is_first, self._is_last = rank == 0, rank == ranks - 1
         micro_batches = _MICRO_BATCHES_PER_STAGE * ranks

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from benchmarks.stages import LlamaPart
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -24,7 +25,6 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining import pipeline as cut
 from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.distributed.pipeline_stages import attach_schedule, received_buffers
@@ -45,34 +45,11 @@ MULTI = {
 }
 
 
-class LlamaPart(nn.Module):
-    """Some layers of a Llama; the first part embeds, the last one has the head."""
-
-    def __init__(self, first: int, last: int, count: int) -> None:
-        super().__init__()
-        config = LlamaConfig(
-            hidden_size=HIDDEN,
-            intermediate_size=64,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            num_hidden_layers=count,
-        )
-        self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN) if first == 0 else None
-        self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer(config, i) for i in range(first, last)})
-        self.norm = LlamaRMSNorm(HIDDEN) if last == count else None
-        self.lm_head = nn.Linear(HIDDEN, VOCABULARY, bias=False) if last == count else None
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.embed_tokens is not None:
-            hidden = self.embed_tokens(hidden)
-        positions = torch.arange(hidden.shape[1])[None]
-        rotary = self.rotary_emb(hidden, positions)
-        for layer in self.layers.values():
-            hidden = layer(hidden, position_embeddings=rotary, position_ids=positions)
-        if self.norm is not None and self.lm_head is not None:
-            hidden = self.lm_head(self.norm(hidden))
-        return hidden
+def llama_part(first: int, last: int, count: int) -> nn.Module:
+    """Some layers of a Llama."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 64}
+    return LlamaPart(LlamaConfig(num_hidden_layers=count, **sizes, **heads), first, last)
 
 
 class Gpt2Part(nn.Module):
@@ -116,7 +93,7 @@ def split_stages(count: int) -> Any:
     return cut(model, (torch.zeros(MICRO_BATCH, SEQUENCE, dtype=torch.long),), split_spec=cuts)
 
 
-PARTS: dict[str, Callable[[int, int, int], nn.Module]] = {"llama": LlamaPart, "gpt2": Gpt2Part}
+PARTS: dict[str, Callable[[int, int, int], nn.Module]] = {"llama": llama_part, "gpt2": Gpt2Part}
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
