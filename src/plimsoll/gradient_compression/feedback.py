@@ -11,6 +11,9 @@ A rank whose gradient of a parameter is zero throughout, because its part of the
 keeps what it has: what it sent would be lost where no rank used the parameter, since DDP leaves such gradients alone. A
 gradient that is not finite offers zeros, is reported, and leaves residual and velocity as they were.
 
+What waits can make a mean too large for float16, of gradients that all fit. It is cut to the largest float16, and what was cut
+off waits on: the mean of all residuals is still what was never sent.
+
 Source: Seide et al. 2014; Stich et al. 2018, algorithm 1; Lin et al. 2018, algorithm 1 and section 3.2 (momentum).
 """
 
@@ -21,6 +24,8 @@ from dataclasses import dataclass
 import torch
 
 from plimsoll.gradient_compression.slots import Slot
+
+_MOST_FLOAT16 = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +89,26 @@ def offer(slot: Slot, gradient: torch.Tensor, momentum: float) -> Offer:
     )
 
 
-def settle(offered: Offer, outcome: Outcome, is_not_finite: torch.Tensor) -> torch.Tensor:
+def settle(offered: Offer, outcome: Outcome, is_not_finite: torch.Tensor, row: int | None = None) -> torch.Tensor:
     """Keep what was not sent, and return the mean: NaN where any rank's gradient was not finite.
 
     Args:
         offered: what this rank offered.
         outcome: what came of it.
         is_not_finite: one number, above 0 where any rank's gradient was not; nothing is changed then.
+        row: of this rank's shard, which the mean is of; ``None`` where every rank has the whole mean.
     """
     slot = offered.slot
     is_void = is_not_finite > 0
     residual = offered.waiting - outcome.sent
+    mean = outcome.mean
+    if slot.dtype is torch.float16:
+        mean = mean.clamp(-_MOST_FLOAT16, _MOST_FLOAT16)
+        beyond = outcome.mean - mean
+        if row is None:
+            residual += beyond.view_as(residual)
+        else:
+            residual[row] += beyond * slot.ranks  # it waits on this rank alone
     slot.residual = torch.where(is_void, _or_zeros(slot.residual, residual), residual)
     if offered.velocity is not None:
         masked = torch.where(outcome.sent != 0, 0.0, offered.velocity)
@@ -105,7 +119,7 @@ def settle(offered: Offer, outcome: Outcome, is_not_finite: torch.Tensor) -> tor
     if "owned" in outcome.kept:
         owned = outcome.kept["owned"]
         slot.owned = torch.where(is_void, _or_zeros(slot.owned, owned), owned)
-    return torch.where(is_void, torch.nan, outcome.mean)
+    return torch.where(is_void, torch.nan, mean)
 
 
 def with_velocity(slot: Slot, mean: torch.Tensor, momentum: float) -> torch.Tensor:

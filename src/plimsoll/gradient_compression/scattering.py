@@ -137,7 +137,7 @@ class Scatter:
             dist.all_reduce(is_void, group=group)
             outcomes = self._round.reduce(offers, group)
             for flag, i, each, outcome in zip(is_void, due, offers, outcomes, strict=True):
-                shards[i].copy_(settle(each, outcome, flag))
+                shards[i].copy_(settle(each, outcome, flag, group.rank()))
             is_nonfinite = is_nonfinite | (is_void > 0).any()
         self._tally.add(slots, self._settings, is_nonfinite, step)
         for slot in slots:

@@ -13,6 +13,7 @@ from plimsoll.gradient_compression.feedback import Outcome, offer, settle, with_
 from plimsoll.gradient_compression.method import parse_method
 from plimsoll.gradient_compression.settings import EXCLUDED, Settings
 from plimsoll.gradient_compression.slots import Part, Slot, make_slots
+from plimsoll.gradient_compression.wire import Form
 
 FINE, VOID = torch.zeros(()), torch.ones(())
 
@@ -71,6 +72,23 @@ def test_a_gradient_that_is_not_finite_is_passed_on_as_nan_and_leaves_no_trace(v
     assert reduce_alone(slot, gradient, "topk:10%", momentum=0.9).isnan().all()
     assert torch.equal(slot.residual, residual)
     assert torch.equal(slot.velocity, velocity)
+
+
+@pytest.mark.parametrize(("shape", "form", "row"), [((4,), "mean", None), ((2, 4), "shard", 1)])
+def test_a_mean_beyond_float16_is_cut_and_what_was_cut_off_waits(shape: tuple[int, ...], form: Form, row: int | None):
+    settings_ = Settings(method=parse_method("sign:4"), exclude=(), min_elements=0, min_ratio=0)
+    [slot] = make_slots([Part(name="w", shape=shape, dtype=torch.float16)], settings_, ranks=2, form=form)
+    slot.residual = torch.full(shape, 60000.0)
+    offered = offer(slot, torch.full(shape, 10000.0, dtype=torch.float16), 0.0)
+    mean = offered.values if row is None else offered.values[row]
+    delivered = settle(offered, Outcome(mean=mean, sent=offered.values, kept={}), FINE, row)
+    assert delivered.half().isfinite().all()
+    assert torch.equal(delivered, torch.full((4,), 65504.0))
+    # Of the mean over two ranks: a shard's remainder waits on its own rank, for both.
+    waiting = slot.residual if row is None else slot.residual[row] / 2
+    assert torch.equal(delivered + waiting, mean)
+    if row is not None:
+        assert not slot.residual[0].any()
 
 
 def test_a_gradient_that_is_not_finite_on_another_rank_leaves_no_trace_here():
