@@ -41,12 +41,6 @@ def test_an_error_is_json_where_json_is_asked_for(runner: CliRunner):
     assert json.loads(result.stdout)["error"] == "InvalidOption"
 
 
-def test_without_an_optimizer_there_is_no_step(runner: CliRunner):
-    result = runner.invoke(app, ["compress-gradients", "llama-tiny", "--optimizer", "none"])
-    assert result.exit_code == 2
-    assert "takes no steps" in result.stderr
-
-
 def test_a_saved_traffic_comes_back_exactly_and_is_shown(runner: CliRunner, tmp_path: Path):
     path = tmp_path / "traffic.json"
     traffic = make_traffic()

@@ -131,6 +131,8 @@ def on_two_ranks() -> dict[str, Any]:
         "loss": failing_loss(),
         "verified": verified(model, batch, made),
         "own": failing(lambda: plimsoll.verify(model, batch, loss=mean_square)),
+        "one process": of_one_process(free),
+        "explained alone": explained_alone(model, batch),
         "compared": compared(model, batch, free),
         "attached": attached(free),
         "accumulated": accumulated(free),
@@ -267,6 +269,28 @@ def verified(model: nn.Module, batch: torch.Tensor, plan: Plan) -> Outcome:
     }
 
 
+def of_one_process(plan: Plan) -> dict[str, Outcome]:
+    """What one process does by itself, asked of models that ranks train together: nothing is exchanged."""
+    sharded_model = stack()
+    sharded(sharded_model, iter(sharded_model))
+    replicated, batch = DistributedDataParallel(stack()), rows()
+    with counted() as count:
+        found = {
+            "fit": failing(lambda: plimsoll.fit(replicated, batch, "1GiB", loss=mean_square)),
+            "advise": failing(lambda: plimsoll.advise(replicated, batch, loss=mean_square)),
+            "explain": failing(lambda: plimsoll.explain(sharded_model, batch, loss=mean_square)),
+            "probe": failing(lambda: plimsoll.probe(sharded_model, batch, plan, steps=1, loss=mean_square)),
+            "diagnose": failing(lambda: plimsoll.diagnose(replicated, batch, plan, loss=mean_square)),
+        }
+    exchanges = next(count) - 1
+    return {name: {**outcome, "exchanges": exchanges} for name, outcome in found.items()}
+
+
+def explained_alone(model: nn.Module, batch: torch.Tensor) -> bool:
+    """A model that is not wrapped is this process's own: one rank may ask about it, and no other has to come."""
+    return dist.get_rank() == 1 or plimsoll.explain(model, batch, loss=mean_square).peak.bytes > 0
+
+
 def compared(model: nn.Module, batch: torch.Tensor, free: Plan) -> Outcome:
     table = plimsoll.compare(
         model,
@@ -361,15 +385,23 @@ def commands(free: Plan) -> dict[str, Outcome]:
     """The command line, on every rank at once, in a process group that it has not made."""
     here = Path(tempfile.mkdtemp())
     budget = f"{2 * free.baseline_peak_bytes}B"
+    plan = ("plan", "ranks.agreeing:step", "--budget")
+    compress = ("compress-gradients", "ranks.agreeing:step", "--steps", "0")
     return {
-        "plan": command(here, "ranks.agreeing:step", "--budget", budget, "--output", str(here / "plan.json")),
-        "below floor": command(here, "ranks.agreeing:step", "--budget", "1KiB", "--json"),
-        "does not load": command(here, "ranks.agreeing:broken_step", "--budget", budget),
+        "plan": command(here, *plan, budget, "--output", str(here / "plan.json")),
+        "below floor": command(here, *plan, "1KiB", "--json"),
+        "does not load": command(here, "plan", "ranks.agreeing:broken_step", "--budget", budget),
+        "no such plan": command(here, "verify", "ranks.agreeing:step", "--plan", str(here / "none.json")),
+        "its own": command(here, "verify", "ranks.agreeing:step"),
+        "no optimizer": command(here, *compress, "--optimizer", "none"),
+        "nothing sent": command(here, *compress, "--methods", "topk:0"),
+        "fit": command(here, "fit", "ranks.agreeing:step", "--budget", budget, "--output", str(here / "fit.json")),
+        "show": command(here, "show", str(here / "plan.json")),
     }
 
 
 def command(here: Path, *arguments: str) -> Outcome:
-    result = CliRunner().invoke(app, ["plan", *arguments])
+    result = CliRunner().invoke(app, arguments)
     files = sorted(path.name for path in here.iterdir())
     said = {"stdout": result.stdout, "stderr": result.stderr}
     return {"code": result.exit_code, **said, "files": files, "has_group": dist.is_initialized()}

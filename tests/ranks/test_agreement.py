@@ -121,6 +121,20 @@ def test_what_a_model_does_by_itself_is_not_verified_on_several_ranks(told: Told
     assert of_all(told, "own", "kind") == ["InvalidOption"] * 2
 
 
+@pytest.mark.parametrize("call", ["fit", "advise", "explain", "probe", "diagnose"])
+def test_work_of_one_process_is_refused_on_all_ranks_at_once_where_ranks_train_the_model_together(
+    told: Told, call: str
+):
+    outcomes = [rank["one process"][call] for rank in told]
+    assert [outcome["kind"] for outcome in outcomes] == ["InvalidModel"] * 2
+    assert [outcome["exchanges"] for outcome in outcomes] == [0, 0]
+    assert all(f"trained by 2 ranks together, and plimsoll.{call} is work" in outcome["found"] for outcome in outcomes)
+
+
+def test_a_rank_may_explain_a_model_that_is_its_own(told: Told):
+    assert [rank["explained alone"] for rank in told] == [True, True]
+
+
 def test_all_ranks_get_one_comparison(told: Told):
     one, other = of_all(told, "compared", "json")
     assert one == other
@@ -193,13 +207,32 @@ def test_torchrun_starts_the_command_on_ranks_that_meet_by_themselves(tmp_path: 
     assert "planned by rank 0, which has the least room of 2 ranks" in plimsoll.load(saved).notes
 
 
-@pytest.mark.parametrize(("name", "codes"), [("below floor", {2, 3}), ("does not load", {2})])
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [
+        ("below floor", {2, 3}),
+        ("does not load", {2}),
+        ("no such plan", {2}),
+        ("its own", {2}),
+        ("no optimizer", {2}),
+        ("nothing sent", {2}),
+    ],
+)
 def test_an_error_is_printed_once_and_ends_every_rank(told: Told, name: str, codes: set[int]):
     outcomes = [rank["commands"][name] for rank in told]
     assert {outcome["code"] for outcome in outcomes} == codes
     said = [outcome["stdout"] + outcome["stderr"] for outcome in outcomes]
     assert sum("next" in text for text in said) == 1
     assert all("Traceback" not in text for text in said)
+
+
+@pytest.mark.parametrize("name", ["fit", "show"])
+def test_a_command_of_one_process_says_so_once_under_torchrun_and_writes_nothing(told: Told, name: str):
+    first, second = (rank["commands"][name] for rank in told)
+    assert (first["code"], second["code"]) == (2, 0)
+    assert f"plimsoll {name} is work of one process, and torchrun started 2" in first["stderr"]
+    assert first["stdout"] + second["stdout"] + second["stderr"] == ""
+    assert first["files"] == ["plan.json"]
 
 
 def test_who_takes_part_is_read_from_the_model(told_by_four: Told):

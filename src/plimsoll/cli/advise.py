@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plimsoll.cli import options, terminal
+from plimsoll.cli import options, ranks, terminal
 
 if TYPE_CHECKING:
     from plimsoll.targets.target import TargetOptions
@@ -58,7 +58,7 @@ def advise(
     from plimsoll.reports.advice_terminal import render_advice
     from plimsoll.targets.target import TargetOptions
 
-    with terminal.exit_codes(is_json=json):
+    with ranks.one_process("advise", is_json=json):
         how = TargetOptions(batch=batch, sequence=seq, device=device, is_meta=device_profile is not None)
         loaded = work.load(target, how, optimizer)
         with show_progress(terminal.stderr()) as report:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
 
-from plimsoll.cli import options, terminal
+from plimsoll.cli import options, ranks, terminal
 from plimsoll.errors import InvalidOption
 
 _PATIENCE_SECONDS = 600.0
@@ -69,45 +68,45 @@ def compress_gradients(
 
     Example: torchrun --nproc-per-node 2 -m plimsoll compress-gradients llama-tiny --validate 200
     """
-    with terminal.exit_codes(is_json=json):
-        _check_optimizer(optimizer)
-        with _joined(device) as home:
-            from plimsoll.cli.probe import optimizer_factory
-            from plimsoll.cli.probe_data import data_for
-            from plimsoll.pipeline.compressing import advise_compression
-            from plimsoll.ranks.exchange import together
-            from plimsoll.ranks.world import current_world
-            from plimsoll.reports.traffic_terminal import render_traffic
-            from plimsoll.targets.target import TargetOptions, load_target
-            from plimsoll.units import parse_bytes
+    with ranks.exit_codes(is_json=json) as crew:
+        home = _join(device, crew)
+        from plimsoll.cli.probe import optimizer_factory
+        from plimsoll.cli.probe_data import data_for
+        from plimsoll.pipeline.compressing import advise_compression
+        from plimsoll.ranks.exchange import together
+        from plimsoll.ranks.world import current_world
+        from plimsoll.reports.traffic_terminal import render_traffic
+        from plimsoll.targets.target import TargetOptions, load_target
+        from plimsoll.units import parse_bytes
 
-            world = current_world()
-            assert world is not None, "a group of several ranks"
-            with together(world, "loading the target", timeout_seconds=_PATIENCE_SECONDS):
-                bucket_bytes = None if bucket is None else parse_bytes(bucket)
-                loaded = load_target(target, TargetOptions(batch=batch, sequence=seq, device=home))
-                data = data_for(loaded)
-            with _progress(is_shown=world.is_first) as report:
-                traffic = advise_compression(
-                    loaded.model,
-                    data.batches,
-                    methods=[name for name in methods.split(",") if name.strip()],
-                    loss=loaded.loss,
-                    optimizer=optimizer_factory(optimizer),
-                    measure_rounds=steps,
-                    validate_steps=validate,
-                    orders=orders,
-                    held_out=held_out,
-                    bucket_bytes=bucket_bytes,
-                    seed=seed,
-                    data=data.description,
-                    progress=report,
-                )
-            if not world.is_first:
-                return
-            if output is not None:
-                traffic.save(output)
-            terminal.print_result(traffic, render_traffic(traffic), is_json=json, saved_to=output)
+        world = current_world()
+        assert world is not None, "a group of several ranks"
+        with together(world, "loading the target", timeout_seconds=_PATIENCE_SECONDS):
+            _check_optimizer(optimizer)
+            bucket_bytes = None if bucket is None else parse_bytes(bucket)
+            loaded = load_target(target, TargetOptions(batch=batch, sequence=seq, device=home))
+            data = data_for(loaded)
+        with _progress(is_shown=world.is_first) as report:
+            traffic = advise_compression(
+                loaded.model,
+                data.batches,
+                methods=[name for name in methods.split(",") if name.strip()],
+                loss=loaded.loss,
+                optimizer=optimizer_factory(optimizer),
+                measure_rounds=steps,
+                validate_steps=validate,
+                orders=orders,
+                held_out=held_out,
+                bucket_bytes=bucket_bytes,
+                seed=seed,
+                data=data.description,
+                progress=report,
+            )
+        if not world.is_first:
+            return
+        if output is not None:
+            traffic.save(output)
+        terminal.print_result(traffic, render_traffic(traffic), is_json=json, saved_to=output)
 
 
 def _check_optimizer(name: options.OptimizerName) -> None:
@@ -119,15 +118,13 @@ def _check_optimizer(name: options.OptimizerName) -> None:
         )
 
 
-@contextlib.contextmanager
-def _joined(device: str) -> Iterator[str]:
-    """Join the ranks that torchrun started; this rank's device.
+def _join(device: str, crew: ranks.Crew) -> str:
+    """Join the ranks that torchrun started, which part with the crew; this rank's device.
 
     Raises:
         InvalidOption: torchrun did not start this process, or started it alone.
     """
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks == "1" or "RANK" not in os.environ:
+    if not crew.is_several:
         raise InvalidOption(
             "There is one rank only: no gradients are exchanged, so there is nothing to compress.",
             why="torchrun did not start this process, or started it alone",
@@ -137,14 +134,13 @@ def _joined(device: str) -> Iterator[str]:
     import torch.distributed as dist
 
     is_cuda = device.startswith("cuda")
-    home = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device
+    home = crew.device(device)
     if is_cuda:
         torch.cuda.set_device(home)
-    dist.init_process_group("nccl" if is_cuda else "gloo")
-    try:
-        yield home
-    finally:
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if is_cuda else "gloo")
+        crew.has_joined = True
+    return home
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plimsoll.cli import terminal
+from plimsoll.cli import ranks, terminal
 from plimsoll.demo.story import BUDGET
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed
     from plimsoll.targets.hugging_face import quiet_transformers
 
     console = terminal.stdout()
-    with terminal.exit_codes():
+    with ranks.one_process("demo"):
         quiet_transformers()
         setup = Setup(steps=steps, seed=seed)
         console.print(render_introduction(setup))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plimsoll.artifacts.finding import Finding
-from plimsoll.cli import options, terminal
+from plimsoll.cli import options, ranks, terminal
 from plimsoll.errors import InvalidTrace
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def diagnose(
     from plimsoll.reports.finding_terminal import render_finding
     from plimsoll.targets.target import TargetOptions
 
-    with terminal.exit_codes(is_json=json):
+    with ranks.one_process("diagnose", is_json=json):
         if trace is not None:
             _refuse_ignored(context)
             finding = _of_traces(subject, trace)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from plimsoll.artifacts.estimate import Estimate
-from plimsoll.cli import options, terminal
+from plimsoll.cli import options, ranks, terminal
 from plimsoll.errors import InvalidOption, PlanFileError
 
 DeviceNameOption = Annotated[
@@ -82,7 +82,7 @@ def estimate(
     from plimsoll.errors import BudgetBelowFloor
     from plimsoll.reports.estimate_terminal import render_estimate
 
-    with terminal.exit_codes(is_json=json):
+    with ranks.one_process("estimate", is_json=json):
         with show_progress(terminal.stderr()) as report:
             found = plimsoll.estimate(
                 target,

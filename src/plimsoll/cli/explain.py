@@ -9,7 +9,7 @@ import typer
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import load_any
-from plimsoll.cli import options, terminal
+from plimsoll.cli import options, ranks, terminal
 from plimsoll.errors import InvalidStrategy
 
 ExplainedArgument = Annotated[
@@ -54,7 +54,7 @@ def explain(
 
     Example: plimsoll explain llama-tiny --strategy full
     """
-    with terminal.exit_codes(is_json=json):
+    with ranks.one_process("explain", is_json=json):
         if _is_saved(target):
             _explain_saved(context, target, output, is_json=json)
             return

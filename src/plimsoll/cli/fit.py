@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plimsoll.cli import options, terminal
+from plimsoll.cli import options, ranks, terminal
 
 if TYPE_CHECKING:
     from plimsoll.artifacts.fit import Fit
@@ -69,7 +69,7 @@ def fit(
     from plimsoll.reports.fit_terminal import render_fit
     from plimsoll.targets.target import TargetOptions
 
-    with terminal.exit_codes(is_json=json):
+    with ranks.one_process("fit", is_json=json):
         is_text = ":" not in target
         how = TargetOptions(
             sequence=max(seq) if seq and is_text else None, device=device, is_meta=device_profile is not None

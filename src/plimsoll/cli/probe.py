@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plimsoll.cli import options, terminal
+from plimsoll.cli import options, ranks, terminal
 
 if TYPE_CHECKING:
     from plimsoll.artifacts.plan import Plan
@@ -92,7 +92,7 @@ def probe(
     from plimsoll.reports.verdict_terminal import render_verdict
     from plimsoll.targets.target import TargetOptions
 
-    with terminal.exit_codes(is_json=json):
+    with ranks.one_process("probe", is_json=json):
         options.refuse_beside_plan(context)
         make_optimizer = optimizer_factory(optimizer)
         saved = work.load_saved(plan)

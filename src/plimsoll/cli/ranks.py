@@ -3,6 +3,8 @@
 The ranks join a process group once the target is loaded, unless the target has made one itself. One rank prints and writes
 files: the first. An error is printed by the first rank whose own it is. In the end all wait for each other, so that nobody
 is stopped by torchrun before the error is out.
+
+A command that is work of one process says so on the first rank, before it loads anything; the others say nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells every process."""
+_RUN = "TORCHELASTIC_RUN_ID"
+"""By this torch knows a process that torchrun started; other launchers set some of the above for whole machines."""
 _PARTING_SECONDS = 30.0
 
 
@@ -58,7 +62,7 @@ class Crew:
         """Load the target on every rank and join the others; all go on, or none does.
 
         Args:
-            load: makes the target; it may make the process group.
+            load: makes the target, and refuses options; it may make the process group.
         """
         if not self.is_several:
             return load()
@@ -152,3 +156,32 @@ def exit_codes(*, is_json: bool = False) -> Iterator[Crew]:
             crew.part(None)
     finally:
         crew.leave()
+
+
+@contextlib.contextmanager
+def one_process(command: str, *, is_json: bool = False) -> Iterator[None]:
+    """As ``terminal.exit_codes``, for a command that several ranks have no use for.
+
+    The ranks need not meet for that: the others end without an error, and wait for nothing, so torchrun ends when the first
+    has said what is wrong, with its error.
+
+    Args:
+        command: its name, as typed.
+        is_json: write the error as JSON to stdout instead of text to stderr.
+
+    Raises:
+        typer.Exit: with the code of the error; on ranks other than the first under torchrun, with 0.
+    """
+    ranks = os.environ.get("WORLD_SIZE", "1") if _RUN in os.environ else "1"
+    with terminal.exit_codes(is_json=is_json):
+        if ranks != "1":
+            if os.environ.get("RANK") != "0":
+                raise typer.Exit
+            raise InvalidOption(
+                f"plimsoll {command} is work of one process, and torchrun started {ranks}.",
+                why="each would do all of it again, print it again and write the same files; ranks share the work of plan, "
+                "verify, compare and compress-gradients only",
+                next=f"plimsoll {command} without torchrun, and with a model that is not wrapped; below a process that "
+                f"torchrun started, without {_RUN} in the environment",
+            )
+        yield

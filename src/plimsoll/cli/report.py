@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import terminal
+from plimsoll.cli import ranks, terminal
 from plimsoll.errors import InvalidReport
 
 FilesArgument = Annotated[
@@ -37,7 +37,7 @@ def report(files: FilesArgument, *, output: PageOption = None, timeline: Timelin
     from plimsoll.reports.html.write import build_html
     from plimsoll.reports.perfetto import render_perfetto
 
-    with terminal.exit_codes():
+    with ranks.one_process("report"):
         _check_places(files, output, timeline)
         artifacts = [load_any(file) for file in files]
         texts = {}

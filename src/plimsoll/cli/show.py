@@ -18,7 +18,7 @@ from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.store import Artifact, load_any
 from plimsoll.artifacts.traffic import Traffic
 from plimsoll.artifacts.verdict import Verdict
-from plimsoll.cli import options, terminal
+from plimsoll.cli import options, ranks, terminal
 
 FileArgument = Annotated[
     Path,
@@ -37,7 +37,7 @@ def show(file: FileArgument, *, explain: options.ExplainOption = False, json: op
 
     Example: plimsoll show plan.json --explain
     """
-    with terminal.exit_codes(is_json=json):
+    with ranks.one_process("show", is_json=json):
         artifact = load_any(file)
         if explain and isinstance(artifact, Plan):
             terminal.print_result(artifact, artifact.explain(), is_json=json)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,20 +81,19 @@ def verify(
 
     Example: plimsoll verify llama-tiny --plan plan.json
     """
-    from plimsoll.artifacts.store import load_plan
     from plimsoll.cli import work
     from plimsoll.reports.receipt_terminal import render_receipt
     from plimsoll.targets.target import TargetOptions
 
     with ranks.exit_codes(is_json=json) as crew:
-        options.refuse_beside_plan(context)
         is_own = plan is None and budget is None and strategy == _AUTO and not override
-        if is_own:
-            options.refuse_without_plan(context)
-        saved = load_plan(plan) if plan is not None else None
-        _check_revised(revised_plan, saved)
         how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device))
-        loaded = crew.load(lambda: work.load(target, how, optimizer))
+
+        def load() -> Loaded:
+            saved = _saved(context, plan, revised_plan, is_own=is_own)
+            return replace(work.load(target, how, optimizer), saved=saved)
+
+        loaded = crew.load(load)
         request = work.PlanRequest(
             budget=budget,
             strategy=strategy,
@@ -103,7 +102,7 @@ def verify(
                 allow=allow, max_error=max_error, host_budget=host_budget, overrides=tuple(override or ()), link=link
             ),
         )
-        checked = saved if is_own or saved is not None else work.make_plan(loaded, request)
+        checked = loaded.saved if is_own or loaded.saved is not None else work.make_plan(loaded, request)
         depth = _Depth(steps, tuple(intermediate or ()), curve, max_error if checked is None else "0")
         receipt = _verify(loaded, checked, depth)
         if crew.speaks:
@@ -114,6 +113,18 @@ def verify(
                 _save_revised(receipt, revised_plan, is_json=json)
         if receipt.exit_code:
             raise typer.Exit(receipt.exit_code)
+
+
+def _saved(context: typer.Context, plan: Path | None, revised_plan: Path | None, *, is_own: bool) -> Plan | None:
+    """The plan that ``--plan`` names, if it names one, once options that would have no effect are refused."""
+    from plimsoll.artifacts.store import load_plan
+
+    options.refuse_beside_plan(context)
+    if is_own:
+        options.refuse_without_plan(context)
+    saved = None if plan is None else load_plan(plan)
+    _check_revised(revised_plan, saved)
+    return saved
 
 
 def _check_revised(file: Path | None, plan: Plan | None) -> None:

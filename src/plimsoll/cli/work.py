@@ -45,10 +45,11 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A target with the optimizer that trains it."""
+    """A target with the optimizer that trains it, and the saved plan that is asked about, if one is."""
 
     target: Target
     optimizer: torch.optim.Optimizer | None
+    saved: Plan | None = None
 
 
 def load(text: str, how: TargetOptions, optimizer: OptimizerName) -> Loaded:

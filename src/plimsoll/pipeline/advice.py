@@ -31,6 +31,7 @@ from plimsoll.measuring.free import free_bytes
 from plimsoll.pipeline.allowance import Allowance, read_allowance
 from plimsoll.pipeline.budgets import read_budget, resolve_budget
 from plimsoll.pipeline.candidates import CandidateMaker
+from plimsoll.pipeline.participants import refuse_several_ranks
 from plimsoll.pipeline.plans import part_of, trace_and_cost
 from plimsoll.pipeline.request import as_patterns, check_model, explained_loss, refuse_profiler, split_detached
 from plimsoll.planning.moments import peak_with_chunked_loss
@@ -115,6 +116,7 @@ def advise(
     """
     report = progress or (lambda stage, share: None)
     check_model(model, optimizer)
+    refuse_several_ranks(model, "advise")
     refuse_profiler(model)
     read_budget(budget)
     allowance = read_allowance(allow=allow, max_error=max_error, host_budget=host_budget, link=link)

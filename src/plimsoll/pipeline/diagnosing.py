@@ -19,6 +19,7 @@ from plimsoll.diagnosis.read import read_profiles
 from plimsoll.errors import InvalidModel, InvalidOption, InvalidTrace, PlanFileError, TracingFailed, UnknownDevice
 from plimsoll.measuring.timing import one_thread, time_in_turns
 from plimsoll.pipeline.matching import refuse_other_model, refuse_other_signature
+from plimsoll.pipeline.participants import refuse_several_ranks
 from plimsoll.pipeline.plans import part_of
 from plimsoll.pipeline.request import check_model, check_plan, explained_loss, is_profiled, split_detached
 from plimsoll.profiling.modules import named_calls
@@ -223,6 +224,7 @@ def _run_both(
 
 def _check(model: nn.Module) -> None:
     check_model(model)
+    refuse_several_ranks(model, "diagnose")
     if is_profiled():
         raise TracingFailed(
             "A profiler is running.",

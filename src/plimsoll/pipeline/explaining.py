@@ -22,6 +22,7 @@ from plimsoll.explaining.places import by_place, recomputed_by_place
 from plimsoll.explaining.verdict import judge
 from plimsoll.pipeline.changing import Changes, Choose, Subject
 from plimsoll.pipeline.matching import refuse_other_model
+from plimsoll.pipeline.participants import refuse_several_ranks
 from plimsoll.pipeline.request import as_patterns, check_model, detached, explained_loss, refuse_profiler
 from plimsoll.planning.describe import classes_at_peak, describe_peak, describe_timeline
 from plimsoll.planning.moments import forward_end, holders_at, rebuilt_parts
@@ -86,6 +87,7 @@ def explain(
     Known weakness: compiled regions are seen as single ops, and memory that libraries take past torch's allocator is not seen.
     """
     check_model(model, optimizer)
+    refuse_several_ranks(model, "explain")
     _check_kinds(strategy, context)
     refuse_profiler(model)
     device = None if device_profile is None else find_device(device_profile)

@@ -27,6 +27,7 @@ from plimsoll.pipeline.budgets import resolve_budget
 from plimsoll.pipeline.confirm import Trial, confirmed
 from plimsoll.pipeline.fit_changes import find_changes
 from plimsoll.pipeline.micro_batches import MicroBatches
+from plimsoll.pipeline.participants import refuse_several_ranks
 from plimsoll.pipeline.request import (
     as_patterns,
     check_count,
@@ -117,6 +118,7 @@ def fit(
     if isinstance(model, str):
         model, batch, loss = _loaded(model, batch, loss, _sequences(sequences), is_meta=device_profile is not None)
     check_model(model)
+    refuse_several_ranks(model, "fit")
     if callable(optimizer):  # a class, or a function that makes one
         optimizer = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     check_model(model, optimizer)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from plimsoll.errors import InvalidModel
 from plimsoll.ranks.world import World, current_world
 from plimsoll.wrappers.sharded import sharded_parameters
 
@@ -49,6 +50,28 @@ def find_participants(model: object, ranks: Sequence[int] | None = None) -> Part
         if ranks is None:
             ranks = _widest([*spans, *(tuple(sorted(dist.get_process_group_ranks(group))) for group in groups)])
     return Participants(current_world(ranks), tuple(group for group in groups if group.size() > 1))
+
+
+def refuse_several_ranks(model: nn.Module, call: str) -> None:
+    """Refuse a model whose steps exchange something with other ranks, in a call that runs steps as one process sees fit.
+
+    It looks at the model only, so all ranks refuse at once and nothing is exchanged.
+
+    Args:
+        model: as the user passed it, wrapped or not.
+        call: the function, as the user called it.
+
+    Raises:
+        InvalidModel: other ranks take part in the model's steps.
+    """
+    groups = find_participants(model).groups
+    if groups:
+        ranks = max(group.size() for group in groups)
+        raise InvalidModel(
+            f"{type(model).__name__} is trained by {ranks} ranks together, and plimsoll.{call} is work of one process.",
+            why="which steps it runs depends on what it measures here; the other ranks would run others, and wait for ever",
+            next=f"plimsoll.{call} with the model before it is wrapped; plimsoll.plan, verify and compare take it as it is",
+        )
 
 
 def _replicating(model: nn.Module) -> Iterator[dist.ProcessGroup]:

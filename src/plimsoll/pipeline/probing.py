@@ -19,6 +19,7 @@ from plimsoll.artifacts.store import from_json, to_json
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import InvalidModel, InvalidProbe, PlanNotUsable, ProbeRunUnusable
 from plimsoll.pipeline.matching import refuse_other_model, refuse_other_signature
+from plimsoll.pipeline.participants import refuse_several_ranks
 from plimsoll.pipeline.plans import part_of
 from plimsoll.pipeline.request import check_model, check_plan, explained_loss, refuse_profiler
 from plimsoll.probing.arms import Job, MakeOptimizer
@@ -102,6 +103,7 @@ def probe(
     """
     report = progress or (lambda stage, share: None)
     check_model(model)
+    refuse_several_ranks(model, "probe")
     check_trainable(model)
     check_plan(plan)
     refuse_other_model(model, plan)
