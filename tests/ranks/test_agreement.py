@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,12 @@ import torch
 
 import plimsoll
 from launching import launch
+from plimsoll.cli import ranks
 from plimsoll.cli.ranks import Crew
-from plimsoll.errors import InvalidOption
+from plimsoll.cli.work import Loaded
+from plimsoll.errors import InvalidOption, RankMissing
 from plimsoll.ranks.conversation import differing
+from plimsoll.targets.target import Target
 
 TESTS = Path(__file__).parents[1]
 Told = list[dict[str, Any]]
@@ -282,3 +286,17 @@ def test_every_process_of_a_machine_has_a_gpu_of_its_own(monkeypatch: pytest.Mon
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert [Crew(is_several=True).device(name) for name in ("cuda", "cuda:0", "cpu")] == ["cuda:3", "cuda:0", "cpu"]
     assert Crew(is_several=False).device("cuda") == "cuda"
+
+
+def test_a_rank_that_never_loads_the_target_is_missed_in_time(monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ranks, "_LOADING_SECONDS", 0.5)
+    target = Target(model=torch.nn.Linear(2, 1), batch=torch.ones(1, 2))
+    with pytest.raises(RankMissing, match="Not all of 2 ranks have loaded"):
+        Crew(is_several=True).load(lambda: Loaded(target=target, optimizer=None))
+    assert not torch.distributed.is_initialized()

@@ -10,6 +10,7 @@ A command that is work of one process says so on the first rank, before it loads
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import msgspec
 import typer
 
 from plimsoll.cli import terminal
-from plimsoll.errors import InvalidOption, PlimsollError, RankError
+from plimsoll.errors import InvalidOption, PlimsollError, RankError, RankMissing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +33,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells every process."""
 _RUN = "TORCHELASTIC_RUN_ID"
 """By this torch knows a process that torchrun started; other launchers set some of the above for whole machines."""
+_LOADING_SECONDS = 600.0
+"""Ranks may build the same model at very different speeds; they wait so long for each other to have done it."""
 _PARTING_SECONDS = 30.0
 
 
@@ -78,7 +81,7 @@ class Crew:
         self._join(None if loaded is None else loaded.target.model)
         world = current_world()
         assert world is not None
-        with Conversation(world, "load") as conversation:
+        with Conversation(world, "load", timeout_seconds=_LOADING_SECONDS) as conversation:
             if failure is not None:
                 raise failure
             conversation.ask("loaded")
@@ -120,7 +123,16 @@ class Crew:
             return
         kinds = set() if model is None else {parameter.device.type for parameter in model.parameters()}
         try:
-            dist.init_process_group("nccl" if "cuda" in kinds else "gloo")
+            dist.init_process_group(
+                "nccl" if "cuda" in kinds else "gloo", timeout=datetime.timedelta(seconds=_LOADING_SECONDS)
+            )
+        except dist.DistStoreError as error:
+            raise RankMissing(
+                f"Not all of {os.environ['WORLD_SIZE']} ranks have loaded the target within {_LOADING_SECONDS:g} s.",
+                why="they meet when each has built its model; this one has",
+                next="look at what the others are doing; a target that takes longer may call init_process_group itself, with "
+                "a longer timeout",
+            ) from error
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise InvalidOption(
                 f"The ranks cannot meet: {type(error).__name__}: {error}",
