@@ -11,8 +11,9 @@ copied first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from plimsoll.artifacts.region import RegionGraph
 
@@ -33,8 +34,7 @@ NO_OP = -1
 """The ``op`` of a step that only loads."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """Run ``op``; before it copy the values ``copies`` (an in-place op must not touch them); after it forget ``frees``.
 
     With ``op`` = ``NO_OP`` the step brings back the packed value ``load`` instead.
@@ -46,8 +46,7 @@ class Step:
     load: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """What happens when ``slot`` is read: ``steps``, then the slot's value is handed over, then ``frees`` are forgotten.
 
     The boundary hands over all outputs; ``value`` is then the first that had to be rebuilt.
@@ -83,25 +82,32 @@ def recipe_ops(graph: RegionGraph, value: int, stored: frozenset[int]) -> tuple[
     Raises:
         Unreachable: some op on the way may not run again, or some value on the way exists nowhere.
     """
+    ops, leaves = _recipe(graph, (value,), stored)
+    return tuple(sorted(ops)), tuple(sorted(leaves))
+
+
+def _recipe(graph: RegionGraph, targets: Iterable[int], stored: Set[int]) -> tuple[set[int], set[int]]:
+    """The ops that rebuild all targets, and the leaves that they read."""
+    values, entries = graph.values, graph.ops
     ops: set[int] = set()
     leaves: set[int] = set()
-    pending = [value]
+    pending = list(targets)
     while pending:
         current = pending.pop()
         if current in stored:
             leaves.add(current)
             continue
-        producer = graph.values[current].producer
+        producer = values[current].producer
         if producer < 0:
-            raise Unreachable(current, f"{graph.values[current].name} is not held for backward")
+            raise Unreachable(current, f"{values[current].name} is not held for backward")
         if producer in ops:
             continue
-        op = graph.ops[producer]
+        op = entries[producer]
         if op.obstacle:
             raise Unreachable(current, f"{op.name}: {op.obstacle}")
         ops.add(producer)
         pending.extend(op.reads)
-    return tuple(sorted(ops)), tuple(sorted(leaves))
+    return ops, leaves
 
 
 def build_schedule(
@@ -125,6 +131,7 @@ def build_schedule(
     """
     away = frozenset(packed)
     held = frozenset(stored) - away
+    there = held | away
     gone = frozenset(dropped) | away
     ran: set[int] = set()
     loaded: set[int] = set()
@@ -135,25 +142,20 @@ def build_schedule(
         rebuilt = tuple(target for target in targets if target in gone)
         if not rebuilt:
             continue
-        ops: set[int] = set()
-        needs: set[int] = set()
-        for target in rebuilt:
-            target_ops, target_leaves = recipe_ops(graph, target, held | away)
-            ops.update(target_ops)
-            needs.update(target_leaves)
+        ops, needs = _recipe(graph, rebuilt, there)
         leaves[slot] = tuple(sorted(needs))
         # What an op that has run already read is loaded already: only what is new, or a target, is needed now.
         fresh = ops - ran
-        used = {read for op in fresh for read in graph.ops[op].reads} | set(rebuilt)
-        loads = (needs & away & used) - loaded
+        loads = (needs & away) - loaded
+        if loads:
+            loads &= {read for op in fresh for read in graph.ops[op].reads} | set(rebuilt)
         parts.append(_Part(slot, rebuilt, _in_order(graph, fresh, loads)))
         ran |= ops
         loaded |= loads
     return Schedule(segments=_with_frees(graph, parts, held), leaves=leaves)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """A segment before it is known what dies when: ``steps`` are (op, value to load), one of which is -1."""
 
     slot: int
@@ -163,6 +165,8 @@ class _Part:
 
 def _in_order(graph: RegionGraph, ops: set[int], loads: set[int]) -> tuple[tuple[int, int], ...]:
     """Ops in program order, every load right before its first reader; what no op reads comes last."""
+    if not loads:
+        return tuple((op, -1) for op in sorted(ops))
     steps: list[tuple[int, int]] = []
     waiting = set(loads)
     for op in sorted(ops):
@@ -175,6 +179,7 @@ def _in_order(graph: RegionGraph, ops: set[int], loads: set[int]) -> tuple[tuple
 
 def _with_frees(graph: RegionGraph, parts: list[_Part], held: frozenset[int]) -> tuple[Segment, ...]:
     """Add to every step what dies after it. Walks backwards: what nobody later reads is free after its last reader."""
+    values, ops = graph.values, graph.ops
     needed_later: set[int] = set()
     segments: list[Segment] = []
     for part in reversed(parts):
@@ -185,13 +190,13 @@ def _with_frees(graph: RegionGraph, parts: list[_Part], held: frozenset[int]) ->
             if op_id == NO_OP:
                 steps.append(Step(op=NO_OP, load=load))
                 continue
-            op = graph.ops[op_id]
-            dead = {w for w in op.writes if w not in needed_later}
-            step_frees = {r for r in op.reads if r not in needed_later and r not in held} | dead
-            storages = {graph.values[w].storage for w in op.writes}
-            overwritten = tuple(r for r in op.reads if graph.values[r].storage in storages)
-            copies = tuple(r for r in overwritten if r in needed_later or r in held)
-            needed_later.update(r for r in op.reads if r not in held)
-            steps.append(Step(op=op_id, copies=copies, frees=tuple(sorted(step_frees))))
+            op = ops[op_id]
+            storages = {values[write].storage for write in op.writes}
+            overwritten = [read for read in op.reads if values[read].storage in storages]
+            copies = tuple(read for read in overwritten if read in needed_later or read in held)
+            own = [read for read in op.reads if read not in held]
+            dead = {value for value in (*own, *op.writes) if value not in needed_later}
+            needed_later.update(own)
+            steps.append(Step(op=op_id, copies=copies, frees=tuple(sorted(dead))))
         segments.append(Segment(slot=part.slot, value=part.values[0], steps=tuple(reversed(steps)), frees=frees))
     return tuple(reversed(segments))
