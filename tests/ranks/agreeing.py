@@ -133,6 +133,7 @@ def on_two_ranks() -> dict[str, Any]:
         "own": failing(lambda: plimsoll.verify(model, batch, loss=mean_square)),
         "one process": of_one_process(free),
         "explained alone": explained_alone(model, batch),
+        "left out": left_out(),
         "compared": compared(model, batch, free),
         "attached": attached(free),
         "accumulated": accumulated(free),
@@ -284,6 +285,13 @@ def of_one_process(plan: Plan) -> dict[str, Outcome]:
         }
     exchanges = next(count) - 1
     return {name: {**outcome, "exchanges": exchanges} for name, outcome in found.items()}
+
+
+def left_out() -> Outcome:
+    """A rank by itself cannot run a step of a model of which it has a shard."""
+    model = stack()
+    sharded(model, iter(model))
+    return failing(lambda: plimsoll.plan(model, rows(), loss=mean_square, strategy="none", ranks=(dist.get_rank(),)))
 
 
 def explained_alone(model: nn.Module, batch: torch.Tensor) -> bool:

@@ -135,6 +135,11 @@ def test_work_of_one_process_is_refused_on_all_ranks_at_once_where_ranks_train_t
     assert all(f"trained by 2 ranks together, and plimsoll.{call} is work" in outcome["found"] for outcome in outcomes)
 
 
+def test_ranks_that_leave_out_one_with_a_shard_of_the_model_are_refused_at_once(told: Told):
+    assert of_all(told, "left out", "kind") == ["InvalidOption"] * 2
+    assert "ranks=[0] leaves out 1, and this model is split over 0, 1" in told[0]["left out"]["found"]
+
+
 def test_a_rank_may_explain_a_model_that_is_its_own(told: Told):
     assert [rank["explained alone"] for rank in told] == [True, True]
 

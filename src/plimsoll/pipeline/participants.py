@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from plimsoll.errors import InvalidModel
+from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.ranks.world import World, current_world
 from plimsoll.wrappers.sharded import sharded_parameters
 
@@ -38,8 +38,10 @@ def find_participants(model: object, ranks: Sequence[int] | None = None) -> Part
         ranks: global ranks; by default those of the model's own groups, or all where it has none.
 
     Raises:
-        InvalidOption: ``ranks`` that do not exist, or without this one.
+        InvalidOption: ``ranks`` that do not exist, without this one, or without some over which the model is split.
     """
+    if isinstance(model, nn.Module) and ranks is not None:
+        _refuse_to_leave_out(model, ranks)
     if current_world(ranks) is None:
         return Participants(None)
     groups: tuple[dist.ProcessGroup, ...] = ()
@@ -71,6 +73,19 @@ def refuse_several_ranks(model: nn.Module, call: str) -> None:
             f"{type(model).__name__} is trained by {ranks} ranks together, and plimsoll.{call} is work of one process.",
             why="which steps it runs depends on what it measures here; the other ranks would run others, and wait for ever",
             next=f"plimsoll.{call} with the model before it is wrapped; plimsoll.plan, verify and compare take it as it is",
+        )
+
+
+def _refuse_to_leave_out(model: nn.Module, ranks: Sequence[int]) -> None:
+    """A step of a model that is split over ranks waits for all of them, whoever is asked to take part."""
+    spread = {rank for mesh in _meshes_of(model) for rank in mesh.mesh.flatten().tolist()}
+    missing = sorted(spread - set(ranks))
+    if missing:
+        raise InvalidOption(
+            f"ranks={sorted(set(ranks))} leaves out {', '.join(map(str, missing))}, and this model is split over "
+            f"{', '.join(map(str, sorted(spread)))}.",
+            why="every step of it gathers parameters or sums results from all of these ranks, so it would wait for them",
+            next="leave ranks= out, and make the same call on all of them",
         )
 
 

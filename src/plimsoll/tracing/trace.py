@@ -28,8 +28,9 @@ from plimsoll.tracing.kernels import runs_gpu_kernels, target_kernels
 from plimsoll.tracing.optimizer import OptimizerLog, trace_optimizer
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.workspaces import WorkspaceMeter, meter_for
+from plimsoll.wrappers.local import is_wrapper
 from plimsoll.wrappers.replicated import bucket_bytes, inner_module, unseen_by_reducer
-from plimsoll.wrappers.sharded import has_flat_parameters
+from plimsoll.wrappers.sharded import has_flat_parameters, sharded_parameters
 
 Progress = Callable[[str, float], None]
 
@@ -70,7 +71,8 @@ def trace(
         The trace. Model, gradients, buffers, random state, batch and optimizer are as before, also after an error.
 
     Raises:
-        InvalidModel: no parameters, nothing to train, already checkpointed, optimizer of another model.
+        InvalidModel: no parameters, nothing to train, already checkpointed, optimizer of another model; split over ranks,
+            and to be traced without its device.
         InvalidBatch: the model refuses the batch, or it lies on another device.
         InvalidLoss, InvalidRegions: there is no scalar loss; a pattern matches nothing.
         TracingFailed: gradients are off, or the step depends on values that a fake trace does not have.
@@ -132,7 +134,12 @@ class _Job:
         self._progress = progress
 
     def run_fake(self, target: str) -> _Run:
-        """Run the step once with fake tensors and the target's kernels."""
+        """Run the step once with fake tensors and the target's kernels.
+
+        Raises:
+            InvalidModel: its parameters are split over ranks.
+        """
+        _refuse_shards(self._model)
         with untouched(self._model), faked(self._model) as mode, target_kernels(target):
             args, kwargs = fake_batch(self._call, mode)
             return _Run(
@@ -234,6 +241,26 @@ def check_traceable(model: nn.Module) -> None:
             "Gradients are switched off here.",
             why="the call is inside torch.no_grad() or torch.inference_mode(): nothing would be saved for backward",
             next="call Plimsoll outside of it",
+        )
+
+
+def _refuse_shards(model: nn.Module) -> None:
+    """Before anything runs: FSDP2 sets itself up in its first forward, and what it finds there it keeps.
+
+    Raises:
+        InvalidModel: parameters are split over ranks.
+    """
+    split = [parameter for parameter in (*sharded_parameters(model), *model.parameters()) if is_wrapper(parameter)]
+    if not split:
+        return
+    from torch.distributed.tensor import DTensor
+
+    if any(isinstance(parameter, DTensor) for parameter in split):
+        raise InvalidModel(
+            f"{type(model).__name__} is split over ranks, and its step is to be traced without its device.",
+            why="its parameters would be stand-ins without values: FSDP2 could not gather them, nor DTensors compute with them",
+            next="plan on the device itself, without device_profile=; or before it is split: "
+            'plimsoll.estimate(model, batch, layout="dp=8,zero=3")',
         )
 
 

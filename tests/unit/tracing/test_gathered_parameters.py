@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from plimsoll.errors import InvalidModel
 from plimsoll.tracing.trace import trace
 
 
@@ -32,3 +35,12 @@ def test_what_can_be_rebuilt_is_the_same_with_and_without_sharding():
         return [[op.obstacle for op in region.graph.ops] for region in found.regions]
 
     assert obstacles(shards=True) == obstacles(shards=False) == [["", "", ""]] * 3
+
+
+def test_a_model_that_is_split_over_ranks_is_not_traced_without_its_device_and_stays_whole():
+    sharded = fully_shard(nn.Sequential(nn.Linear(8, 8)))
+    split = parallelize_module(nn.Sequential(nn.Linear(8, 8)), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+    for model in (sharded, split):
+        with pytest.raises(InvalidModel, match="split over ranks"):
+            trace(model, torch.ones(4, 8), loss=torch.sum, device_name="H100-SXM")
+        assert not trace(model, torch.ones(4, 8), loss=torch.sum).is_fake
