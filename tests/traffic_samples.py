@@ -7,6 +7,7 @@ from plimsoll.artifacts.traffic import (
     LinkFit,
     LinkPoint,
     MethodTraffic,
+    ShardedStep,
     StepTiming,
     Traffic,
     TrafficRuling,
@@ -97,6 +98,34 @@ def make_method(method: str, *, saved: float, ruling: TrafficRuling, validation:
         validation=validation,
         ruling=ruling,
         reason="as the test says",
+    )
+
+
+def make_sharded_traffic() -> Traffic:
+    """As of a model under FSDP2: measured, not predicted."""
+    share, step = Estimate(value=0.2, low=0.1, high=0.3), Estimate(value=1.5, low=1.4, high=1.6)
+    nothing = Estimate(value=0.0, low=0.0, high=0.0)
+    methods = [
+        MethodTraffic(
+            method=method,
+            wire_bytes=4 * MIB,
+            measured_step_seconds=step,
+            measured_saved_share=saved,
+            gradient_error=error,
+            ruling=TrafficRuling.UNDECIDED,
+            reason="as the test says",
+        )
+        for method, saved, error in (("none", nothing, None), ("int8:256", share, 0.01))
+    ]
+    return make_traffic(
+        bucket_bytes=None,
+        hidden_share=None,
+        links=(),
+        step=None,
+        sharded=ShardedStep(
+            units=5, measured_silent_seconds=step, measured_most_saved_share=share, measured_optimizer_seconds=0.1
+        ),
+        methods=tuple(methods),
     )
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from plimsoll.artifacts.store import from_json, load_any
+from plimsoll.artifacts.store import from_json, load_any, to_json
 from plimsoll.artifacts.traffic import Traffic, TrafficRuling
 from plimsoll.artifacts.verdict import Outcome
 from plimsoll.cli.app import app
-from traffic_samples import make_method, make_traffic, make_validation
+from traffic_samples import make_method, make_sharded_traffic, make_traffic, make_validation
 
 SOURCE = """
 import torch
@@ -50,6 +50,31 @@ def test_a_saved_traffic_comes_back_exactly_and_is_shown(runner: CliRunner, tmp_
     assert result.exit_code == 0
     for shown in ("KEEP", "powersgd:4", "all_reduce", "2.0010", "a note", "below 160 Mbit/s"):
         assert shown in result.stdout
+
+
+def test_a_traffic_of_shards_comes_back_exactly_and_shows_no_column_of_which_nothing_is_known(
+    runner: CliRunner, tmp_path: Path
+):
+    path = tmp_path / "traffic.json"
+    traffic = make_sharded_traffic()
+    traffic.save(path)
+    assert load_any(path) == traffic
+    shown = runner.invoke(app, ["show", str(path)]).stdout
+    [header] = [line.split() for line in shown.splitlines() if line.startswith("method")]
+    assert header == ["method", "sent", "measured", "saved", "error", "ruling"]
+    assert "5 units of FSDP2" in shown
+    for absent in ("link", "pays", "hidden"):
+        assert absent not in shown
+
+
+def test_a_traffic_of_schema_1_is_read(tmp_path: Path):
+    written = json.loads(to_json(make_traffic()))
+    del written["sharded"]
+    path = tmp_path / "traffic.json"
+    path.write_text(json.dumps(written | {"schema_version": 1}))
+    found = load_any(path)
+    assert isinstance(found, Traffic)
+    assert (found.sharded, found.step, found.links) == (None, make_traffic().step, make_traffic().links)
 
 
 def test_its_text_says_what_is_missing_and_what_a_validation_came_to():

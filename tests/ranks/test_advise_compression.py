@@ -39,22 +39,30 @@ def test_no_hook_of_the_wrapper_stays_on_the_model(told: list[dict[str, Any]]):
     assert [rank["hooks_left"] for rank in told] == [0, 0]
 
 
+def test_no_wrapper_of_the_model_stays_in_memory(told: list[dict[str, Any]]):
+    assert [rank["wrappers_left"] for rank in told] == [0, 0]
+
+
 def test_every_method_is_measured_and_predicted(traffic: Traffic):
     assert [method.method for method in traffic.methods] == ["none", "powersgd:2", "topk:10%"]
     for method in traffic.methods:
         assert method.measured_step_seconds is not None
+        assert method.predicted_step_seconds is not None
+        assert traffic.step is not None
         assert 0 < method.predicted_step_seconds.low <= method.predicted_step_seconds.high
         assert method.predicted_step_seconds.value > traffic.step.measured_compute_seconds
 
 
 def test_uncompressed_gradients_pass_whole_and_in_one_all_reduce_per_bucket(traffic: Traffic):
     plain, *others = traffic.methods
+    assert traffic.step is not None
     assert plain.wire_bytes == traffic.gradient_bytes
     assert plain.transfers == len(traffic.step.buckets) > 1
     assert all(other.wire_bytes < plain.wire_bytes for other in others)
 
 
 def test_buckets_fill_in_turn_within_the_step(traffic: Traffic):
+    assert traffic.step is not None
     ready = [bucket.measured_ready_seconds for bucket in traffic.step.buckets]
     assert ready == sorted(ready)
     assert ready[0] > 0
@@ -111,6 +119,94 @@ def test_training_with_one_bit_per_element_is_not(validated: Traffic):
     assert abs(sign.validation.difference.value) > 1e-4
     assert sign.validation.held_out_batches == 8
     assert sign.validation.orders == 2
+
+
+@pytest.fixture(scope="module")
+def sharded(told: list[dict[str, Any]]) -> Traffic:
+    found = from_json(told[0]["sharded"]["traffic"])
+    assert isinstance(found, Traffic)
+    return found
+
+
+def test_a_sharded_model_and_its_reduce_scatter_are_as_before_on_every_rank(told: list[dict[str, Any]]):
+    for rank in told:
+        assert rank["sharded"]["untouched"]
+        assert rank["sharded"]["comms"] == {"DefaultReduceScatter"}
+        assert rank["sharded"]["traffic"] == told[0]["sharded"]["traffic"]
+
+
+def test_of_a_sharded_model_steps_are_measured_and_nothing_is_predicted(sharded: Traffic):
+    assert (sharded.step, sharded.links, sharded.hidden_share, sharded.bucket_bytes) == (None, (), None, None)
+    assert sharded.sharded is not None
+    assert sharded.sharded.units == 3
+    assert 0 < sharded.sharded.measured_optimizer_seconds < sharded.sharded.measured_silent_seconds.low
+    for method in sharded.methods:
+        assert method.predicted_saved_share is None
+        assert method.measured_saved_share is not None
+        assert method.measured_step_seconds is not None
+    assert "no step is predicted" in sharded.notes[0]
+
+
+def test_a_reduce_scatter_sends_half_of_the_gradients_on_two_ranks(sharded: Traffic):
+    plain, topk, int8 = sharded.methods
+    assert plain.wire_bytes == sharded.gradient_bytes / 2
+    assert topk.wire_bytes < int8.wire_bytes < plain.wire_bytes
+
+
+def test_the_error_of_a_sharded_gradient_is_that_of_all_shards(sharded: Traffic):
+    _, topk, int8 = sharded.methods
+    assert topk.gradient_error is not None
+    assert int8.gradient_error is not None
+    assert 0.1 < topk.gradient_error < 1
+    assert 0 < int8.gradient_error < 0.02
+
+
+def test_what_a_sharded_model_is_told_shows_what_was_measured_only(sharded: Traffic):
+    text = str(sharded)
+    assert "no method can save more" in text
+    assert "3 units of FSDP2" in text
+    for absent in ("  predicted", "  local", "all_reduce", "pays", "is hidden"):
+        assert absent not in text
+
+
+def test_sharded_training_with_everything_sent_is_training_without_compression(told: list[dict[str, Any]]):
+    plain, again, everything, sign = told[0]["sharded"]["orders"]
+    assert told[1]["sharded"]["orders"] == [plain, again, everything, sign]
+    assert len(plain) == 5  # one rank has fewer of them than the other
+    assert plain == again
+    assert everything == pytest.approx(plain, abs=1e-4)
+    assert sign != pytest.approx(plain, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "kind", "said"),
+    [
+        ("wrapped", "InvalidModel", "under DistributedDataParallel already"),
+        ("unused", "InvalidModel", "2 trained parameters get no gradient, the first of them 'other.weight'"),
+        ("sparse", "InvalidModel", "The gradient of 'embed.weight' is sparse"),
+        ("sharded_powersgd", "InvalidOption", "'powersgd:2' for a model that FSDP2 shards"),
+        ("sharded_few_rounds", "InvalidOption", "measure_rounds=2 for a model that FSDP2 shards"),
+        ("sharded_buckets", "InvalidOption", "bucket_bytes=1024 for a model that FSDP2 shards"),
+        ("other_methods", "RanksDiffer", "methods: rank 0 int8:256; rank 1 int8:256,sign:1024"),
+        ("other_model", "RanksDiffer", "model: rank 0 LlamaForCausalLM-"),
+    ],
+)
+def test_what_cannot_be_weighed_is_refused_on_every_rank(
+    told: list[dict[str, Any]], scenario: str, kind: str, said: str
+):
+    for rank in told:
+        assert rank[scenario][0] == kind
+        assert said in rank[scenario][1]
+
+
+def test_a_rank_that_fails_in_a_step_is_named_on_the_others_and_nothing_is_changed(told: list[dict[str, Any]]):
+    first, second = (rank["fails_later"] for rank in told)
+    assert first["found"][0] == "RankFailed"
+    assert first["found"][1].startswith("Rank 1 failed")
+    assert second["found"][0] == "InvalidLoss"
+    for rank in (first, second):
+        assert rank["untouched"]
+        assert rank["seconds"] < 30
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,17 +12,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from plimsoll.artifacts.store import to_json
 from plimsoll.demo.corpus import VOCABULARY, read_corpus
 from plimsoll.distributed import advise_compression
 from plimsoll.errors import PlimsollError
-from plimsoll.pipeline.compressing import Found, make_metering, validate_methods
+from plimsoll.gradient_compression.shards import units_of
+from plimsoll.pipeline.compressing import make_metering
+from plimsoll.pipeline.traffic_figures import ReplicaFigures
+from plimsoll.pipeline.traffic_found import Found, validate_methods
 from plimsoll.pipeline.traffic_metering import meter_traffic
 from plimsoll.pipeline.traffic_training import Parallel, Training
 from plimsoll.probing.keeping import trainable_copy
 from plimsoll.probing.stream import Call
 from plimsoll.ranks.world import current_world
+from plimsoll.wrappers.local import dense_parts
 
 BATCHES, BATCH, SEQUENCE = 24, 2, 32
 VALIDATE_STEPS = 6
@@ -37,27 +46,124 @@ def everything() -> dict[str, Any]:
         bucket_bytes=32 * 1024,
     )
     trained = _validated(model, batches)
+    sharded = make_sharded(model)
     return {
         "traffic": to_json(traffic),
         "trained": trained,
         "untouched": all(_same(*pair) for pair in zip(before, _state(model), strict=True)),
         "hooks_left": _hooks_left(model),
+        "wrappers_left": _wrappers_left(model),
+        "sharded": _weigh_sharded(sharded, batches),
         "twice": _found(lambda: advise_compression(model, batches, methods=["topk:0%"])),
         "unknown": _found(lambda: advise_compression(model, batches, methods=["zip"])),
         "nothing": _found(lambda: advise_compression(model, batches, methods=["none"])),
         "no_held_out": _found(lambda: advise_compression(model, batches[0], validate_steps=5)),
+        "wrapped": _found(lambda: advise_compression(DistributedDataParallel(make_model()), batches)),
+        "unused": _found(lambda: advise_compression(_Unused(), batches)),
+        "sparse": _found(lambda: advise_compression(_Unused(is_sparse=True), batches)),
+        "sharded_powersgd": _found(lambda: advise_compression(sharded, batches, methods=["sign", "powersgd:2"])),
+        "sharded_few_rounds": _found(lambda: advise_compression(sharded, batches, measure_rounds=2)),
+        "sharded_buckets": _found(lambda: advise_compression(sharded, batches, bucket_bytes=1024)),
+        "other_methods": _found(lambda: advise_compression(model, batches, methods=["int8", "sign"][: 1 + _rank()])),
+        "other_model": _found(lambda: advise_compression(make_model(width=32 + 32 * _rank()), batches)),
         "one_rank_fails": _found(lambda: _one_rank_fails(model, batches)),
+        "fails_later": _fails_later(sharded, batches),  # the last: it closes the connections of the ranks
     }
 
 
-def make_model() -> nn.Module:
+def _rank() -> int:
+    return dist.get_rank()
+
+
+def make_sharded(model: nn.Module) -> nn.Module:
+    """Another one of the same weights, under FSDP2."""
+    sharded = copy.deepcopy(model)
+    for layer in sharded.model.layers:
+        fully_shard(layer)
+    return fully_shard(sharded)
+
+
+def _weigh_sharded(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """As it came, and again where no method's time is in the way of its validation."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = _state(model)
+    traffic = advise_compression(
+        model, batches[:21], methods=["topk:1%", "int8"], measure_rounds=3, validate_steps=2, orders=1, held_out=5
+    )
+    after = _state(model)
+    comms = {type(unit.module._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm) for unit in units_of(model)}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return {
+        "traffic": to_json(traffic),
+        "untouched": all(_same(*pair) for pair in zip(before, after, strict=True)),
+        "comms": {each.__name__ for each in comms},
+        "orders": _trained_sharded(model, batches),
+    }
+
+
+def _trained_sharded(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> list[list[float | None]]:
+    """Held-out losses after training with everything sent in four ways: by FSDP2, again, compressed, with one bit each."""
+    world = current_world()
+    assert world is not None
+    calls = [Call((), batch) for batch in batches]
+    training = Training(
+        calls=calls[dist.get_rank() : 16 : dist.get_world_size()],
+        held_out=calls[16:21],
+        loss=None,
+        make_optimizer=torch.optim.AdamW,
+        steps=VALIDATE_STEPS,
+        orders=1,
+    )
+    with trainable_copy(model):
+        parallel = Parallel(make_metering(world, model, training, ("none",)))
+        return [parallel.held_out_losses(training, method, 0) for method in ("none", "none", "topk:100%", "sign:1024")]
+
+
+class _Unused(nn.Module):
+    """One parameter without a gradient, or one with a sparse one."""
+
+    def __init__(self, *, is_sparse: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8, sparse=is_sparse)
+        if not is_sparse:
+            self.other = nn.Linear(8, 8)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        del labels
+        return self.embed(input_ids).square().mean()
+
+
+def _fails_later(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """One rank raises in the middle of the measured steps, where the other waits for it."""
+    before = _state(model)
+    calls = 0
+
+    def loss(output: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 12 and _rank() == 1:
+            raise ArithmeticError("twelve is enough")
+        return output.loss
+
+    began_seconds = time.perf_counter()
+    found = _found(lambda: advise_compression(model, batches, methods=["int8"], loss=loss))
+    return {
+        "found": found,
+        "seconds": time.perf_counter() - began_seconds,
+        "untouched": all(_same(*pair) for pair in zip(before, _state(model), strict=True)),
+    }
+
+
+def make_model(width: int = 32) -> nn.Module:
     """A small transformers Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=32,
+        hidden_size=width,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -94,12 +200,13 @@ def _validated(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict
         metering = make_metering(world, model, training, methods)
         measured = meter_traffic(metering)
         parallel = Parallel(metering)
-        found = Found(metering=metering, training=training, measured=measured, errors={}, rounds=rounds, validations={})
+        figures = ReplicaFigures(measured)
+        found = Found(metering=metering, training=training, figures=figures, errors={}, rounds=rounds, validations={})
         found = replace(found, validations=validate_methods(found, parallel))
         orders = [parallel.held_out_losses(training, "none", order) for order in (0, 1, 0)]
     return {
         "orders": orders,
-        "traffic": to_json(found.traffic(optimizer="AdamW", data="text", bucket_bytes=None)),
+        "traffic": to_json(found.traffic(optimizer="AdamW", data="text")),
     }
 
 
@@ -110,12 +217,19 @@ def _one_rank_fails(model: nn.Module, batches: list[dict[str, torch.Tensor]]) ->
 
 def _state(model: nn.Module) -> list[torch.Tensor | None]:
     gradients = [parameter.grad for parameter in model.parameters()]
-    values = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+    values = [
+        part.clone() for tensor in (*model.parameters(), *model.buffers()) for part in dense_parts(tensor.detach())
+    ]
     return [*values, *gradients, torch.get_rng_state()]
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _wrappers_left(model: nn.Module) -> int:
+    gc.collect()
+    return sum(isinstance(each, DistributedDataParallel) and each.module is model for each in gc.get_objects())
 
 
 def _hooks_left(model: nn.Module) -> int:

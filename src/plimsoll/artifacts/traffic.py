@@ -13,7 +13,8 @@ import msgspec
 
 from plimsoll.artifacts.verdict import Estimate, Outcome
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2: a step whose model FSDP2 shards has no prediction, link or buckets; files of schema 1 have all of them."""
 
 UNCOMPRESSED = "none"
 """The method that all others are compared with."""
@@ -107,6 +108,19 @@ class StepTiming(msgspec.Struct, frozen=True, kw_only=True):
     buckets: tuple[BucketTiming, ...]
 
 
+class ShardedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A step whose parameters FSDP2 gathers and whose gradients are sent nowhere; ``units`` modules reduce one after the other.
+
+    ``measured_silent_seconds`` is the whole step, its optimizer included. ``measured_most_saved_share`` is the share of the
+    uncompressed step that it takes less: a method with no work of its own that sends nothing would save that, none saves more.
+    """
+
+    units: int
+    measured_silent_seconds: Estimate
+    measured_most_saved_share: Estimate
+    measured_optimizer_seconds: float
+
+
 class Validation(msgspec.Struct, frozen=True, kw_only=True):
     """Training with the method beside training without it, from the same start, in the same orders of the data.
 
@@ -135,16 +149,19 @@ class MethodTraffic(msgspec.Struct, frozen=True, kw_only=True):
     ``break_even_bytes_per_second`` is the highest bandwidth at which it still saves time, ``None`` where none was found.
     ``break_even_hidden_share``: it pays where less than this share of the uncompressed transfers is hidden; ``None`` where
     it would not even with nothing hidden. ``gradient_error`` is ‖Δg‖ / ‖g‖ of the first gradient that is sent.
+
+    Where nothing is predicted (``Traffic.sharded``) the fields from ``transfers`` to ``predicted_saved_share`` are ``None``,
+    and the two ``measured_`` ones after them are not.
     """
 
     method: str
     wire_bytes: int
-    transfers: int
-    measured_local_seconds: float
-    transfer_seconds: float
-    exposed_seconds: float
-    predicted_step_seconds: Estimate
-    predicted_saved_share: Estimate
+    transfers: int | None = None
+    measured_local_seconds: float | None = None
+    transfer_seconds: float | None = None
+    exposed_seconds: float | None = None
+    predicted_step_seconds: Estimate | None = None
+    predicted_saved_share: Estimate | None = None
     measured_step_seconds: Estimate | None = None
     measured_saved_share: Estimate | None = None
     break_even_bytes_per_second: float | None = None
@@ -159,7 +176,9 @@ class MethodTraffic(msgspec.Struct, frozen=True, kw_only=True):
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """What gradient compression would do to a data-parallel step here. ``str`` shows it.
 
-    ``methods`` begins with the uncompressed one, whose ruling is that of all: ``KEEP`` where some method is worth it.
+    ``methods`` begins with the uncompressed one, whose ruling is that of all: ``KEEP`` where some method is worth it. Of a
+    model under ``DistributedDataParallel`` it has ``bucket_bytes``, ``hidden_share``, ``links`` and ``step``; of one that FSDP2
+    shards it has ``sharded`` instead.
     """
 
     KIND: ClassVar[str] = "traffic"
@@ -176,15 +195,16 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     ranks: int
     gradient_bytes: int
-    bucket_bytes: int
+    bucket_bytes: int | None = None
     optimizer: str
     data: str
     seed: int
     versions: dict[str, str]
-    hidden_share: float
+    hidden_share: float | None = None
     """Of the uncompressed transfers: how much of their time computing hides (predicted)."""
-    links: tuple[LinkFit, ...]
-    step: StepTiming
+    links: tuple[LinkFit, ...] = ()
+    step: StepTiming | None = None
+    sharded: ShardedStep | None = None
     methods: tuple[MethodTraffic, ...]
     notes: tuple[str, ...] = ()
 

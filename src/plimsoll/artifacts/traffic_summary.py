@@ -9,9 +9,9 @@ from plimsoll.artifacts.traffic import UNCOMPRESSED, LinkFit, MethodTraffic, Tra
 from plimsoll.artifacts.verdict import Estimate
 from plimsoll.units import format_bytes, format_seconds
 
-METHOD_HEADER = ("method", "sent", "local", "predicted", "measured", "saved", "error", "ruling")
-METHOD_NUMBERS = (1, 2, 3, 4, 5, 6)
+_METHOD_HEADER = ("method", "sent", "local", "predicted", "measured", "saved", "error", "ruling")
 LINK_HEADER = ("link", "latency", "bandwidth", "fit off by", "sizes")
+_UNKNOWN = "–"
 VALIDATION_HEADER = ("held-out loss", "without", "with", "difference", "allowed", "spread", "outcome")
 
 
@@ -20,8 +20,10 @@ def summarise_traffic(traffic: Traffic) -> str:
     lines = [title(traffic), f"  {traffic.ruling.advice}", f"  {traffic.reason}"]
     lines += [f"  missing: {missing}" for missing in traffic.missing]
     lines += [f"  {line}" for line in describe_step(traffic)]
-    lines += ["", *align([list(METHOD_HEADER), *map(method_cells, traffic.methods)], right=METHOD_NUMBERS)]
-    lines += ["", *align([list(LINK_HEADER), *map(link_cells, traffic.links)], right=[1, 2, 3])]
+    rows = method_rows(traffic)
+    lines += ["", *align(rows, right=range(1, len(rows[0]) - 1))]
+    if traffic.links:
+        lines += ["", *align([list(LINK_HEADER), *map(link_cells, traffic.links)], right=[1, 2, 3])]
     validated = validation_rows(traffic)
     if validated:
         lines += ["", *align([list(VALIDATION_HEADER), *validated], right=[1, 2, 3, 4, 5])]
@@ -39,31 +41,48 @@ def title(traffic: Traffic) -> str:
 
 
 def describe_step(traffic: Traffic) -> list[str]:
-    """The step without traffic, its buckets, and how much of the uncompressed traffic is hidden."""
-    step = traffic.step
+    """The step without traffic, what its gradients are sent in, and how much there is to save."""
+    step, sharded = traffic.step, traffic.sharded
+    gradients = f"{format_bytes(traffic.gradient_bytes)} of gradients in"
+    optimizer = traffic.optimizer.partition("(")[0]
+    if step is not None:
+        hidden = "" if traffic.hidden_share is None else f"{traffic.hidden_share:.0%} of the transfers' time is hidden"
+        return [
+            f"{format_seconds(step.measured_compute_seconds)} forward and backward, "
+            f"{format_seconds(step.measured_optimizer_seconds)} {optimizer}; "
+            f"{gradients} {len(step.buckets)} buckets; data: {traffic.data}",
+            f"uncompressed, {hidden}; beside a transfer computing runs at {step.compute_share:.0%} of its speed",
+        ]
+    assert sharded is not None, "a step of either layout"
+    most = sharded.measured_most_saved_share
     return [
-        f"{format_seconds(step.measured_compute_seconds)} forward and backward, "
-        f"{format_seconds(step.measured_optimizer_seconds)} {traffic.optimizer.partition('(')[0]}; "
-        f"{format_bytes(traffic.gradient_bytes)} of gradients in {len(step.buckets)} buckets; "
-        f"data: {traffic.data}",
-        f"uncompressed, {traffic.hidden_share:.0%} of the transfers' time is hidden; beside a transfer computing runs at "
-        f"{step.compute_share:.0%} of its speed",
+        f"{format_seconds(sharded.measured_silent_seconds.value)} a step that gathers parameters and sends no gradients, "
+        f"{format_seconds(sharded.measured_optimizer_seconds)} of it {optimizer}; "
+        f"{gradients} {sharded.units} units of FSDP2; data: {traffic.data}",
+        f"sending no gradients at all would save {most.value:.1%} ({most.low:.1%} to {most.high:.1%}) of the step: "
+        "no method can save more",
     ]
 
 
-def method_cells(method: MethodTraffic) -> list[str]:
-    """One method as the cells of ``METHOD_HEADER``."""
+def method_rows(traffic: Traffic) -> list[list[str]]:
+    """The header and a row per method, without columns of which nothing is known; the last column is the ruling."""
+    rows = [_method_cells(method) for method in traffic.methods]
+    known = [place for place in range(len(_METHOD_HEADER)) if any(row[place] != _UNKNOWN for row in rows)]
+    return [[row[place] for place in known] for row in (_METHOD_HEADER, *rows)]
+
+
+def _method_cells(method: MethodTraffic) -> list[str]:
     is_baseline = method.method == UNCOMPRESSED
     saved = method.predicted_saved_share if method.measured_saved_share is None else method.measured_saved_share
     return [
         method.method,
         format_bytes(method.wire_bytes),
-        format_seconds(method.measured_local_seconds),
-        _seconds(method.predicted_step_seconds),
-        "–" if method.measured_step_seconds is None else format_seconds(method.measured_step_seconds.value),
-        "–" if is_baseline else f"{saved.value:.1%}",
-        "–" if method.gradient_error is None else f"{method.gradient_error:.1%}",
-        "–" if is_baseline else str(method.ruling),
+        _UNKNOWN if method.measured_local_seconds is None else format_seconds(method.measured_local_seconds),
+        _UNKNOWN if method.predicted_step_seconds is None else _seconds(method.predicted_step_seconds),
+        _UNKNOWN if method.measured_step_seconds is None else format_seconds(method.measured_step_seconds.value),
+        _UNKNOWN if is_baseline or saved is None else f"{saved.value:.1%}",
+        _UNKNOWN if method.gradient_error is None else f"{method.gradient_error:.1%}",
+        _UNKNOWN if is_baseline else str(method.ruling),
     ]
 
 
@@ -101,7 +120,7 @@ def validation_rows(traffic: Traffic) -> list[list[str]]:
                     method.method,
                     _loss(found.baseline_loss),
                     _loss(found.method_loss),
-                    "–" if found.difference is None else _difference(found.difference),
+                    _UNKNOWN if found.difference is None else _difference(found.difference),
                     f"{found.allowed:.4f}",
                     f"{found.seed_spread:.4f}",
                     str(found.outcome),
@@ -113,7 +132,8 @@ def validation_rows(traffic: Traffic) -> list[list[str]]:
 def reasons(traffic: Traffic) -> list[str]:
     """Why every method got its ruling."""
     return [
-        f"  {method.method}: {method.reason}; pays {describe_break_even(method)}"
+        f"  {method.method}: {method.reason}"
+        + ("" if method.predicted_saved_share is None else f"; pays {describe_break_even(method)}")
         for method in traffic.methods
         if method.method != UNCOMPRESSED
     ]
@@ -141,7 +161,7 @@ def _seconds(estimate: Estimate) -> str:
 
 
 def _loss(loss: float | None) -> str:
-    return "–" if loss is None else f"{loss:.4f}"
+    return _UNKNOWN if loss is None else f"{loss:.4f}"
 
 
 def _difference(estimate: Estimate) -> str:

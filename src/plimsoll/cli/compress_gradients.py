@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from plimsoll.cli import options, ranks, terminal
+from plimsoll.cli.progress import show_progress
 from plimsoll.errors import InvalidOption
 
-_PATIENCE_SECONDS = 600.0
-"""Ranks may build the same model at very different speeds."""
+if TYPE_CHECKING:
+    from plimsoll.cli.work import Loaded
 
 MethodsOption = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--methods", metavar="LIST", help="powersgd:RANK, topk:SHARE, randomk:SHARE, sign, int8; separated by commas."
+        "--methods",
+        metavar="LIST",
+        help="powersgd:RANK, topk:SHARE, randomk:SHARE, sign, int8; separated by commas. By default powersgd:4 (not under "
+        "FSDP2), topk:1%, randomk:1%, sign, int8.",
     ),
 ]
 RoundsOption = Annotated[
     int,
-    typer.Option("--steps", min=0, metavar="N", help="Rounds in which every method takes real steps; 0: predict only."),
+    typer.Option(
+        "--steps",
+        min=0,
+        metavar="N",
+        help="Rounds in which every method takes real steps; 0: predict only (not under FSDP2).",
+    ),
 ]
 ValidateOption = Annotated[
     int,
@@ -47,7 +54,7 @@ SeedOption = Annotated[int, typer.Option("--seed", help="Of everything random.")
 def compress_gradients(
     target: options.TargetArgument,
     *,
-    methods: MethodsOption = "powersgd:4,topk:1%,randomk:1%,sign,int8",
+    methods: MethodsOption = None,
     steps: RoundsOption = 5,
     validate: ValidateOption = 0,
     orders: OrdersOption = 2,
@@ -63,50 +70,75 @@ def compress_gradients(
 ) -> None:
     """Say whether compressing gradients pays here, from the measured link, step and methods, and from held-out loss.
 
-    Started by torchrun on every rank; the first one prints. Model and optimizer are those of the target, under
-    DistributedDataParallel. A refusal is an answer: exit code 0.
+    Started by torchrun on every rank; the first one prints. The target's model is put under DistributedDataParallel,
+    unless the target has sharded it with fully_shard. A refusal is an answer: exit code 0.
 
     Example: torchrun --nproc-per-node 2 -m plimsoll compress-gradients llama-tiny --validate 200
     """
     with ranks.exit_codes(is_json=json) as crew:
-        home = _join(device, crew)
+        _check_several(crew)
+        from plimsoll.cli import work
         from plimsoll.cli.probe import optimizer_factory
         from plimsoll.cli.probe_data import data_for
         from plimsoll.pipeline.compressing import advise_compression
-        from plimsoll.ranks.exchange import together
-        from plimsoll.ranks.world import current_world
         from plimsoll.reports.traffic_terminal import render_traffic
-        from plimsoll.targets.target import TargetOptions, load_target
-        from plimsoll.units import parse_bytes
+        from plimsoll.targets.target import TargetOptions
 
-        world = current_world()
-        assert world is not None, "a group of several ranks"
-        with together(world, "loading the target", timeout_seconds=_PATIENCE_SECONDS):
+        how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device))
+
+        def load() -> work.Loaded:
             _check_optimizer(optimizer)
-            bucket_bytes = None if bucket is None else parse_bytes(bucket)
-            loaded = load_target(target, TargetOptions(batch=batch, sequence=seq, device=home))
-            data = data_for(loaded)
-        with _progress(is_shown=world.is_first) as report:
+            _bytes_of(bucket)
+            return _at_home(work.load(target, how, options.OptimizerName.NONE))
+
+        loaded = crew.load(load).target
+        data = data_for(loaded)
+        with show_progress(terminal.progress()) as report:
             traffic = advise_compression(
                 loaded.model,
                 data.batches,
-                methods=[name for name in methods.split(",") if name.strip()],
+                methods=None if methods is None else [name for name in methods.split(",") if name.strip()],
                 loss=loaded.loss,
                 optimizer=optimizer_factory(optimizer),
                 measure_rounds=steps,
                 validate_steps=validate,
                 orders=orders,
                 held_out=held_out,
-                bucket_bytes=bucket_bytes,
+                bucket_bytes=_bytes_of(bucket),
                 seed=seed,
                 data=data.description,
                 progress=report,
             )
-        if not world.is_first:
+        if not crew.speaks:
             return
         if output is not None:
             traffic.save(output)
         terminal.print_result(traffic, render_traffic(traffic), is_json=json, saved_to=output)
+
+
+def _bytes_of(bucket: str | None) -> int | None:
+    from plimsoll.units import parse_bytes
+
+    return None if bucket is None else parse_bytes(bucket)
+
+
+def _at_home(loaded: Loaded) -> Loaded:
+    """Make the target's GPU this process's own: collectives without a tensor of theirs run there."""
+    import torch
+
+    home = next((parameter.device for parameter in loaded.target.model.parameters()), None)
+    if home is not None and home.type == "cuda":
+        torch.cuda.set_device(home)
+    return loaded
+
+
+def _check_several(crew: ranks.Crew) -> None:
+    if not crew.is_several:
+        raise InvalidOption(
+            "There is one rank only: no gradients are exchanged, so there is nothing to compress.",
+            why="torchrun did not start this process, or started it alone",
+            next="torchrun --nproc-per-node 2 -m plimsoll compress-gradients TARGET",
+        )
 
 
 def _check_optimizer(name: options.OptimizerName) -> None:
@@ -116,40 +148,3 @@ def _check_optimizer(name: options.OptimizerName) -> None:
             why="the optimizer's step is part of what compression is held against, and validation trains with it",
             next="leave --optimizer out for AdamW, or give sgd",
         )
-
-
-def _join(device: str, crew: ranks.Crew) -> str:
-    """Join the ranks that torchrun started, which part with the crew; this rank's device.
-
-    Raises:
-        InvalidOption: torchrun did not start this process, or started it alone.
-    """
-    if not crew.is_several:
-        raise InvalidOption(
-            "There is one rank only: no gradients are exchanged, so there is nothing to compress.",
-            why="torchrun did not start this process, or started it alone",
-            next="torchrun --nproc-per-node 2 -m plimsoll compress-gradients TARGET",
-        )
-    import torch
-    import torch.distributed as dist
-
-    is_cuda = device.startswith("cuda")
-    home = crew.device(device)
-    if is_cuda:
-        torch.cuda.set_device(home)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if is_cuda else "gloo")
-        crew.has_joined = True
-    return home
-
-
-@contextlib.contextmanager
-def _progress(*, is_shown: bool) -> Iterator[Callable[[str, float], None] | None]:
-    """A bar on one rank; several would write over each other."""
-    if not is_shown:
-        yield None
-        return
-    from plimsoll.cli.progress import show_progress
-
-    with show_progress(terminal.stderr()) as report:
-        yield report

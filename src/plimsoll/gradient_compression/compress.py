@@ -7,7 +7,6 @@ import itertools
 import json
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -138,7 +137,7 @@ def _compress_shards(
         world = current_world(dist.get_process_group_ranks(group))
         with _together(world):
             check_free(units)
-            parts = [parts_to_average(unit, _reduce_dtype(unit)) for unit in units]
+            parts = [parts_to_average(unit, unit.reduce_dtype) for unit in units]
             slots = make_slots(itertools.chain(*parts), settings, ranks=group.size(), form="mean")
         _agree(settings, slots, world)
         mean = Mean(settings, _mean_round(settings), tally)
@@ -147,10 +146,10 @@ def _compress_shards(
         group, layout = units[0].parameters[0].device_mesh.get_group(), "shards"
         world = current_world(dist.get_process_group_ranks(group))
         with _together(world):
-            _check_scatters(settings.method)
+            check_scatters(settings.method)
             check_free(units)
             check_default(units)
-            parts = [parts_to_scatter(unit, _reduce_dtype(unit)) for unit in units]
+            parts = [parts_to_scatter(unit, unit.reduce_dtype) for unit in units]
             slots = make_slots(itertools.chain(*parts), settings, ranks=group.size(), form="shard")
         _agree(settings, slots, world)
         round_ = None if settings.method.kind == "none" else scatter_round(settings)
@@ -162,18 +161,18 @@ def _mean_round(settings: Settings) -> Round | None:
     return None if settings.method.kind == "none" else mean_round(settings)
 
 
-def _reduce_dtype(unit: Unit) -> torch.dtype | None:
-    """What FSDP2's mixed precision reduces in, where the caller set it."""
-    policy = unit.module._get_fsdp_state()._mp_policy
-    return policy.reduce_dtype or policy.param_dtype
+def check_scatters(method: Method) -> None:
+    """Refuse a method that cannot take the place of a reduce-scatter.
 
-
-def _check_scatters(method: Method) -> None:
+    Raises:
+        InvalidOption: ``powersgd``.
+    """
     if method.kind == "powersgd":
         raise InvalidOption(
             f"{str(method)!r} for a model that FSDP2 shards.",
             why="its factors are of whole matrices, and a reduce-scatter hands every rank some rows of the mean only",
-            next='choose "topk", "randomk", "sign" or "int8", wrap in DistributedDataParallel, or give replicate_group=',
+            next='choose "topk", "randomk", "sign" or "int8", or wrap in DistributedDataParallel; '
+            "compress_gradients() takes it with replicate_group=",
         )
 
 

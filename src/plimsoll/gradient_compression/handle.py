@@ -55,6 +55,11 @@ class CompressionHandle:
         """Bytes and steps so far. On a GPU this waits for the device."""
         return self._tally.read()
 
+    @property
+    def step_bytes(self) -> int:
+        """What this rank sends in a step once warm-up is over, if every parameter has a gradient."""
+        return sum(slot.sent_bytes(self._settings) for slot in self._slots)
+
     def remove(self) -> None:
         """Leave the gradients to torch again, and let go of what was not sent; a second call does nothing.
 
@@ -136,7 +141,7 @@ class CompressionHandle:
         compressed = [slot for slot in self._slots if slot.is_compressed]
         ranks = self._slots[0].ranks if self._slots else 1
         before = sum(slot.dense_bytes for slot in self._slots)
-        after = sum(slot.sent_bytes(self._settings) for slot in self._slots)
+        after = self.step_bytes
         lines = [
             f"{self._settings.method} on {ranks} ranks: {len(compressed)} of {len(self._slots)} parameters are compressed",
             f"sent by each rank in a step: {format_bytes(after)} instead of {format_bytes(before)}"

@@ -41,6 +41,17 @@ class Unit:
         return self.parameters[0].device_mesh.size()
 
     @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """What FSDP2's mixed precision reduces in, where the caller set it."""
+        policy = self.module._get_fsdp_state()._mp_policy
+        return policy.reduce_dtype or policy.param_dtype
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of all its gradients, unsharded, as they are reduced."""
+        return sum(each.numel() * (self.reduce_dtype or each.dtype).itemsize for each in self.parameters)
+
+    @property
     def shard_shapes(self) -> list[tuple[int, ...]]:
         """Of one rank's padded shard of each parameter."""
         shapes = []

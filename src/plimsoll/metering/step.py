@@ -57,11 +57,11 @@ class SilentParallel:
 
     def __init__(self, model: nn.Module, bucket_bytes: int | None, backward: Backward) -> None:
         self.device = next(model.parameters()).device
-        self.hook: Hook = self._give_back
+        self._now = _Now(_give_back)
         self._model = model
         self._backward = backward
         self._wrapped = wrap(model, bucket_bytes)
-        self._wrapped.register_comm_hook(self, hand_over)
+        self._wrapped.register_comm_hook(self._now, hand_over)
         for _ in range(_SETTLING_STEPS):
             self.step()
 
@@ -71,10 +71,10 @@ class SilentParallel:
 
         def note(bucket: Any) -> torch.futures.Future[torch.Tensor]:
             clock.mark()
-            return self._give_back(bucket)
+            return _give_back(bucket)
 
         empty_gradients(self._model)
-        self.hook = note
+        self._now.hook = note
         wait_for_all(self.device)
         clock.mark()
         self._backward(self._wrapped)
@@ -88,10 +88,10 @@ class SilentParallel:
 
         def keep(bucket: Any) -> torch.futures.Future[torch.Tensor]:
             found.append(KeptBucket(bucket))
-            return self._give_back(bucket)
+            return _give_back(bucket)
 
         empty_gradients(self._model)
-        self.hook = keep
+        self._now.hook = keep
         self._backward(self._wrapped)
         return found
 
@@ -107,15 +107,25 @@ class SilentParallel:
         wait_for_all(self.device)
         begin_seconds = time.perf_counter()
         finish = _send_beside(payloads, self.device)
-        self._backward(self._model)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        compute_seconds = time.perf_counter() - begin_seconds
-        finish()
+        try:
+            self._backward(self._model)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+            compute_seconds = time.perf_counter() - begin_seconds
+        finally:
+            finish()
         return BesideSample(compute_seconds, time.perf_counter() - begin_seconds)
 
-    def _give_back(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return finished(bucket.buffer(), [self.device])
+
+class _Now:
+    """The hook of the moment. Torch's reducer holds it where no garbage collector sees it, so it knows no wrapper."""
+
+    def __init__(self, hook: Hook) -> None:
+        self.hook = hook
+
+
+def _give_back(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return finished(bucket.buffer(), [bucket.buffer().device])
 
 
 def wrap(model: nn.Module, bucket_bytes: int | None) -> DistributedDataParallel:

@@ -2,55 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from plimsoll.artifacts.traffic import UNCOMPRESSED, MethodTraffic, Traffic, Validation
-from plimsoll.artifacts.verdict import Estimate
+from plimsoll.artifacts.traffic import UNCOMPRESSED, Traffic
 from plimsoll.errors import InvalidOption
-from plimsoll.gradient_compression.method import parse_method
-from plimsoll.measuring.timing import median_interval
+from plimsoll.pipeline.participants import find_participants
 from plimsoll.pipeline.probing import check_trainable, describe_optimizer
 from plimsoll.pipeline.request import check_count, check_model, explained_loss
-from plimsoll.pipeline.traffic_metering import Measured, Metering, meter_traffic
-from plimsoll.pipeline.traffic_training import GradientError, Parallel, Training
-from plimsoll.probing import statistics
+from plimsoll.pipeline.traffic_figures import Figures, ReplicaFigures, ShardFigures
+from plimsoll.pipeline.traffic_found import LEAST_ROUNDS, Found, validate_methods
+from plimsoll.pipeline.traffic_layout import check_layout, check_reducible, find_units, name_methods
+from plimsoll.pipeline.traffic_metering import Metering, meter_traffic
+from plimsoll.pipeline.traffic_training import Parallel, Training
 from plimsoll.probing.arms import MakeOptimizer
 from plimsoll.probing.keeping import trainable_copy
 from plimsoll.probing.step import Blocks, Trainer
 from plimsoll.probing.stream import Call, Stream, held_out_calls
-from plimsoll.ranks.exchange import together
+from plimsoll.ranks.conversation import Conversation, differing
 from plimsoll.ranks.world import World, current_world
 from plimsoll.recording.calling import Loss, scalar_loss
 from plimsoll.recording.fingerprint import fingerprint
 from plimsoll.recording.untouched import untouched
-from plimsoll.traffic import forecast, judging, validating
-from plimsoll.verification.evidence import versions
-
-METHODS = ("powersgd:4", "topk:1%", "randomk:1%", "sign", "int8")
-"""What is looked at unless told otherwise."""
+from plimsoll.wrappers.sharded import reshard
 
 _REPETITIONS = 7
-_LEAST_ROUNDS = 3
-"""Of measured steps: what fewer rounds save has no interval, and the prediction decides."""
-_ERROR = 0.05
-"""Of the intervals of held-out differences."""
-_TOPIC = "gradient traffic: checks"
+_TOPIC = "advise_compression"
 _PATIENCE_SECONDS = 300.0
+_SAME = "call advise_compression() with the same model, batches and arguments on every rank"
 
 
 def advise_compression(
     model: nn.Module,
     batches: Any,
     *,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] | None = None,
     loss: Loss | None = None,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     measure_rounds: int = 5,
@@ -64,22 +58,23 @@ def advise_compression(
 ) -> Traffic:
     """Say whether compressing gradients pays here: from the measured link, step and methods, and from held-out loss.
 
-    Every rank calls it alike, with the model as it is before ``DistributedDataParallel``. It measures when each bucket of
-    gradients is full, what each method does to it, and what the link takes; predicts every step from that; measures the
-    steps where asked; and trains with and without, where asked. Model, gradients, buffers and random state are left as
-    they were on every rank.
+    Every rank calls it alike, with the model as it is before ``DistributedDataParallel``, or after ``fully_shard``. Of the
+    former it measures when each bucket of gradients is full, what each method does to it, and what the link takes, and
+    predicts every step from that; of the latter it predicts nothing. It measures the steps where asked; and trains with and
+    without, where asked. Model, shards, gradients, buffers and random state are left as they were on every rank.
 
     Args:
-        model: on its device, in the mode in which it trains, the same on all ranks.
+        model: on its device, in the mode in which it trains, the same on all ranks; if sharded, over all of them.
         batches: anything that yields batches, the same on all ranks (they share them out), or one batch.
-        methods: as for ``compress_gradients``.
+        methods: as for ``compress_gradients``; by default one of each kind that it has for the model's layout.
         loss: as for ``plimsoll.plan``.
         optimizer: makes the optimizer from an iterable of parameters.
-        measure_rounds: rounds in which every method takes real steps; with fewer than three the prediction decides.
+        measure_rounds: rounds in which every method takes real steps; with fewer than three the prediction decides. A
+            sharded model needs three.
         validate_steps: steps of training with every method that is not refused for its time, and without; 0 for none.
         orders: orders of the data that each is trained in.
         held_out: as for ``plimsoll.probe``.
-        bucket_bytes: of torch's wrapper; ``None`` for its default.
+        bucket_bytes: of torch's wrapper; ``None`` for its default. A sharded model has none.
         seed: of everything random.
         data: what the batches are, in words.
         progress: told the stage and the share of it that is done.
@@ -88,9 +83,11 @@ def advise_compression(
         The figures of every method and a ruling; the same on all ranks.
 
     Raises:
-        InvalidOption: one rank only, an unknown method, or validation without held-out data.
-        InvalidModel: nothing to train.
-        RankFailed: another rank cannot begin.
+        InvalidOption: one rank only, an unknown method or one that is not for this layout, validation without held-out
+            data, or too few rounds for a sharded model.
+        InvalidModel: nothing to train, a wrapper of torch's around it, or shards over a part of the ranks.
+        RanksDiffer: ranks that ask for different things, or have different models.
+        RankFailed, RankMissing: another rank cannot begin, or failed on the way; see the advice of the error.
 
     Example:
         >>> traffic = advise_compression(model, batches, validate_steps=200)  # doctest: +SKIP
@@ -100,157 +97,164 @@ def advise_compression(
     other; NCCL and gloo may send two at a time.
     """
     world = _world()
-    report = progress or (lambda stage, share: None)
-    loss = explained_loss(loss)
-    with together(world, _TOPIC, timeout_seconds=_PATIENCE_SECONDS):
-        for name, count in (("measure_rounds", measure_rounds), ("validate_steps", validate_steps)):
-            check_count(name, count, least=0)
-        check_count("orders", orders, least=1)
-        check_model(model)
-        check_trainable(model)
-        names = _names(methods)
-        report("reading the data", 0.0)
-        stream, evaluated = _read_data(batches, held_out, seed, validate_steps)
-        calls = _own_calls(stream, world, max(1, validate_steps))
-        described = describe_optimizer(model, optimizer)
-        with untouched(model):
-            _backward(model, calls[0], loss)(model)
-    training = Training(
-        calls=calls, held_out=evaluated, loss=loss, make_optimizer=optimizer, steps=validate_steps, orders=orders
+    asked = _Asked(
+        methods=methods,
+        loss=loss,
+        optimizer=optimizer,
+        measure_rounds=measure_rounds,
+        validate_steps=validate_steps,
+        orders=orders,
+        held_out=held_out,
+        bucket_bytes=bucket_bytes,
+        seed=seed,
+        report=progress or (lambda stage, share: None),
     )
-    with trainable_copy(model):
-        metering = make_metering(world, model, training, names, bucket_bytes=bucket_bytes, seed=seed, report=report)
-        found = _measure(metering, training, measure_rounds)
-    return found.traffic(optimizer=described, data=data or stream.description, bucket_bytes=bucket_bytes)
+    assert dist.group.WORLD is not None, "torch.distributed is initialised"
+    groups = tuple(dict.fromkeys((dist.group.WORLD, *find_participants(model).groups)))
+    with Conversation(world, _TOPIC, groups=groups, timeout_seconds=_PATIENCE_SECONDS) as conversation:
+        ready = _prepare(model, batches, asked, world)
+        _agree(conversation, model, asked, ready)
+        unused = _try(conversation, ready.metering)
+        with trainable_copy(model), conversation.stepping():
+            found = _measure(ready, asked.measure_rounds, unused)
+        conversation.ask("steps")
+    return found.traffic(optimizer=ready.optimizer, data=data or ready.description)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """Everything that was measured, and what follows from it."""
+class _Asked:
+    """The arguments of ``advise_compression``."""
+
+    methods: Sequence[str] | None
+    loss: Loss | None
+    optimizer: MakeOptimizer
+    measure_rounds: int
+    validate_steps: int
+    orders: int
+    held_out: Iterable[Any] | int | None
+    bucket_bytes: int | None
+    seed: int
+    report: Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    """What one rank would do, before it knows of the others; ``optimizer`` and ``description`` (of the data) are words."""
 
     metering: Metering
     training: Training
-    measured: Measured
-    errors: dict[str, GradientError]
-    rounds: dict[str, list[float]]
-    validations: dict[str, Validation]
+    optimizer: str
+    description: str
 
-    def traffic(self, *, optimizer: str, data: str, bucket_bytes: int | None) -> Traffic:
-        """The whole artifact."""
-        metering, job = self.metering, self.measured.job
-        methods = tuple(self._method(program) for program in self.measured.programs)
-        ruling, reason, best, missing = judging.judge_all(methods)
-        return Traffic(
-            ruling=ruling,
-            reason=reason,
-            missing=missing,
-            best=best,
-            model=type(metering.model).__name__,
-            fingerprint=fingerprint(metering.model),
-            device=str(metering.device),
-            backend=str(dist.get_backend()),
-            ranks=metering.world.size,
-            gradient_bytes=self.measured.gradient_bytes,
-            bucket_bytes=max(each.gradient_bytes for each in job.step.buckets)
-            if bucket_bytes is None
-            else bucket_bytes,
-            optimizer=optimizer,
-            data=data,
-            seed=metering.seed,
-            versions={**versions(), "threads": str(torch.get_num_threads())},
-            hidden_share=forecast.hidden_share(job, self.measured.programs[0]),
-            links=tuple(job.links.values()),
-            step=job.step,
-            methods=methods,
-            notes=self._notes(),
+
+def _prepare(model: nn.Module, batches: Any, asked: _Asked, world: World) -> _Ready:
+    """Check everything that one rank can check by itself; nothing is exchanged."""
+    for name, count in (("measure_rounds", asked.measure_rounds), ("validate_steps", asked.validate_steps)):
+        check_count(name, count, least=0)
+    check_count("orders", asked.orders, least=1)
+    check_count("seed", asked.seed, least=0)
+    if asked.bucket_bytes is not None:
+        check_count("bucket_bytes", asked.bucket_bytes, least=1)
+    loss = explained_loss(asked.loss)
+    check_model(model)
+    check_trainable(model)
+    check_layout(model, world)
+    methods = name_methods(asked.methods, is_sharded=bool(find_units(model)))
+    if find_units(model):
+        _check_shard_options(asked)
+    asked.report("reading the data", 0.0)
+    stream, evaluated = _read_data(batches, asked.held_out, asked.seed, asked.validate_steps)
+    training = Training(
+        calls=_own_calls(stream, world, max(1, asked.validate_steps)),
+        held_out=evaluated,
+        loss=loss,
+        make_optimizer=asked.optimizer,
+        steps=asked.validate_steps,
+        orders=asked.orders,
+    )
+    return _Ready(
+        metering=make_metering(
+            world, model, training, methods, bucket_bytes=asked.bucket_bytes, seed=asked.seed, report=asked.report
+        ),
+        training=training,
+        optimizer=describe_optimizer(model, asked.optimizer),
+        description=stream.description,
+    )
+
+
+def _check_shard_options(asked: _Asked) -> None:
+    if asked.bucket_bytes is not None:
+        raise InvalidOption(
+            f"bucket_bytes={asked.bucket_bytes} for a model that FSDP2 shards.",
+            why="buckets are those of DistributedDataParallel; FSDP2 reduces each module that fully_shard was called on",
+            next="leave bucket_bytes= (--bucket) out; call fully_shard on larger or smaller modules instead",
         )
-
-    def _notes(self) -> tuple[str, ...]:
-        training = self.training
-        if not training.steps:
-            return (
-                "saving time is not all: what a method does to training shows on held-out data only (--validate STEPS)",
-            )
-        if not self.validations:
-            return ("no method saves time here, so none was trained with",)
-        return (
-            f"validation took {training.steps} steps, in {training.orders} orders of the data: what a method does to a "
-            "long training is not known from that",
-        )
-
-    def saved(self, method: str) -> Estimate:
-        measured = self._measured_saved(method)
-        return self._predicted_saved(method) if measured is None else measured
-
-    def _predicted_saved(self, method: str) -> Estimate:
-        programs = {program.method: program for program in self.measured.programs}
-        return forecast.predict_saved(self.measured.job, programs[method], programs[UNCOMPRESSED])
-
-    def _measured_saved(self, method: str) -> Estimate | None:
-        optimizer_seconds = self.measured.job.step.measured_optimizer_seconds
-        pairs = zip(self.rounds[UNCOMPRESSED], self.rounds[method], strict=True)
-        shares = [(without - with_method) / (without + optimizer_seconds) for without, with_method in pairs]
-        return _interval(shares) if len(shares) >= _LEAST_ROUNDS else None
-
-    def _method(self, program: forecast.MethodProgram) -> MethodTraffic:
-        job, baseline = self.measured.job, self.measured.programs[0]
-        timeline = job.timeline(program)
-        error: GradientError | None = self.errors.get(program.method)
-        validation = self.validations.get(program.method)
-        ruling, reason = judging.judge_method(program.method, self.saved(program.method), validation)
-        optimizer_seconds = job.step.measured_optimizer_seconds
-        return MethodTraffic(
-            method=program.method,
-            wire_bytes=program.wire_bytes(job.ranks),
-            transfers=len(program.transfers),
-            measured_local_seconds=timeline.local_seconds,
-            transfer_seconds=timeline.transfer_seconds,
-            exposed_seconds=timeline.exposed_seconds,
-            predicted_step_seconds=forecast.predict_step(job, program),
-            predicted_saved_share=self._predicted_saved(program.method),
-            measured_step_seconds=_interval([each + optimizer_seconds for each in self.rounds[program.method]]),
-            measured_saved_share=self._measured_saved(program.method),
-            break_even_bytes_per_second=forecast.break_even_bandwidth(job, program, baseline),
-            break_even_hidden_share=forecast.break_even_hidden_share(job, program, baseline),
-            gradient_error=None if error is None else error.relative,
-            gradient_cosine=None if error is None else error.cosine,
-            validation=validation,
-            ruling=ruling,
-            reason=reason,
+    if asked.measure_rounds < LEAST_ROUNDS:
+        raise InvalidOption(
+            f"measure_rounds={asked.measure_rounds} for a model that FSDP2 shards.",
+            why=f"nothing is predicted for it, and fewer than {LEAST_ROUNDS} measured rounds have no interval",
+            next=f"measure_rounds={LEAST_ROUNDS} (--steps {LEAST_ROUNDS}), or leave it out",
         )
 
 
-def _measure(metering: Metering, training: Training, rounds: int) -> Found:
+def _agree(conversation: Conversation, model: nn.Module, asked: _Asked, ready: _Ready) -> None:
+    """Go on only if all ranks are about to take the same steps: they would wait for each other in different places."""
+    mine = {
+        "model": fingerprint(model),
+        "methods": ",".join(ready.metering.methods[1:]),
+        "measure_rounds": str(asked.measure_rounds),
+        "validate_steps": str(asked.validate_steps),
+        "orders": str(asked.orders),
+        "held-out batches": str(len(ready.training.held_out)),
+        "bucket_bytes": str(asked.bucket_bytes),
+        "seed": str(asked.seed),
+        "optimizer": ready.optimizer,
+        "torch": torch.__version__,
+    }
+    told = [json.loads(answer) for answer in conversation.ask("options", json.dumps(mine).encode())]
+    if any(theirs != mine for theirs in told):
+        conversation.end()
+        facts = {name: [theirs[name] for theirs in told] for name in mine}
+        raise differing(facts, conversation.world.ranks, _SAME, why="they measure in turns, and wait for each other")
+
+
+def _try(conversation: Conversation, metering: Metering) -> int:
+    """Take one step on every rank, and go on if it went well on all; how many trained parameters get no gradient here."""
+    model = metering.model
+    # Without shards the ranks do not wait for each other yet, and nobody has to be released.
+    with conversation.stepping() if metering.units else contextlib.nullcontext(), untouched(model):
+        reshard(model)
+        metering.backward(model)
+        unused = check_reducible(model, metering.units)
+    conversation.ask("a first step")
+    return unused
+
+
+def _measure(ready: _Ready, rounds: int, unused: int) -> Found:
     """Measure the parts, then whole steps, then training. The model's weights are another's meanwhile."""
-    measured = meter_traffic(metering)
+    metering, training = ready.metering, ready.training
+    measured = None if metering.units else meter_traffic(metering)
     parallel = Parallel(metering)
-    measured = measured.with_optimizer(parallel.optimizer_seconds(training.make_optimizer, metering.repetitions))
+    optimizer_seconds = parallel.optimizer_seconds(training.make_optimizer, metering.repetitions)
     errors = parallel.gradient_errors()
     steps, alone = parallel.measured_rounds(rounds)
-    if alone:
-        measured = measured.when_alone_takes(median(alone))
-    found = Found(metering=metering, training=training, measured=measured, errors=errors, rounds=steps, validations={})
+    figures: Figures
+    if measured is None:
+        turns = len(metering.methods)
+        figures = ShardFigures(
+            silent_seconds=[median(alone[first : first + turns]) for first in range(0, len(alone), turns)],
+            uncompressed_seconds=steps[UNCOMPRESSED],
+            optimizer_seconds=optimizer_seconds,
+            units=len(metering.units),
+            gradient_bytes=sum(unit.gradient_bytes for unit in metering.units),
+            sent_bytes=parallel.sent_bytes(),
+            unused=unused,
+        )
+    else:
+        measured = measured.with_optimizer(optimizer_seconds)
+        figures = ReplicaFigures(measured.when_alone_takes(median(alone)) if alone else measured)
+    found = Found(metering=metering, training=training, figures=figures, errors=errors, rounds=steps, validations={})
     return replace(found, validations=validate_methods(found, parallel)) if training.steps else found
-
-
-def validate_methods(found: Found, parallel: Parallel) -> dict[str, Validation]:
-    """Of the methods that may save time: validating the others would change nothing."""
-    training = found.training
-    wanted = [
-        method
-        for method in found.metering.methods
-        if method != UNCOMPRESSED and found.saved(method).high >= judging.LEAST_SAVED_SHARE
-    ]
-    if not wanted:
-        return {}
-    orders = range(training.orders)
-    baseline = [parallel.held_out_losses(training, UNCOMPRESSED, order) for order in orders]
-    validations = {}
-    for method in wanted:
-        losses = [parallel.held_out_losses(training, method, order) for order in orders]
-        differences = validating.differences(baseline, losses)
-        validations[method] = validating.validate(baseline, losses, _mean(differences), training.steps)
-    return validations
 
 
 def _world() -> World:
@@ -268,20 +272,6 @@ def _world() -> World:
             next="start several: torchrun --nproc-per-node 2 -m plimsoll compress-gradients TARGET",
         )
     return world
-
-
-def _names(methods: Sequence[str]) -> tuple[str, ...]:
-    """Every method once by its full name, the uncompressed one first."""
-    given = [methods] if isinstance(methods, str) else list(methods)
-    names = [str(parse_method(method)) for method in given]
-    others = dict.fromkeys(name for name in names if name != UNCOMPRESSED)
-    if not others:
-        raise InvalidOption(
-            "methods= names no method of compression.",
-            why="there is nothing to hold against sending gradients as they are",
-            next=f"name some of {', '.join(METHODS)}, or leave it out",
-        )
-    return (UNCOMPRESSED, *others)
 
 
 def _read_data(
@@ -321,7 +311,7 @@ def make_metering(
 
     Args:
         world: the ranks.
-        model: without its wrapper.
+        model: without its wrapper, or sharded.
         training: whose first batch and loss make the step.
         methods: full names, the uncompressed one first.
         bucket_bytes: of torch's wrapper.
@@ -333,6 +323,7 @@ def make_metering(
         model=model,
         backward=_backward(model, training.calls[0], training.loss),
         methods=methods,
+        units=find_units(model),
         bucket_bytes=bucket_bytes,
         repetitions=_REPETITIONS,
         seed=seed,
@@ -348,18 +339,3 @@ def _backward(model: nn.Module, call: Call, loss: Loss | None) -> Callable[[nn.M
         scalar_loss(module(*call.args, **call.kwargs), loss).backward()
 
     return backward
-
-
-def _interval(samples: Sequence[float]) -> Estimate | None:
-    if not samples:
-        return None
-    found = median_interval(list(samples))
-    return Estimate(value=found.median, low=found.low, high=found.high)
-
-
-def _mean(differences: Sequence[float] | None) -> Estimate | None:
-    mean = None if differences is None else statistics.mean_of_samples(np.asarray(differences, dtype=np.float64))
-    if mean is None:
-        return None
-    low, high = mean.interval(_ERROR)
-    return Estimate(value=mean.value, low=low, high=high)

@@ -20,6 +20,7 @@ from plimsoll.gradient_compression.meaning import Mean, average_whole
 from plimsoll.gradient_compression.method import parse_method
 from plimsoll.gradient_compression.rounds import mean_round
 from plimsoll.gradient_compression.settings import Settings
+from plimsoll.gradient_compression.shards import Unit
 from plimsoll.gradient_compression.slots import Part, Slot, make_slots
 from plimsoll.metering.collectives import time_transfers, wait_for_all, wait_for_device
 from plimsoll.metering.counting import CountingGroup, KeptBucket, Pass, pass_through
@@ -39,13 +40,15 @@ _LEAST_SHARE = 0.05
 class Metering:
     """What is measured, and how often.
 
-    ``bucket_bytes`` is that of torch's wrapper, ``repetitions`` how often every step, transfer and pass is timed.
+    ``units`` are the modules that FSDP2 reduces the gradients of, none of a model that is to be replicated; ``bucket_bytes``
+    is that of torch's wrapper, ``repetitions`` how often every step, transfer and pass is timed.
     """
 
     world: World
     model: nn.Module
     backward: Backward
     methods: tuple[str, ...]
+    units: tuple[Unit, ...]
     bucket_bytes: int | None
     repetitions: int
     seed: int

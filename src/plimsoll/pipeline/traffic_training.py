@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from plimsoll.artifacts.traffic import UNCOMPRESSED
 from plimsoll.gradient_compression.compress import compress_gradients
+from plimsoll.metering.shards import SilentScatter
 from plimsoll.metering.step import time_call, time_step, wrap
 from plimsoll.pipeline.traffic_metering import Metering, slowest
 from plimsoll.probing.arms import MakeOptimizer
@@ -24,6 +24,8 @@ from plimsoll.probing.stream import Call
 from plimsoll.ranks.exchange import exchange
 from plimsoll.ranks.world import World
 from plimsoll.recording.calling import Loss, scalar_loss
+from plimsoll.wrappers.local import dense_parts
+from plimsoll.wrappers.sharded import reshard, scattering
 
 _TOPIC = "gradient traffic: training"
 _WARM_STEPS = 1
@@ -55,7 +57,7 @@ class Training:
 
 
 class Parallel:
-    """The model in torch's wrapper, sending its gradients for real, in one way or another.
+    """The model in torch's wrapper, or sharded as it came, sending its gradients for real, in one way or another.
 
     Args:
         metering: the model, the ranks, the step.
@@ -63,13 +65,13 @@ class Parallel:
 
     def __init__(self, metering: Metering) -> None:
         self._metering = metering
-        self._wrapped: DistributedDataParallel = wrap(metering.model, metering.bucket_bytes)
+        self._wrapped = metering.model if metering.units else wrap(metering.model, metering.bucket_bytes)
         self._start = take_weights(metering.model)
         for _ in range(_WARM_STEPS + 1):
             self._time()
 
     def measured_rounds(self, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
-        """Seconds of forward and backward with every method, which take turns, and of the bare model after each.
+        """Seconds of forward and backward with every method, in turns, and of a step that sends no gradients after each.
 
         One figure per turn, the slowest rank's.
         """
@@ -86,9 +88,16 @@ class Parallel:
                     seconds = [self._time() for _ in range(_TIMED_STEPS)]
                 rows = slowest(metering.world, [seconds])
                 found[method].append(statistics.median(rows[0]))
-                bare = time_step(metering.model, metering.backward, metering.device)
-                alone.append(slowest(metering.world, [[bare]])[0][0])
+                alone.append(slowest(metering.world, [[self._time_alone()]])[0][0])
         return found, alone
+
+    def sent_bytes(self) -> dict[str, int]:
+        """What a rank sends per step with every method."""
+        found = {}
+        for method in self._metering.methods:
+            with compress_gradients(self._wrapped, method, seed=self._metering.seed) as handle:
+                found[method] = handle.step_bytes
+        return found
 
     def optimizer_seconds(self, make_optimizer: MakeOptimizer, repetitions: int) -> float:
         """What a step of the optimizer takes, once its state exists; the weights are put back."""
@@ -104,7 +113,7 @@ class Parallel:
         exact = self._gradient(UNCOMPRESSED)
         for method in self._metering.methods:
             if method != UNCOMPRESSED:
-                found[method] = _compare(exact, self._gradient(method))
+                found[method] = _compare(self._metering.world, exact, self._gradient(method))
         return found
 
     def held_out_losses(self, training: Training, method: str, order: int) -> list[float | None]:
@@ -123,7 +132,11 @@ class Parallel:
                 call = trainer.own(training.calls[int(picks[number % len(picks)])])
                 scalar_loss(self._wrapped(*call.args, **call.kwargs), training.loss).backward()
                 optimizer.step()
-        losses = trainer.evaluate(training.held_out[place :: world.size])
+        share = list(training.held_out[place :: world.size])
+        if len(share) * world.size < len(training.held_out):
+            share.append(training.held_out[0])  # not asked for: where parameters are gathered, all ranks take part
+        losses = trainer.evaluate(share)
+        reshard(metering.model)
         put_weights(metering.model, self._start)
         return _in_turns(world, losses, len(training.held_out))
 
@@ -132,10 +145,17 @@ class Parallel:
             seed_everything(self._metering.seed)
             self._time()
         return [
-            parameter.grad.detach().to("cpu", torch.float64)
+            part.detach().to("cpu", torch.float64)
             for parameter in self._metering.model.parameters()
             if parameter.grad is not None
+            for part in dense_parts(parameter.grad)
         ]
+
+    def _time_alone(self) -> float:
+        metering = self._metering
+        silent = scattering(metering.model, SilentScatter()) if metering.units else contextlib.nullcontext()
+        with silent:
+            return time_step(metering.model, metering.backward, metering.device)
 
     def _time(self) -> float:
         return time_step(self._wrapped, self._metering.backward, self._metering.device)
@@ -149,11 +169,16 @@ class Parallel:
             yield
 
 
-def _compare(exact: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> GradientError:
-    square = sum(float(one.square().sum()) for one in exact)
-    other_square = sum(float(one.square().sum()) for one in other)
-    apart = sum(float((one - two).square().sum()) for one, two in zip(exact, other, strict=True))
-    product = sum(float((one * two).sum()) for one, two in zip(exact, other, strict=True))
+def _compare(world: World, exact: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> GradientError:
+    """Of all ranks' parts together; whole gradients, which all ranks have alike, come to the same."""
+    sums = (
+        sum(float(one.square().sum()) for one in exact),
+        sum(float(one.square().sum()) for one in other),
+        sum(float((one - two).square().sum()) for one, two in zip(exact, other, strict=True)),
+        sum(float((one * two).sum()) for one, two in zip(exact, other, strict=True)),
+    )
+    told = [json.loads(message) for message in exchange(world, _TOPIC, json.dumps(sums).encode())]
+    square, other_square, apart, product = (math.fsum(each) for each in zip(*told, strict=True))
     norm = math.sqrt(square)
     return GradientError(
         relative=math.sqrt(apart) / norm if norm else 0.0,

@@ -31,6 +31,7 @@ _GRACE_SECONDS = 3.0
 _GATHERING_SECONDS = 5.0
 """So long ranks wait for others that may have nothing to say."""
 _RELEASED = "released"
+_WHY = "one plan is for ranks that run the same step of the same model, with the same options and versions"
 
 
 class _Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -184,13 +185,14 @@ class Conversation:
         )
 
 
-def differing(facts: dict[str, list[str]], ranks: Sequence[int], next_: str = "") -> RanksDiffer:
+def differing(facts: dict[str, list[str]], ranks: Sequence[int], next_: str = "", *, why: str = _WHY) -> RanksDiffer:
     """The error for facts that should be the same on all ranks, as a table: what, and which rank has which.
 
     Args:
         facts: by name, one per rank; those that are the same everywhere are left out.
         ranks: whose they are.
         next_: the advice, where there is a better one than the general.
+        why: they have to be the same.
     """
     rows, odd = [], set[int]()
     for name, values in facts.items():
@@ -203,7 +205,7 @@ def differing(facts: dict[str, list[str]], ranks: Sequence[int], next_: str = ""
             odd.update(rank for who in by_value.values() if who is not most for rank in who)
     return RanksDiffer(
         "The ranks are not doing the same:\n" + "\n".join(f"    {row}" for row in rows),
-        why="one plan is for ranks that run the same step of the same model, with the same options and versions",
+        why=why,
         next=next_ or "give all ranks the same, or name the ranks that do the same: ranks=",
         ranks=tuple(sorted(odd)),
     )

@@ -12,12 +12,10 @@ from rich.text import Text
 from plimsoll.artifacts.traffic import Traffic, TrafficRuling
 from plimsoll.artifacts.traffic_summary import (
     LINK_HEADER,
-    METHOD_HEADER,
-    METHOD_NUMBERS,
     VALIDATION_HEADER,
     describe_step,
     link_cells,
-    method_cells,
+    method_rows,
     reasons,
     validation_rows,
 )
@@ -35,11 +33,13 @@ def render_traffic(traffic: Traffic) -> RenderableType:
     below = [traffic.ruling.advice, traffic.reason, *describe_step(traffic)]
     parts: list[RenderableType] = [head, *(Padding(Text(line, style="dim"), (0, 2)) for line in below)]
     parts += [Padding(Text(f"missing: {line}", style="yellow"), (0, 2)) for line in traffic.missing]
-    rows = [[Text(cell) for cell in method_cells(method)] for method in traffic.methods]
-    for cells, method in zip(rows[1:], traffic.methods[1:], strict=True):
-        cells[-1].stylize(_STYLES[method.ruling])
-    parts += [Text(), _table(METHOD_HEADER, rows, METHOD_NUMBERS)]
-    parts += [Text(), _table(LINK_HEADER, _texts(map(link_cells, traffic.links)), (1, 2, 3))]
+    header, *cells = method_rows(traffic)
+    rows = _texts(cells)
+    for row, method in zip(rows[1:], traffic.methods[1:], strict=True):
+        row[-1].stylize(_STYLES[method.ruling])
+    parts += [Text(), _table(header, rows, range(1, len(header) - 1))]
+    if traffic.links:
+        parts += [Text(), _table(LINK_HEADER, _texts(map(link_cells, traffic.links)), (1, 2, 3))]
     validated = validation_rows(traffic)
     if validated:
         parts += [Text(), _table(VALIDATION_HEADER, _texts(validated), (1, 2, 3, 4, 5))]

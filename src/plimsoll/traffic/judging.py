@@ -63,7 +63,9 @@ def _missing(methods: Sequence[MethodTraffic]) -> tuple[str, ...]:
 
 def saved_share(method: MethodTraffic) -> Estimate:
     """What a method saves: measured where it was, else predicted."""
-    return method.predicted_saved_share if method.measured_saved_share is None else method.measured_saved_share
+    saved = method.predicted_saved_share if method.measured_saved_share is None else method.measured_saved_share
+    assert saved is not None, "one of both is known of every method"
+    return saved
 
 
 def describe_share(saved: Estimate) -> str:

@@ -9,6 +9,7 @@ FSDP2's own objects. Importing it takes most of a second; where nobody has, no m
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -95,6 +97,31 @@ def release_gathered(model: nn.Module) -> None:
     for module in _sharded_modules(model):
         if module._get_fsdp_state()._is_root:
             module.reset_iter_state()
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered parameters: a forward without a backward leaves those of the root gathered."""
+    for module in _sharded_modules(model):
+        module.reshard()
+
+
+@contextlib.contextmanager
+def scattering(model: nn.Module, scatter: ReduceScatter) -> Iterator[None]:
+    """Reduce gradients by ``scatter`` in every module, and by what was there before after the block.
+
+    Args:
+        model: sharded; every module of it by one group of parameters.
+        scatter: as for ``set_custom_reduce_scatter``.
+    """
+    groups = _groups(model)
+    before = [group._reduce_scatter_comm for group in groups]
+    for group in groups:
+        group._reduce_scatter_comm = scatter
+    try:
+        yield
+    finally:
+        for group, comm in zip(groups, before, strict=True):
+            group._reduce_scatter_comm = comm
 
 
 @dataclass(frozen=True, slots=True)
