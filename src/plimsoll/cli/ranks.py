@@ -193,7 +193,7 @@ def one_process(command: str, *, is_json: bool = False) -> Iterator[None]:
                 f"plimsoll {command} is work of one process, and torchrun started {ranks}.",
                 why="each would do all of it again, print it again and write the same files; ranks share the work of plan, "
                 "verify, compare and compress-gradients only",
-                next=f"plimsoll {command} without torchrun, and with a model that is not wrapped; below a process that "
-                f"torchrun started, without {_RUN} in the environment",
+                next=f"plimsoll {command} without torchrun; below a process that torchrun started, without {_RUN} in the "
+                "environment",
             )
         yield
