@@ -199,8 +199,11 @@ def test_what_cannot_be_weighed_is_refused_on_every_rank(
         assert said in rank[scenario][1]
 
 
-def test_a_rank_that_fails_in_a_step_is_named_on_the_others_and_nothing_is_changed(told: list[dict[str, Any]]):
-    first, second = (rank["fails_later"] for rank in told)
+@pytest.mark.parametrize("scenario", ["fails_in_exchange", "fails_later"])
+def test_a_rank_that_fails_in_a_step_is_named_on_the_others_and_nothing_is_changed(
+    told: list[dict[str, Any]], scenario: str
+):
+    first, second = (rank[scenario] for rank in told)
     assert first["found"][0] == "RankFailed"
     assert first["found"][1].startswith("Rank 1 failed")
     assert second["found"][0] == "InvalidLoss"

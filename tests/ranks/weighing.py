@@ -67,7 +67,8 @@ def everything() -> dict[str, Any]:
         "other_methods": _found(lambda: advise_compression(model, batches, methods=["int8", "sign"][: 1 + _rank()])),
         "other_model": _found(lambda: advise_compression(make_model(width=32 + 32 * _rank()), batches)),
         "one_rank_fails": _found(lambda: _one_rank_fails(model, batches)),
-        "fails_later": _fails_later(sharded, batches),  # the last: it closes the connections of the ranks
+        "fails_in_exchange": _fails_later(model, batches, calls=60),
+        "fails_later": _fails_later(sharded, batches, calls=12),  # the last: it closes the connections of the ranks
     }
 
 
@@ -135,16 +136,16 @@ class _Unused(nn.Module):
         return self.embed(input_ids).square().mean()
 
 
-def _fails_later(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """One rank raises in the middle of the measured steps, where the other waits for it."""
+def _fails_later(model: nn.Module, batches: list[dict[str, torch.Tensor]], *, calls: int) -> dict[str, Any]:
+    """One rank raises in the middle of the steps, where the other waits for it: in 60 calls within a compressed exchange."""
     before = _state(model)
-    calls = 0
+    made = 0
 
     def loss(output: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 12 and _rank() == 1:
-            raise ArithmeticError("twelve is enough")
+        nonlocal made
+        made += 1
+        if made == calls and _rank() == 1:
+            raise ArithmeticError("these were enough")
         return output.loss
 
     began_seconds = time.perf_counter()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plimsoll.artifacts.store import from_json, to_json
 from plimsoll.artifacts.traffic import UNCOMPRESSED, Traffic
 from plimsoll.errors import InvalidOption
 from plimsoll.pipeline.participants import find_participants
@@ -117,8 +118,11 @@ def advise_compression(
         unused = _try(conversation, ready.metering)
         with trainable_copy(model), conversation.stepping():
             found = _measure(ready, asked.measure_rounds, unused)
-        conversation.ask("steps")
-    return found.traffic(optimizer=ready.optimizer, data=data or ready.description)
+        traffic = found.traffic(optimizer=ready.optimizer, data=data or ready.description)
+        told, *_ = conversation.ask("steps", to_json(traffic).encode())
+    agreed = from_json(told)  # the first rank's: each names its own device and rounds as its own processor does
+    assert isinstance(agreed, Traffic)
+    return agreed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

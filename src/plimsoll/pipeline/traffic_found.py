@@ -106,11 +106,13 @@ class Found:
 def validate_methods(found: Found, parallel: Parallel) -> dict[str, Validation]:
     """Of the methods that may save time: validating the others would change nothing."""
     training = found.training
-    wanted = [
-        method
-        for method in found.metering.methods
-        if method != UNCOMPRESSED and found.saved(method).high >= judging.LEAST_SAVED_SHARE
-    ]
+    wanted = parallel.agreed(
+        [
+            method
+            for method in found.metering.methods
+            if method != UNCOMPRESSED and found.saved(method).high >= judging.LEAST_SAVED_SHARE
+        ]
+    )
     if not wanted:
         return {}
     orders = range(training.orders)

@@ -132,7 +132,7 @@ def meter_traffic(metering: Metering) -> Measured:
         spread=spread_of([row[-2] for row in rows]),
         compute_share=compute_share,
         transfer_share=transfer_share,
-        processor_share=_processor_share(metering.device),
+        processor_share=_processor_share(metering.world, metering.device),
         buckets=tuple(
             BucketTiming(gradient_bytes=bucket.gradient_bytes, measured_ready_seconds=seconds)
             for bucket, seconds in zip(buckets, ready_seconds, strict=True)
@@ -247,13 +247,16 @@ def _time_beside(
     return min(1.0, max(_LEAST_SHARE, shares[0])), min(1.0, max(_LEAST_SHARE, shares[1]))
 
 
-def _processor_share(device: torch.device) -> float:
-    """A CPU with as many cores as ranks and threads ask for gives local work a core of its own; a GPU shares itself."""
+def _processor_share(world: World, device: torch.device) -> float:
+    """A CPU with as many cores as ranks and threads ask for gives local work a core of its own; a GPU shares itself.
+
+    The smallest of all ranks' machines: what they predict from it has to be the same.
+    """
     if device.type != "cpu":
         return 0.5
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores_per_rank = (os.cpu_count() or 1) / local_ranks
-    return min(1.0, max(0.5, cores_per_rank / (torch.get_num_threads() + 1)))
+    threads_per_core = (torch.get_num_threads() + 1) * local_ranks / (os.cpu_count() or 1)
+    return min(1.0, max(0.5, 1 / slowest(world, [[threads_per_core]])[0][0]))
 
 
 def slowest(world: World, rows: Sequence[Sequence[float]]) -> list[list[float]]:

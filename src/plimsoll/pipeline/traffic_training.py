@@ -140,6 +140,12 @@ class Parallel:
         put_weights(metering.model, self._start)
         return _in_turns(world, losses, len(training.held_out))
 
+    def agreed(self, methods: Sequence[str]) -> list[str]:
+        """What the first rank names, on all ranks: they are about to train with each of them together."""
+        told = exchange(self._metering.world, _TOPIC, json.dumps(list(methods)).encode())
+        named: list[str] = json.loads(told[0])
+        return named
+
     def _gradient(self, method: str) -> list[torch.Tensor]:
         with self._sending(method):
             seed_everything(self._metering.seed)

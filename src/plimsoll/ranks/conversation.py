@@ -31,21 +31,27 @@ _GRACE_SECONDS = 3.0
 _GATHERING_SECONDS = 5.0
 """So long ranks wait for others that may have nothing to say."""
 _RELEASED = "released"
+_ANEW = "; then start the job anew, as the model's process groups were closed to end the wait for that rank"
 _WHY = "one plan is for ranks that run the same step of the same model, with the same options and versions"
 
 
 class _Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """An error in words: what was found, why, and what to do next."""
+    """An error in words: what was found, why, and what to do next.
+
+    It may be an echo: what torch raises in a collective when another rank has failed and let go of its connections.
+    """
 
     found: str
     why: str
     next: str
+    may_be_echo: bool
 
     @classmethod
     def of(cls, error: BaseException) -> _Failure:
         if isinstance(error, PlimsollError):
-            return cls(found=error.found, why=error.why, next=error.next)
-        return cls(found=f"{type(error).__name__}: {error}", why="", next="see its traceback")
+            return cls(found=error.found, why=error.why, next=error.next, may_be_echo=False)
+        may_be_echo = type(error) is RuntimeError or isinstance(error, dist.DistError)
+        return cls(found=f"{type(error).__name__}: {error}", why="", next="see its traceback", may_be_echo=may_be_echo)
 
 
 class _Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -161,16 +167,23 @@ class Conversation:
         culprit = meeting.noted(_RELEASED)
         if not culprit:
             if meeting.is_complete_within(_GRACE_SECONDS):
+                self._name_cause(meeting, error)
                 return
             culprit = meeting.note(_RELEASED, str(self.world.rank))
         release(self._groups)  # also by a rank that was released itself: others may wait for this one
         rank = int(culprit)
         if rank != self.world.rank:
             first = msgspec.msgpack.decode(meeting.message_of(rank), type=_Turn)
-            advice = (
-                "; then start the job anew, as the model's process groups were closed to end the wait for that rank"
-            )
-            raise self._failed(rank, first, (rank,), advice) from error
+            raise self._failed(rank, first, (rank,), _ANEW) from error
+
+    def _name_cause(self, meeting: Meeting, error: BaseException) -> None:
+        """All ranks have failed: where this one may only have lost its connection to another, raise what that one met."""
+        if not _Failure.of(error).may_be_echo:
+            return
+        for rank in filter(meeting.has_come, self.world.ranks):
+            turn = msgspec.msgpack.decode(meeting.message_of(rank), type=_Turn)
+            if turn.failure is not None and not turn.failure.may_be_echo:
+                raise self._failed(rank, turn, (rank,), _ANEW) from error
 
     def _failed(self, rank: int, turn: _Turn, ranks: tuple[int, ...], advice: str = "") -> RankFailed:
         assert turn.failure is not None

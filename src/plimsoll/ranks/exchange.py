@@ -136,6 +136,11 @@ class Meeting:
         key = self._key(name)
         return self.world.store.get(key).decode() if self.world.store.check([key]) else ""
 
+    def has_come(self, rank: int) -> bool:
+        """Whether a rank has left its message."""
+        here: bool = self.world.store.check([self._key(rank)])
+        return here
+
     def message_of(self, rank: int) -> bytes:
         """The message of a rank that has come."""
         return self.world.store.get(self._key(rank))
