@@ -35,7 +35,7 @@ BATCH = "batch, mode and loss"
 """The name of the fact that the ranks' batches, modes and losses are."""
 _SOLVING_SECONDS = 600.0
 """Beyond the usual time, ranks wait so long for the one that solves: a solver may use its time limit several times."""
-_PAD = "pad the batches to the same shape, or name the ranks whose batches have it: ranks="
+_PAD = "pad the batches to the same shape, set the same mode and loss, or name the ranks that have the same: ranks="
 
 
 class _Solved(msgspec.Struct, frozen=True, kw_only=True):
