@@ -145,6 +145,8 @@ def test_of_a_sharded_model_steps_are_measured_and_nothing_is_predicted(sharded:
         assert method.measured_saved_share is not None
         assert method.measured_step_seconds is not None
     assert "no step is predicted" in sharded.notes[0]
+    assert sharded.backend == "gloo"
+    assert "twice the bytes shown" in sharded.notes[1]
 
 
 def test_a_reduce_scatter_sends_half_of_the_gradients_on_two_ranks(sharded: Traffic):

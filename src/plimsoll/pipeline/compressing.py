@@ -253,6 +253,7 @@ def _measure(ready: _Ready, rounds: int, unused: int) -> Found:
             gradient_bytes=sum(unit.gradient_bytes for unit in metering.units),
             sent_bytes=parallel.sent_bytes(),
             unused=unused,
+            backend=metering.backend,
         )
     else:
         measured = measured.with_optimizer(optimizer_seconds)

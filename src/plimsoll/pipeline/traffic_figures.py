@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from plimsoll.artifacts.traffic import UNCOMPRESSED, ShardedStep
 from plimsoll.artifacts.verdict import Estimate
 from plimsoll.measuring.timing import median_interval
@@ -108,6 +110,7 @@ class ShardFigures:
     gradient_bytes: int
     sent_bytes: Mapping[str, int]
     unused: int
+    backend: str
 
     def predicted_saved(self, method: str) -> Estimate | None:
         """Nothing is predicted."""
@@ -136,11 +139,16 @@ class ShardFigures:
         }
 
     def notes(self) -> tuple[str, ...]:
-        """That there is no prediction, and which gradients are not compressed for the lack of others."""
+        """That there is no prediction, and where bytes are others than those shown."""
         found = [
             "no step is predicted for a model that FSDP2 shards: gathering parameters shares the link with gradients. "
             "What was measured holds for this link and this batch"
         ]
+        if self.backend == dist.Backend.GLOO:
+            found.append(
+                "gloo makes a reduce-scatter of an all-reduce: what is not compressed, and what randomk sends, takes twice the "
+                "bytes shown, so compression saves more here than where a reduce-scatter is one"
+            )
         if self.unused:
             found.append(
                 f"{self.unused} trained parameters get no gradient from the first batch: FSDP2 does not say which, so the "

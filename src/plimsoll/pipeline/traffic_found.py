@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from plimsoll.artifacts.traffic import UNCOMPRESSED, MethodTraffic, Traffic, Validation
 from plimsoll.artifacts.verdict import Estimate
@@ -49,7 +48,7 @@ class Found:
             model=type(metering.model).__name__,
             fingerprint=fingerprint(metering.model),
             device=str(metering.device),
-            backend=_backend_of(metering.device),
+            backend=metering.backend,
             ranks=metering.world.size,
             optimizer=optimizer,
             data=data,
@@ -123,11 +122,6 @@ def validate_methods(found: Found, parallel: Parallel) -> dict[str, Validation]:
         differences = validating.differences(baseline, losses)
         validations[method] = validating.validate(baseline, losses, _mean(differences), training.steps)
     return validations
-
-
-def _backend_of(device: torch.device) -> str:
-    """Who sends what lies on the device: a group may have one for each kind of device."""
-    return dict(each.split(":") for each in dist.get_backend_config().split(","))[device.type]
 
 
 def _mean(differences: Sequence[float] | None) -> Estimate | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from plimsoll.artifacts.traffic import UNCOMPRESSED, BucketTiming, LinkFit, LinkPoint, StepTiming, Transfer
@@ -58,6 +59,11 @@ class Metering:
     def device(self) -> torch.device:
         """Of the model."""
         return next(self.model.parameters()).device
+
+    @property
+    def backend(self) -> str:
+        """Who sends what lies on the device: a group may have one for each kind of device."""
+        return dict(each.split(":") for each in dist.get_backend_config().split(","))[self.device.type]
 
 
 @dataclass(frozen=True, slots=True)
