@@ -219,6 +219,8 @@ def test_a_rank_that_fails_in_a_step_is_named_on_the_others_and_nothing_is_chang
     [
         ("twice", "'topk:0%'"),
         ("unknown", "'zip' is no method"),
+        ("no_list", "methods=5 is no list"),
+        ("seed", "seed=-1"),
         ("nothing", "names no method of compression"),
         ("no_held_out", "no held-out data"),
     ],

@@ -55,6 +55,8 @@ def everything() -> dict[str, Any]:
         "wrappers_left": _wrappers_left(model),
         "sharded": _weigh_sharded(sharded, batches),
         "twice": _found(lambda: advise_compression(model, batches, methods=["topk:0%"])),
+        "no_list": _found(lambda: advise_compression(model, batches, methods=5)),
+        "seed": _found(lambda: advise_compression(model, batches, seed=-1)),
         "unknown": _found(lambda: advise_compression(model, batches, methods=["zip"])),
         "nothing": _found(lambda: advise_compression(model, batches, methods=["none"])),
         "no_held_out": _found(lambda: advise_compression(model, batches[0], validate_steps=5)),
@@ -89,6 +91,8 @@ def _weigh_sharded(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> 
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = _state(model)
+    with torch.no_grad():
+        model(**batches[0])  # leaves parameters of the root gathered, as an evaluation does
     traffic = advise_compression(
         model, batches[:21], methods=["topk:1%", "int8"], measure_rounds=3, validate_steps=2, orders=1, held_out=5
     )

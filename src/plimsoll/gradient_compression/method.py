@@ -65,7 +65,7 @@ def parse_method(text: str) -> Method:
         >>> str(parse_method("sign"))
         'sign:1024'
     """
-    name, colon, parameter = text.strip().lower().partition(":")
+    name, colon, parameter = str(text).strip().lower().partition(":")
     if name == "none" and not colon:
         return Method(kind="none")
     if name == "powersgd":

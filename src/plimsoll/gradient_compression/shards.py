@@ -75,6 +75,7 @@ def units_of(model: nn.Module) -> list[Unit]:
         unit = module if isinstance(module, FSDPModule) else None
         if unit is None:
             continue
+        unit.reshard()  # a forward without a backward leaves the root's parameters gathered, as plain tensors
         named = [(f"{prefix}.{name}" if prefix else name, each) for name, each in _own_parameters(module, seen)]
         trained = [(name, each) for name, each in named if each.requires_grad]
         if not trained:

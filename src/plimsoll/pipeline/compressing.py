@@ -16,6 +16,8 @@ from torch import nn
 from plimsoll.artifacts.store import from_json, to_json
 from plimsoll.artifacts.traffic import UNCOMPRESSED, Traffic
 from plimsoll.errors import InvalidOption
+from plimsoll.gradient_compression.method import parse_method
+from plimsoll.gradient_compression.settings import Settings
 from plimsoll.pipeline.participants import find_participants
 from plimsoll.pipeline.probing import check_trainable, describe_optimizer
 from plimsoll.pipeline.request import check_count, check_model, explained_loss
@@ -156,7 +158,6 @@ def _prepare(model: nn.Module, batches: Any, asked: _Asked, world: World) -> _Re
     for name, count in (("measure_rounds", asked.measure_rounds), ("validate_steps", asked.validate_steps)):
         check_count(name, count, least=0)
     check_count("orders", asked.orders, least=1)
-    check_count("seed", asked.seed, least=0)
     if asked.bucket_bytes is not None:
         check_count("bucket_bytes", asked.bucket_bytes, least=1)
     loss = explained_loss(asked.loss)
@@ -164,6 +165,7 @@ def _prepare(model: nn.Module, batches: Any, asked: _Asked, world: World) -> _Re
     check_trainable(model)
     check_layout(model, world)
     methods = name_methods(asked.methods, is_sharded=bool(find_units(model)))
+    Settings(method=parse_method(methods[-1]), seed=asked.seed)  # refuses a seed that compress_gradients would refuse
     if find_units(model):
         _check_shard_options(asked)
     asked.report("reading the data", 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -129,8 +129,16 @@ def name_methods(given: Sequence[str] | None, *, is_sharded: bool) -> tuple[str,
     return (UNCOMPRESSED, *others)
 
 
-def _listed(methods: Sequence[str]) -> list[str]:
-    return [methods] if isinstance(methods, str) else list(methods)
+def _listed(methods: object) -> list[str]:
+    if isinstance(methods, str):
+        return [methods]
+    if not isinstance(methods, Iterable):
+        raise InvalidOption(
+            f"methods={methods!r} is no list of methods.",
+            why="each is a name with its parameter",
+            next=f'methods=["{METHODS[1]}", "{METHODS[-1]}"], or leave it out',
+        )
+    return list(methods)
 
 
 def _check_no_wrappers(model: nn.Module) -> None:
