@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +154,13 @@ def save(artifact: Artifact, path: str | Path) -> None:
 def write_whole(text: str, path: str | Path) -> None:
     """Write text to a file that appears whole or not at all; an existing file is replaced.
 
+    Its name until then is random: on a disk that machines share, two processes may have the same id.
+
     Raises:
         PlanFileError: the place cannot be written.
     """
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(target)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plimsoll
-from plimsoll.artifacts.store import from_json, load_any, load_plan, save, to_json
+from plimsoll.artifacts.store import from_json, load_any, load_plan, save, to_json, write_whole
 from plimsoll.errors import PlanFileError
 from samples import make_comparison, make_mismatch, make_plan, make_receipt
 
@@ -115,6 +115,20 @@ def test_an_empty_file_is_refused(tmp_path: Path):
     path.touch()
     with pytest.raises(PlanFileError):
         load_plan(path)
+
+
+def test_two_processes_of_one_id_may_write_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, replace = tmp_path / "page.html", Path.replace
+
+    def replace_late(part: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        write_whole("of the other", path)
+        return replace(part, target)
+
+    monkeypatch.setattr(Path, "replace", replace_late)
+    write_whole("of this one", path)
+    assert path.read_text() == "of this one"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path):
