@@ -87,15 +87,13 @@ def make_sharded(model: nn.Module) -> nn.Module:
 
 
 def _weigh_sharded(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """As it came, and again where no method's time is in the way of its validation."""
+    """As the caller would, and then its training, which no method may be worth on this link."""
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = _state(model)
     with torch.no_grad():
         model(**batches[0])  # leaves parameters of the root gathered, as an evaluation does
-    traffic = advise_compression(
-        model, batches[:21], methods=["topk:1%", "int8"], measure_rounds=3, validate_steps=2, orders=1, held_out=5
-    )
+    traffic = advise_compression(model, batches[:21], methods=["topk:1%", "int8"], measure_rounds=3)
     after = _state(model)
     comms = {type(unit.module._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm) for unit in units_of(model)}
     for parameter in model.parameters():
@@ -118,7 +116,7 @@ def _trained_sharded(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -
         held_out=calls[16:21],
         loss=None,
         make_optimizer=torch.optim.AdamW,
-        steps=VALIDATE_STEPS,
+        steps=VALIDATE_STEPS // 2,
         orders=1,
     )
     with trainable_copy(model):
