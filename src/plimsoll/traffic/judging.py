@@ -28,9 +28,9 @@ def judge_method(method: str, saved: Estimate, validation: Validation | None) ->
         return TrafficRuling.REFUSE, f"held-out loss: {validation.found}"
     if saved.low < LEAST_SAVED_SHARE:
         return TrafficRuling.UNDECIDED, f"saves {describe_share(saved)} of the step: {worth}"
-    if validation is None or validation.outcome is Outcome.NOT_MEASURED:
+    if validation is None:
         return TrafficRuling.UNDECIDED, f"saves {describe_share(saved)} of the step; training is not validated"
-    if validation.outcome is Outcome.OPEN:
+    if validation.outcome in (Outcome.OPEN, Outcome.NOT_MEASURED):
         return TrafficRuling.UNDECIDED, f"saves {describe_share(saved)} of the step; held-out loss: {validation.found}"
     return TrafficRuling.KEEP, f"saves {describe_share(saved)} of the step; held-out loss: {validation.found}"
 
@@ -56,8 +56,11 @@ def _missing(methods: Sequence[MethodTraffic]) -> tuple[str, ...]:
         found.append("a narrower error bar of the step: more timed steps (--steps)")
     if any(each.validation is None for each in methods):
         found.append("training with and without, on held-out data (--validate STEPS)")
-    if any(each.validation is not None and each.validation.outcome is Outcome.OPEN for each in methods):
+    validations = [each.validation for each in methods if each.validation is not None]
+    if any(validation.outcome is Outcome.OPEN for validation in validations):
         found.append("more steps, more orders of the data or more held-out batches")
+    if any(validation.outcome is Outcome.NOT_MEASURED for validation in validations):
+        found.append("three held-out batches or more (--held-out), and training that stays finite without compression")
     return tuple(found)
 
 

@@ -21,6 +21,7 @@ SLOW = Estimate(value=-0.2, low=-0.3, high=-0.1)
         (FAST, Outcome.CLEAR, TrafficRuling.KEEP),
         (FAST, Outcome.BROKEN, TrafficRuling.REFUSE),
         (FAST, Outcome.OPEN, TrafficRuling.UNDECIDED),
+        (FAST, Outcome.NOT_MEASURED, TrafficRuling.UNDECIDED),
         (FAST, None, TrafficRuling.UNDECIDED),
         (UNCLEAR, Outcome.CLEAR, TrafficRuling.UNDECIDED),
         (UNCLEAR, Outcome.BROKEN, TrafficRuling.REFUSE),
@@ -55,6 +56,15 @@ def test_what_is_undecided_says_what_is_missing():
     assert ruling is TrafficRuling.UNDECIDED
     assert best is None
     assert any("--validate" in each for each in missing)
+
+
+def test_a_validation_that_could_not_be_judged_is_no_missing_one_and_says_what_it_lacks():
+    validation = make_validation(Outcome.NOT_MEASURED)
+    assert validation.found in judge_method("int8", FAST, validation)[1]
+    method = make_method("int8", saved=0.1, ruling=TrafficRuling.UNDECIDED, validation=validation)
+    *_, missing = judge_all([make_method("none", saved=0.0, ruling=TrafficRuling.UNDECIDED), method])
+    assert len(missing) == 1
+    assert "three held-out batches" in missing[0]
 
 
 def test_where_all_are_refused_the_fastest_one_is_named():
