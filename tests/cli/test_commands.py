@@ -175,6 +175,16 @@ def test_a_target_that_does_not_load_says_why(
     assert not pipeline.calls
 
 
+@pytest.mark.parametrize("command", ["plan", "verify", "compare", "explain", "probe", "diagnose"])
+def test_a_strategy_that_is_none_is_refused_before_the_target_loads(
+    command: str, runner: CliRunner, pipeline: FakePipeline, target: str
+):
+    result = runner.invoke(app, [command, "sample_target:broken", "--strategy", "nonsense"])
+    assert result.exit_code == 2
+    assert "'nonsense' is not a strategy." in result.stderr
+    assert not pipeline.calls
+
+
 def test_the_working_directory_is_importable_only_while_it_is_needed(
     runner: CliRunner, pipeline: FakePipeline, target: str
 ):

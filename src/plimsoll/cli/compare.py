@@ -50,12 +50,13 @@ def compare(
 
     with ranks.exit_codes(is_json=json) as crew:
         how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device))
-        loaded = crew.load(lambda: work.load(target, how, optimizer))
+        strategies = strategy or [*_DEFAULT, *(["auto"] if budget else [])]
+        loaded = crew.load(lambda: work.load(target, how, optimizer, strategies))
         with show_progress(terminal.progress()) as report:
             comparison = plimsoll.compare(
                 loaded.target.model,
                 loaded.target.batch,
-                strategy or [*_DEFAULT, *(["auto"] if budget else [])],
+                strategies,
                 budget=budget,
                 loss=loaded.target.loss,
                 optimizer=loaded.optimizer,

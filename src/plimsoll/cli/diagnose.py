@@ -127,7 +127,7 @@ def _of_target(
     from plimsoll.cli.progress import show_progress
 
     saved = work.load_saved(plan)
-    loaded = work.load(text, how, optimizer)
+    loaded = work.load(text, how, optimizer, (request.strategy,))
     used = saved or work.make_plan(loaded, request)
     with show_progress(terminal.stderr()) as report:
         return plimsoll.diagnose(

@@ -71,7 +71,7 @@ def explain(
                 next="leave one of them out",
             )
         how = TargetOptions(batch=batch, sequence=seq, device=device, is_meta=device_profile is not None)
-        loaded = work.load(target, how, optimizer)
+        loaded = work.load(target, how, optimizer, () if strategy is None else (strategy,))
         with show_progress(terminal.stderr()) as report:
             explanation = plimsoll.explain(
                 loaded.target.model,

@@ -37,7 +37,7 @@ def plan(
 
     with ranks.exit_codes(is_json=json) as crew:
         how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device), is_meta=device_profile is not None)
-        loaded = crew.load(lambda: work.load(target, how, optimizer))
+        loaded = crew.load(lambda: work.load(target, how, optimizer, (strategy,)))
         request = work.PlanRequest(
             budget=budget,
             strategy=strategy,

@@ -96,7 +96,7 @@ def probe(
         options.refuse_beside_plan(context)
         make_optimizer = optimizer_factory(optimizer)
         saved = work.load_saved(plan)
-        loaded = work.load(target, TargetOptions(batch=batch, sequence=seq, device=device), optimizer)
+        loaded = work.load(target, TargetOptions(batch=batch, sequence=seq, device=device), optimizer, (strategy,))
         request = work.PlanRequest(
             budget=budget,
             strategy=strategy,

@@ -91,7 +91,7 @@ def verify(
 
         def load() -> Loaded:
             saved = _saved(context, plan, revised_plan, is_own=is_own)
-            return replace(work.load(target, how, optimizer), saved=saved)
+            return replace(work.load(target, how, optimizer, (strategy,)), saved=saved)
 
         loaded = crew.load(load)
         request = work.PlanRequest(

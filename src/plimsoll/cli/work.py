@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from plimsoll.cli import terminal
 from plimsoll.cli.options import OptimizerName, make_optimizer
 from plimsoll.cli.progress import show_progress
 from plimsoll.errors import BudgetBelowFloor, PlanNotUsable
+from plimsoll.planning.strategies import check_strategy
 from plimsoll.targets.target import Target, TargetOptions, load_target
 
 if TYPE_CHECKING:
@@ -52,8 +54,17 @@ class Loaded:
     saved: Plan | None = None
 
 
-def load(text: str, how: TargetOptions, optimizer: OptimizerName) -> Loaded:
-    """Load a target and make the optimizer that is planned for."""
+def load(text: str, how: TargetOptions, optimizer: OptimizerName, strategies: Sequence[str] = ()) -> Loaded:
+    """Load a target and make the optimizer that is planned for.
+
+    Args:
+        text: the target, as typed.
+        how: what the target is made with.
+        optimizer: over the model's parameters.
+        strategies: those that will be asked for; a wrong one is refused before the target is loaded.
+    """
+    for strategy in strategies:
+        check_strategy(strategy)
     with show_progress(terminal.progress()) as report:
         report(f"loading {text}", 0.0)
         target = load_target(text, how)

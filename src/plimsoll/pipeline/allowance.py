@@ -14,7 +14,7 @@ from plimsoll.artifacts.trace import RegionCall, Trace
 from plimsoll.errors import InvalidStrategy
 from plimsoll.planning.limits import Limits
 from plimsoll.planning.pins import Override, parse_override
-from plimsoll.planning.strategies import codecs_of_strategy, uses_link
+from plimsoll.planning.strategies import check_strategy, codecs_of_strategy, uses_link
 from plimsoll.recording.collectives import IS_COLLECTIVE
 from plimsoll.units import parse_bytes
 
@@ -114,9 +114,11 @@ def read_allowance(
     """Check and read what a user allows.
 
     Raises:
-        InvalidStrategy: an unknown word, an error that is no share, or a lossy wish that nothing allows.
+        InvalidStrategy: no such strategy, an unknown word, an error that is no share, or a lossy wish that nothing allows.
         InvalidBudget: a host budget without a clear unit.
     """
+    for strategy in strategies:
+        check_strategy(strategy)
     words = tuple(word for word in WORDS if word in _words(allow))
     error = read_error(max_error)
     if error and "compress" not in words and not any(map(codecs_of_strategy, strategies)):

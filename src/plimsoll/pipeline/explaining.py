@@ -28,7 +28,7 @@ from plimsoll.planning.describe import classes_at_peak, describe_peak, describe_
 from plimsoll.planning.moments import forward_end, holders_at, rebuilt_parts
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.step import StepIndex
-from plimsoll.planning.strategies import codecs_of_strategy, strategy_choices
+from plimsoll.planning.strategies import check_strategy, codecs_of_strategy, strategy_choices
 from plimsoll.recording.calling import Loss
 from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.tracing.watching import Context, watch
@@ -301,6 +301,8 @@ def _check_kinds(strategy: object, context: object) -> None:
             why="a step is explained as it is, under a named strategy, or under a plan",
             next='leave it out, or pass "full", or a plan for this model',
         )
+    if isinstance(strategy, str):
+        check_strategy(strategy)
     if not callable(context):
         raise InvalidOption(
             f"context= is a {type(context).__name__}, which cannot be called.",

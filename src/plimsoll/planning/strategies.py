@@ -57,13 +57,7 @@ def choose_full(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
 
 def choose_every(index: StepIndex, argument: str) -> tuple[Choice, ...]:
     """Groups of k regions, each replayed as one."""
-    if not argument.isdecimal() or int(argument) < 1:
-        raise InvalidStrategy(
-            f"'every:{argument}' is not a strategy.",
-            why=f"every: wants a positive whole number of regions, not {argument!r}",
-            next="write every:2",
-        )
-    size = int(argument)
+    size = _group_size(argument)
     return tuple(
         Choice(view.nothing, is_boundary_dropped=bool(position % size)) for position, view in enumerate(index.views)
     )
@@ -81,7 +75,7 @@ def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
     pattern = _MODULES.get(argument)
     if pattern is not None:
         return tuple(Choice(_kept_outside(view, pattern) | view.nothing) for view in index.views)
-    names = [name.strip() for name in argument.split(",") if name.strip()]
+    names = _op_names(argument)
     present = sorted({op.name for view in index.views for op in view.graph.ops})
     for name in names:
         if not any(_is_op(op, name) for op in present):
@@ -91,12 +85,6 @@ def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
                 why=f"{name!r} is neither attention, core, mlp, norm nor an op of a region",
                 next=f"closest: {', '.join(close)}" if close else "use none or auto",
             )
-    if not names:
-        raise InvalidStrategy(
-            "'selective:' selects nothing.",
-            why="it wants attention, core, mlp, norm or a comma list of ops to keep",
-            next="write selective:attention or selective:mm,sdpa",
-        )
     return tuple(Choice(_kept_outputs(view, names) | view.nothing) for view in index.views)
 
 
@@ -107,6 +95,37 @@ def choose_form(index: StepIndex, name: str) -> tuple[Choice, ...]:
 
 def choose_hybrid(index: StepIndex, argument: str) -> tuple[Choice, ...]:
     """Compress the first regions, checkpoint the rest in groups."""
+    first, size = _hybrid_sizes(argument)
+    count = min(first, len(index.views))
+    rest = tuple(
+        Choice(view.nothing, is_boundary_dropped=bool(position % size))
+        for position, view in enumerate(index.views[count:])
+    )
+    return (*choose_form(index, "int8")[:count], *rest)
+
+
+def _group_size(argument: str) -> int:
+    if not argument.isdecimal() or int(argument) < 1:
+        raise InvalidStrategy(
+            f"'every:{argument}' is not a strategy.",
+            why=f"every: wants a positive whole number of regions, not {argument!r}",
+            next="write every:2",
+        )
+    return int(argument)
+
+
+def _op_names(argument: str) -> list[str]:
+    names = [name.strip() for name in argument.split(",") if name.strip()]
+    if not names:
+        raise InvalidStrategy(
+            "'selective:' selects nothing.",
+            why="it wants attention, core, mlp, norm or a comma list of ops to keep",
+            next="write selective:attention or selective:mm,sdpa",
+        )
+    return names
+
+
+def _hybrid_sizes(argument: str) -> tuple[int, int]:
     first, comma, size = argument.partition(",")
     if not comma or not first.strip().isdecimal() or not size.strip().isdecimal() or int(size) < 1:
         raise InvalidStrategy(
@@ -114,12 +133,7 @@ def choose_hybrid(index: StepIndex, argument: str) -> tuple[Choice, ...]:
             why="hybrid: wants how many regions to compress, and in groups of how many to checkpoint the others",
             next="write hybrid:10,6",
         )
-    count = min(int(first), len(index.views))
-    rest = tuple(
-        Choice(view.nothing, is_boundary_dropped=bool(position % int(size)))
-        for position, view in enumerate(index.views[count:])
-    )
-    return (*choose_form(index, "int8")[:count], *rest)
+    return int(first), int(size)
 
 
 def _in_form(view: RegionView, name: str) -> Choice:
@@ -166,6 +180,39 @@ def uses_link(strategy: str) -> bool:
     return strategy == "offload"
 
 
+def check_strategy(strategy: str) -> None:
+    """Refuse what no model has as a strategy; only the ops of ``selective:`` are a matter of the model.
+
+    Args:
+        strategy: a name from the module's table, or what may be one.
+
+    Raises:
+        InvalidStrategy: no such strategy, or an argument that it does not take.
+
+    Example:
+        >>> check_strategy("every:2")
+    """
+    if strategy == "auto":
+        return
+    name, colon, argument = strategy.partition(":")
+    if name not in STRATEGIES or bool(colon) != (name in _WITH_ARGUMENT):
+        known = ["auto", "every:2", "fp8", "full", "hybrid:10,6", "input-only", "int4", "int8", "none", "offload",
+                 "selective:attention", "selective:core", "selective:mlp", "selective:norm", "selective:mm,sdpa",
+                 "sqrt"]  # fmt: skip
+        close = difflib.get_close_matches(strategy, known, n=3, cutoff=0.3)
+        raise InvalidStrategy(
+            f"{strategy!r} is not a strategy.",
+            why="Plimsoll knows " + ", ".join(known),
+            next="closest: " + ", ".join(close) if close else "name one of them",
+        )
+    if name == "every":
+        _group_size(argument)
+    elif name == "hybrid":
+        _hybrid_sizes(argument)
+    elif name == "selective":
+        _op_names(argument)
+
+
 def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
     """The choice of every region under a named strategy.
 
@@ -176,19 +223,9 @@ def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
     Raises:
         InvalidStrategy: no such strategy, or an argument that it does not take.
     """
-    name, colon, argument = strategy.partition(":")
-    choose = STRATEGIES.get(name)
-    if choose is None or bool(colon) != (name in _WITH_ARGUMENT):
-        known = ["auto", "every:2", "fp8", "full", "hybrid:10,6", "input-only", "int4", "int8", "none", "offload",
-                 "selective:attention", "selective:core", "selective:mlp", "selective:norm", "selective:mm,sdpa",
-                 "sqrt"]  # fmt: skip
-        close = difflib.get_close_matches(strategy, known, n=3, cutoff=0.3)
-        raise InvalidStrategy(
-            f"{strategy!r} is not a strategy.",
-            why="Plimsoll knows " + ", ".join(known),
-            next="closest: " + ", ".join(close) if close else "name one of them",
-        )
-    return choose(index, argument)
+    check_strategy(strategy)
+    name, _, argument = strategy.partition(":")
+    return STRATEGIES[name](index, argument)
 
 
 def _between_products(view: RegionView) -> frozenset[int]:

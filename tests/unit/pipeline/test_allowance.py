@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import plimsoll
 from plimsoll.artifacts.decision import Decision
@@ -42,6 +44,10 @@ def test_wishes_are_read_in_the_forms_that_people_write(asked: dict[str, Any], f
         ({"allow": "compress", "max_error": -0.1}, InvalidStrategy, "from 0"),
         ({"allow": "compress", "max_error": float("nan")}, InvalidStrategy, "nan"),
         ({"max_error": 0.01}, InvalidStrategy, "compression is not allowed"),
+        ({"strategies": ["full", "every:0"]}, InvalidStrategy, "every:2"),
+        ({"strategies": ["hybrid:two"]}, InvalidStrategy, "hybrid:10,6"),
+        ({"strategies": ["selective: ,"]}, InvalidStrategy, "selects nothing"),
+        ({"strategies": ["int5"]}, InvalidStrategy, "int4"),
         ({"allow": "offload", "host_budget": "4G"}, InvalidBudget, "4GiB"),
         ({"overrides": ["silu"]}, InvalidStrategy, "pattern=keep"),
         ({"overrides": ["silu=shrink"]}, InvalidStrategy, "pattern=keep"),
@@ -58,13 +64,26 @@ def test_what_cannot_be_meant_is_refused(asked: dict[str, Any], error: type[Plim
 
 
 @pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, batch: plimsoll.plan(model, batch, strategy="nonsense"),
+        lambda model, batch: plimsoll.compare(model, batch, ["full", "nonsense"]),
+        lambda model, batch: plimsoll.explain(model, batch, "nonsense"),
+    ],
+)
+def test_a_strategy_that_is_none_is_refused_before_the_model_runs(call: Callable[[torch.nn.Module, torch.Tensor], Any]):
+    model = torch.nn.Linear(2, 1)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("it ran"))
+    with pytest.raises(InvalidStrategy, match="'nonsense' is not a strategy"):
+        call(model, torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
     ("asked", "error", "part"),
     [
         ({"overrides": ["*::tanh*=keep"]}, InvalidStrategy, "matches no saved value"),
         ({"overrides": ["*gelu*=compress:int8"]}, InvalidStrategy, "not allowed"),
         ({"overrides": ["*gelu*=compress:int9"], "allow": "compress", "max_error": 0.1}, InvalidCodec, "int8"),
-        ({"strategy": "hybrid:two"}, InvalidStrategy, "hybrid:10,6"),
-        ({"strategy": "int5"}, InvalidStrategy, "int4"),
         ({"allow": "compress", "device_profile": "H100-SXM"}, TracingFailed, "fake trace"),
     ],
 )
