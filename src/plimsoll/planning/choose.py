@@ -95,7 +95,8 @@ class ChoiceProblem:
         self.deadline = time.monotonic() + time_limit_seconds
         self.columns = sum(map(len, self.effects))
         self.seconds = np.array([effect.seconds for effects in self.effects for effect in effects])
-        self.unit_bytes = max(float(self.windows.fixed_bytes.max()) / 10, 1.0)
+        # A power of two, so that sums of bytes stay exact: HiGHS's presolve can go round for ever on ones that are rounded.
+        self.unit_bytes = 2.0 ** round(math.log2(max(float(self.windows.fixed_bytes.max()) / 10, 1.0)))
         self.matrix = self._rows()
         self._set_limits(limits or Limits())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import msgspec
+import numpy as np
 import pytest
 
 from plimsoll.artifacts.decision import Decision, Status
@@ -43,6 +44,14 @@ def test_without_scarcity_everything_is_kept(budget_bytes: int | None) -> None:
     assert plan.status is Status.OPTIMAL
     assert all(region.is_untouched for region in plan.regions)
     assert plan.price_seconds_per_byte == 0.0
+
+
+def test_the_solver_is_given_bytes_without_rounding() -> None:
+    problem = PLANNER.problem
+    changes = problem.matrix.toarray()[len(problem.effects) :, : problem.columns]
+    assert np.array_equal(
+        -changes.cumsum(axis=0) * problem.unit_bytes, np.concatenate(problem.windows.added_bytes, axis=1)
+    )
 
 
 def test_plan_gives_a_reason_in_terms_of_the_price_for_every_value(tight: Plan) -> None:
