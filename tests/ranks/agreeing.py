@@ -23,7 +23,8 @@ import plimsoll
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import to_json
 from plimsoll.cli.app import app
-from plimsoll.errors import PlimsollError, RankError
+from plimsoll.cli.ranks import Crew
+from plimsoll.errors import PlimsollError, RankError, RankMissing
 from plimsoll.pipeline import agreement
 from plimsoll.pipeline.attachment import Attachment
 from plimsoll.pipeline.participants import find_participants
@@ -138,6 +139,7 @@ def on_two_ranks() -> dict[str, Any]:
         "attached": attached(free),
         "accumulated": accumulated(free),
         "attach_floor": attach_floor(),
+        "attached alone": attached_alone(),
         "commands": commands(free),
     }
 
@@ -377,6 +379,16 @@ def attach_floor() -> Outcome:
     return {**outcome, "is_left": managed or bool(model._forward_pre_hooks), "plan": handle.plan is None}
 
 
+def attached_alone() -> Outcome:
+    """Rank 1 never calls attach: rank 0 misses it there, and both train on, unmanaged."""
+    model = DistributedDataParallel(stack())
+    outcome: Outcome = {}
+    if dist.get_rank() == 0:
+        outcome = failing(lambda: plimsoll.attach(model, "1GiB", timeout_seconds=0.3))
+    is_left = bool(model._forward_pre_hooks) or any(is_managed(module) for module in model.modules())
+    return {**outcome, "is_left": is_left, "gradients": len(gradients(model, rows()))}
+
+
 def step() -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """A target that wraps its model in the process group that is there."""
     return DistributedDataParallel(stack()), rows(), mean_square
@@ -419,7 +431,7 @@ def on_four_ranks() -> dict[str, Any]:
     torch.set_num_threads(1)
     rank = dist.get_rank()
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    found: dict[str, Any] = {"participants": participants(), "pairs": pairs(rank)}
+    found: dict[str, Any] = {"participants": participants(), "pairs": pairs(rank), "parting": parting(rank)}
     model = Embedded()
     for block in model.blocks:
         fully_shard(block, mesh=grid)
@@ -452,3 +464,13 @@ def pairs(rank: int) -> str:
     model = DistributedDataParallel(stack(WIDTH if rank < 2 else WIDTH // 2), process_group=pair)
     batch = torch.ones(ROWS, WIDTH if rank < 2 else WIDTH // 2)
     return to_json(plimsoll.plan(model, batch, loss=mean_square, strategy="full"))
+
+
+def parting(rank: int) -> Outcome:
+    """A command ends because rank 2 was missed: who prints that? Rank 2 itself comes later, or never."""
+    start = time.perf_counter()
+    error = RankMissing("rank 2 did not come", why="it is late", next="look", ranks=(2,))
+    speaks = rank != 2 and Crew(is_several=True).part(error)
+    seconds = time.perf_counter() - start
+    dist.barrier()
+    return {"speaks": speaks or (rank == 2 and Crew(is_several=True).part(error)), "seconds": seconds}

@@ -191,6 +191,14 @@ def test_a_budget_that_attach_cannot_meet_on_one_rank_leaves_all_models_unmanage
     assert of_all(told, "attach_floor", "plan") == [True, True]
 
 
+def test_a_rank_that_attaches_alone_misses_the_others_in_time_and_leaves_the_model_alone(told: Told):
+    assert told[0]["attached alone"]["kind"] == "RankMissing"
+    assert told[0]["attached alone"]["ranks"] == (1,)
+    assert told[0]["attached alone"]["seconds"] < 5
+    assert of_all(told, "attached alone", "is_left") == [False, False]
+    assert of_all(told, "attached alone", "gradients") == [12, 12]
+
+
 def test_of_several_ranks_the_first_prints_the_plan_and_writes_the_file(told: Told):
     first, second = (rank["commands"]["plan"] for rank in told)
     assert (first["code"], second["code"]) == (0, 0)
@@ -297,11 +305,42 @@ def test_a_rank_that_never_loads_the_target_is_missed_in_time(monkeypatch: pytes
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
+    with pytest.raises(RankMissing, match=r"^Some of 2 ranks did not load the target within 0\.5 s"):
+        _load_as_one_of_two(port, monkeypatch)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_rank_that_never_loads_the_target_is_named_where_torchrun_keeps_a_store(monkeypatch: pytest.MonkeyPatch):
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(RankMissing, match=r"^Rank 1 of 2 did not load the target within 0\.5 s") as caught:
+        _load_as_one_of_two(store.port, monkeypatch)
+    assert caught.value.ranks == (1,)
+    assert not torch.distributed.is_initialized()
+
+
+def test_what_keeps_a_rank_from_loading_is_not_lost_when_another_is_missing(monkeypatch: pytest.MonkeyPatch):
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    own = InvalidOption("no such batch", why="w", next="n")
+    with pytest.raises(InvalidOption, match="no such batch"):
+        _load_as_one_of_two(store.port, monkeypatch, own)
+
+
+def _load_as_one_of_two(port: int, monkeypatch: pytest.MonkeyPatch, failure: InvalidOption | None = None) -> None:
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ranks, "_LOADING_SECONDS", 0.5)
-    target = Target(model=torch.nn.Linear(2, 1), batch=torch.ones(1, 2))
-    with pytest.raises(RankMissing, match="Not all of 2 ranks have loaded"):
-        Crew(is_several=True).load(lambda: Loaded(target=target, optimizer=None))
-    assert not torch.distributed.is_initialized()
+
+    def load() -> Loaded:
+        if failure is not None:
+            raise failure
+        return Loaded(target=Target(model=torch.nn.Linear(2, 1), batch=torch.ones(1, 2)), optimizer=None)
+
+    Crew(is_several=True).load(load)
+
+
+def test_a_missing_rank_is_told_of_once_and_at_once(told_by_four: Told):
+    assert of_all(told_by_four, "parting", "speaks") == [True, False, False, False]
+    assert all(seconds < 5 for seconds in of_all(told_by_four, "parting", "seconds"))

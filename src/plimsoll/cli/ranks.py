@@ -2,7 +2,7 @@
 
 The ranks join a process group once the target is loaded, unless the target has made one itself. One rank prints and writes
 files: the first. An error is printed by the first rank whose own it is. In the end all wait for each other, so that nobody
-is stopped by torchrun before the error is out.
+is stopped by torchrun before the error is out; for a rank that is missing already they do not wait.
 
 A command that is work of one process says so on the first rank, before it loads anything; the others say nothing.
 """
@@ -13,7 +13,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from plimsoll.cli.work import Loaded
+    from plimsoll.ranks.world import World
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells every process."""
@@ -36,6 +37,8 @@ _RUN = "TORCHELASTIC_RUN_ID"
 _LOADING_SECONDS = 600.0
 """Ranks may build the same model at very different speeds; they wait so long for each other to have done it."""
 _PARTING_SECONDS = 30.0
+_LOADED = "loaded"
+"""Below it a rank notes in torchrun's store that it has loaded the target, or failed to."""
 
 
 class _Farewell(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +53,7 @@ class Crew:
 
     is_several: bool
     has_joined: bool = False
+    _launched: World | None = None
 
     @property
     def speaks(self) -> bool:
@@ -78,7 +82,10 @@ class Crew:
             loaded = load()
         except PlimsollError as error:
             failure = error
-        self._join(None if loaded is None else loaded.target.model)
+        try:
+            self._join(None if loaded is None else loaded.target.model)
+        except RankMissing as error:
+            raise (failure or error) from error.__cause__
         world = current_world()
         assert world is not None
         with Conversation(world, "load", timeout_seconds=_LOADING_SECONDS) as conversation:
@@ -93,12 +100,18 @@ class Crew:
         from plimsoll.ranks.exchange import exchange
         from plimsoll.ranks.world import current_world
 
-        world = current_world() if self.is_several else None
+        world = (current_world() or self._launched) if self.is_several else None
         if world is None:
             return True
+        topic = "end"
+        if isinstance(error, RankMissing):
+            if world.rank in error.ranks:
+                return False  # those that missed this rank have said so
+            topic = f"end without {', '.join(map(str, error.ranks))}"
+            world = replace(world, ranks=tuple(rank for rank in world.ranks if rank not in error.ranks))
         own = _Farewell(has_own_error=error is not None and not isinstance(error, RankError))
         try:
-            told = exchange(world, "end", msgspec.json.encode(own), timeout_seconds=_PARTING_SECONDS)
+            told = exchange(world, topic, msgspec.json.encode(own), timeout_seconds=_PARTING_SECONDS)
         except RankError:
             return True
         failed = [
@@ -119,20 +132,20 @@ class Crew:
     def _join(self, model: torch.nn.Module | None) -> None:
         import torch.distributed as dist
 
+        from plimsoll.ranks.world import launched_world
+
         if dist.is_initialized():
             return
         kinds = set() if model is None else {parameter.device.type for parameter in model.parameters()}
         try:
+            self._launched = launched_world(_LOADING_SECONDS)
+            if self._launched is not None:
+                self._launched.store.set(f"{_LOADED}/{self._launched.rank}", "")
             dist.init_process_group(
                 "nccl" if "cuda" in kinds else "gloo", timeout=datetime.timedelta(seconds=_LOADING_SECONDS)
             )
         except dist.DistStoreError as error:
-            raise RankMissing(
-                f"Not all of {os.environ['WORLD_SIZE']} ranks have loaded the target within {_LOADING_SECONDS:g} s.",
-                why="they meet when each has built its model; this one has",
-                next="look at what the others are doing; a target that takes longer may call init_process_group itself, with "
-                "a longer timeout",
-            ) from error
+            raise self._not_loaded() from error
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise InvalidOption(
                 f"The ranks cannot meet: {type(error).__name__}: {error}",
@@ -140,6 +153,21 @@ class Crew:
                 next="start the command with torchrun, or without these variables",
             ) from error
         self.has_joined = True
+
+    def _not_loaded(self) -> RankMissing:
+        """Names who is missing, where torchrun's own store knows it."""
+        count, missing = os.environ["WORLD_SIZE"], tuple[int, ...]()
+        if self._launched is not None:
+            ranks, store = self._launched.ranks, self._launched.store
+            missing = tuple(rank for rank in ranks if not store.check([f"{_LOADED}/{rank}"]))
+        named = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {count}"
+        return RankMissing(
+            f"{named if missing else f'Some of {count} ranks'} did not load the target within {_LOADING_SECONDS:g} s.",
+            why="the ranks meet when each has built its model, and this one has",
+            next="look at what the missing ranks are doing; a target that takes longer may call init_process_group itself, "
+            "with a longer timeout",
+            ranks=missing,
+        )
 
 
 @contextlib.contextmanager

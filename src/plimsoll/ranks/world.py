@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from plimsoll.errors import InvalidOption
@@ -71,3 +73,25 @@ def current_world(ranks: Iterable[int] | None = None) -> World | None:
     # Subgroups have keys of their own: two of them may exchange something under one topic at the same time.
     group = "all" if len(chosen) == size else ",".join(map(str, chosen))
     return World(rank, chosen, PrefixStore(f"{_PREFIX}/{group}", _get_default_store()))
+
+
+def launched_world(timeout_seconds: float) -> World | None:
+    """The ranks that torchrun has started, which need no process group yet; ``None`` where it keeps no store for them.
+
+    Args:
+        timeout_seconds: how long to try to reach the store.
+
+    Raises:
+        torch.distributed.DistError, ValueError: the store is not where the environment says.
+
+    Example:
+        >>> launched_world(1.0) is None  # torchrun has not started this process
+        True
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(*place, is_master=False, timeout=datetime.timedelta(seconds=timeout_seconds))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store may outlive one
+    ranks = tuple(range(int(os.environ["WORLD_SIZE"])))
+    return World(int(os.environ["RANK"]), ranks, PrefixStore(f"{_PREFIX}/launched/{attempt}", store))
