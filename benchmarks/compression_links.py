@@ -219,6 +219,7 @@ def write_page(asked: argparse.Namespace, found: Sequence[tuple[float, Traffic]]
         "",
         *conclusion(found),
     ]
+    asked.page.mkdir(parents=True, exist_ok=True)
     path = asked.page / f"{page_stem(device, 'compression-links')}.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

@@ -201,6 +201,7 @@ def main() -> int:
     text = page(found, options.seeds, options.steps)
     print(text)
     if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
         name = f"{page_stem(torch.device('cpu'), 'gradient-fidelity')}.md"
         (options.folder / name).write_text(text, encoding="utf-8")
     if differ:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from launching import launch
 from plimsoll.errors import InvalidOption, RankMissing
-from plimsoll.ranks.world import current_world
+from plimsoll.ranks.exchange import Meeting
+from plimsoll.ranks.world import World, current_world
 
 RANKS = 4
 
@@ -54,6 +56,13 @@ def test_subsets_of_ranks_exchange_among_themselves(told: list[dict[str, Any]]):
 
 def test_a_rank_that_does_not_exist_is_refused(told: list[dict[str, Any]]):
     assert told[3]["no_such_rank"] == "ranks=[0, 1, 2, 3, 4] on rank 3 of 4."
+
+
+def test_a_rank_that_comes_at_the_last_moment_is_not_missing():
+    world = World(0, (0, 1), dist.HashStore())
+    meeting = Meeting.arrive(world, "sums", b"first", timeout_seconds=0.01)
+    world.store.set("sums/1/1", b"second")  # this rank's wait ends before the other has declared it complete
+    assert meeting.collect() == (b"first", b"second")
 
 
 def test_without_a_process_group_there_is_no_world():

@@ -154,7 +154,9 @@ class Meeting:
             store.wait([key], datetime.timedelta(seconds=self.timeout_seconds))
         except dist.DistStoreError:
             missing = [str(rank) for rank in self.world.ranks if not store.check([self._key(rank)])]
-            decided: bytes = store.compare_set(key, "", (_MISSING + ",".join(missing).encode()).decode())
+            # The last rank may come between the end of the wait and this look.
+            proposed = _MISSING + ",".join(missing).encode() if missing else _COMPLETE
+            decided: bytes = store.compare_set(key, "", proposed.decode())
             return decided
         verdict: bytes = store.get(key)
         return verdict
