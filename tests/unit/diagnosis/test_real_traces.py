@@ -15,17 +15,22 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import plimsoll
 from plimsoll.artifacts.finding import Cause, Finding, Phase
 from plimsoll.errors import InvalidModel, PlanFileError, PlanMismatch, TracingFailed
+from plimsoll.planning.choice import Choice
+from plimsoll.planning.strategies import choose_full, choose_none
 from plimsoll.profiling.modules import named_calls
 from plimsoll.recording.calling import scalar_loss
+from searchless import plan_without_search
 from steps import CheckpointedStack, Step, conv_net, gpt2, llama, mean_square, stack, vit
 from unchanged import unchanged
 
 MODELS: dict[str, Callable[[], Step]] = {"llama": llama, "gpt2": gpt2, "vit": vit, "conv_net": conv_net}
 
 
-def diagnose(step: Step, strategy: str = "full", *, steps: int = 1, **how: Any) -> Finding:
+def diagnose(
+    step: Step, choose: Callable[..., tuple[Choice, ...]] = choose_full, *, steps: int = 1, **how: Any
+) -> Finding:
     model, batch, loss = step
-    plan = plimsoll.plan(model, batch, strategy=strategy, loss=loss)
+    plan = plan_without_search(step, choose)
     return plimsoll.diagnose(model, batch, plan, loss=loss, steps=steps, **how)
 
 
@@ -67,7 +72,7 @@ def test_recomputation_is_found_in_the_layers_that_the_plan_recomputes(findings:
 def test_a_plan_that_keeps_everything_adds_no_work_and_leaves_no_trace():
     step = stack()
     with unchanged(step[0]):
-        finding = diagnose(step, "none")
+        finding = diagnose(step, choose_none)
     assert finding.kernel_ratio == 1.0
     assert finding.seconds_of(Cause.RECOMPUTE) == finding.seconds_of(Cause.ADDED) == 0.0
 
@@ -157,7 +162,7 @@ def test_module_ranges_are_closed_when_a_forward_raises():
 
 def test_a_failed_call_leaves_the_model_as_it_was(tmp_path: Path):
     model, batch, loss = stack()
-    plan = plimsoll.plan(model, batch, strategy="full", loss=loss)
+    plan = plan_without_search((model, batch, loss))
     other = conv_net()[0]
     occupied = tmp_path / "file"
     occupied.write_text("")

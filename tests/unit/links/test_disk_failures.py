@@ -22,6 +22,64 @@ from plimsoll.units import GIB, MIB
 TENSOR = torch.arange(100_000)
 
 
+FRESH = """
+    import os, resource, sys, torch
+    from plimsoll.errors import OffloadFailed
+    from plimsoll.links.disk import DiskLink
+
+    # A forked child.
+    with DiskLink(sys.argv[1]) as link:
+        settled, under_way = link.store(torch.arange(1000)), link.store(torch.arange(10**6))
+        settled.settle()
+        child = os.fork()
+        if not child:
+            refused = 0
+            for attempt in (lambda: link.store(torch.arange(3)), settled.read, settled.prefetch, under_way.settle):
+                try:
+                    attempt()
+                except OffloadFailed as failure:
+                    refused += "belongs to process" in failure.found
+            link.close()
+            del settled, under_way, link
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+        assert torch.equal(settled.read(), torch.arange(1000))
+        assert torch.equal(under_way.read(), torch.arange(10**6))
+        print("unharmed")
+
+    # A limit on the size of files.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    with DiskLink(sys.argv[1]) as link:
+        source = torch.arange(100_000)
+        ticket = link.store(source)
+        try:
+            ticket.settle()
+        except OffloadFailed as failure:
+            print(failure.why)
+        assert ticket.read() is source
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    # An end without closing anything.
+    link = DiskLink(sys.argv[1])
+    tickets = [link.store(torch.ones(2**20)) for _ in range(8)]
+    tickets[0].prefetch()
+    cycle = [tickets]
+    cycle.append(cycle)
+    print("done")
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The lines that a fresh interpreter prints; it must end well and complain about nothing."""
+    quiet = "-Wignore::DeprecationWarning"  # newer Pythons warn of every fork that has threads
+    command = [sys.executable, quiet, "-c", textwrap.dedent(FRESH), str(tmp_path_factory.mktemp("fresh"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
 def full(free_bytes: int, total_bytes: int):
     return lambda fd: SimpleNamespace(f_bavail=free_bytes // 4096, f_blocks=total_bytes // 4096, f_frsize=4096)
 
@@ -73,22 +131,8 @@ def test_a_write_that_fails_is_told_when_settling_and_keeps_the_source(
     assert disk.in_flight_bytes == 0
 
 
-def test_the_systems_own_limit_on_file_sizes_fails_a_real_write(tmp_path: Path):
-    script = """
-        import resource, sys, torch
-        from plimsoll.errors import OffloadFailed
-        from plimsoll.links.disk import DiskLink
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-        with DiskLink(sys.argv[1]) as link:
-            source = torch.arange(100_000)
-            ticket = link.store(source)
-            try:
-                ticket.settle()
-            except OffloadFailed as failure:
-                print(failure.why)
-            assert ticket.read() is source
-    """
-    assert "File too large" in python(script, str(tmp_path))
+def test_the_systems_own_limit_on_file_sizes_fails_a_real_write(printed: list[str]):
+    assert "File too large" in printed[1]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device")
@@ -171,51 +215,9 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path: Path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_process_may_end_without_closing_anything(tmp_path: Path):
-    script = """
-        import sys, torch
-        from plimsoll.links.disk import DiskLink
-        link = DiskLink(sys.argv[1])
-        tickets = [link.store(torch.ones(2**20)) for _ in range(8)]
-        tickets[0].prefetch()
-        cycle = [tickets]
-        cycle.append(cycle)
-        print("done")
-    """
-    assert python(script, str(tmp_path)) == "done\n"
+def test_a_process_may_end_without_closing_anything(printed: list[str]):
+    assert printed[2:] == ["done"]
 
 
-def test_a_forked_child_is_refused_and_harms_nothing(tmp_path: Path):
-    script = """
-        import os, sys, torch
-        from plimsoll.errors import OffloadFailed
-        from plimsoll.links.disk import DiskLink
-        with DiskLink(sys.argv[1]) as link:
-            settled, under_way = link.store(torch.arange(1000)), link.store(torch.arange(10**6))
-            settled.settle()
-            child = os.fork()
-            if not child:
-                refused = 0
-                for attempt in (lambda: link.store(torch.arange(3)), settled.read, settled.prefetch, under_way.settle):
-                    try:
-                        attempt()
-                    except OffloadFailed as failure:
-                        refused += "belongs to process" in failure.found
-                link.close()
-                del settled, under_way, link
-                os._exit(refused)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
-            assert torch.equal(settled.read(), torch.arange(1000))
-            assert torch.equal(under_way.read(), torch.arange(10**6))
-            print("unharmed")
-    """
-    assert python(script, str(tmp_path)) == "unharmed\n"
-
-
-def python(script: str, *arguments: str) -> str:
-    """What a fresh interpreter prints; it must end well and complain about nothing."""
-    quiet = "-Wignore::DeprecationWarning"  # newer Pythons warn of every fork that has threads
-    command = [sys.executable, quiet, "-c", textwrap.dedent(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+def test_a_forked_child_is_refused_and_harms_nothing(printed: list[str]):
+    assert printed[0] == "unharmed"

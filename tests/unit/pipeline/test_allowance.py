@@ -13,11 +13,34 @@ from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.receipt import Verdict
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidCodec, InvalidStrategy, PlimsollError, TracingFailed
 from plimsoll.pipeline.allowance import read_allowance
-from steps import stack
+from steps import Stack, Step, mean_square, stack
 from unchanged import unchanged
 
 ROWS = 2048
 """Enough that every saved tensor is worth another form."""
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    torch.manual_seed(0)
+    return Stack(2), torch.randn(ROWS, 32), mean_square
+
+
+@pytest.fixture(scope="module")
+def whole(step: Step) -> plimsoll.Plan:
+    """The step with everything kept: what its peak and its floor are."""
+    model, batch, loss = step
+    return plimsoll.plan(model, batch, loss=loss, strategy="none")
+
+
+@pytest.fixture(scope="module")
+def budget(whole: plimsoll.Plan) -> int:
+    return between(whole)
+
+
+def between(whole: plimsoll.Plan) -> int:
+    """A budget between the floor and the unmanaged peak."""
+    return (whole.floor_bytes + 2 * whole.baseline_peak_bytes) // 3
 
 
 @pytest.mark.parametrize(
@@ -88,27 +111,27 @@ def test_a_strategy_that_is_none_is_refused_before_the_model_runs(call: Callable
     ],
 )
 def test_what_a_model_cannot_do_is_refused_and_nothing_is_changed(
-    asked: dict[str, Any], error: type[PlimsollError], part: str
+    asked: dict[str, Any], error: type[PlimsollError], part: str, step: Step, budget: int
 ):
-    model, batch, loss = stack(ROWS)
-    asked = {"budget": _between(model, batch, loss), **asked} if "device_profile" not in asked else asked
+    model, batch, loss = step
+    asked = {"budget": budget, **asked} if "device_profile" not in asked else asked
     with unchanged(model), pytest.raises(error) as caught:
         plimsoll.plan(model, batch, loss=loss, **asked)
     assert part in str(caught.value)
 
 
-def test_where_everything_fits_nothing_is_held_in_another_form():
-    model, batch, loss = stack(ROWS)
-    peak = plimsoll.plan(model, batch, loss=loss, strategy="none").baseline_peak_bytes
-    plan = plimsoll.plan(model, batch, 2 * peak, loss=loss, allow="recompute,compress,offload", max_error=0.1)
+def test_where_everything_fits_nothing_is_held_in_another_form(step: Step, whole: plimsoll.Plan):
+    model, batch, loss = step
+    budget = 2 * whole.baseline_peak_bytes
+    plan = plimsoll.plan(model, batch, budget, loss=loss, allow="recompute,compress,offload", max_error=0.1)
     assert all(region.is_untouched for region in plan.regions)
     assert plan.allow == ("recompute", "compress", "offload")
     assert any("everything fits" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("strategy", ["int8", "int4", "fp8", "offload", "hybrid:1,2"])
-def test_named_strategies_hold_values_in_their_form(strategy: str):
-    model, batch, loss = stack(ROWS)
+def test_named_strategies_hold_values_in_their_form(strategy: str, step: Step):
+    model, batch, loss = step
     plan = plimsoll.plan(model, batch, loss=loss, strategy=strategy)
     forms = {d.form for region in plan.regions for d in region.decisions if d.is_packed}
     wanted = {"offload": "disk", "hybrid:1,2": "int8"}.get(strategy, strategy)
@@ -117,12 +140,12 @@ def test_named_strategies_hold_values_in_their_form(strategy: str):
     assert receipt.verdict is (Verdict.VERIFIED if strategy == "offload" else Verdict.WITHIN_ERROR), str(receipt)
 
 
-def test_overrides_are_respected_and_the_rest_is_planned_around_them():
-    model, batch, loss = stack(ROWS)
+def test_overrides_are_respected_and_the_rest_is_planned_around_them(step: Step, budget: int):
+    model, batch, loss = step
     plan = plimsoll.plan(
         model,
         batch,
-        _between(model, batch, loss),
+        budget,
         loss=loss,
         allow="recompute,compress",
         max_error=0.05,
@@ -134,11 +157,9 @@ def test_overrides_are_respected_and_the_rest_is_planned_around_them():
     assert plimsoll.verify(model, batch, plan, loss=loss, steps=1).verdict.is_pass
 
 
-def test_without_recomputation_nothing_is_recomputed():
-    model, batch, loss = stack(ROWS)
-    plan = plimsoll.plan(
-        model, batch, _between(model, batch, loss), loss=loss, allow="compress,offload", max_error=0.05
-    )
+def test_without_recomputation_nothing_is_recomputed(step: Step, budget: int):
+    model, batch, loss = step
+    plan = plimsoll.plan(model, batch, budget, loss=loss, allow="compress,offload", max_error=0.05)
     assert all(not region.dropped for region in plan.regions)
     assert any(region.packed for region in plan.regions)
     assert plimsoll.verify(model, batch, plan, loss=loss, steps=1).verdict.is_pass
@@ -146,7 +167,7 @@ def test_without_recomputation_nothing_is_recomputed():
 
 def test_a_host_budget_is_kept_to():
     model, batch, loss = stack(ROWS)
-    budget = _between(model, batch, loss)
+    budget = between(plimsoll.plan(model, batch, loss=loss, strategy="none"))
     free = plimsoll.plan(model, batch, budget, loss=loss, allow="offload")
     assert free.offloaded_bytes > 0
     tight = plimsoll.plan(
@@ -155,8 +176,3 @@ def test_a_host_budget_is_kept_to():
     assert tight.offloaded_bytes <= free.offloaded_bytes // 2
     with pytest.raises(BudgetBelowFloor):
         plimsoll.plan(model, batch, budget, loss=loss, allow="offload", host_budget=1)
-
-
-def _between(model: Any, batch: Any, loss: Any) -> int:
-    whole = plimsoll.plan(model, batch, loss=loss, strategy="none")
-    return (whole.floor_bytes + 2 * whole.baseline_peak_bytes) // 3

@@ -23,20 +23,16 @@ from plimsoll.artifacts.trace import Category
 from plimsoll.cli.app import app
 from plimsoll.errors import PlanMismatch
 from plimsoll.pipeline.agreement import Agreement
-from plimsoll.pipeline.plans import trace_and_cost
 from plimsoll.pipeline.revising import Reviser, needs_confirmation
 from plimsoll.planning.choice import Choice
-from plimsoll.planning.decisions import decide
-from plimsoll.planning.lowest import find_extremes
-from plimsoll.planning.simulate import run_choices
-from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full, choose_none
 from plimsoll.recording.calling import split_batch
 from plimsoll.reports.receipt_terminal import render_receipt
 from plimsoll.units import KIB, MIB
 from plimsoll.verification.step import TrainingStep
 from samples import make_receipt
-from steps import Step, gpt2, llama, stack, vit
+from searchless import plan_without_search
+from steps import Stack, Step, gpt2, llama, mean_square, stack, vit
 from unchanged import unchanged
 
 
@@ -51,20 +47,9 @@ def bert() -> Step:
     return transformers.BertForSequenceClassification(config).train(), batch, None
 
 
-def elsewhere(step: Step, choose: Callable[..., list[Choice]] = choose_full, **how: Any) -> Plan:
+def elsewhere(step: Step, choose: Callable[..., tuple[Choice, ...]] = choose_full, **how: Any) -> Plan:
     """A plan made as if the CPU were not here, without any search."""
-    model, batch, loss = step
-    given = {"loss": loss, "optimizer": None, "regions": None, "device_profile": "laptop-CPU"} | how
-    traced, costs = trace_and_cost(model, batch, **given)
-    extremes = find_extremes(traced, costs)
-    index = StepIndex(traced, costs)
-    simulation = run_choices(index, choose(index, ""))
-    return msgspec.structs.replace(
-        extremes.lowest,
-        predicted_peak_bytes=simulation.peak_bytes,
-        predicted_seconds=simulation.seconds,
-        regions=decide(simulation, [0.0] * len(index.views)),
-    )
+    return plan_without_search(step, choose, **{"device_profile": "laptop-CPU"} | how)
 
 
 @pytest.mark.parametrize("make", [llama, gpt2, vit, bert])
@@ -86,7 +71,8 @@ def test_a_plan_made_with_fake_tensors_applies_on_the_real_cpu_unchanged(make: C
 @pytest.fixture(scope="module")
 def wrong() -> tuple[Plan, Receipt]:
     """A plan whose seconds are a thousand times too small and whose peak is above its budget, and its receipt."""
-    step = stack(rows=512)
+    torch.manual_seed(0)
+    step = Stack(2), torch.randn(512, 32), mean_square
     model, batch, loss = step
     unmanaged, lowest = elsewhere(step, choose_none), elsewhere(step)
     budget_bytes = (unmanaged.predicted_peak_bytes + lowest.predicted_peak_bytes) // 2

@@ -1,0 +1,33 @@
+"""A step in, a plan for it out without any search: for tests that need some plan, not a good one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.pipeline.plans import trace_and_cost
+from plimsoll.planning.choice import Choice
+from plimsoll.planning.decisions import decide
+from plimsoll.planning.lowest import find_extremes
+from plimsoll.planning.simulate import run_choices
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.strategies import choose_full
+from steps import Step
+
+
+def plan_without_search(step: Step, choose: Callable[..., tuple[Choice, ...]] = choose_full, **how: Any) -> Plan:
+    """Trace and cost a step as planning does, and write down what ``choose`` takes."""
+    model, batch, loss = step
+    traced, costs = trace_and_cost(model, batch, **{"loss": loss, "optimizer": None, "regions": None} | how)
+    extremes = find_extremes(traced, costs)
+    index = StepIndex(traced, costs)
+    simulation = run_choices(index, choose(index, ""))
+    return msgspec.structs.replace(
+        extremes.lowest,
+        predicted_peak_bytes=simulation.peak_bytes,
+        predicted_seconds=simulation.seconds,
+        regions=decide(simulation, [0.0] * len(index.views)),
+    )
