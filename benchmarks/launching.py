@@ -7,6 +7,7 @@ from a server that has imported torch and transformers once, so a launch costs a
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -25,9 +26,13 @@ _PRELOADED = [
     "torch.distributed.checkpoint",
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
-    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
     "plimsoll.runtime.apply",
     "plimsoll.pipeline.attachment",
+    "plimsoll.distributed.pipeline_stages",
+    "plimsoll.pipeline.plans",
+    "plimsoll.planning.solve",
 ]
 
 
@@ -75,6 +80,7 @@ def _enter(function: str, payload: Any, timeout_seconds: float) -> Any:
             sys.path.insert(0, place)
     module, name = function.split(":")
     run: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    gc.freeze()  # what was imported is no tensor of the run: meters that look through all objects need not see it
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
     try:
         return run() if payload is None else run(payload)

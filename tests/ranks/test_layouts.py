@@ -9,8 +9,8 @@ import pytest
 from benchmarks.layouts import Case, Facts, run
 
 CASES = [
-    Case("ddp", 2, "tiny", 0.25),
-    Case("fsdp2 x tp", 4, "tiny", 0.25),
+    Case("ddp", 2, "test", 0.25),
+    Case("fsdp2 x tp", 4, "test", 0.25),
 ]
 
 
