@@ -86,7 +86,7 @@ class Compiled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(exact() for _ in range(2))
+        self.blocks = nn.ModuleList([exact()])
         self.run = torch.compile(self.plain, backend="aot_eager_decomp_partition")
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,6 @@ def int8_plan() -> plimsoll.Plan:
     ("form", "rulings"),
     [
         ("int8", {Ruling.GOOD}),
-        ("bf16", {Ruling.GOOD}),
         ("sign-only", {Ruling.RECOMPUTE_INSTEAD}),
         ("stale-scale", {Ruling.RECOMPUTE_INSTEAD}),
     ],
