@@ -313,14 +313,14 @@ def _under_budget(family: str, name: str, share: float) -> dict[str, Any]:
 
 
 def on_four() -> dict[str, bool]:
-    """Whether three steps that recompute all they can, the first of them recording, have the gradients without a plan."""
+    """Whether two steps that recompute all they can, the first of them recording, have the gradients without a plan."""
     return {name: _same_at_the_lowest(family, name) for family, name in (("gpt2", "1f1b"), ("llama", "zero-bubble"))}
 
 
 def _same_at_the_lowest(family: str, name: str) -> bool:
     plain, managed = Pipeline(family, name), Pipeline(family, name)
     index = dist.get_rank()
-    expected = [_plainly(plain, seed)[0] for seed in range(3)]
+    expected = [_plainly(plain, seed)[0] for seed in range(2)]
     same = []
     with apply_stages(managed.schedule, {index: lowest_plan(managed)}):
         for seed, gradients in enumerate(expected):
