@@ -23,8 +23,8 @@ class Block(nn.Module):
 
 def main() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(128) for _ in range(8)))
-    batch = torch.randn(1024, 128)
+    model = nn.Sequential(*(Block(128) for _ in range(4)))
+    batch = torch.randn(512, 128)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def loss(output: torch.Tensor) -> torch.Tensor:

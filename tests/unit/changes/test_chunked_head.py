@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -85,10 +86,21 @@ def measured(model: nn.Module) -> int:
     return found
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_events_with_a_chunked_loss_have_the_measured_peak(make: Callable[[], nn.Module]):
-    model = make().train()
-    traced = watch(model, tokens()).trace
+@pytest.fixture(scope="module")
+def watched() -> Callable[[str], tuple[nn.Module, Trace]]:
+    """Each model is watched once."""
+
+    @functools.cache
+    def find(name: str) -> tuple[nn.Module, Trace]:
+        model = MODELS[name]().train()
+        return model, watch(model, tokens()).trace
+
+    return find
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_events_with_a_chunked_loss_have_the_measured_peak(name: str, watched):
+    model, traced = watched(name)
     head = find_head(traced)
     assert head is not None
     assert (head.classes, head.features, head.rows) == (VOCABULARY, 32, 192)
@@ -127,11 +139,11 @@ def test_a_head_is_told_from_a_larger_matrix_with_the_same_arithmetic(classes: i
     assert (head.weight, head.rows, head.classes) == ("2.weight", rows, classes)
 
 
-def test_without_a_head_there_is_nothing_to_chunk():
+def test_without_a_head_there_is_nothing_to_chunk(watched):
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     step = watch(model, torch.randn(4, 8), loss=lambda y: y.square().mean())
     assert find_head(step.trace) is None
-    older = msgspec.structs.replace(watch(llama().train(), tokens()).trace, parameters=())
+    older = msgspec.structs.replace(watched("float32")[1], parameters=())
     assert find_head(older) is None
 
 
