@@ -1,32 +1,20 @@
-"""``plimsoll compress-gradients``: what it refuses without ranks, what it prints under torchrun, and how its file is shown."""
+"""``plimsoll compress-gradients``: what it refuses without ranks, what it prints on two, and how its file is shown."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from launching import launch
 from plimsoll.artifacts.store import from_json, load_any, to_json
 from plimsoll.artifacts.traffic import Traffic, TrafficRuling
 from plimsoll.artifacts.verdict import Outcome
 from plimsoll.cli.app import app
 from traffic_samples import make_method, make_sharded_traffic, make_traffic, make_validation
-
-SOURCE = """
-import torch
-
-
-def regression():
-    random = torch.Generator().manual_seed(0)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
-    return model, [torch.randn(4, 64, generator=random) for _ in range(30)], lambda output: output.square().mean()
-"""
 
 
 def test_one_rank_has_nothing_to_compress(runner: CliRunner):
@@ -88,42 +76,25 @@ def test_its_text_says_what_is_missing_and_what_a_validation_came_to():
     assert "if under 90% is hidden" in text
 
 
+Told = tuple[list[dict[str, Any]], Path]
+
+
 @pytest.fixture(scope="module")
-def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    folder = tmp_path_factory.mktemp("traffic")
-    path = folder / "traffic.json"
-    (folder / "small_target.py").write_text(SOURCE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "plimsoll"]
-    options = [
-        "--methods",
-        "topk:1%",
-        "--steps",
-        "1",
-        "--validate",
-        "2",
-        "--orders",
-        "1",
-    ]
-    done = subprocess.run(
-        [*command, "compress-gradients", "small_target:regression", *options, "--output", str(path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
-        timeout=240,
-        check=False,
-    )
-    return done, path
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    path = tmp_path_factory.mktemp("traffic") / "traffic.json"
+    return launch(2, "ranks.traffic_command:ask", str(path)), path
 
 
-def test_one_rank_prints_for_all(under_torchrun: tuple[subprocess.CompletedProcess[str], Path]):
-    done, _ = under_torchrun
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Gradient traffic of Sequential, 2 ranks on cpu (gloo)") == 1
-    assert "a stream of 30 batches" in done.stdout
+def test_one_rank_prints_for_all(told: Told):
+    (first, second), _ = told
+    assert (first["code"], second["code"]) == (0, 0), first["stderr"] + second["stderr"]
+    assert first["stdout"].count("Gradient traffic of Sequential, 2 ranks on cpu (gloo)") == 1
+    assert "a stream of 30 batches" in first["stdout"]
+    assert second["stdout"] == ""
 
 
-def test_what_it_saves_has_both_ways_to_send(under_torchrun: tuple[subprocess.CompletedProcess[str], Path]):
-    _, path = under_torchrun
+def test_what_it_saves_has_both_ways_to_send(told: Told):
+    _, path = told
     found = from_json(path.read_bytes())
     assert isinstance(found, Traffic)
     assert [method.method for method in found.methods] == ["none", "topk:1%"]
