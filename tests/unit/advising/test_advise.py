@@ -16,6 +16,7 @@ from plimsoll.errors import InvalidBudget, InvalidModel, PlanFileError, PlanMism
 from plimsoll.units import format_bytes
 from plimsoll.verification.step import TrainingStep
 from samples import make_receipt
+from searchless import plan_without_search
 from steps import Block, gpt2, llama, mean_square, stack, vit
 from unchanged import unchanged
 
@@ -41,7 +42,9 @@ def checks(advice: Advice) -> dict[str, Outcome]:
 @pytest.fixture(scope="module")
 def language_model() -> Advice:
     model, batch, _ = llama()
-    return plimsoll.advise(model, batch, allow="recompute", optimizer=torch.optim.AdamW(model.parameters()))
+    model.model.layers = model.model.layers[:1]
+    optimizer = torch.optim.AdamW(model.parameters())
+    return plimsoll.advise(model, batch, allow="recompute", optimizer=optimizer, regions=["model.layers.0"])
 
 
 def test_a_captured_language_model_may_rely_on_the_compiler(language_model: Advice):
@@ -81,7 +84,8 @@ def test_advice_is_text_and_a_file(language_model: Advice, tmp_path: Path):
 
 def test_dropout_warns_of_the_compilers_own_recomputation_and_fails_written_out_attention():
     model, batch, _ = gpt2()
-    advice = plimsoll.advise(model, batch, "1GiB", target="pkg:step")
+    model.transformer.h = model.transformer.h[:1]
+    advice = plimsoll.advise(model, batch, "1GiB", target="pkg:step", regions=["transformer.h.0.attn"])
     assert any("dropout" in line and "wrong" in line for line in advice.compiler.advice)
     assert checks(advice)["attention-backward"] is Outcome.FAIL
     assert advice.recommendation.kind is Kind.DO_NOTHING
@@ -92,7 +96,7 @@ def test_a_vision_model_counts_examples_and_leaves_everything_as_it_was():
     model, batch, _ = vit()
     optimizer = torch.optim.AdamW(model.parameters())
     with unchanged(model, optimizer):
-        advice = plimsoll.advise(model, batch, "1GiB", optimizer=optimizer)
+        advice = plimsoll.advise(model, batch, "1GiB", optimizer=optimizer, regions=["vit.layers.0.layernorm_before"])
     throughput = next(item for item in advice.checklist if item.name == "throughput")
     assert "4 examples" in throughput.evidence
     assert advice.compiler.time_share > 0.9
@@ -172,7 +176,7 @@ def test_a_device_that_is_not_here_is_planned_for_and_not_measured():
 
 def test_a_receipt_of_this_step_is_taken_and_one_of_another_is_refused(tmp_path: Path):
     model, batch, loss = stack()
-    plan = plimsoll.plan(model, batch, loss=loss, strategy="full")
+    plan = plan_without_search((model, batch, loss))
     path = tmp_path / "receipt.json"
     plimsoll.verify(model, batch, plan, loss=loss, steps=2).save(path)
     advice = plimsoll.advise(model, batch, loss=loss, allow="recompute", receipt=path, compile_seconds=0)
@@ -190,7 +194,7 @@ def test_a_receipt_of_this_step_is_taken_and_one_of_another_is_refused(tmp_path:
 
 def test_bad_input_is_refused_before_anything_runs(tmp_path: Path):
     model, batch, loss = stack()
-    plan = plimsoll.plan(model, batch, loss=loss, strategy="full")
+    plan = plan_without_search((model, batch, loss))
     plan.save(tmp_path / "plan.json")
     with pytest.raises(PlanFileError) as caught:
         plimsoll.advise(model, batch, loss=loss, receipt=tmp_path / "plan.json")
