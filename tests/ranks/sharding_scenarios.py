@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -59,8 +59,7 @@ def gpt2() -> nn.Module:
 def text(rank: int) -> Batch:
     """Bytes of Python's own source, others on every rank."""
     source = Path(contextlib.__file__).read_bytes()
-    start = 4096 * rank
-    ids = torch.tensor(list(source[start : start + BATCH * SEQUENCE])).reshape(BATCH, SEQUENCE)
+    ids = torch.tensor(list(source[4096 * rank :][: BATCH * SEQUENCE])).reshape(BATCH, SEQUENCE)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -82,32 +81,19 @@ def prefetching(model: nn.Module) -> nn.Module:
     return model
 
 
-def replicated(model: nn.Module, **options: Any) -> nn.Module:
-    return DistributedDataParallel(model, **options)
-
-
 LAYOUTS: dict[str, Callable[[], nn.Module]] = {
     "fsdp2": lambda: sharded(llama()),
     "fsdp2, kept after forward": lambda: sharded(llama(), reshard_after_forward=False),
     "fsdp2, bf16": lambda: sharded(
         llama(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     ),
-    "fsdp2, offloaded": lambda: sharded(llama(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "fsdp2, prefetching": lambda: prefetching(sharded(llama())),
     "fsdp2, gpt2": lambda: sharded(gpt2()),
-    "ddp": lambda: replicated(llama()),
-    "ddp, views": lambda: replicated(llama(), gradient_as_bucket_view=True),
-    "ddp, static graph": lambda: replicated(llama(), static_graph=True),
-    "ddp, unused": lambda: replicated(llama(), find_unused_parameters=True),
-    "ddp, gpt2": lambda: replicated(gpt2()),
+    "ddp": lambda: DistributedDataParallel(llama()),
+    "ddp, views": lambda: DistributedDataParallel(llama(), gradient_as_bucket_view=True),
 }
 HYBRID: dict[str, Callable[[], nn.Module]] = {
     "hsdp": lambda: sharded(llama(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))),
-    "hsdp, bf16": lambda: sharded(
-        llama(),
-        mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
-        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    ),
     "fsdp2, to pairs": lambda: sharded(llama(), reshard_after_forward=2),
 }
 
@@ -142,7 +128,7 @@ def train_step(model: nn.Module, batch: Batch) -> None:
     """One step of the usual loop, without the optimizer; dropout draws the same numbers every time."""
     torch.manual_seed(1 + dist.get_rank())
     model.zero_grad(set_to_none=True)
-    output = model(**batch)
+    output = model(**batch)  # held through backward, as in the usual loop
     output.loss.backward()
 
 
@@ -184,7 +170,7 @@ def measured_peak(model: nn.Module, batch: Batch) -> int:
 
     Gloo's threads hold the tensors of a collective until they get to run again: on a busy machine, some steps read higher.
     """
-    for _ in range(3):  # so that lazy state is there, and buckets are in their final order
+    for _ in range(2):  # so that lazy state is there, and buckets are in their final order
         train_step(model, batch)
     model.zero_grad(set_to_none=True)
     return min(step_peak(model, batch, lambda: train_step(model, batch)) for _ in range(3))
@@ -283,13 +269,18 @@ def studies(payload: dict[str, Any]) -> dict[str, Any]:
     return {name: study(layouts[name], shares) for name, shares in payload.items()}
 
 
+def on_a_pair(payload: dict[str, Any]) -> dict[str, Any]:
+    """All that two ranks do, in one launch."""
+    return {"studies": studies(payload), "habits": habits()}
+
+
 def habits() -> dict[str, Any]:
-    """What planning leaves behind, and what training does under a plan, in one launch."""
+    """What planning leaves behind, and what training does under a plan."""
     return {
         "reducer": {name: reducer_is_not_taught(options) for name, options in REDUCERS.items()},
         "ddp_names": ddp_is_named_like_the_model_inside(),
-        "ddp_accumulation": accumulates_like_without(lambda: replicated(llama()), DistributedDataParallel.no_sync),
-        "fsdp_accumulation": accumulates_like_without(lambda: sharded(llama()), without_reduction),
+        "ddp_accumulation": accumulates_like_without(LAYOUTS["ddp"], DistributedDataParallel.no_sync),
+        "fsdp_accumulation": accumulates_like_without(LAYOUTS["fsdp2"], without_reduction),
         "waiting": a_waiting_gradient_survives_planning(),
         "failure": a_failed_step_leaves_the_model_ready(),
         "flat": flat_parameters_are_refused(),
@@ -309,7 +300,7 @@ REDUCERS: dict[str, dict[str, bool]] = {
 def reducer_is_not_taught(options: dict[str, bool]) -> dict[str, Any]:
     """Two models train alike; one of them is planned before the first step and after it."""
     batch = text(dist.get_rank())
-    models = [replicated(llama(), bucket_cap_mb=0.1, **options) for _ in range(2)]
+    models = [DistributedDataParallel(llama(), bucket_cap_mb=0.1, **options) for _ in range(2)]
     told, is_equal, planned = [], [], []
     for step in range(4):
         if step < 2:
@@ -334,7 +325,7 @@ _LOGGED = ("bucket_sizes", "rebuilt_bucket_sizes", "has_rebuilt_buckets", "num_b
 
 def ddp_is_named_like_the_model_inside() -> dict[str, Any]:
     batch = text(dist.get_rank())
-    bare, wrapped = llama(), replicated(llama())
+    bare, wrapped = llama(), DistributedDataParallel(llama())
     one, other = (quick_plan(model, batch) for model in (bare, wrapped))
     with plimsoll.apply(wrapped, agreed(one)):
         train_step(wrapped, batch)
