@@ -7,6 +7,7 @@ backward has ended. The optimizer does not step, so every run starts from the sa
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, ValuesView
 from dataclasses import dataclass
 from typing import Any
@@ -129,6 +130,7 @@ class TrainingStep:
         """The step's peak, exactly: allocator events on a CPU, the allocator's statistics on CUDA."""
         self.rewind()
         self.clear_gradients()
+        gc.collect()  # garbage is not among the static bytes: if it died within the step, it would be taken off the peak
         static_bytes = self.static_bytes()
         args, kwargs = private_copy((self._args, self._kwargs))
         with self._twins.moving_gradients(keeps=True), PeakMeter(self.device) as meter:
