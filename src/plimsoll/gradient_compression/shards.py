@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 from plimsoll.errors import InvalidModel, InvalidOption
@@ -165,16 +165,13 @@ class ShardReplicas:
             module.set_all_reduce_hook(None)  # type: ignore[arg-type]  # what it is before anybody sets one
 
 
-class _CompressedReduceScatter(ReduceScatter):
+class _CompressedReduceScatter(DefaultAllocMixin, ReduceScatter):
     """What FSDP2 calls in the place of its reduce-scatter, in its own stream."""
 
     def __init__(self, slots: Sequence[Slot], scatter: Scatter) -> None:
         self._slots = slots
         self._scatter = scatter
         self.step = 0
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

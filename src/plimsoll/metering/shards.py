@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 
-class SilentScatter(ReduceScatter):
+class SilentScatter(DefaultAllocMixin, ReduceScatter):
     """Every rank keeps its own part of its own gradients: finite numbers of the right shape, and no more than that."""
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As FSDP2's own."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
