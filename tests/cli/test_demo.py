@@ -9,7 +9,7 @@ from fakes import FakePipeline
 from plimsoll.cli.app import app
 from plimsoll.demo import story, training
 from plimsoll.demo.corpus import Batches, read_corpus
-from plimsoll.reports.demo_terminal import draw_spark
+from plimsoll.ui.demo_terminal import draw_spark
 from samples import make_mismatch, make_receipt
 
 pytest.importorskip("transformers")

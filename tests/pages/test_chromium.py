@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pages.page_samples import HOSTILE, full_page
-from plimsoll.reports.html.write import build_html
+from plimsoll.ui.html.write import build_html
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PROBE = Path(__file__).with_name("probe.js").read_text(encoding="utf-8")

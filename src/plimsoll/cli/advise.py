@@ -55,8 +55,8 @@ def advise(
     from plimsoll.cli import work
     from plimsoll.cli.progress import show_progress
     from plimsoll.errors import BudgetBelowFloor
-    from plimsoll.reports.advice_terminal import render_advice
     from plimsoll.targets.target import TargetOptions
+    from plimsoll.ui.advice_terminal import render_advice
 
     with ranks.one_process("advise", is_json=json):
         how = TargetOptions(batch=batch, sequence=seq, device=device, is_meta=device_profile is not None)

@@ -45,8 +45,8 @@ def compare(
     import plimsoll
     from plimsoll.cli import work
     from plimsoll.cli.progress import show_progress
-    from plimsoll.reports.comparison_terminal import render_comparison
     from plimsoll.targets.target import TargetOptions
+    from plimsoll.ui.comparison_terminal import render_comparison
 
     with ranks.exit_codes(is_json=json) as crew:
         how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device))

@@ -81,8 +81,8 @@ def compress_gradients(
         from plimsoll.cli.probe import optimizer_factory
         from plimsoll.cli.probe_data import data_for
         from plimsoll.pipeline.compressing import advise_compression
-        from plimsoll.reports.traffic_terminal import render_traffic
         from plimsoll.targets.target import TargetOptions
+        from plimsoll.ui.traffic_terminal import render_traffic
 
         how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device))
 

@@ -33,8 +33,8 @@ def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed
     from plimsoll.cli.progress import show_progress
     from plimsoll.demo import story
     from plimsoll.demo.training import Setup
-    from plimsoll.reports.demo_terminal import render_introduction, render_preparation, render_story
     from plimsoll.targets.hugging_face import quiet_transformers
+    from plimsoll.ui.demo_terminal import render_introduction, render_preparation, render_story
 
     console = terminal.stdout()
     with ranks.one_process("demo"):

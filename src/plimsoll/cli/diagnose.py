@@ -76,8 +76,8 @@ def diagnose(
     Example: plimsoll diagnose llama-tiny --strategy full
     """
     from plimsoll.cli import work
-    from plimsoll.reports.finding_terminal import render_finding
     from plimsoll.targets.target import TargetOptions
+    from plimsoll.ui.finding_terminal import render_finding
 
     with ranks.one_process("diagnose", is_json=json):
         if trace is not None:

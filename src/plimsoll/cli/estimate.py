@@ -80,7 +80,7 @@ def estimate(
     import plimsoll
     from plimsoll.cli.progress import show_progress
     from plimsoll.errors import BudgetBelowFloor
-    from plimsoll.reports.estimate_terminal import render_estimate
+    from plimsoll.ui.estimate_terminal import render_estimate
 
     with ranks.one_process("estimate", is_json=json):
         with show_progress(terminal.stderr()) as report:

@@ -61,8 +61,8 @@ def explain(
         import plimsoll
         from plimsoll.cli import work
         from plimsoll.cli.progress import show_progress
-        from plimsoll.reports.explanation_terminal import render_explanation
         from plimsoll.targets.target import TargetOptions
+        from plimsoll.ui.explanation_terminal import render_explanation
 
         if strategy is not None and plan is not None:
             raise InvalidStrategy(

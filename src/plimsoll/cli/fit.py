@@ -66,8 +66,8 @@ def fit(
     import plimsoll
     from plimsoll.cli import work
     from plimsoll.cli.progress import show_progress
-    from plimsoll.reports.fit_terminal import render_fit
     from plimsoll.targets.target import TargetOptions
+    from plimsoll.ui.fit_terminal import render_fit
 
     with ranks.one_process("fit", is_json=json):
         is_text = ":" not in target

@@ -32,8 +32,8 @@ def plan(
     Example: plimsoll plan llama-tiny --budget 200MiB --output plan.json
     """
     from plimsoll.cli import work
-    from plimsoll.reports.plan_terminal import render_plan
     from plimsoll.targets.target import TargetOptions
+    from plimsoll.ui.plan_terminal import render_plan
 
     with ranks.exit_codes(is_json=json) as crew:
         how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device), is_meta=device_profile is not None)

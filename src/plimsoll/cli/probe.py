@@ -89,8 +89,8 @@ def probe(
     Example: plimsoll probe llama-tiny --steps 200 --strategy int8 --run probe-int8
     """
     from plimsoll.cli import work
-    from plimsoll.reports.verdict_terminal import render_verdict
     from plimsoll.targets.target import TargetOptions
+    from plimsoll.ui.verdict_terminal import render_verdict
 
     with ranks.one_process("probe", is_json=json):
         options.refuse_beside_plan(context)

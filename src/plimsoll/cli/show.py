@@ -46,16 +46,16 @@ def show(file: FileArgument, *, explain: options.ExplainOption = False, json: op
 
 
 def _render(artifact: Artifact) -> RenderableType:
-    from plimsoll.reports.advice_terminal import render_advice
-    from plimsoll.reports.comparison_terminal import render_comparison
-    from plimsoll.reports.estimate_terminal import render_estimate
-    from plimsoll.reports.explanation_terminal import render_explanation
-    from plimsoll.reports.finding_terminal import render_finding
-    from plimsoll.reports.fit_terminal import render_fit
-    from plimsoll.reports.plan_terminal import render_plan
-    from plimsoll.reports.receipt_terminal import render_receipt
-    from plimsoll.reports.traffic_terminal import render_traffic
-    from plimsoll.reports.verdict_terminal import render_verdict
+    from plimsoll.ui.advice_terminal import render_advice
+    from plimsoll.ui.comparison_terminal import render_comparison
+    from plimsoll.ui.estimate_terminal import render_estimate
+    from plimsoll.ui.explanation_terminal import render_explanation
+    from plimsoll.ui.finding_terminal import render_finding
+    from plimsoll.ui.fit_terminal import render_fit
+    from plimsoll.ui.plan_terminal import render_plan
+    from plimsoll.ui.receipt_terminal import render_receipt
+    from plimsoll.ui.traffic_terminal import render_traffic
+    from plimsoll.ui.verdict_terminal import render_verdict
 
     if isinstance(artifact, Plan):
         return render_plan(artifact)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from plimsoll.artifacts.store import Artifact, to_json
 from plimsoll.errors import PlimsollError
-from plimsoll.reports.machine import render_error_json
+from plimsoll.ui.machine import render_error_json
 
 INTERRUPTED = 130
 

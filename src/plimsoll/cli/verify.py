@@ -82,8 +82,8 @@ def verify(
     Example: plimsoll verify llama-tiny --plan plan.json
     """
     from plimsoll.cli import work
-    from plimsoll.reports.receipt_terminal import render_receipt
     from plimsoll.targets.target import TargetOptions
+    from plimsoll.ui.receipt_terminal import render_receipt
 
     with ranks.exit_codes(is_json=json) as crew:
         is_own = plan is None and budget is None and strategy == _AUTO and not override

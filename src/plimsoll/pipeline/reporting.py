@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plimsoll.artifacts.store import Artifact, write_whole
-from plimsoll.reports.html.write import build_html
+from plimsoll.ui.html.write import build_html
 
 
 def report(artifacts: Artifact | Sequence[Artifact], path: str | Path) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from advice_samples import make_advice
 from plimsoll.artifacts.advice import CompilerCoverage, Recommendation
 from plimsoll.artifacts.store import load_any
-from plimsoll.reports.advice_terminal import render_advice
+from plimsoll.ui.advice_terminal import render_advice
 
 
 def shown(advice) -> str:

@@ -27,7 +27,7 @@ from plimsoll.pipeline.revising import Reviser, needs_confirmation
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.strategies import choose_full, choose_none
 from plimsoll.recording.calling import split_batch
-from plimsoll.reports.receipt_terminal import render_receipt
+from plimsoll.ui.receipt_terminal import render_receipt
 from plimsoll.units import KIB, MIB
 from plimsoll.verification.step import TrainingStep
 from samples import make_receipt

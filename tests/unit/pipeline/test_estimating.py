@@ -25,7 +25,7 @@ from plimsoll.errors import (
     UnknownOptimizer,
 )
 from plimsoll.pipeline import estimating
-from plimsoll.reports.estimate_terminal import render_estimate
+from plimsoll.ui.estimate_terminal import render_estimate
 from plimsoll.units import format_bytes
 
 SIZES: dict[str, Any] = {"sequence": 256}

@@ -13,7 +13,7 @@ from plimsoll.artifacts.store import from_json, to_json
 from plimsoll.errors import InvalidBatch, InvalidBudget, InvalidOption, PlimsollError
 from plimsoll.fitting.point import Shape
 from plimsoll.pipeline.micro_batches import MicroBatches
-from plimsoll.reports.fit_terminal import render_fit
+from plimsoll.ui.fit_terminal import render_fit
 from plimsoll.units import KIB
 from steps import Stack, mean_square, stack
 from unchanged import unchanged

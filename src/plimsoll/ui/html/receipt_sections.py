@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.receipt_summary import engine_rows, intermediate_row, mismatch_row, receipt_figures
-from plimsoll.reports.html.content import Element, Figures, Paragraph, Section, Statement, Table, Tone
-from plimsoll.reports.html.curve_chart import draw_curves
+from plimsoll.ui.html.content import Element, Figures, Paragraph, Section, Statement, Table, Tone
+from plimsoll.ui.html.curve_chart import draw_curves
 from plimsoll.units import format_bytes
 
 _SHOWN = 50

@@ -22,8 +22,8 @@ from plimsoll.artifacts.finding_summary import (
     phase_rows,
     sign_rows,
 )
-from plimsoll.reports.plan_terminal import render_figures
-from plimsoll.reports.timeline import draw_bar
+from plimsoll.ui.plan_terminal import render_figures
+from plimsoll.ui.timeline import draw_bar
 
 _BAR = " "
 _BAR_COLUMNS = 10

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from plimsoll.reports.html.colours import SKY, VERMILION
-from plimsoll.reports.html.content import Chart
-from plimsoll.reports.html.figure import figure
-from plimsoll.reports.html.labels import drawable
+from plimsoll.ui.html.colours import SKY, VERMILION
+from plimsoll.ui.html.content import Chart
+from plimsoll.ui.html.figure import figure
+from plimsoll.ui.html.labels import drawable
 
 _FEW = 20
 """So few steps are marked one by one."""

@@ -14,10 +14,10 @@ from plimsoll.artifacts.verdict_summary import (
     norm_cells,
     rule_cells,
 )
-from plimsoll.reports.html.content import Element, Fold, Paragraph, Section, Statement, Table, Tone
-from plimsoll.reports.html.curve_chart import draw_curves
-from plimsoll.reports.html.labels import sentence
-from plimsoll.reports.html.norm_chart import draw_norms
+from plimsoll.ui.html.content import Element, Fold, Paragraph, Section, Statement, Table, Tone
+from plimsoll.ui.html.curve_chart import draw_curves
+from plimsoll.ui.html.labels import sentence
+from plimsoll.ui.html.norm_chart import draw_norms
 
 
 def verdict_statement(verdict: Verdict) -> Statement:

@@ -20,7 +20,7 @@ from plimsoll.artifacts.explained_summary import (
     title_of,
     useless_lines,
 )
-from plimsoll.reports.timeline import Timeline
+from plimsoll.ui.timeline import Timeline
 
 _NUMBERS = (1, 2)
 _HOW = len(CHANGE_HEADER) - 1

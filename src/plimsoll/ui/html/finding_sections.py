@@ -18,8 +18,8 @@ from plimsoll.artifacts.finding_summary import (
     phase_rows,
     sign_rows,
 )
-from plimsoll.reports.html.colours import GREEN, ORANGE
-from plimsoll.reports.html.content import (
+from plimsoll.ui.html.colours import GREEN, ORANGE
+from plimsoll.ui.html.content import (
     Chart,
     Check,
     Checks,
@@ -32,8 +32,8 @@ from plimsoll.reports.html.content import (
     Table,
     Tone,
 )
-from plimsoll.reports.html.figure import figure
-from plimsoll.reports.html.labels import escape, sentence
+from plimsoll.ui.html.figure import figure
+from plimsoll.ui.html.labels import escape, sentence
 from plimsoll.units import format_seconds, format_share
 
 _TONES = {"RAISED": Tone.BAD, "ok": Tone.GOOD}

@@ -28,8 +28,8 @@ from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.store import Artifact
 from plimsoll.artifacts.verdict import Ruling
 from plimsoll.errors import InvalidReport, PlanMismatch
-from plimsoll.reports.html.finding_sections import finding_statement
-from plimsoll.reports.html.write import build_html
+from plimsoll.ui.html.finding_sections import finding_statement
+from plimsoll.ui.html.write import build_html
 from plimsoll.units import GIB
 from samples import make_comparison, make_mismatch, make_plan, make_receipt
 

@@ -7,10 +7,10 @@ import textwrap
 from typing import Any
 
 from plimsoll.artifacts.plan import Plan, TimelinePoint
-from plimsoll.reports.html.colours import category_colour, category_order
-from plimsoll.reports.html.content import Chart
-from plimsoll.reports.html.figure import figure
-from plimsoll.reports.html.labels import Scale, byte_scale, escape, label, shorten
+from plimsoll.ui.html.colours import category_colour, category_order
+from plimsoll.ui.html.content import Chart
+from plimsoll.ui.html.figure import figure
+from plimsoll.ui.html.labels import Scale, byte_scale, escape, label, shorten
 from plimsoll.units import format_bytes
 
 _MOST_ROOM = 2.0

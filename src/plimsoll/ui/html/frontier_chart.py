@@ -7,11 +7,11 @@ from typing import Any
 
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.plan import Plan
-from plimsoll.reports.html.colours import LINE, ORANGE, VERMILION
-from plimsoll.reports.html.content import Chart
-from plimsoll.reports.html.figure import figure
-from plimsoll.reports.html.labels import Scale, byte_scale, label
-from plimsoll.reports.html.names import MOST_LETTERS, Plane, Point, place_names
+from plimsoll.ui.html.colours import LINE, ORANGE, VERMILION
+from plimsoll.ui.html.content import Chart
+from plimsoll.ui.html.figure import figure
+from plimsoll.ui.html.labels import Scale, byte_scale, label
+from plimsoll.ui.html.names import MOST_LETTERS, Plane, Point, place_names
 from plimsoll.units import format_bytes
 
 

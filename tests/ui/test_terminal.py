@@ -11,11 +11,11 @@ from rich.console import Console, RenderableType
 
 from plimsoll.artifacts.plan import TimelinePoint
 from plimsoll.errors import BudgetBelowFloor
-from plimsoll.reports.comparison_terminal import render_comparison
-from plimsoll.reports.machine import render_error_json
-from plimsoll.reports.plan_terminal import render_plan
-from plimsoll.reports.receipt_terminal import render_receipt
-from plimsoll.reports.timeline import draw_bar, draw_timeline
+from plimsoll.ui.comparison_terminal import render_comparison
+from plimsoll.ui.machine import render_error_json
+from plimsoll.ui.plan_terminal import render_plan
+from plimsoll.ui.receipt_terminal import render_receipt
+from plimsoll.ui.timeline import draw_bar, draw_timeline
 from plimsoll.units import MIB
 from samples import make_comparison, make_mismatch, make_plan, make_receipt
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from plimsoll.artifacts.verdict import NormComparison, NormSummary
-from plimsoll.reports.html.colours import LINE, VERMILION
-from plimsoll.reports.html.content import Chart
-from plimsoll.reports.html.figure import figure
-from plimsoll.reports.html.labels import drawable, label
+from plimsoll.ui.html.colours import LINE, VERMILION
+from plimsoll.ui.html.content import Chart
+from plimsoll.ui.html.figure import figure
+from plimsoll.ui.html.labels import drawable, label
 
 _NAMED_BLOCKS = 60
 _DECADES_IN_STEPS = 5

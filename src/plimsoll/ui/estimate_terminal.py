@@ -25,7 +25,7 @@ from plimsoll.artifacts.estimate_summary import (
     title,
     verdict,
 )
-from plimsoll.reports.timeline import draw_bar
+from plimsoll.ui.timeline import draw_bar
 from plimsoll.units import format_bytes
 
 _VERDICT_STYLE = {True: "bold green", False: "bold red", None: "bold yellow"}

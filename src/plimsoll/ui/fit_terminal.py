@@ -18,7 +18,7 @@ from plimsoll.artifacts.fit_summary import (
     frontier_rows,
     frontier_title,
 )
-from plimsoll.reports.plan_terminal import render_figures
+from plimsoll.ui.plan_terminal import render_figures
 
 _NUMBERS = ("batch", "seq", "accum", "per s", "peak", "unmanaged")
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plimsoll.reports.html.labels import Scale, label, shorten
+from plimsoll.ui.html.labels import Scale, label, shorten
 from plimsoll.units import format_bytes
 
 MOST_LETTERS = 28

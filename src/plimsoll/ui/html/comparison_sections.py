@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.comparison_summary import COMPARISON_HEADER, comparison_cells, describe_baseline
-from plimsoll.reports.html.content import Statement, Table, Tone
+from plimsoll.ui.html.content import Statement, Table, Tone
 
 
 def comparison_statement(comparison: Comparison) -> Statement:

@@ -13,21 +13,21 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.store import Reportable
 from plimsoll.artifacts.verdict import Verdict
-from plimsoll.reports.html.advice_sections import advice_section, advice_statement, checklist_section
-from plimsoll.reports.html.comparison_sections import comparison_statement, comparison_table
-from plimsoll.reports.html.content import Element, Figures, Page, Paragraph, Section, Statement
-from plimsoll.reports.html.finding_sections import finding_section, finding_statement
-from plimsoll.reports.html.frontier_chart import draw_frontier
-from plimsoll.reports.html.identity import Subject
-from plimsoll.reports.html.plan_sections import (
+from plimsoll.ui.html.advice_sections import advice_section, advice_statement, checklist_section
+from plimsoll.ui.html.comparison_sections import comparison_statement, comparison_table
+from plimsoll.ui.html.content import Element, Figures, Page, Paragraph, Section, Statement
+from plimsoll.ui.html.finding_sections import finding_section, finding_statement
+from plimsoll.ui.html.frontier_chart import draw_frontier
+from plimsoll.ui.html.identity import Subject
+from plimsoll.ui.html.plan_sections import (
     decisions_section,
     frontier_table,
     map_section,
     memory_section,
     plan_statement,
 )
-from plimsoll.reports.html.receipt_sections import receipt_section, receipt_statement
-from plimsoll.reports.html.verdict_sections import verdict_section, verdict_statement
+from plimsoll.ui.html.receipt_sections import receipt_section, receipt_statement
+from plimsoll.ui.html.verdict_sections import verdict_section, verdict_statement
 from plimsoll.units import format_bytes
 
 

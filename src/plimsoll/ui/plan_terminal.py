@@ -12,7 +12,7 @@ from plimsoll.artifacts.grouping import group_regions
 from plimsoll.artifacts.holder_summary import holder_rows
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.summary import decision_row, plan_figures
-from plimsoll.reports.timeline import Timeline, draw_bar
+from plimsoll.ui.timeline import Timeline, draw_bar
 from plimsoll.units import format_bytes
 
 _STATUS_STYLE = {

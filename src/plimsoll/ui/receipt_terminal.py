@@ -15,7 +15,7 @@ from plimsoll.artifacts.receipt_summary import (
     mismatch_row,
     receipt_figures,
 )
-from plimsoll.reports.plan_terminal import render_figures
+from plimsoll.ui.plan_terminal import render_figures
 
 _MISMATCHES_SHOWN = 10
 _FAULTS_SHOWN = 5

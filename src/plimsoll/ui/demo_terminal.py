@@ -11,8 +11,8 @@ from rich.text import Text
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
-from plimsoll.reports.plan_terminal import render_classes, render_decisions
-from plimsoll.reports.timeline import Timeline
+from plimsoll.ui.plan_terminal import render_classes, render_decisions
+from plimsoll.ui.timeline import Timeline
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 if TYPE_CHECKING:

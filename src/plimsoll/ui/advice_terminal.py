@@ -20,7 +20,7 @@ from plimsoll.artifacts.advice_summary import (
     next_steps,
     untold,
 )
-from plimsoll.reports.timeline import draw_bar
+from plimsoll.ui.timeline import draw_bar
 from plimsoll.units import format_bytes
 
 _KIND_STYLE = {

@@ -8,9 +8,9 @@ from plimsoll.artifacts.grouping import RegionGroup, group_regions
 from plimsoll.artifacts.holder_summary import holder_rows
 from plimsoll.artifacts.plan import Peak, Plan
 from plimsoll.artifacts.summary import class_rows, decision_row, plan_figures
-from plimsoll.reports.html.content import Element, Figures, Fold, Paragraph, Section, Statement, Table, Tone
-from plimsoll.reports.html.map_chart import NAMED_COLUMNS, decision_key, draw_map, saved_values
-from plimsoll.reports.html.memory_chart import draw_memory, drawn_budget
+from plimsoll.ui.html.content import Element, Figures, Fold, Paragraph, Section, Statement, Table, Tone
+from plimsoll.ui.html.map_chart import NAMED_COLUMNS, decision_key, draw_map, saved_values
+from plimsoll.ui.html.memory_chart import draw_memory, drawn_budget
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 _VALUE_HEADER = ("decision", "value", "bytes", "held as", "held bytes", "seconds a step", "why")

@@ -16,9 +16,9 @@ from markupsafe import Markup
 
 from plimsoll.artifacts.store import Artifact, Reportable
 from plimsoll.errors import InvalidReport
-from plimsoll.reports.html.content import Chart, Element, Fold, Page
-from plimsoll.reports.html.identity import common_subject
-from plimsoll.reports.html.page import compose_page
+from plimsoll.ui.html.content import Chart, Element, Fold, Page
+from plimsoll.ui.html.identity import common_subject
+from plimsoll.ui.html.page import compose_page
 
 
 def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
@@ -52,7 +52,7 @@ def _reportable(artifacts: Sequence[Artifact]) -> list[Reportable]:
 def render_html(page: Page) -> str:
     """HTML from content. Everything in it is text: it is escaped here, and nowhere before."""
     environment = Environment(
-        loader=PackageLoader("plimsoll.reports.html", "templates"), autoescape=True, undefined=StrictUndefined
+        loader=PackageLoader("plimsoll.ui.html", "templates"), autoescape=True, undefined=StrictUndefined
     )
     has_charts = any(_charts(element for section in page.sections for element in section.elements))
     library = _library() if has_charts else ""

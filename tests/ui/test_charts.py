@@ -8,12 +8,12 @@ import pytest
 from pages.page_samples import make_full_comparison, make_full_plan, make_verdict
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
-from plimsoll.reports.html.frontier_chart import draw_frontier
-from plimsoll.reports.html.labels import byte_scale, escape, shorten
-from plimsoll.reports.html.map_chart import decision_key, draw_map
-from plimsoll.reports.html.memory_chart import draw_memory
-from plimsoll.reports.html.names import Plane, Point, place_names
-from plimsoll.reports.html.norm_chart import draw_norms
+from plimsoll.ui.html.frontier_chart import draw_frontier
+from plimsoll.ui.html.labels import byte_scale, escape, shorten
+from plimsoll.ui.html.map_chart import decision_key, draw_map
+from plimsoll.ui.html.memory_chart import draw_memory
+from plimsoll.ui.html.names import Plane, Point, place_names
+from plimsoll.ui.html.norm_chart import draw_norms
 from plimsoll.units import GIB, KIB, MIB
 from samples import make_plan, make_region
 

@@ -9,10 +9,10 @@ from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.explanation import describe_reason
 from plimsoll.artifacts.grouping import name_call
 from plimsoll.artifacts.plan import Plan, RegionPlan, ValueDecision
-from plimsoll.reports.html.colours import DECISIONS
-from plimsoll.reports.html.content import Chart, Key
-from plimsoll.reports.html.figure import figure
-from plimsoll.reports.html.labels import escape, label
+from plimsoll.ui.html.colours import DECISIONS
+from plimsoll.ui.html.content import Chart, Key
+from plimsoll.ui.html.figure import figure
+from plimsoll.ui.html.labels import escape, label
 from plimsoll.units import MIB, format_bytes, format_seconds
 
 _LETTERED_CELLS = 1500

@@ -12,8 +12,8 @@ from plimsoll.artifacts.advice_summary import (
     layer_rows,
     part_rows,
 )
-from plimsoll.reports.html.content import Check, Checks, Element, Fold, Paragraph, Section, Statement, Table, Tone
-from plimsoll.reports.html.labels import sentence
+from plimsoll.ui.html.content import Check, Checks, Element, Fold, Paragraph, Section, Statement, Table, Tone
+from plimsoll.ui.html.labels import sentence
 
 _TONES = {
     Outcome.PASS: Tone.GOOD,

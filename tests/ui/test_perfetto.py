@@ -12,7 +12,7 @@ import pytest
 from pages.page_samples import make_full_plan
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import InvalidReport
-from plimsoll.reports.perfetto import render_perfetto
+from plimsoll.ui.perfetto import render_perfetto
 from samples import make_plan
 
 
