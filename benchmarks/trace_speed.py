@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from plimsoll.catalogue.models import CATALOGUE
+from plimsoll.catalogue.models import known_models
 
 _DEVICE = "H100-SXM"
 
@@ -78,7 +78,7 @@ def main() -> None:
     print("| model | 10⁹ parameters | ops | process s | s | GiB | cached s | cached MiB | file MiB |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     found = []
-    for name in arguments.names or CATALOGUE:
+    for name in arguments.names or known_models():
         found.append(measured(name))
         print(row(found[-1]), flush=True)
         if arguments.json:

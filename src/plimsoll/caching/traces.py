@@ -88,10 +88,13 @@ def _version(library: str) -> str:
 
 
 def _sources_digest(folders: Iterable[Path]) -> str:
-    """Changes when a source file does: name, size and time of each, which takes a millisecond where contents take many."""
+    """Changes when a source file does: name, size and time of each, which takes a millisecond where contents take many.
+
+    The models of the catalogue are sources too: they are the TOML files.
+    """
     digest = hashlib.sha256()
     for folder in folders:
-        for path in sorted(folder.rglob("*.py")):
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".toml")):
             status = path.stat()
             digest.update(f"{path.relative_to(_PACKAGE)}:{status.st_size}:{status.st_mtime_ns};".encode())
     return digest.hexdigest()

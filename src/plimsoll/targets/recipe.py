@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plimsoll.catalogue.models import CATALOGUE
+from plimsoll.catalogue.models import CatalogueModel, known_models
 from plimsoll.errors import InvalidTarget
 
 _BATCH = 1
@@ -45,31 +45,31 @@ def find_recipe(text: str) -> Recipe | None:
         >>> find_recipe("llama-3-8b").fields["num_hidden_layers"]
         32
     """
-    if text in CATALOGUE:
-        return _from_catalogue(text)
+    catalogue = known_models()
+    if text in catalogue:
+        return _from_catalogue(catalogue[text])
     path = Path(text)
     if path.suffix == ".json" or path.is_dir():
         return _from_file(path / "config.json" if path.is_dir() else path)
     if ":" in text:
         return None
-    close = difflib.get_close_matches(text.lower(), CATALOGUE, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(text.lower(), catalogue, n=3, cutoff=0.5)
     raise InvalidTarget(
         f"{text!r} is no target.",
         why=f"a target is {_FORMS}",
-        next=f"did you mean {' or '.join(close)}?" if close else f"the catalogue has {', '.join(CATALOGUE)}",
+        next=f"did you mean {' or '.join(close)}?" if close else f"the catalogue has {', '.join(catalogue)}",
     )
 
 
-def _from_catalogue(name: str) -> Recipe:
-    known = CATALOGUE[name]
+def _from_catalogue(known: CatalogueModel) -> Recipe:
     return Recipe(
-        name=name,
+        name=known.name,
         architecture=known.architecture,
         fields=_plain(known.config),
         batch=known.batch,
         sequence=known.sequence,
         is_diffusers="model_type" not in known.config,
-        notes=(f"{name}: {known.note}",) if known.note else (),
+        notes=(f"{known.name}: {known.note}",) if known.note else (),
     )
 
 

@@ -111,14 +111,15 @@ def test_another_version_of_a_library_is_another_question(monkeypatch: pytest.Mo
     assert key_of({"a": 1}) != before
 
 
-def test_changed_sources_are_another_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+@pytest.mark.parametrize("source", ["tracing/trace.py", "catalogue/llama.toml"])
+def test_changed_sources_are_another_question(source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     package = tmp_path / "plimsoll"
-    (package / "tracing").mkdir(parents=True)
+    (package / source).parent.mkdir(parents=True)
     monkeypatch.setattr(traces, "_PACKAGE", package)
-    (package / "tracing" / "trace.py").write_text("a = 1")
+    (package / source).write_text("a = 1")
     before = key_of({"a": 1})
     assert key_of({"a": 1}) == before
-    (package / "tracing" / "trace.py").write_text("a = 10")
+    (package / source).write_text("a = 10")
     assert key_of({"a": 1}) != before
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from plimsoll.catalogue.model import TINY
-from plimsoll.catalogue.models import CATALOGUE
+from plimsoll.catalogue.models import known_models
 from plimsoll.pipeline.tracing_targets import TracedTarget, TraceRequest, target_facts, trace_target
 
+CATALOGUE = known_models()
+TINY = "made for a CPU: the real architecture, small sizes"
 TINY_NAMES = [name for name in CATALOGUE if name.endswith("-tiny")]
 TRACED_ELSEWHERE = ("llama-tiny", "t5-tiny")
 """The first by the tests of the cache, the second's architecture by those of fake traces: a trace takes a second."""

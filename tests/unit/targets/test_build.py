@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from plimsoll.artifacts.precision import Precision
-from plimsoll.catalogue.models import CATALOGUE
+from plimsoll.catalogue.models import known_models
 from plimsoll.errors import InvalidTarget
 from plimsoll.targets.recipe import find_recipe
 from plimsoll.targets.target import Target, TargetOptions, load_target
 
-TINY_NAMES = [name for name in CATALOGUE if name.endswith("-tiny")]
+TINY_NAMES = [name for name in known_models() if name.endswith("-tiny")]
 META = TargetOptions(is_meta=True)
 
 
@@ -44,7 +44,7 @@ def loss_of(target: Target) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", TINY_NAMES)
 def test_every_family_trains_on_its_batch(name: str):
-    target = load_target(name, TargetOptions(batch=2, sequence=16 if CATALOGUE[name].sequence else None))
+    target = load_target(name, TargetOptions(batch=2, sequence=16 if known_models()[name].sequence else None))
     loss = loss_of(target)
     loss.backward()
     assert torch.isfinite(loss)
