@@ -49,7 +49,7 @@ unit: $(STAMP)  ## run the test suite alone (PYTEST_ARGS="-k budget")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 golden: $(STAMP)  ## write the expected --help texts anew
-	PLIMSOLL_WRITE_GOLDEN=1 $(BIN)/python -m pytest tests/cli/test_golden_help.py
+	PLIMSOLL_WRITE_GOLDEN=1 $(BIN)/python -m pytest tests/ui/cli/test_golden_help.py
 
 bench: $(STAMP)  ## measure Plimsoll beside its peers (BENCH_ARGS="--help")
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -79,8 +79,11 @@ class _Watched:
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> _Watched:
-        from plimsoll.pipeline import agreement, evidence, merging, plans
-        from plimsoll.ranks.conversation import Conversation
+        from plimsoll.analysis.verify import merging
+        from plimsoll.analysis.verify import verbs as evidence
+        from plimsoll.session import agreement
+        from plimsoll.session import plan as plans
+        from plimsoll.session.rendezvous.conversation import Conversation
 
         self._replace(Conversation, "ask", self._noted)
         for home, names in (

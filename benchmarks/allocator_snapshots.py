@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plimsoll.allocating.allocator import AllocatorSettings, CachingAllocator
-from plimsoll.allocating.blocks import SMALL_BYTES, SMALLEST_BYTES, Block, Pool, round_up
+from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings, CachingAllocator
+from plimsoll.estimator.allocator_sim.blocks import SMALL_BYTES, SMALLEST_BYTES, Block, Pool, round_up
 
 _MIB = 1024**2
 

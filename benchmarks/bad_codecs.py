@@ -1,6 +1,6 @@
 """Codecs that harm training, each by a mistake that people make: for the probe to find. None of them is in the library.
 
-They follow the protocol of `plimsoll.codecs`, and are known to the registry only inside `registered`.
+They follow the protocol of `plimsoll.engine.codecs`, and are known to the registry only inside `registered`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from unittest import mock
 
 import torch
 
-from plimsoll.codecs import registry
-from plimsoll.codecs.layout import Elements, empty_decoded
-from plimsoll.codecs.protocol import Codec, Payload
+from plimsoll.engine.codecs import registry
+from plimsoll.engine.codecs.layout import Elements, empty_decoded
+from plimsoll.engine.codecs.protocol import Codec, Payload
 
 _BLOCK = 64
 

@@ -12,7 +12,7 @@ from benchmarks.peers_table import apply_plan
 from benchmarks.progress import say
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import PlimsollError
-from plimsoll.measuring.timing import Interval, paired_difference_seconds, paired_ratio, time_in_turns
+from plimsoll.tracing.meters.timing import Interval, paired_difference_seconds, paired_ratio, time_in_turns
 
 SHARES = (0.10, 0.25, 0.50, 0.75, 0.90)
 

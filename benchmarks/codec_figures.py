@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from plimsoll.codecs.registry import find_codec
+from plimsoll.engine.codecs.registry import find_codec
 
 BASES = ("", ":unrotated")
 NAMES = (

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from benchmarks.page import format_table
 from plimsoll.artifacts.traffic import Transfer
-from plimsoll.costing.collectives import Collective, collective_seconds
-from plimsoll.costing.devices import Device, find_device
-from plimsoll.traffic.timeline import BucketWork, Sharing, run_step
+from plimsoll.distributed.comm_cost.timeline import BucketWork, Sharing, run_step
+from plimsoll.planning.costing.collectives import Collective, collective_seconds
+from plimsoll.planning.costing.devices import Device, find_device
 
 LOCAL_BYTES_PER_ELEMENT = 40
 GRADIENT_BYTES, VALUE_BYTES, PLACE_BYTES, FACTOR_BYTES = 2, 2, 4, 4

@@ -105,8 +105,8 @@ def run_rank(asked: argparse.Namespace) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from benchmarks.progress import say
-    from plimsoll.demo.corpus import VOCABULARY, read_corpus
     from plimsoll.distributed import advise_compression
+    from plimsoll.ui.demo.corpus import VOCABULARY, read_corpus
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -26,7 +26,7 @@ from benchmarks.measure import run_step
 from benchmarks.models import SIZES, Case, build
 from benchmarks.progress import say
 from plimsoll.artifacts.plan import Plan
-from plimsoll.measuring.timing import one_thread
+from plimsoll.tracing.meters.timing import one_thread
 
 _TRAINING = ("argparse", "ast", "asyncio.base_events", "collections", "configparser", "dataclasses", "datetime", "decimal",
              "difflib", "doctest", "email.message", "enum", "fractions", "functools", "gettext", "heapq", "html.parser",

@@ -28,13 +28,13 @@ from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.estimate import StageEstimate
 from plimsoll.artifacts.precision import parse_precision
 from plimsoll.artifacts.trace import Category
-from plimsoll.caching.traces import TraceCache
-from plimsoll.measuring.timing import one_thread
-from plimsoll.pipeline.estimating import estimate
-from plimsoll.pipeline.tracing_targets import TraceRequest, trace_target
+from plimsoll.estimator.caching.traces import TraceCache
+from plimsoll.estimator.estimate import estimate
+from plimsoll.estimator.tracing_targets import TraceRequest, trace_target
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_none
+from plimsoll.tracing.meters.timing import one_thread
 
 _RESULTS = Path(__file__).parent / "results"
 _DEVICE = "laptop-CPU"

@@ -25,13 +25,13 @@ import plimsoll
 from benchmarks.machine import device_name, versions
 from plimsoll.artifacts.explained import Explanation
 from plimsoll.chunked import chunk_loss
-from plimsoll.costing.devices import find_device
-from plimsoll.costing.roofline import roofline_costs
+from plimsoll.planning.costing.devices import find_device
+from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import strategy_choices
+from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.trace import trace
-from plimsoll.verification.step import TrainingStep
 
 SMALL = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
 GROUPED = {**SMALL, "num_key_value_heads": 2}

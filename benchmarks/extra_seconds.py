@@ -23,10 +23,10 @@ from benchmarks.measure import run_step
 from benchmarks.models import FAMILIES, SIZES, Case, build
 from benchmarks.progress import say
 from plimsoll.artifacts.plan import Plan
-from plimsoll.measuring.timing import Interval, median_interval, one_thread
-from plimsoll.pipeline.plans import trace_and_cost
+from plimsoll.engine.apply import Handle, apply_plan
 from plimsoll.planning.solve import Planner, solve
-from plimsoll.runtime.apply import Handle, apply_plan
+from plimsoll.session.plan import trace_and_cost
+from plimsoll.tracing.meters.timing import Interval, median_interval, one_thread
 
 _WARMUPS = 3
 

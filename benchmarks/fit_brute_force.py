@@ -23,11 +23,11 @@ import plimsoll
 from benchmarks.machine import device_name, versions
 from plimsoll.artifacts.fit import Fit
 from plimsoll.artifacts.plan import Plan
+from plimsoll.engine.apply import Handle, apply_plan
 from plimsoll.errors import BudgetBelowFloor
-from plimsoll.measuring.timing import one_thread, time_in_turns
-from plimsoll.runtime.apply import Handle, apply_plan
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.meters.timing import one_thread, time_in_turns
 from plimsoll.units import format_bytes
-from plimsoll.verification.step import TrainingStep
 
 _VOCABULARY = 256
 

@@ -27,7 +27,7 @@ from benchmarks.peers_table import apply_plan
 from benchmarks.progress import say
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import PlimsollError
-from plimsoll.measuring.timing import one_thread, paired_ratio, time_in_turns
+from plimsoll.tracing.meters.timing import one_thread, paired_ratio, time_in_turns
 
 _RESULTS = Path(__file__).parent / "results"
 SHARES = (0.10, 0.25, 0.50)

@@ -12,7 +12,7 @@ from benchmarks.measure import Variant
 from benchmarks.page import MIB, format_interval, format_mib, format_table
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
-from plimsoll.measuring.timing import Interval, Timing
+from plimsoll.tracing.meters.timing import Interval, Timing
 
 _HEAD = (
     "", "time × (95%)", "predicted ×", "activation peak MiB", "total peak MiB", "predicted MiB", "gradient error",

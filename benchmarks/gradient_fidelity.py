@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.launching import launch
 from benchmarks.machine import device_name, page_head, page_stem, versions
 from benchmarks.page import format_table
-from plimsoll.demo.corpus import Batches, read_corpus
-from plimsoll.demo.training import Setup, make_model
+from plimsoll.ui.demo.corpus import Batches, read_corpus
+from plimsoll.ui.demo.training import Setup, make_model
 
 RANKS = 2
 _HELD_OUT = 0.1

@@ -20,7 +20,7 @@ from benchmarks.machine import device_name, versions
 from benchmarks.measure import prepare
 from benchmarks.models import build
 from benchmarks.peers_table import apply_plan
-from plimsoll.measuring.timing import one_thread, paired_ratio, time_in_turns
+from plimsoll.tracing.meters.timing import one_thread, paired_ratio, time_in_turns
 
 
 @contextlib.contextmanager

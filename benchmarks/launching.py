@@ -28,10 +28,10 @@ _PRELOADED = [
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
-    "plimsoll.runtime.apply",
-    "plimsoll.pipeline.attachment",
-    "plimsoll.distributed.pipeline_stages",
-    "plimsoll.pipeline.plans",
+    "plimsoll.engine.apply",
+    "plimsoll.session.attach",
+    "plimsoll.distributed.pipelines.pipeline_stages",
+    "plimsoll.session.plan",
     "plimsoll.planning.solve",
 ]
 

@@ -37,10 +37,10 @@ from benchmarks.models.data import text_ids
 from benchmarks.page import format_mib, format_table
 from benchmarks.stages import SCHEDULES, StageTraining
 from plimsoll.artifacts.plan import Plan
-from plimsoll.distributed.pipeline_stages import ScheduleAttachment, attach_schedule
-from plimsoll.measuring.memory import PeakMeter, storage_bytes
-from plimsoll.pipeline.attachment import Attachment
-from plimsoll.wrappers.replicated import bucket_bytes
+from plimsoll.distributed.pipelines.pipeline_stages import ScheduleAttachment, attach_schedule
+from plimsoll.session.attach import Attachment
+from plimsoll.tracing.ddp import bucket_bytes
+from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 
 _RESULTS = Path(__file__).parent / "results"
 _SIZES = {

@@ -18,7 +18,7 @@ import torch
 from benchmarks.measure import run_step
 from benchmarks.models import FAMILIES, SIZES, Case, build
 from benchmarks.progress import say
-from plimsoll.measuring.timing import one_thread
+from plimsoll.tracing.meters.timing import one_thread
 
 
 def train(case: Case, context: AbstractContextManager[object], *, steps: int) -> list[float]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks.models import Case
-from plimsoll.measuring.memory import PeakMeter, storage_bytes
-from plimsoll.verification.compare_tensors import relative_error
+from plimsoll.session.compare_tensors import relative_error
+from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 
 Forward = Callable[..., Any]
 _SEED = 1234

@@ -10,7 +10,7 @@ from benchmarks.budgets_table import BudgetTable
 from benchmarks.machine import page_head
 from benchmarks.measure import StepMemory, Variant
 from benchmarks.peers_table import PeerRow, PeerTable
-from plimsoll.measuring.timing import Interval
+from plimsoll.tracing.meters.timing import Interval
 
 MIB = 2**20
 _PEER_HEAD = (

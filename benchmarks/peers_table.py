@@ -16,7 +16,7 @@ from benchmarks.models import Case
 from benchmarks.progress import say
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import PlimsollError
-from plimsoll.measuring.timing import Interval, Timing, paired_ratio, time_in_turns
+from plimsoll.tracing.meters.timing import Interval, Timing, paired_ratio, time_in_turns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

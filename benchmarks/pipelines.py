@@ -16,16 +16,16 @@ from functools import cached_property
 
 from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.trace import Trace
-from plimsoll.caching.traces import TraceCache
-from plimsoll.costing.collectives import Collective, collective_seconds, group_of
-from plimsoll.costing.devices import find_device
-from plimsoll.layouts.read import read_layout
-from plimsoll.layouts.stages import StageTrace, split_stages
-from plimsoll.pipeline.rank_estimates import Setting, StageOfRank
-from plimsoll.pipeline.tracing_targets import TraceRequest, trace_target
-from plimsoll.pipelining.growth import bubble_growth
-from plimsoll.pipelining.orders import Orders, pipeline_orders
-from plimsoll.pipelining.timeline import StageSeconds, held_bytes, simulate_pipeline
+from plimsoll.estimator.caching.traces import TraceCache
+from plimsoll.estimator.parallelism.read import read_layout
+from plimsoll.estimator.parallelism.stages import StageTrace, split_stages
+from plimsoll.estimator.pipeline_schedule.growth import bubble_growth
+from plimsoll.estimator.pipeline_schedule.orders import Orders, pipeline_orders
+from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds, held_bytes, simulate_pipeline
+from plimsoll.estimator.rank_estimates import Setting, StageOfRank
+from plimsoll.estimator.tracing_targets import TraceRequest, trace_target
+from plimsoll.planning.costing.collectives import Collective, collective_seconds, group_of
+from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.simulate import Simulation
 from plimsoll.units import GIB
 

@@ -30,15 +30,15 @@ from torch import nn
 from benchmarks.bad_codecs import registered
 from benchmarks.machine import device_name, versions
 from benchmarks.progress import say
+from plimsoll.analysis.probe.evidence import Evidence
+from plimsoll.analysis.probe.records import ArmLog, GradientRecord, HeldOutRecord, StepRecord
+from plimsoll.analysis.probe.rules import stop_here
+from plimsoll.analysis.probe.settings import LEAST_COSINE, MOST_SHIFT, Settings
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.verdict import Ruling, Verdict
-from plimsoll.demo.corpus import VOCABULARY, read_corpus
-from plimsoll.measuring.timing import one_thread
-from plimsoll.probing.evidence import Evidence
-from plimsoll.probing.records import ArmLog, GradientRecord, HeldOutRecord, StepRecord
-from plimsoll.probing.rules import stop_here
-from plimsoll.probing.settings import LEAST_COSINE, MOST_SHIFT, Settings
+from plimsoll.tracing.meters.timing import one_thread
+from plimsoll.ui.demo.corpus import VOCABULARY, read_corpus
 
 BATCH, SEQUENCE, HELD_OUT = 4, 64, 16
 

@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.artifacts.precision import parse_precision
-from plimsoll.measuring.memory import PeakMeter, storage_bytes
-from plimsoll.targets.target import Target, TargetOptions, load_target
+from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
+from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 
 _OPTIMIZERS: dict[str, Any] = {
     "adagrad": torch.optim.Adagrad,

@@ -22,7 +22,7 @@ from benchmarks.machine import device_name, page_stem, versions
 from benchmarks.models import FAMILIES, SIZES, build
 from benchmarks.page import Section, write_page
 from benchmarks.peers_table import compiled_peers, eager_peers
-from plimsoll.measuring.timing import one_thread
+from plimsoll.tracing.meters.timing import one_thread
 
 _RESULTS = Path(__file__).parent / "results"
 

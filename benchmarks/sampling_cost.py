@@ -16,8 +16,8 @@ import plimsoll
 from benchmarks.machine import versions
 from benchmarks.measure import run_step
 from benchmarks.models import FAMILIES, SIZES, Case, build
-from plimsoll.measuring.timing import one_thread, paired_difference_seconds, time_in_turns
-from plimsoll.runtime.apply import Handle
+from plimsoll.engine.apply import Handle
+from plimsoll.tracing.meters.timing import one_thread, paired_difference_seconds, time_in_turns
 from plimsoll.units import format_seconds
 
 

@@ -112,9 +112,9 @@ def study(payload: dict[str, Any]) -> dict[str, Any]:
 
 def _observed(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Peak, gradients and traffic of a real step, once lazy state is there."""
-    from plimsoll.measuring.memory import PeakMeter, storage_bytes
-    from plimsoll.wrappers.local import dense_parts
-    from plimsoll.wrappers.replicated import bucket_bytes
+    from plimsoll.tracing.ddp import bucket_bytes
+    from plimsoll.tracing.local_tensors import dense_parts
+    from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 
     for _ in range(3):
         _step(model, batch)

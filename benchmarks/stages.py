@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from plimsoll.distributed.pipeline_stages import received_buffers
+from plimsoll.distributed.pipelines.pipeline_stages import received_buffers
 
 SCHEDULES = {"pipeline 1f1b": Schedule1F1B, "pipeline zero-bubble": ScheduleInterleavedZeroBubble}
 _MICRO_BATCHES_PER_STAGE = 2

@@ -19,15 +19,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from plimsoll.catalogue.models import known_models
+from plimsoll.estimator.catalogue.models import known_models
 
 _DEVICE = "H100-SXM"
 
 
 def trace_figures(name: str) -> dict[str, Any]:
     start, start_process = time.perf_counter(), time.process_time()
-    from plimsoll.caching.traces import TraceCache
-    from plimsoll.pipeline.tracing_targets import TraceRequest, trace_target
+    from plimsoll.estimator.caching.traces import TraceCache
+    from plimsoll.estimator.tracing_targets import TraceRequest, trace_target
 
     made = trace_target(TraceRequest(target=name, device_name=_DEVICE), cache=TraceCache())
     return {

@@ -1,10 +1,9 @@
-"""A stand-in for ``plimsoll.pipeline`` that answers at once: for tests of what lies above it."""
+"""Stand-ins for the verbs that answer at once: for tests of the command line above them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 from plimsoll.artifacts.comparison import Comparison
@@ -17,11 +16,10 @@ from samples import make_comparison, make_plan, make_receipt
 Progress = Callable[[str, float], None]
 
 
-class FakePipeline(ModuleType):
+class FakeVerbs:
     """Records its calls and returns what it was given; an error that is set is raised instead."""
 
     def __init__(self) -> None:
-        super().__init__("plimsoll.pipeline")
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.error: BaseException | None = None
         self.planned: Plan = make_plan()

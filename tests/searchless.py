@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.pipeline.plans import trace_and_cost
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.decisions import decide
 from plimsoll.planning.lowest import find_extremes
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full
+from plimsoll.session.plan import trace_and_cost
 from steps import Step
 
 

@@ -1,4 +1,4 @@
-"""The import law, read from the source: stages do not know each other, and some of them do not know torch."""
+"""The law of layers, read from every import (lazy and type-checking ones too), and what keeps the house readable."""
 
 from __future__ import annotations
 
@@ -15,157 +15,108 @@ import pytest
 import plimsoll
 
 PACKAGE = Path(plimsoll.__file__).parent
-MODULES = sorted(PACKAGE.rglob("*.py"))
-STAGES = {
-    "advising",
-    "allocating",
-    "compiler",
-    "diagnosis",
-    "estimating",
-    "explaining",
-    "fitting",
-    "profiling",
-    "tracing",
-    "costing",
-    "planning",
-    "runtime",
-    "verification",
-    "ui",
-    "probing",
-    "sharding",
-    "layouts",
-    "pipelining",
-    "gradient_compression",
-    "metering",
-    "traffic",
-}
-"""What hands over artifacts; only the wiring below may know several of them."""
-WIRING = {"pipeline", "cli", "distributed"}
-WITHOUT_TORCH = {
-    "artifacts",
-    "diagnosis",
-    "planning",
-    "ui",
-    "schedule",
-    "units",
-    "errors",
-    "catalogue",
-    "caching",
-    "advising",
-    "allocating",
-    "changes",
-    "estimating",
-    "explaining",
-    "fitting",
-    "layouts",
-    "pipelining",
-    "traffic",
-}
-BASES = {
-    "chunked": {"pipeline"},
-    "codecs": {"costing", "runtime", "pipeline", "gradient_compression"},
-    "links": {"costing", "runtime", "pipeline"},
-    "ranks": {"runtime", "pipeline", "distributed", "gradient_compression", "cli"},
-    "recording": {"tracing", "runtime", "verification", "pipeline", "probing", "compiler", "distributed"},
-    "resuming": {"distributed"},
-    "targets": {"cli", "pipeline"},
-    "caching": {"cli", "pipeline"},
-    "measuring": {"tracing", "costing", "runtime", "verification", "pipeline", "probing", "distributed"},
-    "wrappers": {
-        "resuming",
-        "recording",
-        "measuring",
-        "tracing",
-        "runtime",
-        "verification",
-        "pipeline",
-        "probing",
-        "distributed",
-    },
-}
-"""Shared torch code, and who may import it."""
+FILES = sorted(PACKAGE.rglob("*.py"))
+LAYERS = (
+    {"errors"},
+    {"units"},
+    {"artifacts"},
+    {"planning", "tracing"},
+    {"engine", "resuming"},
+    {"session"},
+    {"analysis", "estimator"},
+    {"distributed"},
+    {"ui"},
+)
+"""A room imports from itself and from layers above its own line; two rooms of one line do not know each other."""
+FRONT = {"__init__", "__main__", "chunked"}
+"""Public pages: they name what the rooms hold, and no room imports them."""
+WITHOUT_TORCH = {"errors", "units", "artifacts", "planning"}
+"""Plans can be read, solved and shown where there is no torch."""
 MOST_LINES = 500
 MOST_FUNCTION_LINES = 60
 MOST_PUBLIC_NAMES = 16
 
 
+def name_of(path: Path) -> str:
+    """The dotted name of the module in a file."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
 @functools.cache
-def imports_of(path: Path) -> tuple[str, ...]:
-    """Absolute names of everything that a file imports anywhere: lazily, or for type checking only."""
-    return tuple(_imports_of(path))
+def imports_of(path: Path) -> frozenset[str]:
+    """Absolute names of everything that a file imports anywhere: lazily, by name, or for type checking only."""
+    return frozenset(_imports_of(path))
 
 
 def _imports_of(path: Path) -> Iterator[str]:
-    package = ["plimsoll", *path.relative_to(PACKAGE).with_suffix("").parts]
+    package = path.relative_to(PACKAGE.parent).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package[: len(package) - node.level]) if node.level else ""
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
             yield from (f"{module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in MODULES:
+            yield node.value
 
 
-def home_of(path: Path) -> str:
-    """The stage or top-level module that a file belongs to."""
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+def neighbours(path: Path) -> set[str]:
+    """The modules of Plimsoll that a file imports, itself and package pages aside."""
+    found = set()
+    for name in imports_of(path):
+        while name not in MODULES and "." in name:
+            name = name.rpartition(".")[0]
+        if name in MODULES and MODULES[name].name != "__init__.py":
+            found.add(name)
+    return found - {name_of(path)}
 
 
-def parts_used_by(path: Path) -> set[str]:
-    """Stages and top-level modules of Plimsoll that a file imports."""
-    names = (name.split(".") for name in imports_of(path))
-    return {parts[1] for parts in names if parts[0] == "plimsoll" and len(parts) > 1}
+def room_of(module: str) -> str:
+    """The room, or the top-level file, that a module belongs to."""
+    return module.split(".")[1] if "." in module else "__init__"
 
 
 def show(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if home_of(p) in STAGES], ids=show)
-def test_stages_never_import_each_other(path: Path):
-    assert parts_used_by(path) & STAGES <= {home_of(path)}
+def test_every_room_imports_only_from_the_layers_before_its_own():
+    level = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+    broken = [
+        f"{show(path)} -> {module}"
+        for path in FILES
+        for module in neighbours(path)
+        if (here := room_of(name_of(path))) not in FRONT and here != (there := room_of(module))
+        if there in FRONT or level[there] >= level[here]
+    ]
+    assert not broken
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if home_of(p) not in STAGES | WIRING], ids=show)
-def test_only_the_wiring_imports_stages(path: Path):
-    assert not parts_used_by(path) & (STAGES - {home_of(path)})
+def test_plans_can_be_solved_and_shown_without_torch():
+    broken = [
+        f"{show(path)} -> {name}"
+        for path in FILES
+        if room_of(name_of(path)) in WITHOUT_TORCH
+        for name in imports_of(path)
+        if name.split(".")[0] in {"torch", "transformers"}
+    ]
+    assert not broken
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if home_of(p) not in {"cli", "__main__"}], ids=show)
-def test_only_the_command_line_imports_the_command_line(path: Path):
-    assert "cli" not in parts_used_by(path)
+def test_the_demo_uses_the_public_surface_alone():
+    allowed = {"ui.demo", "units", "artifacts", *plimsoll.__all__}
+    for path in FILES:
+        if show(path).startswith("ui/demo/"):
+            used = {name for name in neighbours(path) if not name.startswith("plimsoll.ui.demo")}
+            assert {room_of(name) for name in used} <= allowed
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if home_of(p) not in WIRING | {"__init__"}], ids=show)
-def test_nothing_below_the_wiring_imports_the_wiring(path: Path):
-    assert "pipeline" not in parts_used_by(path)
-
-
-@pytest.mark.parametrize("path", [p for p in MODULES if home_of(p) in WITHOUT_TORCH], ids=show)
-def test_plans_can_be_solved_and_shown_without_torch(path: Path):
-    assert not [name for name in imports_of(path) if name.split(".")[0] in {"torch", "transformers"}]
-
-
-@pytest.mark.parametrize("path", [p for p in MODULES if home_of(p) in {"artifacts", "schedule", "units"}], ids=show)
-def test_artifacts_know_nothing_but_artifacts(path: Path):
-    assert parts_used_by(path) <= {"artifacts", "errors", "units", "schedule"}
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_shared_torch_code_is_imported_only_by_those_who_may(base: str):
-    users = {home_of(path) for path in MODULES if base in parts_used_by(path)} - {base}
-    assert users <= BASES[base]
-
-
-@pytest.mark.parametrize("path", [p for p in MODULES if home_of(p) in {"demo"}], ids=show)
-def test_the_demo_uses_the_public_surface_alone(path: Path):
-    allowed = {"demo", "units", "artifacts", *plimsoll.__all__}
-    assert parts_used_by(path) <= allowed
-
-
-@pytest.mark.parametrize("path", MODULES, ids=show)
+@pytest.mark.parametrize("path", FILES, ids=show)
 def test_files_and_functions_stay_small(path: Path):
     source = path.read_text(encoding="utf-8")
     assert len(source.splitlines()) < MOST_LINES
@@ -175,7 +126,7 @@ def test_files_and_functions_stay_small(path: Path):
             assert (node.end_lineno or 0) - node.lineno - docstring < MOST_FUNCTION_LINES, f"{node.name} is long"
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if p.read_text(encoding="utf-8").strip()], ids=show)
+@pytest.mark.parametrize("path", FILES, ids=show)
 def test_every_file_says_what_it_is_for(path: Path):
     assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
 
@@ -197,15 +148,19 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_importing_plimsoll_loads_nothing_heavy():
-    script = "import sys, plimsoll; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "scipy", "numpy", "rich", "typer", "networkx", "msgspec"} & set(loaded)
+    loaded = modules_after("import plimsoll")
+    assert not {"torch", "scipy", "numpy", "rich", "typer", "networkx", "msgspec"} & loaded
 
 
 def test_reading_a_plan_loads_no_torch():
-    script = "import sys, plimsoll.artifacts.store, plimsoll.artifacts.summary, plimsoll.schedule; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "scipy", "rich"} & set(loaded)
+    loaded = modules_after("import plimsoll.artifacts.store, plimsoll.planning.replay_schedule")
+    assert not {"torch", "scipy", "rich"} & loaded
+
+
+def modules_after(script: str) -> set[str]:
+    """What a fresh interpreter has loaded after a line of Python."""
+    command = [sys.executable, "-c", f"{script}; import sys; print(*sys.modules)"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
 
 
 def test_importing_plimsoll_takes_less_than_a_tenth_of_a_second():

@@ -15,7 +15,7 @@ from plimsoll.artifacts.traffic import (
     Validation,
 )
 from plimsoll.artifacts.verdict import Estimate, Outcome
-from plimsoll.traffic.forecast import BucketProgram, Job, MethodProgram
+from plimsoll.distributed.comm_cost.forecast import BucketProgram, Job, MethodProgram
 
 MIB = 2**20
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.claims.claim import Claim, Figure
 from plimsoll.artifacts.layout import Layout, PipelineSchedule
-from plimsoll.pipelining.orders import pipeline_orders
-from plimsoll.pipelining.timeline import StageSeconds, held_bytes, in_flight, simulate_pipeline
+from plimsoll.estimator.pipeline_schedule.orders import pipeline_orders
+from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds, held_bytes, in_flight, simulate_pipeline
 
 _FORWARD, _BACKWARD = 1.0, 2.0
 

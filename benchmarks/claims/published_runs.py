@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.claims.claim import Claim, Figure
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.precision import Precision
-from plimsoll.pipeline.estimating import estimate
+from plimsoll.estimator.estimate import estimate
 
 _KORTHIKANTI = "Korthikanti et al. 2022 (arXiv 2205.05198), tables 3 and 5 (A100-80GB)"
 _NARAYANAN = "Narayanan et al. 2021 (arXiv 2104.04473), table 1 (A100-80GB, full recomputation)"

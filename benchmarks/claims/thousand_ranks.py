@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks.page import format_table
 from plimsoll.artifacts.estimate import Estimate, StageEstimate
-from plimsoll.pipeline.estimating import estimate
+from plimsoll.estimator.estimate import estimate
 
 _GIB = 2**30
 QUESTIONS = (

@@ -16,13 +16,13 @@ from torch import nn
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.trace import Category, Trace
-from plimsoll.costing.devices import find_device
-from plimsoll.costing.roofline import roofline_costs
+from plimsoll.estimator.local_rank.local import localised
 from plimsoll.planning.choice import Choice
+from plimsoll.planning.costing.devices import find_device
+from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.step import RegionView, StepIndex
 from plimsoll.planning.strategies import strategy_choices
-from plimsoll.sharding.local import localised
 from plimsoll.tracing.trace import trace
 
 A100 = "A100-80GB"

@@ -13,24 +13,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from plimsoll.analysis.advise.verb import advise
+    from plimsoll.analysis.diagnose.verb import diagnose
+    from plimsoll.analysis.explain.verb import explain
+    from plimsoll.analysis.probe.verb import probe
+    from plimsoll.analysis.verify.verbs import compare, verify
     from plimsoll.artifacts.plan import Plan
     from plimsoll.artifacts.receipt import Receipt
     from plimsoll.errors import PlimsollError
-    from plimsoll.pipeline import (
-        advise,
-        apply,
-        attach,
-        compare,
-        diagnose,
-        estimate,
-        explain,
-        fit,
-        load,
-        plan,
-        probe,
-        report,
-        verify,
-    )
+    from plimsoll.estimator.estimate import estimate
+    from plimsoll.estimator.fit.verb import fit
+    from plimsoll.session.attach import attach
+    from plimsoll.session.plan import apply, load, plan
+    from plimsoll.ui.report import report
 
 __all__ = [
     "Plan",
@@ -55,19 +50,19 @@ _HOMES = {
     "Plan": "plimsoll.artifacts.plan",
     "PlimsollError": "plimsoll.errors",
     "Receipt": "plimsoll.artifacts.receipt",
-    "advise": "plimsoll.pipeline",
-    "apply": "plimsoll.pipeline",
-    "attach": "plimsoll.pipeline",
-    "compare": "plimsoll.pipeline",
-    "diagnose": "plimsoll.pipeline",
-    "estimate": "plimsoll.pipeline",
-    "explain": "plimsoll.pipeline",
-    "fit": "plimsoll.pipeline",
-    "load": "plimsoll.pipeline",
-    "plan": "plimsoll.pipeline",
-    "probe": "plimsoll.pipeline",
-    "report": "plimsoll.pipeline",
-    "verify": "plimsoll.pipeline",
+    "advise": "plimsoll.analysis.advise.verb",
+    "apply": "plimsoll.session.plan",
+    "attach": "plimsoll.session.attach",
+    "compare": "plimsoll.analysis.verify.verbs",
+    "diagnose": "plimsoll.analysis.diagnose.verb",
+    "estimate": "plimsoll.estimator.estimate",
+    "explain": "plimsoll.analysis.explain.verb",
+    "fit": "plimsoll.estimator.fit.verb",
+    "load": "plimsoll.session.plan",
+    "plan": "plimsoll.session.plan",
+    "probe": "plimsoll.analysis.probe.verb",
+    "report": "plimsoll.ui.report",
+    "verify": "plimsoll.analysis.verify.verbs",
 }
 
 

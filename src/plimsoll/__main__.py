@@ -1,6 +1,6 @@
 """``python -m plimsoll``, and ``torchrun -m plimsoll``: the command line."""
 
-from plimsoll.cli.app import main
+from plimsoll.ui.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -19,16 +19,16 @@ from torch.utils._pytree import tree_leaves
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import ValueDecision
 from plimsoll.artifacts.receipt import RegionOutcome
-from plimsoll.links.protocol import Link
-from plimsoll.runtime.apply import Handle
-from plimsoll.runtime.inspection import Inspector
-from plimsoll.runtime.links import LinkTable
-from plimsoll.runtime.packed import Packer
-from plimsoll.runtime.randomness import generators_of
-from plimsoll.runtime.region import ManagedRegion
-from plimsoll.runtime.sentinels import SentinelPolicy
-from plimsoll.runtime.shared import Shared
-from plimsoll.runtime.traffic import Traffic
+from plimsoll.engine.apply import Handle
+from plimsoll.engine.inspection import Inspector
+from plimsoll.engine.linked_inputs import LinkTable
+from plimsoll.engine.offload.protocol import Link
+from plimsoll.engine.offload.transfers import Traffic
+from plimsoll.engine.randomness import generators_of
+from plimsoll.engine.region import ManagedRegion
+from plimsoll.engine.sentinels import SentinelPolicy
+from plimsoll.engine.shared import Shared
+from plimsoll.engine.stored_forms import Packer
 from plimsoll.tracing.regions import find_regions
 
 Step = Callable[[nn.Module, int], Any]

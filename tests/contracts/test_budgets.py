@@ -9,11 +9,11 @@ import pytest
 
 import plimsoll
 from plimsoll.artifacts.plan import Plan
-from plimsoll.pipeline.confirm import Trial, confirmed
-from plimsoll.pipeline.plans import trace_and_cost
 from plimsoll.planning.solve import Planner, solve
-from plimsoll.recording.calling import split_batch
-from plimsoll.verification.step import TrainingStep
+from plimsoll.session.confirm import Trial, confirmed
+from plimsoll.session.plan import trace_and_cost
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.recorder.calling import split_batch
 from steps import Step, conv_net, gpt2, llama, vit
 
 SHARES = (0.10, 0.25, 0.50, 0.75, 0.90)

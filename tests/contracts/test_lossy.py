@@ -9,8 +9,8 @@ import steps
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt, Verdict
-from plimsoll.recording.calling import split_batch
-from plimsoll.verification.step import TrainingStep
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.recorder.calling import split_batch
 
 MODELS = {"llama": steps.llama, "gpt2": steps.gpt2, "vit": steps.vit, "stack": lambda: steps.stack(rows=512)}
 

@@ -20,12 +20,12 @@ import plimsoll
 import steps
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.receipt import Verdict
+from plimsoll.engine.apply import apply_plan
+from plimsoll.engine.offload import backing
+from plimsoll.engine.offload import disk as disk_link
+from plimsoll.engine.offload.filesystem import is_in_memory
+from plimsoll.engine.offload.simulated import SimulatedLink
 from plimsoll.errors import OffloadFailed
-from plimsoll.links import backing
-from plimsoll.links import disk as disk_link
-from plimsoll.links.filesystem import is_in_memory
-from plimsoll.links.simulated import SimulatedLink
-from plimsoll.runtime.apply import apply_plan
 
 ROWS, WIDTH = 256, 64
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from plimsoll.codecs.protocol import Payload
-from plimsoll.codecs.registry import find_codec
+from plimsoll.engine.codecs.protocol import Payload
+from plimsoll.engine.codecs.registry import find_codec
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
+from plimsoll.engine.offload.bounce import BounceLink
+from plimsoll.engine.offload.disk import DiskLink
+from plimsoll.engine.offload.measure import measure_link
+from plimsoll.engine.offload.pinned import PinnedLink
 from plimsoll.errors import OffloadFailed
-from plimsoll.links.bounce import BounceLink
-from plimsoll.links.disk import DiskLink
-from plimsoll.links.measure import measure_link
-from plimsoll.links.pinned import PinnedLink
 from plimsoll.units import GIB, MIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

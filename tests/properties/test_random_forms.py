@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from planning.builders import random_step, transformer
+from planning.form_builders import block_forms, random_choice, random_forms
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.forms import Forms
@@ -24,8 +26,6 @@ from plimsoll.planning.simulate import Simulation, run_choices, simulate
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import RegionView, StepIndex
 from plimsoll.planning.windows import build_windows
-from unit.planning.builders import random_step, transformer
-from unit.planning.form_builders import block_forms, random_choice, random_forms
 
 STEPS = 40
 BATCH = 20

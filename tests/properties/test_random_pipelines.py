@@ -7,6 +7,8 @@ import random
 import numpy as np
 import pytest
 
+from planning.builders import random_stage
+from planning.every_choice import every_choice
 from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.trace import Category
 from plimsoll.planning.choice import Choice
@@ -14,8 +16,6 @@ from plimsoll.planning.describe import classes_at_peak, describe_peak
 from plimsoll.planning.simulate import choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
-from unit.planning.builders import random_stage
-from unit.planning.every_choice import every_choice
 
 STEPS = 24
 ENUMERATED_VALUES = 6

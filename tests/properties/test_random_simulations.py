@@ -7,6 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from planning.builders import random_step
+from planning.form_builders import random_choice, random_forms
+from planning.slow_simulator import SlowStep
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.choices import ChoiceSet, prices_of
 from plimsoll.planning.describe import classes_at_peak, describe_peak
@@ -15,9 +18,6 @@ from plimsoll.planning.frontier import sweep_prices
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.windows import build_windows
-from unit.planning.builders import random_step
-from unit.planning.form_builders import random_choice, random_forms
-from unit.planning.slow_simulator import SlowStep
 
 STEPS = 150
 BATCH = 75

@@ -7,13 +7,13 @@ import random
 
 import pytest
 
+from planning.builders import random_step
+from planning.every_choice import every_choice
 from plimsoll.artifacts.decision import Status
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.simulate import run_choices, simulate
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
-from unit.planning.builders import random_step
-from unit.planning.every_choice import every_choice
 
 STEPS = 200
 BATCH = 50

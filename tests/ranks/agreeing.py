@@ -22,15 +22,15 @@ from typer.testing import CliRunner
 import plimsoll
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import to_json
-from plimsoll.cli.app import app
-from plimsoll.cli.ranks import Crew
 from plimsoll.errors import PlimsollError, RankError, RankMissing
-from plimsoll.pipeline import agreement
-from plimsoll.pipeline.attachment import Attachment
-from plimsoll.pipeline.participants import find_participants
-from plimsoll.pipeline.request import is_managed
-from plimsoll.ranks import conversation
-from plimsoll.ranks.exchange import Meeting
+from plimsoll.session import agreement
+from plimsoll.session.attach import Attachment
+from plimsoll.session.rendezvous import conversation
+from plimsoll.session.rendezvous.exchange import Meeting
+from plimsoll.session.rendezvous.participants import find_participants
+from plimsoll.session.request import is_managed
+from plimsoll.ui.cli.app import app
+from plimsoll.ui.cli.ranks import Crew
 
 WIDTH = 16
 ROWS = 64

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plimsoll.distributed import CompressionHandle, compress_gradients
+from plimsoll.distributed.gradient_compression import meaning
 from plimsoll.errors import PlimsollError
-from plimsoll.gradient_compression import meaning
 
 EVERYTHING: dict[str, Any] = {"exclude": (), "min_elements": 0, "min_ratio": 0}
 """Compress every parameter, whether it pays or not."""

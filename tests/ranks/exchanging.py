@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from plimsoll.errors import InvalidOption, PlimsollError, RankFailed, RankMissing
-from plimsoll.ranks.exchange import exchange, together
-from plimsoll.ranks.world import World, current_world
+from plimsoll.session.rendezvous.exchange import exchange, together
+from plimsoll.session.rendezvous.world import World, current_world
 
 
 def everything() -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import plimsoll
 from plimsoll.distributed import latest_step, load_checkpoint, named_failures, save_checkpoint
-from plimsoll.ranks.world import current_world
+from plimsoll.session.rendezvous.world import current_world
 from plimsoll.units import GIB, MIB
 from ranks.small_runs import Run, build_blocks, local_of, noise_of
 

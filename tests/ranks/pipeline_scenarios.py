@@ -27,13 +27,13 @@ from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.distributed.pipeline_stages import attach_schedule, received_buffers
-from plimsoll.distributed.schedules import read_schedule
-from plimsoll.distributed.stage_plans import apply_stages
+from plimsoll.distributed.pipelines.pipeline_stages import attach_schedule, received_buffers
+from plimsoll.distributed.pipelines.schedules import read_schedule
+from plimsoll.distributed.pipelines.stage_plans import apply_stages
 from plimsoll.errors import PlimsollError
-from plimsoll.measuring.memory import PeakMeter, storage_bytes
-from plimsoll.pipeline.plans import trace_and_cost
 from plimsoll.planning.lowest import find_extremes
+from plimsoll.session.plan import trace_and_cost
+from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 
 HIDDEN, SEQUENCE, VOCABULARY, MICRO_BATCH = 32, 32, 64, 2
 LAYERS = 4

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import plimsoll
 from plimsoll.errors import RanksDiffer
-from plimsoll.runtime.agreeing import agree_on_service
+from plimsoll.session.manage import agree_on_service
 
 LAYERS = 2
 SEQUENCE = 32

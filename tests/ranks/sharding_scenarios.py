@@ -17,16 +17,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import plimsoll
 from plimsoll.artifacts.plan import Plan
-from plimsoll.costing.devices import find_device
-from plimsoll.costing.roofline import roofline_costs
 from plimsoll.errors import InvalidModel, PlimsollError
-from plimsoll.measuring.memory import PeakMeter, storage_bytes
+from plimsoll.planning.costing.devices import find_device
+from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.decisions import decide
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import strategy_choices
+from plimsoll.tracing.local_tensors import dense_parts
+from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.trace import trace
-from plimsoll.wrappers.local import dense_parts
 from samples import make_plan
 
 BATCH, SEQUENCE = 4, 32

@@ -15,12 +15,12 @@ import torch
 
 import plimsoll
 from launching import launch
-from plimsoll.cli import ranks
-from plimsoll.cli.ranks import Crew
-from plimsoll.cli.work import Loaded
 from plimsoll.errors import InvalidOption, RankMissing
-from plimsoll.ranks.conversation import differing
-from plimsoll.targets.target import Target
+from plimsoll.estimator.targets.target import Target
+from plimsoll.session.rendezvous.conversation import differing
+from plimsoll.ui.cli import ranks
+from plimsoll.ui.cli.ranks import Crew
+from plimsoll.ui.cli.work import Loaded
 
 TESTS = Path(__file__).parents[1]
 Told = list[dict[str, Any]]

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from launching import launch
 from plimsoll.errors import InvalidOption, RankMissing
-from plimsoll.ranks.exchange import Meeting
-from plimsoll.ranks.world import World, current_world
+from plimsoll.session.rendezvous.exchange import Meeting
+from plimsoll.session.rendezvous.world import World, current_world
 
 RANKS = 4
 

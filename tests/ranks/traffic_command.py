@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from typer.testing import CliRunner
 
-from plimsoll.cli.app import app
+from plimsoll.ui.cli.app import app
 
 
 def regression() -> tuple[torch.nn.Module, list[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:

@@ -15,20 +15,20 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from plimsoll.analysis.probe.keeping import trainable_copy
+from plimsoll.analysis.probe.stream import Call
 from plimsoll.artifacts.store import to_json
-from plimsoll.demo.corpus import VOCABULARY, read_corpus
 from plimsoll.distributed import advise_compression
+from plimsoll.distributed.comm_cost.advise_compression import make_metering
+from plimsoll.distributed.comm_cost.traffic_figures import ReplicaFigures
+from plimsoll.distributed.comm_cost.traffic_found import Found, validate_methods
+from plimsoll.distributed.comm_cost.traffic_metering import meter_traffic
+from plimsoll.distributed.comm_cost.traffic_training import Parallel, Training
+from plimsoll.distributed.gradient_compression.shards import units_of
 from plimsoll.errors import PlimsollError
-from plimsoll.gradient_compression.shards import units_of
-from plimsoll.pipeline.compressing import make_metering
-from plimsoll.pipeline.traffic_figures import ReplicaFigures
-from plimsoll.pipeline.traffic_found import Found, validate_methods
-from plimsoll.pipeline.traffic_metering import meter_traffic
-from plimsoll.pipeline.traffic_training import Parallel, Training
-from plimsoll.probing.keeping import trainable_copy
-from plimsoll.probing.stream import Call
-from plimsoll.ranks.world import current_world
-from plimsoll.wrappers.local import dense_parts
+from plimsoll.session.rendezvous.world import current_world
+from plimsoll.tracing.local_tensors import dense_parts
+from plimsoll.ui.demo.corpus import VOCABULARY, read_corpus
 
 BATCHES, BATCH, SEQUENCE = 24, 2, 32
 VALIDATE_STEPS = 6

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pages.page_samples import make_full_comparison, make_full_plan, make_verdict
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
 from plimsoll.ui.html.frontier_chart import draw_frontier
@@ -16,6 +15,7 @@ from plimsoll.ui.html.names import Plane, Point, place_names
 from plimsoll.ui.html.norm_chart import draw_norms
 from plimsoll.units import GIB, KIB, MIB
 from samples import make_plan, make_region
+from ui.pages.page_samples import make_full_comparison, make_full_plan, make_verdict
 
 
 @pytest.fixture

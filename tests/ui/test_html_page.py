@@ -14,7 +14,15 @@ import msgspec
 import plotly.graph_objects as go
 import pytest
 
-from pages.page_samples import (
+from plimsoll.artifacts.decision import Status
+from plimsoll.artifacts.store import Artifact
+from plimsoll.artifacts.verdict import Ruling
+from plimsoll.errors import InvalidReport, PlanMismatch
+from plimsoll.ui.html.finding_sections import finding_statement
+from plimsoll.ui.html.write import build_html
+from plimsoll.units import GIB
+from samples import make_comparison, make_mismatch, make_plan, make_receipt
+from ui.pages.page_samples import (
     HOSTILE,
     HOSTILE_QUOTES,
     HOSTILE_TAGS,
@@ -24,14 +32,6 @@ from pages.page_samples import (
     make_full_plan,
     make_verdict,
 )
-from plimsoll.artifacts.decision import Status
-from plimsoll.artifacts.store import Artifact
-from plimsoll.artifacts.verdict import Ruling
-from plimsoll.errors import InvalidReport, PlanMismatch
-from plimsoll.ui.html.finding_sections import finding_statement
-from plimsoll.ui.html.write import build_html
-from plimsoll.units import GIB
-from samples import make_comparison, make_mismatch, make_plan, make_receipt
 
 
 class Parsed(HTMLParser):

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pages.page_samples import make_full_plan
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import InvalidReport
 from plimsoll.ui.perfetto import render_perfetto
 from samples import make_plan
+from ui.pages.page_samples import make_full_plan
 
 
 def events_of(*plans: Plan, kind: str) -> list[dict[str, Any]]:

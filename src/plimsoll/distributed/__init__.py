@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from plimsoll.distributed.comm_cost.advise_compression import advise_compression
     from plimsoll.distributed.failures import named_failures
+    from plimsoll.distributed.gradient_compression.compress import compress_gradients
+    from plimsoll.distributed.gradient_compression.handle import CompressionHandle
     from plimsoll.distributed.loading import Checkpoint, latest_step, load_checkpoint
-    from plimsoll.distributed.pipeline_stages import ScheduleAttachment, attach_schedule
+    from plimsoll.distributed.pipelines.pipeline_stages import ScheduleAttachment, attach_schedule
+    from plimsoll.distributed.pipelines.stage_plans import StagesHandle, apply_stages
     from plimsoll.distributed.saving import save_checkpoint
-    from plimsoll.distributed.stage_plans import StagesHandle, apply_stages
     from plimsoll.errors import CompressionMismatch, RankFailed, RankMissing, RanksDiffer
-    from plimsoll.gradient_compression.compress import compress_gradients
-    from plimsoll.gradient_compression.handle import CompressionHandle
-    from plimsoll.pipeline.compressing import advise_compression
 
 __all__ = [
     "Checkpoint",
@@ -39,17 +39,17 @@ __all__ = [
 
 _HOMES = {
     "Checkpoint": "plimsoll.distributed.loading",
-    "CompressionHandle": "plimsoll.gradient_compression.handle",
+    "CompressionHandle": "plimsoll.distributed.gradient_compression.handle",
     "CompressionMismatch": "plimsoll.errors",
     "RankFailed": "plimsoll.errors",
     "RankMissing": "plimsoll.errors",
     "RanksDiffer": "plimsoll.errors",
-    "ScheduleAttachment": "plimsoll.distributed.pipeline_stages",
-    "StagesHandle": "plimsoll.distributed.stage_plans",
-    "apply_stages": "plimsoll.distributed.stage_plans",
-    "advise_compression": "plimsoll.pipeline.compressing",
-    "attach_schedule": "plimsoll.distributed.pipeline_stages",
-    "compress_gradients": "plimsoll.gradient_compression.compress",
+    "ScheduleAttachment": "plimsoll.distributed.pipelines.pipeline_stages",
+    "StagesHandle": "plimsoll.distributed.pipelines.stage_plans",
+    "apply_stages": "plimsoll.distributed.pipelines.stage_plans",
+    "advise_compression": "plimsoll.distributed.comm_cost.advise_compression",
+    "attach_schedule": "plimsoll.distributed.pipelines.pipeline_stages",
+    "compress_gradients": "plimsoll.distributed.gradient_compression.compress",
     "latest_step": "plimsoll.distributed.loading",
     "load_checkpoint": "plimsoll.distributed.loading",
     "named_failures": "plimsoll.distributed.failures",

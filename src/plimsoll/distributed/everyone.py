@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from plimsoll.ranks.exchange import exchange, together
-from plimsoll.ranks.world import World, current_world
+from plimsoll.session.rendezvous.exchange import exchange, together
+from plimsoll.session.rendezvous.world import World, current_world
 
 
 @dataclass(frozen=True, slots=True)

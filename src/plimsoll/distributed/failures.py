@@ -21,7 +21,7 @@ from plimsoll.distributed.bulletin import Cause, What
 from plimsoll.distributed.lookout import Lookout
 from plimsoll.distributed.whereabouts import Whereabouts
 from plimsoll.errors import InvalidOption, PlimsollError, RankError, RankFailed
-from plimsoll.ranks.world import World, current_world
+from plimsoll.session.rendezvous.world import World, current_world
 
 SILENCE_SECONDS = 60.0
 TIMEOUT_SECONDS = 20.0

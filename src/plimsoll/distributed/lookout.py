@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from plimsoll.distributed.bulletin import Bulletin, Cause, What, root
-from plimsoll.ranks.world import World
+from plimsoll.session.rendezvous.world import World
 
 _BEAT_SECONDS = 0.5
 _HEARD_SECONDS = 2.0

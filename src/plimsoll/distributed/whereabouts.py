@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.regions import find_regions
-from plimsoll.wrappers.replicated import inner_module
 
 _BACKWARD: frozenset[CodeType] = frozenset(
     run.__code__ for run in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)

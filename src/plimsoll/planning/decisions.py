@@ -11,10 +11,10 @@ from plimsoll.planning.choice import Choice
 from plimsoll.planning.effects import held_bytes
 from plimsoll.planning.errors import form_error
 from plimsoll.planning.replay import boundary_values
+from plimsoll.planning.replay_schedule import NO_OP, Schedule, Unreachable, build_schedule, recipe_ops
 from plimsoll.planning.simulate import Simulation, engine_seconds, is_touched
 from plimsoll.planning.step import RegionView, StepIndex
 from plimsoll.planning.transfers import forms_of, packing_seconds
-from plimsoll.schedule import NO_OP, Schedule, Unreachable, build_schedule, recipe_ops
 from plimsoll.units import MIB, format_seconds
 
 

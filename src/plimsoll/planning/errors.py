@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.replay import provider_of
+from plimsoll.planning.replay_schedule import recipe_ops
 from plimsoll.planning.step import RegionView, StepIndex
-from plimsoll.schedule import recipe_ops
 
 
 def choice_error(view: RegionView, choice: Choice, linked: Mapping[int, float] | None = None) -> float:

@@ -7,12 +7,12 @@ from dataclasses import replace as replaced
 from plimsoll.artifacts.explained import RecomputedPart
 from plimsoll.artifacts.plan import Holder
 from plimsoll.artifacts.trace import Phase, Trace
-from plimsoll.changes.chunked import with_chunked_loss
-from plimsoll.changes.head import find_head
 from plimsoll.planning.describe import describe_peak
 from plimsoll.planning.replay import replay
 from plimsoll.planning.simulate import Simulation, chains, links_of, run_choices
 from plimsoll.planning.step import StepIndex
+from plimsoll.planning.what_if.chunked import with_chunked_loss
+from plimsoll.planning.what_if.head import find_head
 
 
 def holders_at(simulation: Simulation, instant: int) -> tuple[Holder, ...]:

@@ -16,8 +16,8 @@ from plimsoll.artifacts.forms import Form
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import RegionCall
 from plimsoll.planning.choice import Choice
+from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, Schedule, Segment, Step, build_schedule
 from plimsoll.planning.step import RegionView, Span, StepIndex, slot_stop
-from plimsoll.schedule import BOUNDARY, NO_OP, Schedule, Segment, Step, build_schedule
 
 Level = tuple[int, int]
 """From this instant on, this many bytes."""

@@ -26,7 +26,7 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.forms import Form, Forms, ValueForms
 from plimsoll.artifacts.region import Origin, RegionGraph, Slot
 from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace
-from plimsoll.schedule import Unreachable, recipe_ops
+from plimsoll.planning.replay_schedule import Unreachable, recipe_ops
 
 Ints = npt.NDArray[np.int64]
 Span = tuple[int, int]

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from plimsoll.errors import CheckpointMismatch, InvalidOption
-from plimsoll.wrappers.replicated import inner_module
+from plimsoll.tracing.ddp import inner_module
 
 MODEL, STATE, GROUP = "model/", "optimizer/state/", "optimizer/group/"
 _COMPILED = "_orig_mod"

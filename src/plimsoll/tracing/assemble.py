@@ -11,11 +11,11 @@ import msgspec
 
 from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace, TraceOp
-from plimsoll.recording.graph import SlotRecord, build_region_graph
-from plimsoll.recording.recorder import RecordedOp, RecordedValue
 from plimsoll.tracing.capture import RegionLog, StepLog
 from plimsoll.tracing.lives import Lives, managed_slots, storages_of
 from plimsoll.tracing.optimizer import OptimizerLog
+from plimsoll.tracing.recorder.graph import SlotRecord, build_region_graph
+from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue
 from plimsoll.tracing.tracer import StepTracer
 
 

@@ -23,9 +23,9 @@ from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Phase
 from plimsoll.errors import InvalidModel, TracingFailed
 from plimsoll.tracing.fake import KnownValues, fake_like
+from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.refusals import first_line
 from plimsoll.tracing.tracer import StepTracer
-from plimsoll.wrappers.local import dense_parts
 
 _PATCHED = ("step", "profile_hook_step")
 """Attributes by which schedulers and profilers wrap an optimizer's methods."""

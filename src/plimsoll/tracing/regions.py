@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from plimsoll.errors import InvalidRegions
-from plimsoll.wrappers.replicated import inner_module
+from plimsoll.tracing.ddp import inner_module
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _COVERED_SHARE = 0.6

@@ -9,11 +9,11 @@ from torch import nn
 
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import TraceParameter
-from plimsoll.recording.calling import call_tensors
-from plimsoll.recording.opkey import dtype_name
+from plimsoll.tracing.fsdp2 import waiting_gradients
+from plimsoll.tracing.local_tensors import dense_parts, local_bytes
+from plimsoll.tracing.recorder.calling import call_tensors
+from plimsoll.tracing.recorder.opkey import dtype_name
 from plimsoll.tracing.tracer import StepTracer
-from plimsoll.wrappers.local import dense_parts, local_bytes
-from plimsoll.wrappers.sharded import waiting_gradients
 
 
 def register_statics(

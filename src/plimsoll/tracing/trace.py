@@ -15,22 +15,22 @@ from torch.optim import Optimizer
 
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidModel, TracingFailed
-from plimsoll.measuring.clocks import Clock, clock_for
-from plimsoll.measuring.free import free_bytes, release_free_memory
-from plimsoll.measuring.timing import one_thread
-from plimsoll.recording.calling import Loss, check_devices, split_batch
-from plimsoll.recording.fingerprint import fingerprint, signature
-from plimsoll.recording.untouched import private_copy, untouched
 from plimsoll.tracing.assemble import assemble
 from plimsoll.tracing.capture import StepCapture, StepLog
+from plimsoll.tracing.ddp import bucket_bytes, inner_module, unseen_by_reducer
 from plimsoll.tracing.fake import fake_batch, faked
+from plimsoll.tracing.fsdp2 import has_flat_parameters, sharded_parameters
 from plimsoll.tracing.kernels import runs_gpu_kernels, target_kernels
+from plimsoll.tracing.local_tensors import is_wrapper
+from plimsoll.tracing.meters.clocks import Clock, clock_for
+from plimsoll.tracing.meters.free import free_bytes, release_free_memory
+from plimsoll.tracing.meters.timing import one_thread
 from plimsoll.tracing.optimizer import OptimizerLog, trace_optimizer
+from plimsoll.tracing.recorder.calling import Loss, check_devices, split_batch
+from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
+from plimsoll.tracing.recorder.untouched import private_copy, untouched
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.workspaces import WorkspaceMeter, meter_for
-from plimsoll.wrappers.local import is_wrapper
-from plimsoll.wrappers.replicated import bucket_bytes, inner_module, unseen_by_reducer
-from plimsoll.wrappers.sharded import has_flat_parameters, sharded_parameters
 
 Progress = Callable[[str, float], None]
 

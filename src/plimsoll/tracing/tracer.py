@@ -11,9 +11,9 @@ import torch
 
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import OpSpec, Phase
-from plimsoll.measuring.clocks import Clock
-from plimsoll.recording.opkey import op_spec
-from plimsoll.recording.recorder import OpRecorder, RecordedOp, RecordedValue, Signature
+from plimsoll.tracing.meters.clocks import Clock
+from plimsoll.tracing.recorder.opkey import op_spec
+from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, RecordedValue, Signature
 from plimsoll.tracing.workspaces import COLLECTIVES, WorkspaceMeter
 
 BUFFER = "buffer of "

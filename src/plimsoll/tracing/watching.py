@@ -15,17 +15,19 @@ from torch.optim import Optimizer
 
 from plimsoll.artifacts.trace import Phase
 from plimsoll.artifacts.watched import WatchedStep
-from plimsoll.measuring.free import release_free_memory
-from plimsoll.recording.calling import Loss, check_devices, output_tensors, scalar_loss, split_batch
-from plimsoll.recording.fingerprint import fingerprint, signature
-from plimsoll.recording.modules import ModuleStack
-from plimsoll.recording.untouched import private_copy, untouched
 from plimsoll.tracing.assemble import assemble
 from plimsoll.tracing.capture import StepLog
+from plimsoll.tracing.ddp import bucket_bytes, inner_module, unseen_by_reducer
 from plimsoll.tracing.fake import fake_batch, faked
+from plimsoll.tracing.fsdp2 import Gathered
 from plimsoll.tracing.kernels import runs_gpu_kernels, target_kernels
 from plimsoll.tracing.lives import storages_of
+from plimsoll.tracing.meters.free import release_free_memory
 from plimsoll.tracing.optimizer import OptimizerLog, trace_optimizer
+from plimsoll.tracing.recorder.calling import Loss, check_devices, output_tensors, scalar_loss, split_batch
+from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
+from plimsoll.tracing.recorder.modules import ModuleStack
+from plimsoll.tracing.recorder.untouched import private_copy, untouched
 from plimsoll.tracing.refusals import explain_backward, explain_forward
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.slots import SlotBook
@@ -33,8 +35,6 @@ from plimsoll.tracing.statics import gradient_storages, listed_parameters, regis
 from plimsoll.tracing.trace import check_traceable, home_of
 from plimsoll.tracing.tracer import StepTracer
 from plimsoll.tracing.workspaces import WorkspaceMeter, meter_for
-from plimsoll.wrappers.replicated import bucket_bytes, inner_module, unseen_by_reducer
-from plimsoll.wrappers.sharded import Gathered
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from plimsoll.measuring.memory import PeakMeter
+from plimsoll.tracing.meters.memory import PeakMeter
 
 COLLECTIVES = "c10d"
 """The namespace of collectives that write into buffers which are given to them."""

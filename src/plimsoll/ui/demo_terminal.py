@@ -16,8 +16,8 @@ from plimsoll.ui.timeline import Timeline
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 if TYPE_CHECKING:
-    from plimsoll.demo.story import Preparation, Story
-    from plimsoll.demo.training import Setup
+    from plimsoll.ui.demo.story import Preparation, Story
+    from plimsoll.ui.demo.training import Setup
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 

@@ -1,0 +1,1 @@
+"""Evidence about plans and models: verify, compare, probe, diagnose, explain, advise."""

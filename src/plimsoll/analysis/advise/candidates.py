@@ -1,0 +1,190 @@
+"""A traced and costed step in, the plans that are worth comparing out: all predicted by the planner, none of them run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from plimsoll.analysis.advise.choosing import Made
+from plimsoll.analysis.advise.knee import find_knee
+from plimsoll.analysis.advise.memory import LITTLE
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.forms import Forms
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.trace import Trace
+from plimsoll.planning.explain import format_bytes_up
+from plimsoll.planning.lowest import find_extremes
+from plimsoll.planning.solve import Planner, solve
+from plimsoll.session.allowance import Allowance
+from plimsoll.session.forms import sense_forms
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.units import parse_bytes
+
+_NAMED = ("full", "selective:attention", "selective:mlp", "selective:norm")
+_SHARES = (0.25, 0.5, 0.75)
+"""Where no budget is given: points on the way from the unmanaged peak to the floor."""
+_LOSSY = "int8"
+"""The codec that people know, shown as it is where an error is tolerated."""
+_DECISIONS = {"compress": Decision.COMPRESS, "offload": Decision.OFFLOAD}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidates:
+    """The plans, the unmanaged one first; ``knee_bytes`` where no budget says how far to go."""
+
+    made: tuple[Made, ...]
+    knee_bytes: int | None
+
+
+class CandidateMaker:
+    """Makes the plans of one step: named strategies, recomputation, then other forms beside it."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        costs: Costs,
+        allowance: Allowance,
+        budget_bytes: int | None,
+        budget_text: str,
+        step: Callable[[], TrainingStep],
+        report: Callable[[str, float], None],
+    ) -> None:
+        self._trace = trace
+        self._costs = costs
+        self._allowance = allowance
+        self._budget_bytes = budget_bytes
+        self._budget_text = budget_text
+        self._step = step
+        self._report = report
+        report("planning recomputation", 0.0)
+        self._planner = Planner(trace, costs, may_recompute=allowance.may_recompute)
+        self._made: list[Made] = []
+
+    def make(self) -> Candidates:
+        """All of them."""
+        unmanaged = self._solve(self._planner, "none", None, ())
+        self._add("none", unmanaged)
+        for name in _NAMED if self._allowance.may_recompute else ():
+            plan = self._solve(self._planner, name, None, ("recompute",))
+            if any(not region.is_untouched for region in plan.regions):
+                self._add(name, plan)
+        if self._budget_bytes is not None and self._budget_bytes >= unmanaged.baseline_peak_bytes:
+            return Candidates(tuple(self._made), None)
+        knee_bytes = None
+        if self._budget_bytes is None:
+            knee_bytes = self._walk_down(unmanaged)
+        if self._allowance.may_recompute:
+            self._add_auto(self._planner, ("recompute",))
+        if self._allowance.wants_forms and self._budget_bytes != unmanaged.baseline_peak_bytes:
+            self._add_forms()
+        return Candidates(tuple(self._made), knee_bytes)
+
+    def _walk_down(self, unmanaged: Plan) -> int:
+        """Plans at shares of what recomputation reaches; the knee of the whole frontier is the budget from here on."""
+        peak_bytes, room_bytes = unmanaged.baseline_peak_bytes, unmanaged.baseline_peak_bytes - unmanaged.floor_bytes
+        knee = find_knee(unmanaged.frontier, unmanaged.baseline_seconds)
+        if knee is None or room_bytes < LITTLE * peak_bytes:
+            self._budget_bytes = peak_bytes
+            return peak_bytes
+        for share in _SHARES if self._allowance.may_recompute else ():
+            budget_bytes = peak_bytes - int(room_bytes * share)
+            plan = self._solve(self._planner, "auto", budget_bytes, ("recompute",))
+            self._made.append(Made(name=f"auto, {share:.0%} to the floor", plan=plan, is_point=True))
+        self._budget_text = format_bytes_up(knee.peak_bytes).replace(" ", "")
+        self._budget_bytes = parse_bytes(self._budget_text)
+        return self._budget_bytes
+
+    def _add_forms(self) -> None:
+        """Compression, offloading and both, beside recomputation, as far as they are allowed."""
+        self._report("trying codecs and links", 0.3)
+        wanted = self._allowance
+        if wanted.max_error:
+            wanted = dataclasses.replace(wanted, strategies=("auto", _LOSSY))
+        lowest = find_extremes(self._trace, self._costs).lowest
+        forms = sense_forms(self._step(), self._trace, self._costs, lowest, wanted).forms
+        words = tuple(word for word in _DECISIONS if word in self._allowance.allow)
+        used = [word for position, word in enumerate(words) if self._try_forms(forms, (word,), position / 3)]
+        if len(used) > 1:  # what is of no use alone is of none beside another
+            self._try_forms(forms, words, 2 / 3)
+
+    def _try_forms(self, forms: Forms, words: tuple[str, ...], share: float) -> bool:
+        """Plan with the forms that ``words`` allow; whether the plan uses one."""
+        self._report(f"planning with {' and '.join(words)}", 0.4 + 0.6 * share)
+        may_recompute = self._allowance.may_recompute
+        allow = (*(("recompute",) if may_recompute else ()), *words)
+        offered = only(forms, words)
+        limits = self._allowance.limits()
+        planner = Planner(self._trace, self._costs, forms=offered, limits=limits, may_recompute=may_recompute)
+        plan = self._add_auto(planner, allow, offered)
+        if words == ("compress",) and self._allowance.max_error:
+            self._add(_LOSSY, self._solve(planner.heedless_of_error(), _LOSSY, None, allow))
+        return _uses_forms(plan)
+
+    def _add_auto(self, planner: Planner, allow: tuple[str, ...], offered: Forms | None = None) -> Plan:
+        """The best plan within the budget."""
+        plan = self._solve(planner, "auto", self._budget_bytes, allow)
+        refused = "" if offered is None else why_unused(offered, plan)
+        entry = Made(
+            name=f"auto ({' + '.join(allow)})",
+            plan=plan,
+            budget_bytes=self._budget_bytes,
+            budget_text=self._budget_text,
+            refused=refused,
+        )
+        self._made.append(entry)
+        return plan
+
+    def _solve(self, planner: Planner, strategy: str, budget_bytes: int | None, allow: tuple[str, ...]) -> Plan:
+        made = solve(
+            self._trace,
+            self._costs,
+            budget_bytes=budget_bytes,
+            strategy=strategy,
+            raise_below_floor=False,
+            planner=planner,
+        )
+        return dataclasses.replace(self._allowance, allow=allow).written_into(made)
+
+    def _add(self, name: str, plan: Plan) -> None:
+        self._made.append(Made(name=name, plan=plan))
+
+
+def only(forms: Forms, words: Collection[str]) -> Forms:
+    """The forms of the kinds that ``words`` name; without offloading there is no link either."""
+    decisions = {_DECISIONS[word] for word in words}
+    replace = msgspec.structs.replace
+    regions = tuple(
+        replace(
+            region,
+            values=tuple(
+                replace(entry, forms=tuple(form for form in entry.forms if form.decision in decisions))
+                for entry in region.values
+            ),
+        )
+        for region in forms.regions
+    )
+    return replace(forms, regions=regions, link=forms.link if Decision.OFFLOAD in decisions else None)
+
+
+def why_unused(forms: Forms, plan: Plan) -> str:
+    """Why a plan took none of the forms that it was allowed: none would do, with the commonest reason, or time.
+
+    Empty where it took some.
+    """
+    if _uses_forms(plan):
+        return ""
+    entries = [entry for region in forms.regions for entry in region.values]
+    if any(entry.forms for entry in entries):
+        return "another form would take more time than recomputing"
+    kind = "another form" if plan.max_error else "another form without loss"
+    reasons = Counter(reason for entry in entries for _, reason in entry.refused)
+    common = f" ({reasons.most_common(1)[0][0]})" if reasons else ""
+    return f"no value here can take {kind}{common}"
+
+
+def _uses_forms(plan: Plan) -> bool:
+    return any(decision.is_packed for region in plan.regions for decision in region.decisions)

@@ -1,0 +1,339 @@
+"""Model and batch in, advice out: the step traced, plans made, the compiler asked, the evidence at hand judged."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.analysis.advise.candidates import CandidateMaker
+from plimsoll.analysis.advise.checklist import check_all
+from plimsoll.analysis.advise.choosing import Wish, choose, recommend
+from plimsoll.analysis.advise.compiler.ask import ask_compiler
+from plimsoll.analysis.advise.compiler.hazards import find_hazards
+from plimsoll.analysis.advise.coverage import judge_coverage
+from plimsoll.analysis.advise.evidence import Evidence
+from plimsoll.analysis.advise.failures import find_failures
+from plimsoll.analysis.advise.memory import LITTLE, find_bottleneck, measure_layers
+from plimsoll.analysis.verify.evidence import versions
+from plimsoll.artifacts.advice import Advice
+from plimsoll.artifacts.capture import Capture
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.receipt import Receipt
+from plimsoll.artifacts.store import load_any
+from plimsoll.artifacts.trace import Trace
+from plimsoll.artifacts.verdict import Verdict
+from plimsoll.errors import PlanFileError, PlanMismatch
+from plimsoll.planning.moments import peak_with_chunked_loss
+from plimsoll.planning.simulate import run_choices
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.strategies import choose_none
+from plimsoll.session.allowance import Allowance, read_allowance
+from plimsoll.session.budgets import read_budget, resolve_budget
+from plimsoll.session.plan import part_of, trace_and_cost
+from plimsoll.session.rendezvous.participants import refuse_several_ranks
+from plimsoll.session.request import as_patterns, check_model, explained_loss, refuse_profiler, split_detached
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.meters.free import free_bytes
+from plimsoll.tracing.recorder.calling import Loss, call_tensors
+from plimsoll.tracing.recorder.fingerprint import fingerprint
+from plimsoll.units import format_bytes
+
+Progress = Callable[[str, float], None]
+
+_ALL = ("recompute", "compress", "offload")
+_COMPILE_SECONDS = 60.0
+_UNTOLD = (
+    "copies between host and device, pinned memory, streams and collectives inside the step cannot be told from its ops; "
+    "torch.cuda.graph on the device itself is the test"
+)
+
+
+def advise(
+    model: nn.Module,
+    batch: Any,
+    budget: int | str | None = None,
+    *,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    regions: Sequence[str] | None = None,
+    device_profile: str | None = None,
+    allow: Collection[str] | str = _ALL,
+    max_error: float | str = 0.0,
+    host_budget: int | str | None = None,
+    link: str | None = None,
+    receipt: Receipt | str | Path | None = None,
+    verdict: Verdict | str | Path | None = None,
+    compile_seconds: float = _COMPILE_SECONDS,
+    target: str = "TARGET",
+    progress: Progress | None = None,
+) -> Advice:
+    """Say whether memory is the bottleneck, which part of it, whether a plan helps, and which: with the numbers.
+
+    The step is traced and timed, candidate plans are made (and not run), and torch.compile's front end is asked once what
+    it captures. The checklist passes on evidence alone: the trace, a receipt, a verdict. Model, gradients, buffers,
+    optimizer and random state are left as they were; functions that torch.compile compiled before compile anew.
+
+    Args:
+        model: as for ``plimsoll.plan``.
+        batch: as for ``plimsoll.plan``.
+        budget: bytes, or text with a unit. ``None``: the device's memory less 8%; on a CPU no limit, and the knee of the
+            frontier is recommended.
+        loss: as for ``plimsoll.plan``.
+        optimizer: as for ``plimsoll.plan``; without it its state and its step are not counted.
+        regions: as for ``plimsoll.plan``.
+        device_profile: advise for a device that is not here; then only recomputation is planned, and nothing is run.
+        allow: what plans may do.
+        max_error: the relative error of the gradient that is tolerated (``0.01`` or ``"1%"``).
+        host_budget: bytes that offloaded values may take.
+        link: ``host`` or ``disk``.
+        receipt: of this model and batch, or the file that holds it.
+        verdict: of this model, or the file that holds it.
+        compile_seconds: how long torch.compile's front end may take; 0 does not ask it.
+        target: how the commands in the advice name the step.
+        progress: told the stage and the share done.
+
+    Returns:
+        Advice: printable, savable.
+
+    Raises:
+        PlanMismatch: the receipt or the verdict is of another model or batch (both fingerprints are shown).
+        PlanFileError: the file holds something else. Others as for ``plimsoll.plan``.
+
+    Example:
+        >>> import torch, plimsoll
+        >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)])
+        >>> found = plimsoll.advise(model, torch.randn(32, 64), "1GiB", loss=torch.sum, compile_seconds=0)
+        >>> found.recommendation.headline
+        'do nothing: the step fits as it is'
+
+    Known weakness: candidates are predicted; what a receipt measured counts for more.
+    """
+    report = progress or (lambda stage, share: None)
+    check_model(model, optimizer)
+    refuse_several_ranks(model, "advise")
+    refuse_profiler(model)
+    read_budget(budget)
+    allowance = read_allowance(allow=allow, max_error=max_error, host_budget=host_budget, link=link)
+    found_receipt, found_verdict = _read_receipt(receipt), _read_verdict(verdict)
+    _refuse_other(fingerprint(model), found_receipt, found_verdict)
+    loss = explained_loss(loss)
+    traced, costs = trace_and_cost(
+        model,
+        batch,
+        loss=loss,
+        optimizer=optimizer,
+        regions=as_patterns(regions),
+        device_profile=device_profile,
+        progress=part_of(report, 0.0, 0.3),
+    )
+    _refuse_other_step(traced, found_receipt)
+    job = _Job(model, batch, loss, optimizer, traced, costs)
+    budget_bytes = _budget(budget, costs, traced)
+    wish = Wish(
+        budget_bytes=budget_bytes,
+        budget_text=budget if isinstance(budget, str) else "" if budget_bytes is None else f"{budget_bytes}B",
+        max_error=allowance.max_error,
+        target=target,
+        device_profile=device_profile or "",
+        options=_options(as_patterns(regions), host_budget, link),
+    )
+    advice = job.advise(wish, allowance, (found_receipt, found_verdict), compile_seconds, part_of(report, 0.3, 1.0))
+    report("done", 1.0)
+    return advice
+
+
+class _Job:
+    """One traced step that is judged."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss | None,
+        optimizer: torch.optim.Optimizer | None,
+        trace: Trace,
+        costs: Costs,
+    ) -> None:
+        self._model = model
+        self._batch = batch
+        self._loss = loss
+        self._optimizer = optimizer
+        self._trace = trace
+        self._costs = costs
+
+    def advise(
+        self,
+        wish: Wish,
+        allowance: Allowance,
+        handed: tuple[Receipt | None, Verdict | None],
+        compile_seconds: float,
+        report: Progress,
+    ) -> Advice:
+        trace, costs = self._trace, self._costs
+        if trace.is_fake:
+            allowance = read_allowance(allow=("recompute",))
+        maker = CandidateMaker(
+            trace, costs, allowance, wish.budget_bytes, wish.budget_text, self._step, part_of(report, 0.0, 0.7)
+        )
+        candidates = maker.make()
+        unmanaged = candidates.made[0].plan
+        judged = choose(candidates.made, wish, candidates.knee_bytes)
+        index = StepIndex(trace, costs)
+        chunked_bytes = peak_with_chunked_loss(run_choices(index, choose_none(index, "")))
+        bottleneck = find_bottleneck(trace, unmanaged, chunked_peak_bytes=chunked_bytes)
+        layers = measure_layers(trace, costs, unmanaged)
+        capture = self._ask(unmanaged, compile_seconds, part_of(report, 0.7, 1.0))
+        items, items_name = _count_items(self._batch)
+        evidence = Evidence(
+            trace=trace,
+            costs=costs,
+            bottleneck=bottleneck,
+            layers=layers,
+            made=candidates.made,
+            candidates=judged,
+            receipt=handed[0],
+            verdict=handed[1],
+            items=items,
+            items_name=items_name,
+            target=wish.target,
+        )
+        return Advice(
+            model=trace.model,
+            fingerprint=trace.fingerprint,
+            signature=trace.signature,
+            device=trace.device,
+            cost_source=costs.source.value,
+            budget_bytes=wish.budget_bytes,
+            max_error=wish.max_error,
+            versions=versions(),
+            baseline_seconds=unmanaged.baseline_seconds,
+            recommendation=recommend(candidates.made, judged, bottleneck, wish, little=LITTLE),
+            bottleneck=bottleneck,
+            layers=layers,
+            candidates=judged,
+            compiler=judge_coverage(trace, costs, capture),
+            hazards=find_hazards(trace),
+            hazards_note=_UNTOLD,
+            checklist=check_all(evidence),
+            failure_modes=find_failures(evidence),
+            notes=_notes(trace, has_optimizer=self._optimizer is not None),
+        )
+
+    def _step(self) -> TrainingStep:
+        args, kwargs = split_detached(self._batch)
+        return TrainingStep(self._model, args, kwargs, loss=self._loss, optimizer=self._optimizer)
+
+    def _ask(self, unmanaged: Plan, limit_seconds: float, report: Progress) -> Capture:
+        """What the compiler captures, where it can be asked: it runs the step as it is, so that has to fit."""
+        if self._trace.is_fake:
+            return Capture(is_asked=False, failure="the step cannot run here: it was traced with fake tensors")
+        if limit_seconds <= 0:
+            return Capture(is_asked=False, failure="it was not asked")
+        device = next(self._model.parameters()).device
+        needed, free = unmanaged.baseline_peak_bytes, free_bytes(device)
+        if 0 < free < needed:
+            return Capture(
+                is_asked=False,
+                failure=f"it runs the step without a plan, which takes {format_bytes(needed)}; {format_bytes(free)} are free",
+            )
+        args, kwargs = split_detached(self._batch)
+        return ask_compiler(self._model, args, kwargs, loss=self._loss, limit_seconds=limit_seconds, progress=report)
+
+
+def _budget(budget: int | str | None, costs: Costs, trace: Trace) -> int | None:
+    """The budget; by default the memory of an accelerator, and nothing on a CPU, which shares its memory with everything."""
+    is_accelerator = not trace.device.lower().startswith("cpu")
+    if budget is None and is_accelerator and costs.memory_bytes is not None:
+        return resolve_budget("auto", costs)
+    return resolve_budget(budget, costs)
+
+
+def _options(regions: Sequence[str] | None, host_budget: int | str | None, link: str | None) -> tuple[str, ...]:
+    """What the command line needs to plan under the same limits."""
+    words = [f"--regions {shlex.quote(pattern)}" for pattern in regions or ()]
+    if host_budget is not None:
+        words.append(f"--host-budget {host_budget}{'B' if isinstance(host_budget, int) else ''}")
+    if link is not None:
+        words.append(f"--link {link}")
+    return tuple(words)
+
+
+def _notes(trace: Trace, *, has_optimizer: bool) -> tuple[str, ...]:
+    notes = list(trace.notes)
+    if not has_optimizer:
+        notes.append("No optimizer was given: its state and its step are not counted.")
+    if trace.is_fake:
+        notes.append("Traced with fake tensors: seconds are a roofline's, compression and offloading were not planned.")
+    return tuple(notes)
+
+
+def _read_receipt(given: Receipt | str | Path | None) -> Receipt | None:
+    found = load_any(given) if isinstance(given, str | Path) else given
+    if found is None or isinstance(found, Receipt):
+        return found
+    raise _not_a("receipt", given, "plimsoll verify TARGET --output receipt.json")
+
+
+def _read_verdict(given: Verdict | str | Path | None) -> Verdict | None:
+    found = load_any(given) if isinstance(given, str | Path) else given
+    if found is None or isinstance(found, Verdict):
+        return found
+    raise _not_a("verdict", given, "plimsoll probe TARGET --output verdict.json")
+
+
+def _not_a(kind: str, given: object, command: str) -> PlanFileError:
+    name = str(given) if isinstance(given, str | Path) else f"A {type(given).__name__}"
+    return PlanFileError(
+        f"{name} is no {kind}.",
+        why=f"the checklist takes what `{command.split(' TARGET', maxsplit=1)[0]}` measured from it",
+        next=f"{command} writes one",
+    )
+
+
+def _refuse_other(own: str, receipt: Receipt | None, verdict: Verdict | None) -> None:
+    """Refuse evidence about another model.
+
+    Raises:
+        PlanMismatch: both fingerprints are shown.
+    """
+    for kind, found in (("receipt", receipt), ("verdict", verdict)):
+        if found is not None and found.fingerprint != own:
+            raise PlanMismatch(
+                f"This {kind} is of another model: {found.fingerprint}, not {own}.",
+                why="classes, names, shapes or dtypes of modules, parameters or buffers differ",
+                next=f"give the {kind} of this model, or leave it out",
+            )
+
+
+def _refuse_other_step(trace: Trace, receipt: Receipt | None) -> None:
+    """Refuse a receipt of another batch: its seconds and bytes would not be those of this step.
+
+    Raises:
+        PlanMismatch: both signatures are shown.
+    """
+    if receipt is not None and receipt.signature != trace.signature:
+        raise PlanMismatch(
+            f"This receipt is of another step: {receipt.signature}",
+            why=f"this one is {trace.signature}",
+            next="advise on the batch that was verified, or verify this one",
+        )
+
+
+def _count_items(batch: Any) -> tuple[int, str]:
+    """Tokens of a batch of token ids, else examples."""
+    args, kwargs = split_detached(batch)
+    named: Mapping[str, Any] = kwargs
+    ids = named.get("input_ids")
+    if isinstance(ids, torch.Tensor):
+        return ids.numel(), "tokens"
+    first = next((tensor for tensor in call_tensors(args, kwargs) if tensor.dim()), None)
+    if first is None:
+        return 1, "examples"
+    is_ids = first.dim() == 2 and not first.is_floating_point()
+    return (first.numel(), "tokens") if is_ids else (first.shape[0], "examples")

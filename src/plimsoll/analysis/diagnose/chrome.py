@@ -1,0 +1,226 @@
+"""A Chrome trace of ``torch.profiler`` in, a ``Profile`` out.
+
+Microseconds become integer nanoseconds. Of Python's call stack (``with_stack=True``) only modules are read. What is no
+complete event of a category below (memory events, the device's copies of annotations, other vendors' rows) is left out.
+
+Source: the categories and arguments are those that libkineto writes, see ``output_json.cpp`` in pytorch/kineto.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from plimsoll.analysis.diagnose.profile import (
+    TORCH_MODULE_PREFIX,
+    DeviceKind,
+    DeviceSpan,
+    HostKind,
+    HostSpan,
+    Profile,
+    find_steps,
+)
+from plimsoll.analysis.diagnose.shapes import input_bytes
+from plimsoll.errors import InvalidTrace
+
+_NS_PER_US = 1000
+_GZIP_MAGIC = b"\x1f\x8b"
+_HOST = {
+    "cpu_op": HostKind.OP,
+    "operator": HostKind.OP,
+    "user_annotation": HostKind.RANGE,
+    "cuda_runtime": HostKind.CALL,
+    "cuda_driver": HostKind.CALL,
+    "runtime": HostKind.CALL,
+}
+_DEVICE = {
+    "kernel": DeviceKind.KERNEL,
+    "gpu_memcpy": DeviceKind.COPY,
+    "memcpy": DeviceKind.COPY,
+    "gpu_memset": DeviceKind.SET,
+    "memset": DeviceKind.SET,
+}
+
+
+class _Arguments(msgspec.Struct, gc=False):
+    """The arguments that matter; other ones are skipped while decoding."""
+
+    external: Any = msgspec.field(name="External id", default=None)
+    old_external: Any = msgspec.field(name="external id", default=None)
+    sequence: Any = msgspec.field(name="Sequence number", default=-1)
+    node_thread: Any = msgspec.field(name="Fwd thread id", default=0)
+    dims: Any = msgspec.field(name="Input Dims", default=None)
+    types: Any = msgspec.field(name="Input type", default=None)
+    hierarchy: Any = msgspec.field(name="Module Hierarchy", default="")
+    correlation: Any = None
+    device: Any = None
+    stream: Any = None
+    bytes: Any = None
+    grid: Any = None
+    block: Any = None
+
+
+class _Event(msgspec.Struct, gc=False):
+    ph: str = ""
+    cat: str | None = None
+    name: str | int = ""
+    pid: Any = None
+    tid: Any = None
+    id: Any = None
+    ts: float = 0.0
+    dur: float = 0.0
+    args: _Arguments | None = None
+
+
+class _DeviceProperties(msgspec.Struct):
+    id: int = 0
+    name: str = ""
+
+
+class _Trace(msgspec.Struct):
+    events: list[_Event] = msgspec.field(name="traceEvents")
+    devices: list[_DeviceProperties] = msgspec.field(name="deviceProperties", default_factory=list)
+
+
+def read_chrome(path: Path) -> Profile:
+    """Read a trace, packed with gzip or not.
+
+    Raises:
+        InvalidTrace: unreadable, empty, cut off, or not a trace of ``torch.profiler``.
+    """
+    trace = _decode(_unpack(path), path)
+    complete = [event for event in trace.events if event.ph == "X" and event.cat]
+    origin_us = min((event.ts for event in complete), default=0.0)
+    host = tuple(_host_spans(complete, origin_us))
+    device = tuple(_device_spans(complete, origin_us))
+    if not host and not device:
+        raise InvalidTrace(
+            f"{path} holds no operations and no kernels.",
+            why=f"of its {len(trace.events)} events none is a cpu_op, an annotation, a runtime call or a kernel",
+            next="profile whole training steps: with torch.profiler.profile() as p: ...; p.export_chrome_trace(path)",
+        )
+    steps, are_steps_apart = find_steps(host)
+    return Profile(
+        source=str(path),
+        host=host,
+        device=device,
+        steps=steps,
+        are_steps_apart=are_steps_apart,
+        device_names={properties.id: properties.name for properties in trace.devices},
+        forward_links=_forward_links(trace.events, origin_us),
+    )
+
+
+def _unpack(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+        if content.startswith(_GZIP_MAGIC):
+            content = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidTrace(
+            f"{path} cannot be read.",
+            why=str(error) or type(error).__name__,
+            next="check the path; a .gz that was cut off while it was copied has to be copied again",
+        ) from error
+    if not content.strip():
+        raise InvalidTrace(
+            f"{path} is empty.", why="it has no content at all", next="export the trace after the profiler has stopped"
+        )
+    return content
+
+
+def _decode(content: bytes, path: Path) -> _Trace:
+    try:
+        if content.lstrip().startswith(b"["):
+            return _Trace(events=msgspec.json.decode(content, type=list[_Event]))
+        return msgspec.json.decode(content, type=_Trace)
+    except msgspec.ValidationError as error:
+        raise InvalidTrace(
+            f"{path} is JSON, but no trace of torch.profiler.",
+            why=str(error),
+            next="give what profile.export_chrome_trace(path) wrote",
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidTrace(
+            f"{path} is not whole JSON.",
+            why=f"reading stopped: {error}",
+            next="export the trace again, after the profiler has stopped; an .nsys-rep has to be exported to SQLite first",
+        ) from error
+
+
+def _host_spans(events: Iterable[_Event], origin_us: float) -> Iterable[HostSpan]:
+    for event in events:
+        category = (event.cat or "").lower()
+        kind = _HOST.get(category)
+        name = str(event.name)
+        if kind is None:
+            if category != "python_function" or not name.startswith(TORCH_MODULE_PREFIX):
+                continue
+            kind = HostKind.RANGE
+        args = event.args or _Arguments()
+        start_ns = round((event.ts - origin_us) * _NS_PER_US)
+        yield HostSpan(
+            name=name,
+            kind=kind,
+            thread=_thread(event),
+            start_ns=start_ns,
+            end_ns=start_ns + round(event.dur * _NS_PER_US),
+            sequence=_integer(args.sequence, -1),
+            node_thread=_integer(args.node_thread, 0),
+            correlation=_text(args.correlation),
+            external=_text(args.external) or _text(args.old_external),
+            shape=_text(args.dims),
+            bytes=input_bytes(args.dims, args.types),
+            module=_text(args.hierarchy),
+        )
+
+
+def _device_spans(events: Iterable[_Event], origin_us: float) -> Iterable[DeviceSpan]:
+    for event in events:
+        kind = _DEVICE.get((event.cat or "").lower())
+        if kind is None:
+            continue
+        args = event.args or _Arguments()
+        start_ns = round((event.ts - origin_us) * _NS_PER_US)
+        yield DeviceSpan(
+            name=str(event.name),
+            kind=kind,
+            device=_integer(args.device, _integer(event.pid, 0)),
+            stream=_integer(args.stream, _integer(event.tid, 0)),
+            start_ns=start_ns,
+            end_ns=start_ns + round(event.dur * _NS_PER_US),
+            correlation=_text(args.correlation),
+            external=_text(args.external) or _text(args.old_external),
+            shape=f"{args.grid}{args.block}" if args.grid else "",
+            bytes=None if args.bytes is None else _integer(args.bytes, 0),
+        )
+
+
+def _forward_links(events: Iterable[_Event], origin_us: float) -> dict[tuple[str, int], tuple[str, int]]:
+    """The arrows from forward ops to their backward ops, by where they end."""
+    starts: dict[Any, tuple[str, int]] = {}
+    ends: dict[Any, tuple[str, int]] = {}
+    for event in events:
+        if event.cat == "fwdbwd" and event.ph in "sf":
+            place = (_thread(event), round((event.ts - origin_us) * _NS_PER_US))
+            (starts if event.ph == "s" else ends)[event.id] = place
+    return {end: starts[name] for name, end in ends.items() if name in starts}
+
+
+def _thread(event: _Event) -> str:
+    return f"{event.pid}/{event.tid}"
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _integer(value: object, default: int) -> int:
+    if isinstance(value, int | float):
+        return int(value)
+    return int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else default

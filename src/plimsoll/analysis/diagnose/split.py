@@ -1,0 +1,157 @@
+"""Two ledgers in, the overhead between them split into causes out; the parts add up to it exactly.
+
+Every nanosecond of either side goes to one cause; a part is the difference of the two sides' sums per step. With m the
+baseline's median time of the same work (same name and, where both traces have them, same shape) in the same phase:
+
+- recomputed work goes to RECOMPUTE with the m of its forward, and to MEMORY with what it took beyond m;
+- other work that both sides have goes to ADDED with m (so the part is the change in its count times m), and to MEMORY
+  with what it took beyond m; work of one side alone goes to ADDED as a whole;
+- copies and fills outside the recomputation go to COPIES;
+- where the plan runs fewer fused kernels than the baseline, these and the element-wise work that takes their place go to
+  FUSION;
+- idle time goes to SYNCHRONISATION while the host waits, to LAUNCH while it has not launched what runs next, and to
+  UNEXPLAINED where that was launched long before it ran;
+- what communication took beyond m goes to SYNCHRONISATION: ranks wait for each other inside it;
+- whole CUDA graphs, whose kernels were not recorded, go to UNEXPLAINED.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from plimsoll.analysis.diagnose.ledger import Ledger, Work, WorkKind
+from plimsoll.analysis.diagnose.matching import FUSED, is_element_wise
+from plimsoll.artifacts.finding import Cause, Part, Phase
+from plimsoll.units import format_seconds
+
+_NS = 1e-9
+_DETAILS = 3
+_LEAST_DETAIL_NS = 1000.0
+_MORE_WORK = 1.02
+
+Key = tuple[str, str]
+
+
+def split_overhead(baseline: Ledger, plan: Ledger) -> tuple[Part, ...]:
+    """The overhead per step as one part per cause, in the order of ``Cause``."""
+    rules = _Rules(baseline, plan)
+    before, after = _Account(baseline, rules), _Account(plan, rules)
+    return tuple(_part(cause, before, after) for cause in Cause)
+
+
+def repeats_are_inferred(baseline: Ledger, plan: Ledger) -> bool:
+    """Whether recomputation shows only as forward work that the plan runs more often."""
+    if baseline.has_nodes and plan.has_nodes:
+        return False
+    if any(work.phase is Phase.RECOMPUTE for work in plan.work):
+        return False
+    return len(plan.work) / plan.steps > _MORE_WORK * len(baseline.work) / baseline.steps
+
+
+class _Rules:
+    """What the baseline's work takes, and which causes this pair of profiles can show."""
+
+    def __init__(self, baseline: Ledger, plan: Ledger) -> None:
+        self._has_shapes = baseline.has_shapes == plan.has_shapes
+        self._medians = self._median_ns(baseline.work)
+        self._plan_keys = {self.key(work) for work in plan.work}
+        fused = [sum(1 for work in each.work if FUSED.search(work.name)) / each.steps for each in (baseline, plan)]
+        self._is_fusion_lost = fused[1] < fused[0]
+        self._repeated = self._repeats(baseline, plan) if repeats_are_inferred(baseline, plan) else frozenset()
+
+    def key(self, work: Work) -> Key:
+        """What counts as the same work on both sides."""
+        return (work.name, work.shape if self._has_shapes else "")
+
+    def causes(self, work: Work) -> Iterable[tuple[Cause, float]]:
+        """The causes that a piece of work goes to, and the nanoseconds of each."""
+        key = self.key(work)
+        is_recomputed = work.phase is Phase.RECOMPUTE
+        if work.kind is WorkKind.GRAPH:
+            return ((Cause.UNEXPLAINED, work.own_ns),)
+        if work.kind in (WorkKind.COPY, WorkKind.SET) and not is_recomputed:
+            return ((Cause.COPIES, work.own_ns),)
+        phase = Phase.FORWARD if is_recomputed else work.phase
+        reference = self._medians.get((key, phase), self._medians.get((key, None)))
+        is_shared = reference is not None and key in self._plan_keys
+        if reference is None or not is_shared:
+            return ((self._cause_of_unshared(work), work.own_ns),)
+        slower = Cause.SYNCHRONISATION if work.kind is WorkKind.COMMUNICATION else Cause.MEMORY
+        return ((self._cause_of_count(work, key), reference), (slower, work.own_ns - reference))
+
+    def _cause_of_count(self, work: Work, key: Key) -> Cause:
+        if work.phase is Phase.RECOMPUTE or key in self._repeated:
+            return Cause.RECOMPUTE
+        if self._is_fusion_lost and (FUSED.search(work.name) or is_element_wise(work)):
+            return Cause.FUSION
+        return Cause.ADDED
+
+    def _cause_of_unshared(self, work: Work) -> Cause:
+        if self._is_fusion_lost and (FUSED.search(work.name) or is_element_wise(work)):
+            return Cause.FUSION
+        return Cause.RECOMPUTE if work.phase is Phase.RECOMPUTE else Cause.ADDED
+
+    def _median_ns(self, works: Iterable[Work]) -> dict[tuple[Key, Phase | None], float]:
+        times: dict[tuple[Key, Phase | None], list[int]] = defaultdict(list)
+        for work in works:
+            times[self.key(work), work.phase].append(work.own_ns)
+            times[self.key(work), None].append(work.own_ns)
+        return {place: statistics.median(each) for place, each in times.items()}
+
+    def _repeats(self, baseline: Ledger, plan: Ledger) -> frozenset[Key]:
+        """Forward work that the plan runs more often; all work, where the baseline's phases are not known."""
+        has_forward = any(work.phase is Phase.FORWARD for work in baseline.work)
+        ours = Counter(self.key(work) for work in baseline.work if not has_forward or work.phase is Phase.FORWARD)
+        before = Counter(self.key(work) for work in baseline.work)
+        after = Counter(self.key(work) for work in plan.work)
+        return frozenset(key for key in ours if after[key] / plan.steps > before[key] / baseline.steps)
+
+
+class _Account:
+    """One side's nanoseconds per cause and step, and per cause and work."""
+
+    def __init__(self, ledger: Ledger, rules: _Rules) -> None:
+        self.steps = ledger.steps
+        self.by_step: dict[Cause, list[float]] = {cause: [0.0] * ledger.steps for cause in Cause}
+        self.by_name: dict[Cause, Counter[str]] = {cause: Counter() for cause in Cause}
+        for work in ledger.work:
+            for cause, nanoseconds in rules.causes(work):
+                self.by_step[cause][min(work.step, self.steps - 1)] += nanoseconds
+                self.by_name[cause][work.name] += nanoseconds / self.steps  # type: ignore[assignment]  # shares are floats
+        for gap in ledger.idle:
+            step = min(gap.step, self.steps - 1)
+            self.by_step[Cause.SYNCHRONISATION][step] += gap.waiting_ns
+            self.by_step[Cause.LAUNCH][step] += gap.launching_ns
+            self.by_step[Cause.UNEXPLAINED][step] += gap.stalled_ns
+
+    def mean_ns(self, cause: Cause) -> float:
+        """Per step."""
+        return math.fsum(self.by_step[cause]) / self.steps
+
+    def error_ns(self, cause: Cause) -> float:
+        """The standard error of the mean."""
+        return statistics.stdev(self.by_step[cause]) / math.sqrt(self.steps) if self.steps > 1 else 0.0
+
+
+def _part(cause: Cause, before: _Account, after: _Account) -> Part:
+    has_spread = before.steps > 1 and after.steps > 1
+    return Part(
+        cause=cause,
+        seconds=(after.mean_ns(cause) - before.mean_ns(cause)) * _NS,
+        spread_seconds=math.hypot(before.error_ns(cause), after.error_ns(cause)) * _NS if has_spread else None,
+        details=_details(before.by_name[cause], after.by_name[cause]),
+    )
+
+
+def _details(before: Counter[str], after: Counter[str]) -> tuple[str, ...]:
+    """The work whose time changed most."""
+    changes = {name: after[name] - before[name] for name in {*before, *after}}
+    largest = sorted(changes.items(), key=lambda item: (-abs(item[1]), item[0]))[:_DETAILS]
+    return tuple(
+        f"{name[:70]} {'+' if change > 0 else ''}{format_seconds(change * _NS)}"
+        for name, change in largest
+        if abs(change) >= _LEAST_DETAIL_NS
+    )

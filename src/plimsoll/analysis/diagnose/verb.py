@@ -1,0 +1,267 @@
+"""A target with its plan, or two traces, in; a finding that says where the overhead goes out."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, overload
+
+import msgspec
+from torch import nn
+
+from plimsoll.analysis.diagnose.compare import compare_profiles
+from plimsoll.analysis.diagnose.modules import named_calls
+from plimsoll.analysis.diagnose.read import read_profiles
+from plimsoll.analysis.diagnose.session import Recording, profile_in_turns
+from plimsoll.analysis.verify.evidence import versions
+from plimsoll.artifacts.finding import Finding, Origin
+from plimsoll.artifacts.plan import Plan
+from plimsoll.errors import InvalidModel, InvalidOption, InvalidTrace, PlanFileError, TracingFailed, UnknownDevice
+from plimsoll.planning.costing.devices import find_device
+from plimsoll.session.manage import manage
+from plimsoll.session.matching import refuse_other_model, refuse_other_signature
+from plimsoll.session.plan import part_of
+from plimsoll.session.rendezvous.participants import refuse_several_ranks
+from plimsoll.session.request import check_model, check_plan, explained_loss, is_profiled, split_detached
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.meters.timing import one_thread, time_in_turns
+from plimsoll.tracing.recorder.calling import Loss, check_devices
+from plimsoll.tracing.recorder.untouched import untouched
+
+Progress = Callable[[str, float], None]
+
+_BASELINE, _PLAN = "baseline", "plan"
+_NOISY_SHARE = 0.05
+_WARMUPS = 2
+"""The first managed step records, the second one is as all that follow."""
+
+
+@overload
+def diagnose(baseline: str | Path, plan: str | Path, /, *, progress: Progress | None = None) -> Finding: ...
+
+
+@overload
+def diagnose(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    /,
+    *,
+    loss: Loss | None = None,
+    steps: int = 5,
+    keep_traces: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Finding: ...
+
+
+def diagnose(
+    subject: nn.Module | str | Path,
+    beside: Any,
+    plan: Plan | None = None,
+    /,
+    *,
+    loss: Loss | None = None,
+    steps: int = 5,
+    keep_traces: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Finding:
+    """Say where the overhead of a plan goes: recomputation, memory, lost fusion, launches, waiting, copies.
+
+    A step is profiled without and with the plan, in turns, and the two traces are compared; or two traces are given, both
+    of ``torch.profiler`` or both exported from Nsight Systems. On a CPU it works on CPU ops. What the traces cannot tell is
+    in the finding's notes. Model, gradients, buffers and random state are left as they were; no optimizer steps.
+
+    Args:
+        subject: the model, or the trace of the step without the plan.
+        beside: the batch, or the trace of the step with it.
+        plan: the plan, where a model is given.
+        loss: as for ``plimsoll.plan``.
+        steps: profiled steps of each side, at least one. On a CPU twice as many are run, and the quieter half is used.
+        keep_traces: a directory for the two traces; without one they are deleted.
+        progress: told the stage and the share done.
+
+    Returns:
+        A finding; its parts add up to the overhead of the profiled steps.
+
+    Raises:
+        InvalidTrace: a trace that cannot be read, or two that do not belong together.
+        InvalidOption: traces are given, and an option that they have no use for.
+        InvalidModel: a plan is at work on it already, or it is on the meta device.
+        PlanMismatch: the plan was made for something else.
+        TracingFailed: a profiler runs already.
+        PlanFileError: the traces cannot be kept there.
+
+    Example:
+        >>> finding = plimsoll.diagnose(model, batch, plan)  # doctest: +SKIP
+        >>> finding = plimsoll.diagnose("baseline.json.gz", "plan.json.gz")  # doctest: +SKIP
+
+    Source: docs/diagnose.md defines every part. Known weakness: a profiler costs time per op, so the overhead of steps of
+    many small ops is larger under it; the finding shows the plain step's beside it.
+    """
+    report = progress or (lambda stage, share: None)
+    if isinstance(subject, str | Path):
+        if loss is not None or keep_traces is not None:
+            raise InvalidOption(
+                f"{'keep_traces=' if loss is None else 'loss='} has no effect on traces.",
+                why="it belongs to profiling a model, and the traces are there already",
+                next='plimsoll.diagnose("baseline.json.gz", "plan.json.gz")',
+            )
+        return _of_traces(subject, beside, plan, report)
+    if plan is None:
+        raise InvalidTrace(
+            f"A {type(subject).__name__} was given without a plan.",
+            why="diagnose takes a model, a batch and a plan, or the paths of two traces",
+            next="plimsoll.diagnose(model, batch, plan)",
+        )
+    return _of_model(subject, beside, plan, loss, max(1, steps), keep_traces, report)
+
+
+def _of_traces(baseline: str | Path, plan: object, extra: object, report: Progress) -> Finding:
+    if extra is not None or not isinstance(plan, str | Path):
+        raise InvalidTrace(
+            "One trace alone cannot be diagnosed.",
+            why="an overhead is the difference of two profiles, one without and one with the plan",
+            next='plimsoll.diagnose("baseline.json.gz", "plan.json.gz")',
+        )
+    report("reading traces", 0.1)
+    before, after, origin = read_profiles(Path(baseline), Path(plan))
+    report("comparing", 0.6)
+    finding = compare_profiles(before, after, origin=origin, bandwidth=_catalogue_bandwidth)
+    report("done", 1.0)
+    return finding
+
+
+def _of_model(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    loss: Loss | None,
+    steps: int,
+    keep_traces: str | Path | None,
+    report: Progress,
+) -> Finding:
+    _check(model)
+    check_plan(plan)
+    refuse_other_model(model, plan)
+    args, kwargs = split_detached(batch)
+    check_devices(model, args, kwargs)
+    loss = explained_loss(loss)
+    refuse_other_signature(model, args, kwargs, plan, loss)
+    with _folder(keep_traces) as folder, untouched(model):
+        step = TrainingStep(model, args, kwargs, loss=loss)
+        seconds, recording = _run_both(step, plan, steps, folder, report)
+        before, after, _ = read_profiles(recording.traces[_BASELINE], recording.traces[_PLAN])
+        finding = compare_profiles(before, after, origin=Origin.PROFILED, bandwidth=_catalogue_bandwidth)
+        step.clear_gradients()
+    report("done", 1.0)
+    return msgspec.structs.replace(
+        finding,
+        model=plan.model,
+        fingerprint=plan.fingerprint,
+        signature=plan.signature,
+        strategy=plan.strategy,
+        versions=versions(),
+        measured_baseline_seconds=seconds[_BASELINE],
+        measured_plan_seconds=seconds[_PLAN],
+        notes=(*finding.notes, *_noise_notes(recording)),
+    )
+
+
+def _noise_notes(recording: Recording) -> list[str]:
+    if recording.lost_share < _NOISY_SHARE:
+        return []
+    return [
+        f"The profiled steps lost {recording.lost_share:.0%} of their time to other programs, which falls on whatever was "
+        "running: diagnose on a quiet machine, or trust only parts well above their spread."
+    ]
+
+
+def _run_both(
+    step: TrainingStep, plan: Plan, steps: int, folder: Path, report: Progress
+) -> tuple[dict[str, float], Recording]:
+    """Median seconds of plain steps, and profiled ones."""
+    report("running the unmanaged step", 0.0)
+    for _ in range(_WARMUPS):
+        step.run()
+    handle = manage(step.model, plan)
+    try:
+        report("running the plan", 0.1)
+        for _ in range(_WARMUPS):
+            step.run()
+        handle.pause()
+
+        def run_managed() -> None:
+            handle.resume()
+            try:
+                step.run()
+            finally:
+                handle.pause()
+
+        report("timing in turns", 0.2)
+        runs: dict[str, Callable[[], object]] = {_BASELINE: step.run, _PLAN: run_managed}
+        timings = time_in_turns(runs, device=step.device, rounds=steps)
+
+        def prepare(name: str) -> None:
+            (handle.resume if name == _PLAN else handle.pause)()
+            step.rewind()
+
+        with named_calls(step.model), one_thread() if step.device.type == "cpu" else contextlib.nullcontext():
+            recording = profile_in_turns(
+                (_BASELINE, _PLAN),
+                prepare,
+                step.go_on,
+                folder,
+                device=step.device,
+                rounds=steps,
+                report=part_of(report, 0.5, 0.9),
+            )
+    finally:
+        handle.remove()
+    return {name: timing.median_seconds for name, timing in timings.items()}, recording
+
+
+def _check(model: nn.Module) -> None:
+    check_model(model)
+    refuse_several_ranks(model, "diagnose")
+    if is_profiled():
+        raise TracingFailed(
+            "A profiler is running.",
+            why="there is one profiler, and diagnose needs it",
+            next="call diagnose before the profiler starts, or export its traces and diagnose these",
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InvalidModel(
+            f"{type(model).__name__} is on the meta device.",
+            why="its parameters have no memory, so no step can run and be profiled",
+            next="profile on the device itself",
+        )
+
+
+@contextlib.contextmanager
+def _folder(keep_traces: str | Path | None) -> Iterator[Path]:
+    """A directory for the traces: the user's, or one that is deleted."""
+    if keep_traces is None:
+        with tempfile.TemporaryDirectory(prefix="plimsoll-") as temporary:
+            yield Path(temporary)
+        return
+    folder = Path(keep_traces)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise PlanFileError(
+            f"{folder} cannot hold traces.",
+            why=error.strerror or type(error).__name__,
+            next="give a directory that you may write to",
+        ) from error
+    yield folder
+
+
+def _catalogue_bandwidth(device: str) -> float | None:
+    try:
+        return find_device(device).bandwidth_bytes_per_second
+    except UnknownDevice:
+        return None

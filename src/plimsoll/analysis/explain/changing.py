@@ -1,0 +1,233 @@
+"""A step in, what single changes to it do to its peak out, ranked: found by replaying its events, never by a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.explained import LEAST_SHARE, Change, Unsupported
+from plimsoll.artifacts.plan import Peak
+from plimsoll.artifacts.trace import Category, Trace
+from plimsoll.artifacts.watched import WatchedStep
+from plimsoll.engine.chunked_loss.handle import can_chunk
+from plimsoll.errors import PlimsollError
+from plimsoll.planning.choice import Choice
+from plimsoll.planning.describe import describe_peak
+from plimsoll.planning.simulate import run_choices
+from plimsoll.planning.solve import Planner
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.strategies import choose_full, choose_none
+from plimsoll.planning.what_if.chunked import default_rows, with_chunked_loss
+from plimsoll.planning.what_if.head import HeadAndLoss, find_head
+from plimsoll.planning.what_if.lives import with_earlier_ends, with_eight_bit_state, with_later_births
+from plimsoll.tracing.another_optimizer import with_options
+
+REPLAYED, MODELLED, RUN_AGAIN, PLANNED = "replayed", "modelled", "run again", "planned"
+Choose = Callable[[StepIndex], Sequence[Choice]]
+_BOTH = " and "
+_CHUNK_LABEL = "one chunk of logits"
+_OPTIMIZER_FORMS: dict[str, dict[str, object]] = {
+    "foreach=False": {"foreach": False, "fused": None},
+    "fused=True": {"foreach": None, "fused": True},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The step whose peak is to be lowered: its trace, what the engine does in it, and how it ran unmanaged."""
+
+    trace: Trace
+    watched: WatchedStep
+    is_managed: bool
+    """Whether anything, of the model's own or of the engine, saves memory in it."""
+    choose: Choose | None = None
+    """``None``: the engine does nothing, and the trace is that of ``watched``."""
+
+
+class Changes:
+    """All changes to one step."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        costs: Callable[[Trace], Costs],
+        *,
+        model: nn.Module,
+        batch: Any,
+        optimizer: torch.optim.Optimizer | None,
+        watch: Callable[[Any], WatchedStep],
+        trace: Callable[[Any], Trace],
+    ) -> None:
+        self._subject = subject
+        self._costs = costs
+        self._model = model
+        self._batch = batch
+        self._optimizer = optimizer
+        self._watch = watch
+        self._trace = trace
+        self._peak_bytes = self._peak(subject.trace).bytes
+        self._found: list[Change] = []
+        self._unsupported: list[Unsupported] = []
+
+    def ranked(self) -> tuple[tuple[Change, ...], tuple[Unsupported, ...]]:
+        """The changes, those that lower the peak most first, and what could not be told."""
+        head = find_head(self._subject.trace)
+        self._chunked_loss(head)
+        self._freed_output()
+        self._gradients_set_to_none()
+        self._optimizer_forms()
+        self._half_batch()
+        self._strategies()
+        self._found.sort(key=self._rank)
+        return tuple(self._found), tuple(self._unsupported)
+
+    def _rank(self, change: Change) -> tuple[int, bool, int, str]:
+        """What lowers it most first; of changes that do the same, one before two together."""
+        step_bytes = max(LEAST_SHARE * self._peak_bytes, 1.0)
+        return -round(change.lowers_bytes / step_bytes), _BOTH in change.name, -change.lowers_bytes, change.name
+
+    def _add(self, name: str, how: str, peak: Peak, basis: str) -> None:
+        is_chunk = any(holder.label == _CHUNK_LABEL for holder in peak.holders)
+        self._found.append(
+            Change(
+                name=name,
+                how=how,
+                predicted_peak_bytes=peak.bytes,
+                lowers_bytes=self._peak_bytes - peak.bytes,
+                moment="forward of the chunked loss" if is_chunk else peak.moment,
+                basis=basis,
+            )
+        )
+
+    def _peak(self, trace: Trace) -> Peak:
+        """Of the step with other events, under the same choices."""
+        index = StepIndex(trace, self._costs(trace))
+        choose = self._subject.choose
+        return describe_peak(run_choices(index, choose_none(index, "") if choose is None else choose(index)))
+
+    def _chunked_loss(self, head: HeadAndLoss | None) -> None:
+        if head is None:
+            why = "no linear head with a cross-entropy over classes was found in this step"
+            self._unsupported.append(Unsupported(name="chunked loss", why=why))
+            return
+        peak = self._peak(with_chunked_loss(self._subject.trace, head))
+        self._add("chunked loss", f"{self._how_to_chunk}  # {default_rows(head)} of {head.rows} rows", peak, REPLAYED)
+
+    @property
+    def _how_to_chunk(self) -> str:
+        """One line where that is enough; else what to call where the model computes its loss."""
+        name = "chunk_loss(model)" if can_chunk(self._model) else "linear_cross_entropy(hidden, weight, labels)"
+        return f"plimsoll.engine.chunked_loss.{name}"
+
+    def _freed_output(self) -> None:
+        ends = self._in_subject(self._subject.watched.output_ends)
+        if ends:
+            how = "loss = model(...).loss before loss.backward(): keep no other reference to the output"
+            self._add(
+                "output freed before backward", how, self._peak(with_earlier_ends(self._subject.trace, ends)), REPLAYED
+            )
+
+    def _gradients_set_to_none(self) -> None:
+        writes = self._in_subject(self._subject.watched.first_writes)
+        if writes:
+            births = {storage: tick + 1 for storage, tick in writes.items()}
+            peak = self._peak(with_later_births(self._subject.trace, births))
+            how = "optimizer.zero_grad(set_to_none=True) before forward, where gradients are not accumulated"
+            self._add("gradients set to None", how, peak, REPLAYED)
+
+    def _in_subject(self, ticks: dict[int, int]) -> dict[int, int]:
+        """The same storages in the subject's trace, told by when they are made, how large they are and their label."""
+        watched = self._subject.watched.trace
+        if watched is self._subject.trace:
+            return ticks
+        ids = {(s.born, s.bytes, s.label): s.id for s in self._subject.trace.storages}
+        keys = {storage: watched.storages[storage] for storage in ticks}
+        return {
+            ids[s.born, s.bytes, s.label]: ticks[storage]
+            for storage, s in keys.items()
+            if (s.born, s.bytes, s.label) in ids
+        }
+
+    def _optimizer_forms(self) -> None:
+        optimizer = self._optimizer
+        if optimizer is None:
+            why = "no optimizer was given: its state and its step are not in the peak"
+            self._unsupported.append(Unsupported(name="another optimizer", why=why))
+            return
+        name = type(optimizer).__name__
+        for option, options in _OPTIMIZER_FORMS.items():
+            is_known = all(key in optimizer.defaults for key in options)
+            if not is_known or all(optimizer.defaults[key] == wish for key, wish in options.items()):
+                continue
+            try:
+                without = frozenset(self._subject.watched.without_gradient)
+                trace = with_options(self._subject.trace, optimizer, self._model, options, without)
+            except PlimsollError as error:
+                self._unsupported.append(Unsupported(name=f"optimizer with {option}", why=error.found))
+                continue
+            self._add(f"optimizer with {option}", f"{name}(parameters, {option})", self._peak(trace), REPLAYED)
+        if any(s.category is Category.OPTIMIZER_STATE for s in self._subject.trace.storages):
+            peak = self._peak(with_eight_bit_state(self._subject.trace))
+            how = "an 8-bit form of the optimizer (bitsandbytes, torchao): one byte per number, a scale for 256"
+            self._add("optimizer state in 8 bits", how, peak, MODELLED)
+
+    def _half_batch(self) -> None:
+        half = half_of(self._batch)
+        if half is None:
+            why = "the batch has no common first dimension of two or more"
+            self._unsupported.append(Unsupported(name="half the micro-batch", why=why))
+            return
+        try:
+            trace = self._watch(half).trace if self._subject.choose is None else self._trace(half)
+        except PlimsollError as error:
+            self._unsupported.append(Unsupported(name="half the micro-batch", why=error.found))
+            return
+        self._add("half the micro-batch", "half the batch, twice the accumulation steps", self._peak(trace), RUN_AGAIN)
+
+    def _strategies(self) -> None:
+        """What Plimsoll's engine would reach in place of what is done now, with and without the chunked loss."""
+        try:
+            trace = self._subject.trace if self._subject.choose is not None else self._trace(self._batch)
+        except PlimsollError as error:
+            self._unsupported.append(Unsupported(name="another strategy", why=error.found))
+            return
+        planner = Planner(trace, self._costs(trace))
+        head = find_head(trace)
+        choose = self._subject.choose
+        present = None if choose is None else tuple(choose(planner.index))
+        named = {"full": choose_full(planner.index, "")}
+        if self._subject.is_managed:
+            named["none"] = choose_none(planner.index, "")
+        for strategy, choices in named.items():
+            if tuple(choices) != present:
+                peak = describe_peak(run_choices(planner.index, choices))
+                self._add(f"strategy {strategy}", f"plimsoll.plan(model, batch, strategy={strategy!r})", peak, PLANNED)
+        floor = planner.floor
+        name, how = "strategy auto at its floor", "plimsoll.plan(model, batch, budget=...)"
+        self._add(name, how, describe_peak(floor), PLANNED)
+        if head is None:
+            return
+        chunked = StepIndex(with_chunked_loss(trace, head), planner.index.costs)
+        peak = describe_peak(run_choices(chunked, floor.choices))
+        if floor.peak_bytes - peak.bytes > LEAST_SHARE * self._peak_bytes:
+            self._add(f"chunked loss{_BOTH}{name}", f"{self._how_to_chunk}, then {how}", peak, PLANNED)
+
+
+def half_of(batch: Any) -> Any:
+    """The first half of a batch along its first dimension; ``None`` where there is none to halve.
+
+    Example:
+        >>> half_of({"x": torch.zeros(4, 3), "scale": torch.zeros(3)})["x"].shape
+        torch.Size([2, 3])
+    """
+    sizes = [tensor.shape[0] for tensor in tree_leaves(batch) if isinstance(tensor, torch.Tensor) and tensor.dim()]
+    if not sizes or sizes[0] < 2:
+        return None
+    size = sizes[0]
+    return tree_map_only(torch.Tensor, lambda t: t[: size // 2] if t.dim() and t.shape[0] == size else t, batch)

@@ -1,0 +1,239 @@
+"""A model, a plan and a stream in; both arms' logs out: trained in turns, a chunk at a time, on one model object.
+
+After every chunk an arm's state is written to the run directory and the other arm's is read, so the two never hold memory at
+the same time, and a run that was interrupted goes on from the last whole chunk. What happens in a chunk depends on the
+state at its start, the batches and the seed alone: an interrupted run gives the same numbers as one that was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import nn
+
+from plimsoll.analysis.probe.keeping import Weights, put_weights, take_weights, trainable_copy
+from plimsoll.analysis.probe.randomness import RandomState, seed_everything
+from plimsoll.analysis.probe.records import ARMS, BASELINE, PLAN, ArmLog, HeldOutRecord, StepRecord
+from plimsoll.analysis.probe.run_directory import ArmState, RunDirectory
+from plimsoll.analysis.probe.settings import Settings
+from plimsoll.analysis.probe.step import Blocks, Trainer
+from plimsoll.analysis.probe.stream import Call, Stream
+from plimsoll.errors import ProbeRunMismatch
+
+_COMPARED = 1
+"""The step of a chunk in which gradients are compared: the one after the plan's recording step."""
+_LEAST_STEPS_TO_MEASURE = 3
+
+Progress = Callable[[str, float], None]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Managed(Protocol):
+    """A plan at work on a model (the runtime's handle)."""
+
+    def paused(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Everything that a probe works with."""
+
+    trainer: Trainer
+    blocks: Blocks
+    manage: Callable[[], AbstractContextManager[Managed]]
+    make_optimizer: MakeOptimizer
+    stream: Stream
+    held_out: Sequence[Call]
+    settings: Settings
+    directory: RunDirectory
+    report: Progress
+
+
+class Arms:
+    """Both arms, and how far they are."""
+
+    def __init__(self, job: Job, original: Weights) -> None:
+        self._job = job
+        self._original = original
+        self._logs = {arm: ArmLog() for arm in ARMS}
+        self._steps = dict.fromkeys(ARMS, 0)
+        self._checksums: dict[tuple[str, int], int] = {}
+        for arm in ARMS:
+            self._take_up(arm)
+        if self.is_finite:
+            self._go_to(self.steps)
+
+    @property
+    def steps(self) -> int:
+        """Steps that both arms have taken."""
+        return min(self._steps.values())
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether neither arm has gone to NaN or infinity."""
+        return all(log.is_finite for log in self._logs.values())
+
+    @property
+    def logs(self) -> tuple[ArmLog, ArmLog]:
+        """The baseline's and the plan's."""
+        return self._logs[BASELINE], self._logs[PLAN]
+
+    def advance(self) -> None:
+        """Both arms take the next chunk (an arm that has taken it before an interruption does not)."""
+        settings = self._job.settings
+        start = self.steps
+        calls = self._job.stream.draw(min(settings.chunk_steps, settings.steps - start))
+        for arm in ARMS:
+            if self._steps[arm] == start and self.is_finite:
+                self._run_chunk(arm, start, calls)
+        self._check_data()
+
+    def _take_up(self, arm: str) -> None:
+        state = self._job.directory.load(arm)
+        if state is not None:
+            self._logs[arm] = state.log
+            self._steps[arm] = len(state.log.steps)
+            if state.log.is_finite:
+                self._checksums[arm, self._steps[arm]] = state.data_checksum
+            self._job.directory.write_log(arm, state.log)
+
+    def _go_to(self, steps: int) -> None:
+        if steps:
+            self._job.report(f"passing over the data of {steps} steps", 0.0)
+        self._job.stream.skip(steps)
+        self._check_data()
+
+    def _check_data(self) -> None:
+        """Refuse data that is not what an arm was trained on before."""
+        stream = self._job.stream
+        for arm in ARMS:
+            known = self._checksums.get((arm, stream.drawn))
+            if known is not None and known != stream.checksum:
+                raise ProbeRunMismatch(
+                    f"The batches have changed since this run was begun: {stream.checksum:08x}, not {known:08x}.",
+                    why=f"the checksum of the first {stream.drawn} batches is another one",
+                    next="give the data as it was (a loader with a generator= of its own goes on where it left off: "
+                    "make it anew), or another directory for --run",
+                )
+
+    def _run_chunk(self, arm: str, start: int, calls: Sequence[Call]) -> None:
+        job = self._job
+        model = job.trainer.model
+        optimizer = self._enter(arm)
+        seed_everything(zlib.crc32(f"{job.settings.seed}/{start}".encode()))
+        fresh = ArmLog()
+        with self._managed(arm) as managed:
+            for step, call in enumerate(calls, start):
+                fresh.steps.append(self._step(step, call, optimizer, fresh, managed, (start, len(calls))))
+                self._show(arm, fresh)
+                if not fresh.is_finite:
+                    break
+        stop = start + len(calls)
+        if fresh.is_finite and job.held_out and stop in job.settings.looks:
+            fresh.held_out.append(HeldOutRecord(steps=stop, losses=job.trainer.evaluate(job.held_out)))
+        known = self._logs[arm]
+        log = ArmLog(
+            steps=known.steps + fresh.steps,
+            gradients=known.gradients + fresh.gradients,
+            held_out=known.held_out + fresh.held_out,
+        )
+        weights = take_weights(model)
+        state = ArmState(
+            parameters=weights.parameters,
+            buffers=weights.buffers,
+            optimizer=optimizer.state_dict(),
+            log=log,
+            data_checksum=job.stream.checksum,
+        )
+        job.directory.save(arm, state)
+        self._logs[arm] = log
+        self._steps[arm] = len(log.steps)
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    def _step(
+        self,
+        step: int,
+        call: Call,
+        optimizer: torch.optim.Optimizer,
+        fresh: ArmLog,
+        managed: Managed | None,
+        chunk: tuple[int, int],
+    ) -> StepRecord:
+        """One step of a chunk: the first records, the second is compared.
+
+        The peak is measured in the last step of the first chunk and of the last one: on a CPU that takes seconds.
+        """
+        start, count = chunk
+        trainer, offset = self._job.trainer, step - start
+        is_end = offset == count - 1 and count >= _LEAST_STEPS_TO_MEASURE
+        if is_end and (start == 0 or step + 1 == self._job.settings.steps):
+            return trainer.measured_step(step, call, optimizer)
+        if managed is not None and offset == min(_COMPARED, count - 1):
+            reference = self._reference(call, managed)
+
+            def watch() -> None:
+                found = self._job.blocks.compare(step, reference)
+                if found is not None:
+                    fresh.gradients.append(found)
+
+            record = trainer.step(step, call, optimizer, watch)
+        else:
+            record = trainer.step(step, call, optimizer)
+        return record if offset else msgspec.structs.replace(record, seconds=None)
+
+    def _reference(self, call: Call, managed: Managed) -> list[list[torch.Tensor | None]]:
+        """The unmanaged gradients at the parameters of now, which stay as they are."""
+        trainer = self._job.trainer
+        random, buffers = RandomState(), [buffer.detach().clone() for buffer in trainer.model.buffers()]
+        with managed.paused():
+            trainer.backward(trainer.own(call))
+        gradients = self._job.blocks.take_gradients()
+        with torch.no_grad():
+            for buffer, value in zip(trainer.model.buffers(), buffers, strict=True):
+                buffer.copy_(value)
+        random.restore()
+        return gradients
+
+    def _enter(self, arm: str) -> torch.optim.Optimizer:
+        """Put the arm's state into the model; its optimizer."""
+        model = self._job.trainer.model
+        state = self._job.directory.load(arm) if self._steps[arm] else None
+        put_weights(model, self._original if state is None else Weights(state.parameters, state.buffers))
+        optimizer = self._job.make_optimizer([p for p in model.parameters() if p.requires_grad])
+        if state is not None:
+            optimizer.load_state_dict(state.optimizer)
+        return optimizer
+
+    @contextlib.contextmanager
+    def _managed(self, arm: str) -> Iterator[Managed | None]:
+        if arm == BASELINE:
+            yield None
+            return
+        with self._job.manage() as handle:
+            yield handle
+
+    def _show(self, arm: str, fresh: ArmLog) -> None:
+        steps = self._job.settings.steps
+        losses = []
+        for name in ARMS:
+            shown = (fresh if name == arm else self._logs[name]).steps
+            loss = shown[-1].loss if shown else None
+            losses.append(f"{name} {'–' if loss is None else f'{loss:.4f}'}")
+        done = fresh.steps[-1].step + 1 if fresh.steps else 0
+        share = (done + self._steps[PLAN if arm == BASELINE else BASELINE]) / (2 * steps)
+        self._job.report(f"step {done} of {steps}, loss {', '.join(losses)}", min(share, 1.0))
+
+
+@contextlib.contextmanager
+def in_turns(job: Job) -> Iterator[Arms]:
+    """Both arms, ready to advance; the model is as it was afterwards, whatever happens."""
+    with trainable_copy(job.trainer.model) as original:
+        yield Arms(job, original)

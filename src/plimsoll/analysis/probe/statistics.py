@@ -1,0 +1,221 @@
+"""Series of numbers in; intervals, p-values, spikes and delays out. Plain arrays: no torch in here.
+
+Both arms see the same batch at the same step, so differences are taken step by step. They are not independent from one step
+to the next. The standard error of a mean is therefore that of the moving-block bootstrap (here in closed form, which is what
+infinitely many resamples give, with the correction for overlapping batch means), with blocks as long as the
+autocorrelation asks for, and the interval is Student's with one degree of freedom less than there are blocks.
+
+Source: Künsch, "The jackknife and the bootstrap for general stationary observations", Annals of Statistics 17 (1989);
+Meketon and Schmeiser, "Overlapping batch means", Winter Simulation Conference 1984 (the correction); Andrews,
+"Heteroskedasticity and autocorrelation consistent covariance matrix estimation", Econometrica 59 (1991), equations 6.2 and
+6.4 (the length). Known weakness: with fewer than about ten blocks intervals are wide, and a drift over the whole series
+looks like noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from plimsoll.analysis.probe.settings import SPIKE
+
+Series = NDArray[np.float64]
+
+LEAST_STEPS = 16
+"""Fewer give no interval."""
+LEAST_SAMPLES = 3
+_MOST_CORRELATION = 0.97
+_LEAST_BLOCKS = 4
+_LONGER = 2.0
+"""Lengths of the least mean squared error give intervals that are too narrow; twice as long ones hold their error."""
+_PERMUTATIONS = 999
+_MOST_RATIO = 1000.0
+_RUNNING_WINDOW = 50
+_LEAST_WINDOW = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean with its standard error and degrees of freedom, from which intervals of any confidence follow."""
+
+    value: float
+    standard_error: float
+    freedom: float
+
+    def interval(self, error: float) -> tuple[float, float]:
+        """Where the mean lies, wrong with a probability of ``error`` (both sides together)."""
+        reach = float(stats.t.isf(error / 2, self.freedom)) * self.standard_error
+        return self.value - reach, self.value + reach
+
+
+def block_length(series: Series) -> int:
+    """How many consecutive numbers belong together, from the correlation of neighbours.
+
+    Example:
+        >>> block_length(np.random.default_rng(0).normal(size=1000))
+        20
+    """
+    count = len(series)
+    centred = series - series.mean()
+    energy = float(centred @ centred)
+    correlation = float(centred[1:] @ centred[:-1]) / energy if energy else 0.0
+    correlation += (1 + 3 * correlation) / count  # the estimate is too small by about this much
+    correlation = min(max(correlation, 0.0), _MOST_CORRELATION)
+    alpha = 4 * correlation**2 / (1 - correlation**2) ** 2
+    length = _LONGER * max(1.1447 * (alpha * count) ** (1 / 3), count ** (1 / 3))
+    return int(min(max(1, round(length)), count // _LEAST_BLOCKS))
+
+
+def mean_of_steps(series: Series) -> Mean | None:
+    """The mean of an autocorrelated series; ``None`` for fewer than ``LEAST_STEPS`` numbers."""
+    count = len(series)
+    if count < LEAST_STEPS:
+        return None
+    length = block_length(series)
+    sums = np.concatenate(([0.0], np.cumsum(series - series.mean())))
+    block_means = (sums[length:] - sums[:-length]) / length
+    spread = float(block_means @ block_means) / len(block_means)
+    variance = spread * length / count / (1 - length / count)
+    return Mean(float(series.mean()), math.sqrt(variance), count / length - 1)
+
+
+def mean_of_samples(samples: Series) -> Mean | None:
+    """The mean of independent samples; ``None`` for fewer than three."""
+    count = len(samples)
+    if count < LEAST_SAMPLES:
+        return None
+    return Mean(float(samples.mean()), float(samples.std(ddof=1)) / math.sqrt(count), count - 1)
+
+
+def log_ratios(baseline: Series, plan: Series) -> Series:
+    """The logarithm of the plan's norm by the baseline's, step by step; ratios beyond a thousand count as a thousand."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.log(plan) - np.log(baseline)
+    ratios[(plan == 0) & (baseline == 0)] = 0.0
+    bound = math.log(_MOST_RATIO)
+    return np.asarray(np.clip(ratios, -bound, bound), dtype=np.float64)
+
+
+def swapped_p_value(baseline: Series, plan: Series) -> float | None:
+    """How likely the two samples would lie as far apart as they do if the arms were exchangeable.
+
+    The distance is Kolmogorov and Smirnov's; arms are swapped by whole blocks of steps, as long as the autocorrelation of
+    the log-ratio asks for. ``None`` for too few steps.
+    """
+    if len(baseline) < LEAST_STEPS:
+        return None
+    length = block_length(log_ratios(baseline, plan))
+    blocks = np.arange(len(baseline)) // length
+    values = np.concatenate((baseline, plan))
+    order = np.argsort(values, kind="stable")
+    is_last_of_equals = np.append(np.diff(values[order]) > 0, True)
+    signs = np.concatenate((np.ones(len(baseline)), -np.ones(len(plan))))
+    seen = _distances(signs[order][None, :], is_last_of_equals)[0]
+    flips = np.random.default_rng(0).choice((-1.0, 1.0), size=(_PERMUTATIONS, int(blocks[-1]) + 1))
+    swapped = (signs * np.concatenate((flips[:, blocks], flips[:, blocks]), axis=1))[:, order]
+    reached = _distances(swapped, is_last_of_equals) >= seen - 1e-9
+    return float((1 + reached.sum()) / (1 + _PERMUTATIONS))
+
+
+def _distances(signs: Series, is_last_of_equals: NDArray[np.bool_]) -> Series:
+    """The Kolmogorov-Smirnov distance of every row, whose entries say to which sample the sorted values belong."""
+    steps = np.abs(np.cumsum(signs, axis=1))[:, is_last_of_equals]
+    return np.asarray(steps.max(axis=1), dtype=np.float64)
+
+
+def adjusted(p_values: Sequence[float]) -> list[float]:
+    """P-values corrected for their number (Holm, Scandinavian Journal of Statistics 6, 1979).
+
+    Example:
+        >>> adjusted([0.01, 0.04, 0.03])
+        [0.03, 0.06, 0.06]
+    """
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    found, largest = [1.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        found[index] = largest
+    return found
+
+
+def count_spikes(norms: Series) -> int:
+    """How often the norm rises above three times the median of the 50 steps before; steps in a row count once."""
+    if len(norms) <= _LEAST_WINDOW:
+        return 0
+    medians = [np.median(norms[max(0, i - _RUNNING_WINDOW) : i]) for i in range(_LEAST_WINDOW, len(norms))]
+    is_spike = norms[_LEAST_WINDOW:] > SPIKE * np.asarray(medians)
+    return int(is_spike[0]) + int((is_spike[1:] & ~is_spike[:-1]).sum())
+
+
+def more_spikes_p_value(baseline: int, plan: int) -> float:
+    """How likely so many of all spikes would fall to the plan if both arms had them equally often (a binomial test).
+
+    Example:
+        >>> more_spikes_p_value(0, 4)
+        0.0625
+    """
+    if not baseline + plan:
+        return 1.0
+    return float(stats.binomtest(plan, baseline + plan, 0.5, alternative="greater").pvalue)
+
+
+def kurtosis(series: Series) -> float | None:
+    """The excess kurtosis; ``None`` where all numbers are equal."""
+    if len(series) < 4 or np.ptp(series) <= 1e-12 * abs(float(series[0])):
+        return None
+    found: Any = stats.kurtosis(series, bias=False)
+    return float(found)
+
+
+def trailing_means(series: Series, window: int) -> Series:
+    """The mean of each number and those before it, ``window`` in all; the first one is that of the first ``window``."""
+    sums = np.concatenate(([0.0], np.cumsum(series)))
+    return np.asarray((sums[window:] - sums[:-window]) / window, dtype=np.float64)
+
+
+def first_step_at(series: Series, target: float, window: int) -> int | None:
+    """After how many steps the trailing mean is at most ``target``; ``None`` if it never is."""
+    if len(series) < window:
+        return None
+    reached = np.flatnonzero(trailing_means(series, window) <= target)
+    return int(reached[0]) + window if len(reached) else None
+
+
+def delay(losses: Series, excess: float, window: int) -> float:
+    """How many times as many steps are needed when the final loss is higher by ``excess``: 1 where it is not.
+
+    The baseline had that loss earlier; the ratio is that of the middles of the windows that end there and where it first
+    was as low as it is in the end.
+
+    Args:
+        losses: the baseline's, per step.
+        excess: how much higher the plan's mean over the last ``window`` steps is.
+        window: steps over which losses are averaged.
+    """
+    means = np.minimum.accumulate(trailing_means(losses, window))
+    middle = (window + 1) / 2
+    final, earlier = (_place(means, float(means[-1]) + more) for more in (0.0, max(excess, 0.0)))
+    return (final + middle) / (earlier + middle)
+
+
+def loss_of_delay(losses: Series, ratio: float, window: int) -> float:
+    """How much higher the loss was when so many times fewer steps had been taken: ``delay`` the other way round."""
+    means = np.minimum.accumulate(trailing_means(losses, window))
+    middle = (window + 1) / 2
+    place = max(0.0, (_place(means, float(means[-1])) + middle) / ratio - middle)
+    return float(np.interp(place, np.arange(len(means)), means) - means[-1])
+
+
+def _place(falling: Series, level: float) -> float:
+    """Where a falling series first is as low as ``level``, between its entries."""
+    reached = int(np.searchsorted(-falling, -level, side="left"))
+    if reached == 0:
+        return 0.0
+    before, after = float(falling[reached - 1]), float(falling[reached])
+    return reached - 1 + (before - level) / (before - after)

@@ -1,0 +1,225 @@
+"""A model, an optimizer and a batch in; one training step, and the record of its loss, norms, seconds and peak, out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from plimsoll.analysis.probe.records import GradientRecord, StepRecord
+from plimsoll.analysis.probe.stream import Call
+from plimsoll.artifacts.receipt import finite
+from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
+from plimsoll.tracing.recorder.calling import Loss, scalar_loss
+from plimsoll.tracing.recorder.untouched import private_copy
+
+ELSEWHERE = "elsewhere"
+"""The block of parameters that lie in no region."""
+
+
+class Blocks:
+    """Which parameters belong to which block: the regions of the plan, and what lies in none of them."""
+
+    def __init__(self, model: nn.Module, regions: Sequence[str]) -> None:
+        names = sorted(dict.fromkeys(regions), key=len, reverse=True)
+        members: dict[str, list[nn.Parameter]] = {name: [] for name in (*dict.fromkeys(regions), ELSEWHERE)}
+        for path, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                home = next((name for name in names if not name or path.startswith(f"{name}.")), ELSEWHERE)
+                members[home].append(parameter)
+        self.members: Mapping[str, list[nn.Parameter]] = {name: found for name, found in members.items() if found}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.members)
+
+    def norms(self) -> tuple[float | None, tuple[float | None, ...]]:
+        """The norm of the whole gradient, and that of every block. Waits for the device once."""
+        squares = []
+        for parameters in self.members.values():
+            gradients = [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            norms = (
+                [norm.double().square() for norm in torch._foreach_norm(gradients, 2, torch.float32)]
+                if gradients
+                else []
+            )
+            squares.append(torch.stack(norms).sum() if norms else torch.zeros((), dtype=torch.float64))
+        found = torch.stack([square.to(squares[0].device) for square in squares]).tolist()
+        whole = math.sqrt(math.fsum(found)) if all(map(math.isfinite, found)) else math.nan
+        return finite(whole), tuple(finite(math.sqrt(each)) if math.isfinite(each) else None for each in found)
+
+    def take_gradients(self) -> list[list[torch.Tensor | None]]:
+        """All gradients, copied to the host, so that two steps are never on the device together."""
+        return [
+            [None if p.grad is None else _dense(p.grad).to("cpu", copy=True) for p in parameters]
+            for parameters in self.members.values()
+        ]
+
+    def compare(self, step: int, baseline: list[list[torch.Tensor | None]]) -> GradientRecord | None:
+        """The gradients of now beside those of an unmanaged step; ``None`` where any is not finite."""
+        columns: tuple[list[float], list[float], list[float]] = ([], [], [])
+        for parameters, theirs in zip(self.members.values(), baseline, strict=True):
+            sums = [0.0, 0.0, 0.0]
+            for parameter, other in zip(parameters, theirs, strict=True):
+                mine = None if parameter.grad is None else _dense(parameter.grad).to("cpu", torch.float64).flatten()
+                one = None if other is None else other.double().flatten()
+                sums[0] += 0.0 if mine is None or one is None else float(one @ mine)
+                sums[1] += 0.0 if one is None else float(one @ one)
+                sums[2] += 0.0 if mine is None else float(mine @ mine)
+            for column, total in zip(columns, sums, strict=True):
+                column.append(total)
+        if not all(math.isfinite(each) for column in columns for each in column):
+            return None
+        products, ones, others = (tuple(column) for column in columns)
+        return GradientRecord(step=step, products=products, baseline_squares=ones, plan_squares=others)
+
+
+class Trainer:
+    """Takes training steps on one model."""
+
+    def __init__(self, model: nn.Module, loss: Loss | None, blocks: Blocks) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self._loss = loss
+        self._blocks = blocks
+
+    def backward(self, call: Call) -> float:
+        """Forward, loss and backward; the loss."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        output = self.model(*call.args, **call.kwargs)
+        loss = scalar_loss(output, self._loss)
+        loss.backward()
+        return float(loss.detach())
+
+    def step(
+        self, number: int, call: Call, optimizer: torch.optim.Optimizer, watch: Callable[[], None] | None = None
+    ) -> StepRecord:
+        """One step, timed. A step whose loss or gradient is not finite leaves the parameters alone.
+
+        Args:
+            number: of the step, from 0.
+            call: the batch.
+            optimizer: over the model's parameters.
+            watch: called between backward and the optimizer's step.
+        """
+        call = self.own(call)
+        clock = _Clock(self.device)
+        with clock:
+            loss = self.backward(call)
+        norm, block_norms = self._blocks.norms()
+        if watch is not None:
+            watch()
+        if math.isfinite(loss) and norm is not None:
+            with clock:
+                optimizer.step()
+        return StepRecord(
+            step=number, loss=finite(loss), gradient_norm=norm, block_norms=block_norms, seconds=clock.seconds()
+        )
+
+    def measured_step(self, number: int, call: Call, optimizer: torch.optim.Optimizer) -> StepRecord:
+        """One step with its peak: everything on the device that the step needs or makes."""
+        call = self.own(call)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        held = [*self.model.parameters(), *self.model.buffers(), *_tensors((call.args, call.kwargs))]
+        held += _tensors(list(optimizer.state.values()))
+        static_bytes = storage_bytes(held, self.device)
+        with PeakMeter(self.device) as meter:
+            loss = self.backward(call)
+            norm, block_norms = self._blocks.norms()
+            if math.isfinite(loss) and norm is not None:
+                optimizer.step()
+        return StepRecord(
+            step=number,
+            loss=finite(loss),
+            gradient_norm=norm,
+            block_norms=block_norms,
+            peak_bytes=static_bytes + meter.peak_bytes,
+        )
+
+    def evaluate(self, calls: Sequence[Call]) -> tuple[float | None, ...]:
+        """The loss of every batch in evaluation mode."""
+        flags = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return tuple(finite(self._evaluated(self.own(call))) for call in calls)
+        finally:
+            for module, flag in flags:
+                module.training = flag
+
+    def _evaluated(self, call: Call) -> float:
+        return float(_loss_value(self.model(*call.args, **call.kwargs), self._loss))
+
+    def own(self, call: Call) -> Call:
+        """The batch on the model's device and on storages of its own: a model may write to its inputs."""
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), (call.args, call.kwargs))
+        args, kwargs = private_copy((args, kwargs))
+        return Call(args, kwargs)
+
+
+class _Clock:
+    """Adds up the seconds of the blocks that it is entered for: time between events on CUDA, else CPU time.
+
+    Several threads add up more CPU time than passes: where torch computes on several, it is the time that passes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._device = device
+        self._now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._started_seconds = 0.0
+        self._seconds = 0.0
+        self._events: list[torch.cuda.Event] = []
+
+    def __enter__(self) -> None:
+        if self._is_cuda:
+            self._mark()
+        else:
+            self._started_seconds = self._now()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._is_cuda:
+            self._mark()
+        else:
+            self._seconds += self._now() - self._started_seconds
+
+    def seconds(self) -> float:
+        """The sum; waits for the device."""
+        if self._events:
+            self._events[-1].synchronize()
+        pairs = zip(self._events[::2], self._events[1::2], strict=True)
+        device_seconds: float = sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+        return self._seconds + device_seconds
+
+    def _mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append(event)
+
+
+def _loss_value(output: Any, loss: Loss | None) -> torch.Tensor:
+    """The loss of an output that was made without autograd."""
+    if loss is not None:
+        return loss(output)
+    value: torch.Tensor = (
+        output["loss"] if isinstance(output, Mapping) and "loss" in output else getattr(output, "loss", output)
+    )
+    return value
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

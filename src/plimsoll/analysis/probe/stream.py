@@ -1,0 +1,212 @@
+"""One batch, or anything that yields batches, in; as many batches as are asked for, the same ones every time, out.
+
+A stream is passed through again when it is exhausted. Every pass starts from the same random state, so that a loader that
+shuffles gives every pass in the same order, and the batches at its end can be set apart. What was drawn is summed up in a
+checksum: a run that is taken up again must meet the same data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from plimsoll.analysis.probe.randomness import RandomState, own_randomness, seed_everything
+from plimsoll.errors import InvalidProbe
+from plimsoll.tracing.recorder.calling import split_batch
+
+MOST_SET_APART = 8
+_SHARE_SET_APART = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One batch as the arguments of a call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Stream:
+    """Draws batches.
+
+    Args:
+        source: a batch (tensor, tuple, mapping), or an iterable of batches.
+        set_apart: how many batches at the end of each pass are kept for evaluation; ``None``: a tenth, at most 8, where the
+            length of the stream is known.
+        seed: of the random state in which each pass starts.
+
+    Raises:
+        InvalidProbe: no batches, fewer than are to be set apart, or none left to train on.
+    """
+
+    def __init__(self, source: Any, *, set_apart: int | None, seed: int) -> None:
+        self._source = source
+        self._seed = seed
+        self.is_fixed = is_batch(source)
+        self.drawn = 0
+        self.checksum = 0
+        self._pass: Iterator[Any] = iter(())
+        self._state: RandomState | None = None
+        self._first: Call | None = None
+        self._length = None if self.is_fixed or not isinstance(source, Sized) else len(source)
+        self.set_apart = self._count_set_apart(set_apart)
+
+    @property
+    def description(self) -> str:
+        """Where the batches come from, in words."""
+        if self.is_fixed:
+            return "one fixed batch"
+        length = "" if self._length is None else f" of {self._length} batches"
+        return f"a stream{length}"
+
+    def held_out(self) -> list[Call]:
+        """The batches that are set apart."""
+        if not self.set_apart or self._length is None:
+            return []
+        if isinstance(self._source, Sequence):
+            return [_as_call(batch) for batch in self._source[-self.set_apart :]]
+        with own_randomness():
+            seed_everything(self._seed)
+            return [_as_call(batch) for batch in itertools.islice(self._source, self._length - self.set_apart, None)]
+
+    def first(self) -> Call:
+        """The batch that will be drawn first (before any is drawn).
+
+        Raises:
+            InvalidProbe: there is none.
+        """
+        if self._first is None:
+            self._first = self._next_call()
+        return self._first
+
+    def draw(self, count: int) -> list[Call]:
+        """The next batches.
+
+        Raises:
+            InvalidProbe: there are none, or the stream can be passed through only once and has ended.
+        """
+        calls = []
+        for _ in range(count):
+            call = self._next_call() if self._first is None else self._first
+            self._first = None
+            self.drawn += 1
+            self.checksum = checksum(call, self.checksum)
+            calls.append(call)
+        return calls
+
+    def skip(self, count: int) -> None:
+        """Pass over batches that were drawn before an interruption."""
+        for _ in range(count):
+            self.draw(1)
+
+    def _next_call(self) -> Call:
+        if self.is_fixed:
+            return _as_call(self._source)
+        with own_randomness():
+            if self._state is not None:
+                self._state.restore()
+            call = _as_call(self._next())
+            self._state = RandomState()
+        return call
+
+    def _next(self) -> Any:
+        for _ in range(2):
+            try:
+                return next(self._pass)
+            except StopIteration:
+                pass
+            except Exception as error:  # a loader runs user code
+                raise InvalidProbe(
+                    f"The stream failed after {self.drawn} batches: {type(error).__name__}: {error}",
+                    why="it raised this when the next batch was asked for",
+                    next="check that `for batch in batches` works; a run directory keeps what was done so far",
+                ) from error
+            seed_everything(self._seed)
+            self._pass = self._new_pass()
+        if isinstance(self._source, Iterator) and self.drawn:
+            raise InvalidProbe(
+                f"The stream of batches ended after {self.drawn}.",
+                why="it is an iterator, which can be passed through only once",
+                next="give a list or a loader, or take fewer steps",
+            )
+        raise InvalidProbe(
+            "The stream has no batches.",
+            why="it ended before it gave one",
+            next="give at least one batch to train on",
+        )
+
+    def _new_pass(self) -> Iterator[Any]:
+        try:
+            batches: Iterator[Any] = iter(self._source)
+        except TypeError as error:
+            raise InvalidProbe(
+                f"A {type(self._source).__name__} is neither a batch nor a stream of batches.",
+                why=str(error),
+                next="pass a tensor, a tuple or a dict, or anything that yields them",
+            ) from error
+        if self._length is not None and self.set_apart:
+            return itertools.islice(batches, self._length - self.set_apart)
+        return batches
+
+    def _count_set_apart(self, wanted: int | None) -> int:
+        if wanted is None:
+            return 0 if self._length is None else min(MOST_SET_APART, self._length // _SHARE_SET_APART)
+        if not wanted:
+            return 0
+        if self._length is None:
+            raise InvalidProbe(
+                f"The last {wanted} batches cannot be set apart.",
+                why="there is one batch only" if self.is_fixed else "the stream does not say how many it has",
+                next="give a list of batches, or held_out= batches of their own",
+            )
+        if wanted < 0 or wanted >= self._length:
+            raise InvalidProbe(
+                f"{wanted} of {self._length} batches cannot be set apart.",
+                why="none would be left to train on" if wanted > 0 else "a number of batches is not negative",
+                next=f"set apart fewer than {self._length}, or give more batches",
+            )
+        return wanted
+
+
+def is_batch(source: Any) -> bool:
+    """Whether this is one batch rather than a stream of them."""
+    return isinstance(source, torch.Tensor | tuple | Mapping)
+
+
+def held_out_calls(source: Iterable[Any]) -> list[Call]:
+    """Batches for evaluation.
+
+    Raises:
+        InvalidProbe: there are none.
+    """
+    calls = [_as_call(batch) for batch in ([source] if is_batch(source) else source)]
+    if not calls:
+        raise InvalidProbe(
+            "held_out= has no batches.",
+            why="it ended before it gave one",
+            next="give at least three, or leave it out",
+        )
+    return calls
+
+
+def checksum(call: Call, start: int = 0) -> int:
+    """A number that differs where a bit of the tensors does."""
+    code = start
+    for leaf in tree_leaves((call.args, {name: call.kwargs[name] for name in sorted(call.kwargs)})):
+        if isinstance(leaf, torch.Tensor):
+            flat = leaf.detach().to("cpu").contiguous().reshape(-1)
+            code = zlib.crc32(flat.view(torch.uint8).numpy().data, code)
+        else:
+            code = zlib.crc32(repr(leaf).encode(), code)
+    return code
+
+
+def _as_call(batch: Any) -> Call:
+    args, kwargs = split_batch(batch)
+    return Call(args, kwargs)

@@ -1,0 +1,106 @@
+"""Module names in; the outputs of those modules, and the gradients of them, from one run of a step out, to compare two runs."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.artifacts.receipt import Intermediate
+from plimsoll.errors import InvalidRegions
+from plimsoll.session.compare_tensors import difference
+from plimsoll.tracing.recorder.bits import same_contents
+from plimsoll.tracing.recorder.calling import output_tensors
+
+Key = tuple[str, int, bool]
+"""Module, which of its calls, and whether it is the gradient."""
+Found = dict[Key, torch.Tensor | None]
+"""Copies; ``None`` stands for a gradient that cannot be seen, since the module ran without autograd."""
+
+
+class Intermediates:
+    """Copies of what named modules make in a step.
+
+    Args:
+        model: the model.
+        patterns: of module names, as in ``model.layers.*.mlp``.
+
+    Raises:
+        InvalidRegions: a pattern that matches no module.
+    """
+
+    def __init__(self, model: nn.Module, patterns: Sequence[str]) -> None:
+        names = [name for name, _ in model.named_modules() if name]
+        for pattern in patterns:
+            if not fnmatch.filter(names, pattern):
+                raise InvalidRegions(
+                    f"No module is called {pattern!r}.",
+                    why=f"{type(model).__name__} has {', '.join(names[:4])} and {max(0, len(names) - 4)} more",
+                    next="name modules as in model.named_modules(); * stands for anything",
+                )
+        self._model = model
+        self._names = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[Found]:
+        """What one run makes, filled in while the block runs. A recomputation in backward is no further call."""
+        found: Found = {}
+        calls = dict.fromkeys(self._names, 0)
+        handles = [
+            module.register_forward_hook(self._hook(name, found, calls))
+            for name, module in self._model.named_modules()
+            if name in self._names
+        ]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str, found: Found, calls: dict[str, int]) -> Any:
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            tensors = output_tensors(output)
+            if torch._C._current_graph_task_id() != -1 or not tensors:
+                return
+            call, tensor = calls[name], tensors[0]
+            calls[name] += 1
+            found[name, call, False] = tensor.detach().clone()
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: found.__setitem__((name, call, True), gradient.detach().clone()))
+            elif not torch.is_grad_enabled():  # re-entrant checkpointing
+                found[name, call, True] = None
+
+        return look
+
+
+def compare_intermediates(expected: Found, found: Found) -> tuple[Intermediate, ...]:
+    """Both runs, tensor by tensor, in the order of the first; one that is missing in either differs.
+
+    A gradient that cannot be seen in one of the runs is left out.
+    """
+    hidden = {key for seen in (expected, found) for key, tensor in seen.items() if tensor is None}
+    rows = []
+    for key in dict.fromkeys((*expected, *found)):
+        if key in hidden:
+            continue
+        one, other = expected.get(key), found.get(key)
+        name, call, is_gradient = key
+        is_equal = one is not None and other is not None and same_contents(one, other)
+        apart: tuple[float | None, float | None] = (0.0, 0.0) if is_equal else (None, None)
+        if one is not None and other is not None and not is_equal:
+            apart = difference(one, other)
+        rows.append(
+            Intermediate(
+                module=name,
+                call=call,
+                is_gradient=is_gradient,
+                is_bit_equal=is_equal,
+                max_absolute_difference=apart[0],
+                max_relative_difference=apart[1],
+            )
+        )
+    return tuple(rows)

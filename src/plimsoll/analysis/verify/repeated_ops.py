@@ -1,0 +1,258 @@
+"""One step of a model that recomputes in backward in; the first op whose second run differs from its first, and why, out.
+
+Every op of forward is noted with checksums of what it read and made. Ops that run in backward with autograd
+on, or in a module while a saved tensor is unpacked, are a recomputation: they are laid beside the forward ops that they
+repeat. The first one that reads the same and makes something else is where things go wrong; if it reads something else, then
+that was changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from plimsoll.analysis.verify.saved_hooks import Hook
+from plimsoll.artifacts.fault import Cause, Fault
+from plimsoll.tracing.recorder.bits import content_fingerprint
+from plimsoll.tracing.recorder.geometry import is_plain
+from plimsoll.tracing.recorder.modules import ModuleStack
+
+_UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+"""Ops whose results are not defined."""
+_UNNOTED = {*_UNSET, "detach", "alias"}
+"""Ops that compute nothing; checkpointing runs some of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """What an op ran under, besides its arguments."""
+
+    is_training: bool
+    default_dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One op that ran: where, on what, under which setting, and what it made."""
+
+    module: str
+    name: str
+    is_random: bool
+    constants: tuple[str, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    shapes: tuple[tuple[Any, ...], ...]
+    setting: _Setting
+    sources: tuple[str, ...]
+    """Names of parameters and buffers among the inputs (``""`` for others)."""
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.module, self.name
+
+
+class RepeatedOps(TorchDispatchMode):
+    """Notes every op of a step, forward and recomputation.
+
+    Args:
+        root: the model.
+        stack: knows the running module.
+    """
+
+    def __init__(self, root: nn.Module, stack: ModuleStack) -> None:
+        super().__init__()
+        self._stack = stack
+        self._modules = dict(root.named_modules())
+        self._names = {p.untyped_storage()._cdata: f"parameter {n}" for n, p in root.named_parameters()}
+        self._names.update({b.untyped_storage()._cdata: f"buffer {n}" for n, b in root.named_buffers()})
+        self._forward: list[_Entry] = []
+        self._again: list[list[_Entry]] = []
+        self._task = -1
+        self._unpacking = 0
+        self._unset: dict[int, StorageWeakRef] = {}
+
+    def wrap(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
+        """Saved-tensor hooks whose unpacking is known to be a recomputation."""
+
+        def watched_unpack(packed: Any) -> Any:
+            self._unpacking += 1
+            try:
+                return unpack(packed)
+            finally:
+                self._unpacking -= 1
+
+        return pack, watched_unpack
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        task = torch._C._current_graph_task_id()
+        if task != -1 and not torch.is_grad_enabled() and not (self._unpacking and self._stack.path):
+            self._task = -1  # backward's own ops stand between one recomputation and the next
+            return func(*args, **kwargs)
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
+        inputs = tuple(0 if self._is_unset(tensor) else content_fingerprint(tensor) for tensor in read)
+        out = func(*args, **kwargs)
+        self._note_unset(func, args, out)
+        if _name_of(func) in _UNNOTED:
+            return out
+        entry = self._entry(func, args, kwargs, read, inputs, out)
+        if task == -1:
+            self._forward.append(entry)
+        else:
+            if self._task != task:
+                self._again.append([])
+                self._task = task
+            self._again[-1].append(entry)
+        return out
+
+    def _is_unset(self, tensor: torch.Tensor) -> bool:
+        reference = self._unset.get(tensor.untyped_storage()._cdata)
+        return reference is not None and not reference.expired()
+
+    def _note_unset(self, func: Any, args: Any, out: Any) -> None:
+        """Memory that nobody has written yet says nothing."""
+        if _name_of(func) in _UNSET:
+            storage = out.untyped_storage()
+            self._unset[storage._cdata] = StorageWeakRef(storage)
+        elif func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+                    self._unset.pop(value.untyped_storage()._cdata, None)
+
+    def _entry(
+        self, func: Any, args: Any, kwargs: Any, read: Sequence[torch.Tensor], inputs: tuple[int, ...], out: Any
+    ) -> _Entry:
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
+        constants = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, bool | int | float | str)]
+        module = self._modules.get(self._stack.path)
+        return _Entry(
+            module=self._stack.path,
+            name=_name_of(func),
+            is_random=torch.Tag.nondeterministic_seeded in func.tags,
+            constants=tuple(map(repr, constants)),
+            inputs=inputs,
+            outputs=tuple(content_fingerprint(tensor) for tensor in made),
+            shapes=tuple((tuple(tensor.shape), tensor.dtype) for tensor in made),
+            setting=_Setting(
+                module is not None and module.training,
+                torch.get_default_dtype(),
+            ),
+            sources=tuple(self._names.get(tensor.untyped_storage()._cdata, "") for tensor in read),
+        )
+
+    def faults(self) -> Iterator[Fault]:
+        """The first fault of every recomputation."""
+        for episode in self._again:
+            fault = self._first_fault(episode)
+            if fault is not None:
+                yield fault
+
+    def _first_fault(self, episode: Sequence[_Entry]) -> Fault | None:
+        position = self._start(episode)
+        skipped: _Entry | None = None
+        for entry in episode:
+            found = self._next(position, entry)
+            if found is None:
+                expected = self._forward[position] if position < len(self._forward) else None
+                return _other_path(entry, expected)
+            first = self._forward[found]
+            skipped = self._forward[position] if found > position else skipped
+            position = found + 1
+            if first.outputs != entry.outputs or first.shapes != entry.shapes:
+                return _fault(entry, *_why(first, entry, skipped))
+        return None
+
+    def _start(self, episode: Sequence[_Entry]) -> int:
+        """Where in forward the recomputation begins: where most of its first ops are found one after the other."""
+        starts = [index for index, entry in enumerate(self._forward) if entry.place == episode[0].place]
+
+        def agreement(start: int) -> tuple[int, int]:
+            length = 0
+            same = 0
+            for ahead, entry in zip(self._forward[start:], episode, strict=False):
+                if ahead.place != entry.place:
+                    break
+                length += 1
+                same += ahead.inputs == entry.inputs
+            return same, length
+
+        return max(starts, key=agreement, default=0)
+
+    def _next(self, position: int, entry: _Entry) -> int | None:
+        """The next forward op that ``entry`` can be a repetition of; those between were not needed again."""
+        for index in range(position, len(self._forward)):
+            if self._forward[index].place == entry.place:
+                return index
+        return None
+
+
+def _name_of(func: Any) -> str:
+    name: str = func._schema.name.split("::")[1]
+    return name
+
+
+def _why(first: _Entry, again: _Entry, skipped: _Entry | None) -> tuple[Cause, str]:
+    """The cause; ``skipped`` is a forward op before this one that was not run again."""
+    if first.setting != again.setting:
+        return Cause.CHANGED_CONTEXT, _describe_change(first.setting, again.setting)
+    dtypes = [dtype for _, dtype in first.shapes], [dtype for _, dtype in again.shapes]
+    if dtypes[0] != dtypes[1]:  # autocast itself cannot be seen below autograd, but what it does can
+        return Cause.CHANGED_CONTEXT, f"{dtypes[0]} became {dtypes[1]}: autocast, or a default dtype, was another one"
+    if first.constants != again.constants:
+        changed = [f"{a} became {b}" for a, b in zip(first.constants, again.constants, strict=False) if a != b]
+        return Cause.CHANGED_CONTROL_FLOW, f"its argument {', '.join(changed[:3])}"
+    for one, other, source in zip(first.inputs, again.inputs, again.sources, strict=False):
+        if one != other:
+            if source.startswith("buffer"):
+                return Cause.CHANGED_BUFFER, f"{source} changed"
+            if skipped is not None and not source:
+                return Cause.CHANGED_CONTROL_FLOW, f"{skipped.name!r} in {skipped.module!r} was not run again"
+            return Cause.IN_PLACE_WRITE, f"{source or 'what it reads'} changed"
+    if again.is_random:
+        return Cause.RANDOM_STATE, ""
+    return Cause.NON_DETERMINISTIC, ""
+
+
+def _other_path(entry: _Entry, expected: _Entry | None) -> Fault:
+    if expected is not None and expected.setting != entry.setting:
+        return _fault(entry, Cause.CHANGED_CONTEXT, _describe_change(expected.setting, entry.setting))
+    was = (
+        ""
+        if expected is None or not expected.module
+        else f"; forward ran {expected.name!r} in {expected.module!r} there"
+    )
+    return _fault(entry, Cause.CHANGED_CONTROL_FLOW, f"forward has no such op at this point{was}")
+
+
+def _describe_change(first: _Setting, again: _Setting) -> str:
+    names = {"is_training": "training flag", "default_dtype": "default dtype"}
+    changes = [
+        f"{label} {getattr(first, name)} became {getattr(again, name)}"
+        for name, label in names.items()
+        if getattr(first, name) != getattr(again, name)
+    ]
+    return ", ".join(changes)
+
+
+def _fault(entry: _Entry, cause: Cause, detail: str) -> Fault:
+    shape, dtype = entry.shapes[0] if entry.shapes else ((), None)
+    elements = 1
+    for size in shape:
+        elements *= size
+    return Fault(
+        step=1,
+        region=entry.module,
+        value=f"output of {entry.name}, {tuple(shape)} {dtype}",
+        op=entry.name,
+        cause=cause,
+        elements=elements,
+        differing_elements=elements,
+        detail=detail,
+    )

@@ -1,0 +1,168 @@
+"""A plan made without the device and its receipt from the device in; what was off, and a plan solved anew, out.
+
+The roofline that such a plan was made with is replaced: the step is traced and timed on the device, and where the given plan's
+peak or time is off, the plan is solved again with these costs, run until it keeps to its budget, and verified like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from plimsoll.analysis.verify.hold_plan import verify_plan
+from plimsoll.artifacts.confirmation import Claim, Confirmation
+from plimsoll.artifacts.costs import Costs, CostSource
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.receipt import Receipt
+from plimsoll.artifacts.trace import Category, Phase, Trace
+from plimsoll.errors import BudgetBelowFloor, UnknownDevice
+from plimsoll.planning.costing.devices import find_device
+from plimsoll.planning.costing.roofline import roofline_costs
+from plimsoll.planning.costing.step_seconds import optimizer_seconds
+from plimsoll.session.agreement import Agreement
+from plimsoll.session.allowance import read_allowance
+from plimsoll.session.confirm import confirmed
+from plimsoll.session.making import make_maker
+from plimsoll.session.manage import manage
+from plimsoll.session.plan import part_of, trace_and_cost
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.recorder.calling import Loss
+from plimsoll.units import format_bytes
+
+Progress = Callable[[str, float], None]
+
+
+def needs_confirmation(plan: Plan) -> bool:
+    """Whether a plan was made with the costs of a roofline: nobody has measured its device yet."""
+    return plan.cost_source is CostSource.ROOFLINE
+
+
+class Reviser:
+    """One step on the device, and the plan that was made for it elsewhere."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        step: TrainingStep,
+        loss: Loss | None,
+        optimizer: torch.optim.Optimizer | None,
+        report: Progress,
+        agreement: Agreement,
+    ) -> None:
+        self._model = model
+        self._batch = batch
+        self._step = step
+        self._loss = loss
+        self._optimizer = optimizer
+        self._report = report
+        self._agreement = agreement
+
+    def confirm(self, plan: Plan, receipt: Receipt, *, steps: int) -> Receipt:
+        """The receipt with what the device says; where the plan is off, with a plan solved again and verified.
+
+        Args:
+            plan: as it was made.
+            receipt: of this plan, from this device.
+            steps: timed runs, as for ``plimsoll.verify``.
+        """
+        self._report("timing every op on the device", 0.0)
+        with self._agreement.stepping():
+            traced, costs = trace_and_cost(
+                self._model,
+                self._batch,
+                loss=self._loss,
+                optimizer=self._optimizer,
+                regions=_regions_of(plan),
+                progress=part_of(self._report, 0.0, 0.4),
+            )
+        found = Confirmation(
+            cost_device=plan.cost_device,
+            budget_bytes=plan.budget_bytes,
+            given=_claim(plan, receipt, _roofline_optimizer_seconds(plan, traced)),
+        )
+        if self._agreement.every("confirmation", holds=found.is_confirmed):
+            return msgspec.structs.replace(receipt, confirmation=found)
+        obstacle = self._obstacle(plan)
+        if obstacle:
+            found = msgspec.structs.replace(found, obstacle=obstacle)
+            return msgspec.structs.replace(receipt, confirmation=found)
+        try:
+            revised = self._solve(plan, traced, costs)
+        except BudgetBelowFloor as error:
+            found = msgspec.structs.replace(found, obstacle=f"{error.found} {error.why}")
+            return msgspec.structs.replace(receipt, confirmation=found)
+        self._report("verifying the revised plan", 0.7)
+        with self._agreement.stepping():
+            checked = verify_plan(self._step, revised, lambda: manage(self._model, revised), steps=steps)
+        found = msgspec.structs.replace(
+            found,
+            revised=_claim(revised, checked, optimizer_seconds(traced, costs)),
+            revised_verdict=checked.verdict.value,
+        )
+        return msgspec.structs.replace(receipt, confirmation=found, revised_plan=revised)
+
+    def _solve(self, plan: Plan, traced: Trace, costs: Costs) -> Plan:
+        """The plan again, with measured costs, run until it keeps to its budget."""
+        allowance = read_allowance(strategies=(plan.strategy,), allow=plan.allow)
+        maker = make_maker(
+            traced, costs, allowance, plan.budget_bytes, lambda: self._step, lambda stage, share: None, self._agreement
+        )
+        self._report("solving with measured costs", 0.4)
+        solved = maker.solve(plan.budget_bytes, plan.strategy)
+        if plan.budget_bytes is None or not solved.status.is_usable:
+            return solved
+
+        def resolve(excess_bytes: int, error_scale: float) -> Plan:
+            return maker.solve(plan.budget_bytes, plan.strategy, excess_bytes=excess_bytes, error_scale=error_scale)
+
+        return confirmed(
+            solved,
+            maker.trial(self._step),
+            resolve=resolve,
+            max_error=plan.max_error,
+            progress=part_of(self._report, 0.5, 0.7),
+        )
+
+    def _obstacle(self, plan: Plan) -> str:
+        """Why the plan cannot be solved again as it was made."""
+        state_bytes = plan.classes.get(Category.OPTIMIZER_STATE, 0)
+        if state_bytes and self._optimizer is None:
+            return (
+                f"the plan counts {format_bytes(state_bytes)} of optimizer state, and no optimizer was given here: "
+                "pass optimizer= to solve it again"
+            )
+        return ""
+
+
+def _roofline_optimizer_seconds(plan: Plan, traced: Trace) -> float:
+    """What the plan's roofline gave the optimizer's step; nothing where the plan was made without one."""
+    if not plan.classes.get(Category.OPTIMIZER_STATE, 0) and Phase.OPTIMIZER not in {p.phase for p in plan.timeline}:
+        return 0.0
+    try:
+        device = find_device(plan.cost_device)
+    except UnknownDevice:  # a profile that this version no longer has: its own timeline says where the optimizer starts
+        starts = [p.unmanaged_seconds for p in plan.timeline if p.phase == Phase.OPTIMIZER]
+        return plan.baseline_seconds - starts[0] if starts and starts[0] is not None else 0.0
+    return optimizer_seconds(traced, roofline_costs(traced, device))
+
+
+def _claim(plan: Plan, receipt: Receipt, without_seconds: float) -> Claim:
+    measured_peaks = (receipt.measured_peak_bytes or 0, receipt.measured_recording_peak_bytes or 0)
+    return Claim(
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        measured_peak_bytes=max(measured_peaks),
+        predicted_seconds=plan.predicted_seconds - without_seconds,
+        measured_seconds=receipt.measured_seconds or 0.0,
+        measured_spread_seconds=receipt.measured_spread_seconds,
+    )
+
+
+def _regions_of(plan: Plan) -> tuple[str, ...] | None:
+    """The regions that the plan decides about; ``None`` where that is the model itself."""
+    names = tuple(dict.fromkeys(region.name for region in plan.regions if region.name))
+    return names or None

@@ -1,1 +1,0 @@
-"""Models that the command line knows by name: data only, nothing is imported or downloaded for them."""

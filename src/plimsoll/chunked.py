@@ -1,0 +1,22 @@
+"""Computes a linear head and its cross-entropy chunk by chunk, so that all logits are never alive together.
+
+The gradients are those of the plain loss, only the order of the sums differs. ``chunk_loss`` changes a causal language model of
+transformers, and gives a handle that undoes it; ``linear_cross_entropy`` is the loss itself, for models that compute their own.
+
+Example:
+    >>> import torch
+    >>> from plimsoll.chunked import linear_cross_entropy
+    >>> hidden = torch.randn(8, 16, requires_grad=True)
+    >>> head = torch.randn(100, 16, requires_grad=True)
+    >>> labels = torch.arange(8)
+    >>> loss = linear_cross_entropy(hidden, head, labels, chunk_rows=2)
+    >>> bool(torch.isclose(loss, torch.nn.functional.cross_entropy(hidden @ head.T, labels)))
+    True
+
+How it works: `plimsoll.engine.chunked_loss`.
+"""
+
+from plimsoll.engine.chunked_loss.handle import ChunkHandle, chunk_loss
+from plimsoll.engine.chunked_loss.loss import linear_cross_entropy
+
+__all__ = ["ChunkHandle", "chunk_loss", "linear_cross_entropy"]

@@ -1,0 +1,1 @@
+"""Measures what exchanging gradients costs, and judges whether compressing them pays."""

@@ -1,0 +1,348 @@
+"""A model, batches and the ranks that train it in; whether compressing its gradients pays here, out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plimsoll.analysis.probe.arms import MakeOptimizer
+from plimsoll.analysis.probe.keeping import trainable_copy
+from plimsoll.analysis.probe.step import Blocks, Trainer
+from plimsoll.analysis.probe.stream import Call, Stream, held_out_calls
+from plimsoll.analysis.probe.verb import check_trainable, describe_optimizer
+from plimsoll.artifacts.store import from_json, to_json
+from plimsoll.artifacts.traffic import UNCOMPRESSED, Traffic
+from plimsoll.distributed.comm_cost.traffic_figures import Figures, ReplicaFigures, ShardFigures
+from plimsoll.distributed.comm_cost.traffic_found import LEAST_ROUNDS, Found, validate_methods
+from plimsoll.distributed.comm_cost.traffic_layout import check_layout, check_reducible, find_units, name_methods
+from plimsoll.distributed.comm_cost.traffic_metering import Metering, meter_traffic
+from plimsoll.distributed.comm_cost.traffic_training import Parallel, Training
+from plimsoll.distributed.gradient_compression.method import parse_method
+from plimsoll.distributed.gradient_compression.settings import Settings
+from plimsoll.errors import InvalidOption
+from plimsoll.session.rendezvous.conversation import Conversation, differing
+from plimsoll.session.rendezvous.participants import find_participants
+from plimsoll.session.rendezvous.world import World, current_world
+from plimsoll.session.request import check_count, check_model, explained_loss
+from plimsoll.tracing.fsdp2 import reshard
+from plimsoll.tracing.recorder.calling import Loss, scalar_loss
+from plimsoll.tracing.recorder.fingerprint import fingerprint
+from plimsoll.tracing.recorder.untouched import untouched
+
+_REPETITIONS = 7
+_TOPIC = "advise_compression"
+_PATIENCE_SECONDS = 300.0
+_SAME = "call advise_compression() with the same model, batches and arguments on every rank"
+
+
+def advise_compression(
+    model: nn.Module,
+    batches: Any,
+    *,
+    methods: Sequence[str] | None = None,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    measure_rounds: int = 5,
+    validate_steps: int = 0,
+    orders: int = 2,
+    held_out: Iterable[Any] | int | None = None,
+    bucket_bytes: int | None = None,
+    seed: int = 0,
+    data: str = "",
+    progress: Callable[[str, float], None] | None = None,
+) -> Traffic:
+    """Say whether compressing gradients pays here: from the measured link, step and methods, and from held-out loss.
+
+    Every rank calls it alike, with the model as it is before ``DistributedDataParallel``, or after ``fully_shard``. Of the
+    former it measures when each bucket of gradients is full, what each method does to it, and what the link takes, and
+    predicts every step from that; of the latter it predicts nothing. It measures the steps where asked; and trains with and
+    without, where asked. Model, shards, gradients, buffers and random state are left as they were on every rank.
+
+    Args:
+        model: on its device, in the mode in which it trains, the same on all ranks; if sharded, over all of them.
+        batches: anything that yields batches, the same on all ranks (they share them out), or one batch.
+        methods: as for ``compress_gradients``; by default one of each kind that it has for the model's layout.
+        loss: as for ``plimsoll.plan``.
+        optimizer: makes the optimizer from an iterable of parameters.
+        measure_rounds: rounds in which every method takes real steps; with fewer than three the prediction decides. A
+            sharded model needs three.
+        validate_steps: steps of training with every method that is not refused for its time, and without; 0 for none.
+        orders: orders of the data that each is trained in.
+        held_out: as for ``plimsoll.probe``.
+        bucket_bytes: of torch's wrapper; ``None`` for its default. A sharded model has none.
+        seed: of everything random.
+        data: what the batches are, in words.
+        progress: told the stage and the share of it that is done.
+
+    Returns:
+        The figures of every method and a ruling; the same on all ranks.
+
+    Raises:
+        InvalidOption: one rank only, an unknown method or one that is not for this layout, validation without held-out
+            data, or too few rounds for a sharded model.
+        InvalidModel: nothing to train, a wrapper of torch's around it, or shards over a part of the ranks.
+        RanksDiffer: ranks that ask for different things, or have different models.
+        RankFailed, RankMissing: another rank cannot begin, or failed on the way; see the advice of the error.
+
+    Example:
+        >>> traffic = advise_compression(model, batches, validate_steps=200)  # doctest: +SKIP
+        >>> print(traffic.ruling, traffic.best)  # doctest: +SKIP
+
+    Source: docs/gradient-compression.md defines every figure. Known weakness: the prediction takes buckets one after the
+    other; NCCL and gloo may send two at a time.
+    """
+    world = _world()
+    asked = _Asked(
+        methods=methods,
+        loss=loss,
+        optimizer=optimizer,
+        measure_rounds=measure_rounds,
+        validate_steps=validate_steps,
+        orders=orders,
+        held_out=held_out,
+        bucket_bytes=bucket_bytes,
+        seed=seed,
+        report=progress or (lambda stage, share: None),
+    )
+    assert dist.group.WORLD is not None, "torch.distributed is initialised"
+    groups = tuple(dict.fromkeys((dist.group.WORLD, *find_participants(model).groups)))
+    with Conversation(world, _TOPIC, groups=groups, timeout_seconds=_PATIENCE_SECONDS) as conversation:
+        ready = _prepare(model, batches, asked, world)
+        _agree(conversation, model, asked, ready)
+        unused = _try(conversation, ready.metering)
+        with trainable_copy(model), conversation.stepping():
+            found = _measure(ready, asked.measure_rounds, unused)
+        traffic = found.traffic(optimizer=ready.optimizer, data=data or ready.description)
+        told, *_ = conversation.ask("steps", to_json(traffic).encode())
+    agreed = from_json(told)  # the first rank's: each names its own device and rounds as its own processor does
+    assert isinstance(agreed, Traffic)
+    return agreed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """The arguments of ``advise_compression``."""
+
+    methods: Sequence[str] | None
+    loss: Loss | None
+    optimizer: MakeOptimizer
+    measure_rounds: int
+    validate_steps: int
+    orders: int
+    held_out: Iterable[Any] | int | None
+    bucket_bytes: int | None
+    seed: int
+    report: Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    """What one rank would do, before it knows of the others; ``optimizer`` and ``description`` (of the data) are words."""
+
+    metering: Metering
+    training: Training
+    optimizer: str
+    description: str
+
+
+def _prepare(model: nn.Module, batches: Any, asked: _Asked, world: World) -> _Ready:
+    """Check everything that one rank can check by itself; nothing is exchanged."""
+    for name, count in (("measure_rounds", asked.measure_rounds), ("validate_steps", asked.validate_steps)):
+        check_count(name, count, least=0)
+    check_count("orders", asked.orders, least=1)
+    if asked.bucket_bytes is not None:
+        check_count("bucket_bytes", asked.bucket_bytes, least=1)
+    loss = explained_loss(asked.loss)
+    check_model(model)
+    check_trainable(model)
+    check_layout(model, world)
+    methods = name_methods(asked.methods, is_sharded=bool(find_units(model)))
+    Settings(method=parse_method(methods[-1]), seed=asked.seed)  # refuses a seed that compress_gradients would refuse
+    if find_units(model):
+        _check_shard_options(asked)
+    asked.report("reading the data", 0.0)
+    stream, evaluated = _read_data(batches, asked.held_out, asked.seed, asked.validate_steps)
+    training = Training(
+        calls=_own_calls(stream, world, max(1, asked.validate_steps)),
+        held_out=evaluated,
+        loss=loss,
+        make_optimizer=asked.optimizer,
+        steps=asked.validate_steps,
+        orders=asked.orders,
+    )
+    return _Ready(
+        metering=make_metering(
+            world, model, training, methods, bucket_bytes=asked.bucket_bytes, seed=asked.seed, report=asked.report
+        ),
+        training=training,
+        optimizer=describe_optimizer(model, asked.optimizer),
+        description=stream.description,
+    )
+
+
+def _check_shard_options(asked: _Asked) -> None:
+    if asked.bucket_bytes is not None:
+        raise InvalidOption(
+            f"bucket_bytes={asked.bucket_bytes} for a model that FSDP2 shards.",
+            why="buckets are those of DistributedDataParallel; FSDP2 reduces each module that fully_shard was called on",
+            next="leave bucket_bytes= (--bucket) out; call fully_shard on larger or smaller modules instead",
+        )
+    if asked.measure_rounds < LEAST_ROUNDS:
+        raise InvalidOption(
+            f"measure_rounds={asked.measure_rounds} for a model that FSDP2 shards.",
+            why=f"nothing is predicted for it, and fewer than {LEAST_ROUNDS} measured rounds have no interval",
+            next=f"measure_rounds={LEAST_ROUNDS} (--steps {LEAST_ROUNDS}), or leave it out",
+        )
+
+
+def _agree(conversation: Conversation, model: nn.Module, asked: _Asked, ready: _Ready) -> None:
+    """Go on only if all ranks are about to take the same steps: they would wait for each other in different places."""
+    mine = {
+        "model": fingerprint(model),
+        "methods": ",".join(ready.metering.methods[1:]),
+        "measure_rounds": str(asked.measure_rounds),
+        "validate_steps": str(asked.validate_steps),
+        "orders": str(asked.orders),
+        "held-out batches": str(len(ready.training.held_out)),
+        "bucket_bytes": str(asked.bucket_bytes),
+        "seed": str(asked.seed),
+        "optimizer": ready.optimizer,
+        "torch": torch.__version__,
+    }
+    told = [json.loads(answer) for answer in conversation.ask("options", json.dumps(mine).encode())]
+    if any(theirs != mine for theirs in told):
+        conversation.end()
+        facts = {name: [theirs[name] for theirs in told] for name in mine}
+        raise differing(facts, conversation.world.ranks, _SAME, why="they measure in turns, and wait for each other")
+
+
+def _try(conversation: Conversation, metering: Metering) -> int:
+    """Take one step on every rank, and go on if it went well on all; how many trained parameters get no gradient here."""
+    model = metering.model
+    # Without shards the ranks do not wait for each other yet, and nobody has to be released.
+    with conversation.stepping() if metering.units else contextlib.nullcontext(), untouched(model):
+        reshard(model)
+        metering.backward(model)
+        unused = check_reducible(model, metering.units)
+    conversation.ask("a first step")
+    return unused
+
+
+def _measure(ready: _Ready, rounds: int, unused: int) -> Found:
+    """Measure the parts, then whole steps, then training. The model's weights are another's meanwhile."""
+    metering, training = ready.metering, ready.training
+    measured = None if metering.units else meter_traffic(metering)
+    parallel = Parallel(metering)
+    optimizer_seconds = parallel.optimizer_seconds(training.make_optimizer, metering.repetitions)
+    errors = parallel.gradient_errors()
+    steps, alone = parallel.measured_rounds(rounds)
+    figures: Figures
+    if measured is None:
+        turns = len(metering.methods)
+        figures = ShardFigures(
+            silent_seconds=[median(alone[first : first + turns]) for first in range(0, len(alone), turns)],
+            uncompressed_seconds=steps[UNCOMPRESSED],
+            optimizer_seconds=optimizer_seconds,
+            units=len(metering.units),
+            gradient_bytes=sum(unit.gradient_bytes for unit in metering.units),
+            sent_bytes=parallel.sent_bytes(),
+            unused=unused,
+            backend=metering.backend,
+        )
+    else:
+        measured = measured.with_optimizer(optimizer_seconds)
+        figures = ReplicaFigures(measured.when_alone_takes(median(alone)) if alone else measured)
+    found = Found(metering=metering, training=training, figures=figures, errors=errors, rounds=steps, validations={})
+    return replace(found, validations=validate_methods(found, parallel)) if training.steps else found
+
+
+def _world() -> World:
+    if not dist.is_available():
+        raise InvalidOption(
+            "This torch has no torch.distributed.",
+            why="ranks exchange gradients through it",
+            next="install a build of torch with distributed support",
+        )
+    world = current_world()
+    if world is None:
+        raise InvalidOption(
+            "There is one rank only: no gradients are exchanged, so there is nothing to compress.",
+            why="torch.distributed is not initialised, or has a single process",
+            next="start several: torchrun --nproc-per-node 2 -m plimsoll compress-gradients TARGET",
+        )
+    return world
+
+
+def _read_data(
+    batches: Any, held_out: Iterable[Any] | int | None, seed: int, validate_steps: int
+) -> tuple[Stream, list[Call]]:
+    if held_out is None or isinstance(held_out, int):
+        stream = Stream(batches, set_apart=held_out, seed=seed)
+        evaluated = stream.held_out()
+    else:
+        stream, evaluated = Stream(batches, set_apart=0, seed=seed), held_out_calls(held_out)
+    if validate_steps and not evaluated:
+        raise InvalidOption(
+            f"validate_steps={validate_steps}, and no held-out data.",
+            why="what compression does to training shows on data that was not trained on",
+            next="give a list of batches (a tenth of it is set apart) or held_out=, or leave validation out",
+        )
+    return stream, evaluated
+
+
+def _own_calls(stream: Stream, world: World, steps: int) -> list[Call]:
+    """This rank's batches: of every so many drawn, its own."""
+    place = world.ranks.index(world.rank)
+    return [stream.draw(world.size)[place] for _ in range(steps)]
+
+
+def make_metering(
+    world: World,
+    model: nn.Module,
+    training: Training,
+    methods: tuple[str, ...],
+    *,
+    bucket_bytes: int | None = None,
+    seed: int = 0,
+    report: Callable[[str, float], None] = lambda stage, share: None,
+) -> Metering:
+    """What is measured: the step of the first batch, with each method.
+
+    Args:
+        world: the ranks.
+        model: without its wrapper, or sharded.
+        training: whose first batch and loss make the step.
+        methods: full names, the uncompressed one first.
+        bucket_bytes: of torch's wrapper.
+        seed: of everything random.
+        report: told the stage and the share done.
+    """
+    return Metering(
+        world=world,
+        model=model,
+        backward=_backward(model, training.calls[0], training.loss),
+        methods=methods,
+        units=find_units(model),
+        bucket_bytes=bucket_bytes,
+        repetitions=_REPETITIONS,
+        seed=seed,
+        report=report,
+    )
+
+
+def _backward(model: nn.Module, call: Call, loss: Loss | None) -> Callable[[nn.Module], None]:
+    """Forward, loss and backward of a batch, which is moved to the model's device."""
+    call = Trainer(model, loss, Blocks(model, ())).own(call)
+
+    def backward(module: nn.Module) -> None:
+        scalar_loss(module(*call.args, **call.kwargs), loss).backward()
+
+    return backward

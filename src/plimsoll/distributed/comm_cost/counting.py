@@ -1,0 +1,206 @@
+"""A communication hook and gradients in; what it does to each bucket, timed and counted, out: nothing is sent.
+
+The hook runs on a process group whose collectives come back at once, as if every rank had the same tensor. What passes
+between two of them is local work; what they were given are payloads. So a method is measured apart from any link, and for
+any number of ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+
+from plimsoll.distributed.comm_cost.hooks import Hook, finished
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One bucket's way through a hook: local work and transfers in turns. ``transfers`` are names and payloads in bytes."""
+
+    local_seconds: tuple[float, ...]
+    transfers: tuple[tuple[str, int], ...]
+
+
+class CountingGroup(dist.ProcessGroup):
+    """A process group of so many ranks in one process: collectives are noted and come back at once.
+
+    Args:
+        ranks: how many it claims to have.
+        now: the clock, in seconds.
+    """
+
+    def __init__(self, ranks: int, now: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(0, ranks)  # type: ignore[call-arg]  # a group without a store: the stub lacks this form
+        self._ranks = ranks
+        self._now = now
+        self._resumed_seconds = 0.0
+        self._local_seconds: list[float] = []
+        self._transfers: list[tuple[str, int]] = []
+
+    def start(self) -> None:
+        """Begin a pass."""
+        self._local_seconds, self._transfers = [], []
+        self._resumed_seconds = self._now()
+
+    def stop(self) -> Pass:
+        """End the pass; what happened in it."""
+        self._local_seconds.append(self._now() - self._resumed_seconds)
+        return Pass(tuple(self._local_seconds), tuple(self._transfers))
+
+    def _note(self, kind: str, given: Sequence[torch.Tensor]) -> None:
+        self._local_seconds.append(self._now() - self._resumed_seconds)
+        self._transfers.append((kind, sum(tensor.numel() * tensor.element_size() for tensor in given)))
+
+    def _done(self, result: list[torch.Tensor]) -> dist.Work:
+        work = _Done(result)
+        self._resumed_seconds = self._now()
+        return work
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Names itself where torch asks."""
+        return "counting"
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]  # the form that torch calls
+        """Sums of equal tensors are multiples; averages, minima and maxima are what they were."""
+        self._note("all_reduce", tensors)
+        if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
+            for tensor in tensors:
+                tensor.mul_(self._ranks)
+        return self._done(tensors)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """As one all-reduce of all of them."""
+        return self.allreduce(tensors, opts)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]  # the form that torch calls
+        """Every rank's part is this one's."""
+        self._note("all_gather", inputs)
+        for parts, given in zip(outputs, inputs, strict=True):
+            for part in parts:
+                part.copy_(given)
+        return self._done([part for parts in outputs for part in parts])
+
+    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> dist.Work:
+        self._note("all_gather", [given])
+        output.view(self._ranks, -1).copy_(given.reshape(1, -1).expand(self._ranks, -1))
+        return self._done([output])
+
+    all_gather_single = _allgather_base  # type: ignore[assignment]  # another name of it since torch 2.13
+
+    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> dist.Work:
+        self._note("reduce_scatter", [given])
+        output.copy_(given.view(self._ranks, -1)[0].view_as(output))
+        if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
+            output.mul_(self._ranks)
+        return self._done([output])
+
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]  # the same
+
+    def alltoall_base(
+        self, output: torch.Tensor, given: torch.Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
+    ) -> dist.Work:
+        """Every rank sends what this one would send to itself: the first part."""
+        self._note("all_to_all", [given])
+        if not list(input_sizes or ()) and not list(output_sizes or ()):
+            first = given.view(self._ranks, -1)[:1]
+            output.view(self._ranks, -1).copy_(first.expand(self._ranks, -1))
+        else:
+            output.copy_(given.reshape(-1)[:1].expand_as(output))
+        return self._done([output])
+
+    all_to_all_single = alltoall_base  # type: ignore[assignment]  # the same
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]  # the form that torch calls
+        """All have it already."""
+        self._note("broadcast", tensors)
+        return self._done(tensors)
+
+
+class _Done(dist.Work):
+    """A collective that is over."""
+
+    def __init__(self, result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._future = finished(result, [tensor.device for tensor in result[:1]])
+        self._result = result
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+
+class KeptBucket:
+    """A bucket that outlives its step: the same parameters, and gradients to fill it with again.
+
+    Args:
+        bucket: torch's own, inside its hook.
+    """
+
+    def __init__(self, bucket: GradBucket) -> None:
+        self._index = bucket.index()
+        self._is_last = bucket.is_last()
+        self._parameters = bucket.parameters()
+        self._values = bucket.buffer().detach().clone()
+        start = bucket.buffer().storage_offset()
+        self._places = [
+            (gradient.storage_offset() - start, gradient.shape, gradient.numel()) for gradient in bucket.gradients()
+        ]
+        self._buffer = self._values.clone()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the whole bucket."""
+        return self._values.numel() * self._values.element_size()
+
+    def fill(self) -> None:
+        """Put the gradients in anew: a hook may write to them."""
+        self._buffer = self._values.clone()
+
+    def index(self) -> int:
+        """As torch's."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """As torch's."""
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """As torch's: views of the buffer."""
+        return [self._buffer[start : start + count].view(shape) for start, shape, count in self._places]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """As torch's."""
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """As torch's."""
+        return self._is_last
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """As torch's."""
+        self._buffer = tensor
+
+
+def pass_through(hook: Hook, buckets: Sequence[KeptBucket], group: CountingGroup) -> list[Pass]:
+    """What the hook, made for this group, does to each bucket of one step."""
+    found = []
+    for bucket in buckets:
+        bucket.fill()
+        group.start()
+        hook(bucket).wait()
+        found.append(group.stop())
+    return found

@@ -1,0 +1,203 @@
+"""A timed step, a timed method and timed links in; what the step takes with the method, with its error bar, out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from plimsoll.artifacts.traffic import LinkFit, StepTiming, Transfer
+from plimsoll.artifacts.verdict import Estimate
+from plimsoll.distributed.comm_cost.link import transfer_seconds
+from plimsoll.distributed.comm_cost.timeline import BucketWork, Sharing, Timeline, run_step
+
+LEAST_LINK_ERROR = 0.05
+"""Links are not known better than this, however well a line goes through a few points: an assumption."""
+
+_SIZES = 1024
+"""The largest payload that is timed is at most so many times the smallest; what is smaller still is all latency."""
+_WIDEST_SCALE = 1e4
+_SCALES_PER_DECADE = 8
+_HALVINGS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class BucketProgram:
+    """What a method does with one bucket: local work and transfers in turns, beginning and ending with local work."""
+
+    local_seconds: tuple[float, ...]
+    transfers: tuple[tuple[Transfer, int], ...]
+    """Each with its payload in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MethodProgram:
+    """What a method does with every bucket; ``spread`` is half the interquartile range of its local work, as a share."""
+
+    method: str
+    buckets: tuple[BucketProgram, ...]
+    spread: float = 0.0
+
+    @property
+    def transfers(self) -> list[tuple[Transfer, int]]:
+        """All transfers of a step, with their payloads in bytes."""
+        return [each for bucket in self.buckets for each in bucket.transfers]
+
+    def wire_bytes(self, ranks: int) -> int:
+        """What each rank sends per step."""
+        return round(sum(kind.wire_bytes(payload, ranks) for kind, payload in self.transfers))
+
+    def slower(self, factor: float) -> MethodProgram:
+        """The same with local work that takes so many times as long."""
+        buckets = (
+            replace(bucket, local_seconds=tuple(seconds * factor for seconds in bucket.local_seconds))
+            for bucket in self.buckets
+        )
+        return replace(self, buckets=tuple(buckets))
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What may be other than measured: factors on the seconds of computing, of local work and of transfers."""
+
+    compute: float = 1.0
+    local: float = 1.0
+    transfer: float = 1.0
+    bandwidth: float = 1.0
+    """Of the link's bandwidth alone; its latency stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The step, the links by kind of transfer, and the number of ranks: what all methods have in common."""
+
+    step: StepTiming
+    links: Mapping[Transfer, LinkFit]
+    ranks: int
+
+    def timeline(self, program: MethodProgram, scene: Scene = Scene()) -> Timeline:
+        """Forward and backward with the method, in a scene."""
+        begin, works = 0.0, []
+        for timing, bucket in zip(self.step.buckets, program.buckets, strict=True):
+            ready = timing.measured_ready_seconds
+            works.append(
+                BucketWork(
+                    compute_seconds=max(0.0, ready - begin) * scene.compute,
+                    local_seconds=tuple(seconds * scene.local for seconds in bucket.local_seconds),
+                    transfer_seconds=tuple(
+                        transfer_seconds(self.links[kind], payload, self.ranks, bandwidth_scale=scene.bandwidth)
+                        * scene.transfer
+                        for kind, payload in bucket.transfers
+                    ),
+                )
+            )
+            begin = max(begin, ready)
+        tail = max(0.0, self.step.measured_compute_seconds - begin) * scene.compute
+        sharing = Sharing(
+            compute=self.step.compute_share,
+            transfer=self.step.transfer_share,
+            processor=self.step.processor_share,
+        )
+        return run_step(works, tail, sharing)
+
+    def step_seconds(self, program: MethodProgram, scene: Scene = Scene()) -> float:
+        """The whole step with the method: forward, backward, what is not hidden of the traffic, and the optimizer."""
+        return self.timeline(program, scene).step_seconds + self.step.measured_optimizer_seconds * scene.compute
+
+
+def predict_step(job: Job, program: MethodProgram) -> Estimate:
+    """The step's seconds with its error bar: the least and the most over all scenes that measurement leaves open."""
+    found = [job.step_seconds(program, scene) for scene in _scenes(job, program)]
+    return Estimate(value=job.step_seconds(program), low=min(found), high=max(found))
+
+
+def predict_saved(job: Job, program: MethodProgram, baseline: MethodProgram) -> Estimate:
+    """The share of the uncompressed step that the method saves, with both steps in the same scene."""
+    found = [
+        1 - job.step_seconds(program, scene) / job.step_seconds(baseline, scene) for scene in _scenes(job, program)
+    ]
+    return Estimate(value=1 - job.step_seconds(program) / job.step_seconds(baseline), low=min(found), high=max(found))
+
+
+def _scenes(job: Job, program: MethodProgram) -> list[Scene]:
+    used = {kind for kind, _ in program.transfers}
+    link_error = max((LEAST_LINK_ERROR, *(job.links[kind].relative_error for kind in used)))
+    return [
+        Scene(compute=compute, local=local, transfer=transfer)
+        for compute, local, transfer in itertools.product(
+            _around(job.step.spread), _around(program.spread), _around(link_error)
+        )
+    ]
+
+
+def _around(spread: float) -> tuple[float, float, float]:
+    return (max(0.0, 1 - spread), 1.0, 1 + spread)
+
+
+def break_even_bandwidth(job: Job, program: MethodProgram, baseline: MethodProgram) -> float | None:
+    """The highest bandwidth (of the all-reduce, bytes per second) at which the method still saves time.
+
+    ``None`` where it saves time at no bandwidth down to a ten-thousandth of the measured one, or at all of them.
+    """
+    reference = job.links[Transfer.ALL_REDUCE].bytes_per_second
+    decades = math.log10(_WIDEST_SCALE)
+    count = int(2 * decades * _SCALES_PER_DECADE)
+    scales = [10 ** (decades - 2 * decades * place / count) for place in range(count + 1)]
+
+    def is_saving(scale: float) -> bool:
+        scene = Scene(bandwidth=scale)
+        return job.step_seconds(program, scene) < job.step_seconds(baseline, scene)
+
+    first = next((place for place, scale in enumerate(scales) if is_saving(scale)), None)
+    if not first or not math.isfinite(reference):
+        return None
+    low, high = scales[first], scales[first - 1]
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if is_saving(middle) else (low, middle)
+    return reference * low
+
+
+def break_even_hidden_share(job: Job, program: MethodProgram, baseline: MethodProgram) -> float | None:
+    """The share of the uncompressed transfers that may be hidden for the method to save time still.
+
+    Taken with the method's own transfers hidden in the same proportion: with T the seconds of transfers, L of local work,
+    (1 - h)·T_none = L + (1 - h)·T_method. ``None`` where the method loses even with nothing hidden.
+    """
+    without, with_method = job.timeline(baseline), job.timeline(program)
+    gain = without.transfer_seconds - with_method.transfer_seconds
+    loss = with_method.local_seconds - without.local_seconds
+    if gain <= loss:
+        return None
+    return min(1.0, 1 - loss / gain) if gain > 0 else None
+
+
+def hidden_share(job: Job, program: MethodProgram) -> float:
+    """How much of the time of its transfers a method hides behind computing."""
+    timeline = job.timeline(program)
+    if not timeline.transfer_seconds:
+        return 1.0
+    return min(1.0, max(0.0, 1 - timeline.exposed_seconds / timeline.transfer_seconds))
+
+
+def sizes_to_time(programs: Sequence[MethodProgram], *, count: int = 5) -> dict[Transfer, tuple[int, ...]]:
+    """The payloads to time each kind of transfer with: evenly spread on a log scale over what the methods send.
+
+    Example:
+        >>> program = MethodProgram("none", (BucketProgram((0.0, 0.0), ((Transfer.ALL_REDUCE, 4096),)),))
+        >>> sizes_to_time([program], count=3)
+        {<Transfer.ALL_REDUCE: 'all_reduce'>: (256, 1024, 4096)}
+    """
+    payloads: dict[Transfer, set[int]] = {}
+    for program in programs:
+        for kind, payload in program.transfers:
+            payloads.setdefault(kind, set()).add(max(payload, 4))
+    found = {}
+    for kind, sizes in payloads.items():
+        largest = max(sizes)
+        smallest = max(4, largest // _SIZES, min(min(sizes), largest // 16))
+        ratio = (largest / smallest) ** (1 / (count - 1))
+        steps = (smallest * ratio**place for place in range(count - 1))
+        found[kind] = (*dict.fromkeys(max(4, round(step) // 4 * 4) for step in steps), largest // 4 * 4)
+    return found

@@ -1,0 +1,178 @@
+"""What a caller holds while gradients are compressed: counts, a description, the state to save, and the way back."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from plimsoll.distributed.gradient_compression.counters import Counters, Tally
+from plimsoll.distributed.gradient_compression.settings import Settings
+from plimsoll.distributed.gradient_compression.slots import STATE, Slot
+from plimsoll.errors import CompressionMismatch, InvalidOption
+from plimsoll.units import format_bytes
+
+_SCHEMA_VERSION = 1
+
+
+class Attachment(Protocol):
+    """What was put into the model."""
+
+    def restore(self, step: int) -> None:
+        """Count steps from here on."""
+        ...
+
+    def detach(self) -> None:
+        """Take it out again."""
+        ...
+
+
+class CompressionHandle:
+    """Compressed gradients of one model on one rank; also a context manager."""
+
+    def __init__(
+        self, settings: Settings, slots: Sequence[Slot], tally: Tally, attachment: Attachment, *, rank: int, layout: str
+    ) -> None:
+        self._settings = settings
+        self._slots = list(slots)
+        self._tally = tally
+        self._attachment: Attachment | None = attachment
+        self._rank = rank
+        self._layout = layout
+
+    @property
+    def is_active(self) -> bool:
+        """Whether gradients are still compressed."""
+        return self._attachment is not None
+
+    @property
+    def counters(self) -> Counters:
+        """Bytes and steps so far. On a GPU this waits for the device."""
+        return self._tally.read()
+
+    @property
+    def step_bytes(self) -> int:
+        """What this rank sends in a step once warm-up is over, if every parameter has a gradient."""
+        return sum(slot.sent_bytes(self._settings) for slot in self._slots)
+
+    def remove(self) -> None:
+        """Leave the gradients to torch again, and let go of what was not sent; a second call does nothing.
+
+        Every rank calls it, between two steps. What was not sent yet is lost unless ``state_dict`` was taken before.
+        """
+        attachment, self._attachment = self._attachment, None
+        if attachment is None:
+            return
+        attachment.detach()
+        for slot in self._slots:
+            for kind in STATE:
+                setattr(slot, kind, None)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what was not sent, and momentum, by a factor: what a change of the loss scale does to gradients.
+
+        Call it after ``scaler.update()`` with the new scale over the old one.
+
+        Args:
+            factor: above 0.
+
+        Raises:
+            InvalidOption: a factor that is 0, negative or not finite: what was not sent would be lost, or turned round.
+        """
+        if not 0 < factor < math.inf:
+            raise InvalidOption(
+                f"rescale({factor:g}).",
+                why="it is the new loss scale over the old one, and both are above 0",
+                next="pass scaler.get_scale() after update() over that before it",
+            )
+        with torch.no_grad():
+            for slot in self._slots:
+                for kept in (slot.residual, slot.velocity, slot.owned):
+                    if kept is not None:
+                        kept.mul_(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, of this rank: save one per rank."""
+        return {
+            "schema_version": _SCHEMA_VERSION,
+            "settings": self._settings.as_text(),
+            "layout": self._layout,
+            "ranks": self._slots[0].ranks if self._slots else 1,
+            "rank": self._rank,
+            "shapes": {slot.name: list(slot.shape) for slot in self._slots},
+            "counters": asdict(self.counters),
+            "reductions": {slot.name: slot.reductions for slot in self._slots},
+            **{
+                kind: {slot.name: kept for slot in self._slots if (kept := getattr(slot, kind)) is not None}
+                for kind in STATE
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state, as if the run had not been interrupted.
+
+        Args:
+            state: what ``state_dict`` gave on this rank.
+
+        Raises:
+            CompressionMismatch: the state of another method, model, layout, number of ranks, or rank; nothing is changed.
+        """
+        mine = self.state_dict()
+        for what in ("schema_version", "settings", "layout", "ranks", "rank", "shapes"):
+            if state.get(what) != mine[what]:
+                raise _mismatch(what, state.get(what), mine[what])
+        for slot in self._slots:
+            slot.reductions = state["reductions"][slot.name]
+            for kind in STATE:
+                kept = state[kind].get(slot.name)
+                # On the host: the stream that gradients are exchanged in takes it to its device, in memory of its own.
+                setattr(slot, kind, None if kept is None else kept.detach().to("cpu", copy=True))
+        self._tally.restore(Counters(**state["counters"]))
+        if self._attachment is not None:
+            self._attachment.restore(state["counters"]["steps"])
+
+    def describe(self) -> str:
+        """What is compressed, what is not and why, and what a step sends on this rank."""
+        compressed = [slot for slot in self._slots if slot.is_compressed]
+        ranks = self._slots[0].ranks if self._slots else 1
+        before = sum(slot.dense_bytes for slot in self._slots)
+        after = self.step_bytes
+        lines = [
+            f"{self._settings.method} on {ranks} ranks: {len(compressed)} of {len(self._slots)} parameters are compressed",
+            f"sent by each rank in a step: {format_bytes(after)} instead of {format_bytes(before)}"
+            + (f", {before / after:.1f} times fewer" if after else ""),
+            f"kept between steps on this rank: {format_bytes(sum(slot.state_bytes for slot in self._slots))}",
+        ]
+        if self._settings.warmup_steps:
+            lines.append(f"the first {self._settings.warmup_steps} steps are not compressed")
+        reasons = Counter(slot.reason for slot in self._slots if slot.reason)
+        lines += [f"not compressed: {count}, {reason}" for reason, count in reasons.most_common()]
+        return "\n".join(lines)
+
+    def __enter__(self) -> CompressionHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def _mismatch(what: str, saved: object, mine: object) -> CompressionMismatch:
+    if isinstance(saved, Mapping) and isinstance(mine, Mapping):
+        names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]
+        first = names[0]
+        saved, mine, what = saved.get(first), mine.get(first), f"{what}: {first}"
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    else:
+        more = ""
+    return CompressionMismatch(
+        f"The saved state of gradient compression has {what} = {saved}{more}, this run has {mine}.",
+        why="what a rank has not sent yet belongs to its parameters, its method and its number of ranks",
+        next="load on the same rank of as many ranks with the same call, or start without the state: what was unsent is lost",
+    )

@@ -1,0 +1,266 @@
+"""A model under FSDP2 in, the same model with its gradients reduced by us, through FSDP2's public hooks, out; and back.
+
+Two places are served. ``set_custom_reduce_scatter``: the reduce-scatter among the ranks that share the parameters. And
+``set_all_reduce_hook``: the all-reduce among replicas of the shards, where the caller names their group; FSDP2's own HSDP
+does that all-reduce itself and has no hook for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+
+from plimsoll.distributed.gradient_compression.collectives import reduce_rows
+from plimsoll.distributed.gradient_compression.meaning import Mean
+from plimsoll.distributed.gradient_compression.replicas import twice
+from plimsoll.distributed.gradient_compression.scattering import Scatter
+from plimsoll.distributed.gradient_compression.slots import Part, Slot
+from plimsoll.errors import InvalidModel, InvalidOption
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One module that ``fully_shard`` was called on, with the parameters that it reduces, in that order."""
+
+    module: FSDPModule
+    names: tuple[str, ...]
+    parameters: tuple[DTensor, ...]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the parameters."""
+        return self.parameters[0].device_mesh.size()
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """What FSDP2's mixed precision reduces in, where the caller set it."""
+        policy = self.module._get_fsdp_state()._mp_policy
+        return policy.reduce_dtype or policy.param_dtype
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of all its gradients, unsharded, as they are reduced."""
+        return sum(each.numel() * (self.reduce_dtype or each.dtype).itemsize for each in self.parameters)
+
+    @property
+    def shard_shapes(self) -> list[tuple[int, ...]]:
+        """Of one rank's padded shard of each parameter."""
+        shapes = []
+        for parameter in self.parameters:
+            dim = parameter.placements[0].dim  # type: ignore[attr-defined]  # FSDP2 shards
+            shape = list(parameter.shape)
+            shape[dim] = -(-shape[dim] // self.ranks)
+            shapes.append(tuple(shape))
+        return shapes
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units of a model that FSDP2 shards, in the order of ``named_modules``.
+
+    Raises:
+        InvalidModel: FSDP2's own HSDP, or parameters that are sharded over several meshes.
+    """
+    seen: set[nn.Parameter] = set()
+    units = []
+    for prefix, module in model.named_modules():
+        unit = module if isinstance(module, FSDPModule) else None
+        if unit is None:
+            continue
+        unit.reshard()  # a forward without a backward leaves the root's parameters gathered, as plain tensors
+        named = [(f"{prefix}.{name}" if prefix else name, each) for name, each in _own_parameters(module, seen)]
+        trained = [(name, each) for name, each in named if each.requires_grad]
+        if not trained:
+            continue
+        names, parameters = zip(*trained, strict=True)
+        if not all(isinstance(each, DTensor) and each.device_mesh.ndim == 1 for each in parameters):
+            raise InvalidModel(
+                f"Parameter {names[0]!r} is not sharded over a mesh of one dimension.",
+                why="between replicas of shards, and under tensor parallelism, FSDP2 reduces gradients itself and has no hook",
+                next="shard over the inner dimension alone and pass replicate_group=, or leave the gradients uncompressed",
+            )
+        units.append(Unit(unit, names, parameters))
+    return units
+
+
+def _own_parameters(module: nn.Module, seen: set[nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:
+    """What FSDP2 takes into the unit of a module: children before their parents, no nested units, shared parameters once."""
+
+    def visit(each: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, child in each.named_children():
+            if not isinstance(child, FSDPModule):
+                yield from visit(child, f"{prefix}{name}.")
+        for name, parameter in each.named_parameters(recurse=False):
+            if parameter not in seen:
+                seen.add(parameter)
+                yield f"{prefix}{name}", parameter
+
+    yield from visit(module, "")
+
+
+def parts_to_scatter(unit: Unit, dtype: torch.dtype | None) -> list[Part]:
+    """A unit's parameters as a reduce-scatter has them: one row per rank."""
+    return [
+        Part(name=name, shape=(unit.ranks, math.prod(shape)), dtype=dtype or parameter.dtype)
+        for name, parameter, shape in zip(unit.names, unit.parameters, unit.shard_shapes, strict=True)
+    ]
+
+
+def parts_to_average(unit: Unit, dtype: torch.dtype | None) -> list[Part]:
+    """A unit's parameters as an all-reduce among replicas has them: this rank's shards."""
+    return [
+        Part(name=name, shape=shape, dtype=dtype or parameter.dtype)
+        for name, parameter, shape in zip(unit.names, unit.parameters, unit.shard_shapes, strict=True)
+    ]
+
+
+class Shards:
+    """The units of one model, while their reduce-scatters are compressed."""
+
+    def __init__(self, units: Sequence[Unit], slots: Sequence[Sequence[Slot]], scatter: Scatter) -> None:
+        self._comms = [_CompressedReduceScatter(each, scatter) for each in slots]
+        self._modules = [unit.module for unit in units]
+        self._before = [_group_of(module)._reduce_scatter_comm for module in self._modules]
+        for module, comm in zip(self._modules, self._comms, strict=True):
+            module.set_custom_reduce_scatter(comm)
+
+    def restore(self, step: int) -> None:
+        """Count steps from here on."""
+        for comm in self._comms:
+            comm.step = step
+
+    def detach(self) -> None:
+        """Put back the reduce-scatters that were there."""
+        for module, comm in zip(self._modules, self._before, strict=True):
+            module.set_custom_reduce_scatter(comm)
+
+
+class ShardReplicas:
+    """The units of one model, while the all-reduces between replicas of their shards are ours."""
+
+    def __init__(
+        self, units: Sequence[Unit], slots: Sequence[Sequence[Slot]], mean: Mean, group: dist.ProcessGroup
+    ) -> None:
+        self._modules = [unit.module for unit in units]
+        self._hooks = [_AverageShards(each, mean, group) for each in slots]
+        for module, hook in zip(self._modules, self._hooks, strict=True):
+            module.set_all_reduce_hook(hook)
+
+    def restore(self, step: int) -> None:
+        """Count steps from here on."""
+        for hook in self._hooks:
+            hook.step = step
+
+    def detach(self) -> None:
+        """Take the hooks away; FSDP2 has none by default."""
+        for module in self._modules:
+            module.set_all_reduce_hook(None)  # type: ignore[arg-type]  # what it is before anybody sets one
+
+
+class _CompressedReduceScatter(DefaultAllocMixin, ReduceScatter):
+    """What FSDP2 calls in the place of its reduce-scatter, in its own stream."""
+
+    def __init__(self, slots: Sequence[Slot], scatter: Scatter) -> None:
+        self._slots = slots
+        self._scatter = scatter
+        self.step = 0
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
+    ) -> dist.Work | None:
+        expected = sum(slot.elements for slot in self._slots)
+        step, self.step = self.step, self.step + 1
+        if input_tensor.numel() != expected:
+            # Some parameters had no gradient in this step. Which ones FSDP2 does not say, but all ranks agree.
+            reduce_rows(output_tensor, input_tensor, group, op)
+            return None
+        _check_op(op)
+        rows = input_tensor.view(group.size(), -1)
+        self._scatter.reduce(self._slots, output_tensor, rows, group=group, step=step)
+        if op == dist.ReduceOp.SUM:
+            output_tensor.mul_(group.size())
+        return None
+
+
+class _AverageShards:
+    """What FSDP2 calls after its reduce-scatter."""
+
+    def __init__(self, slots: Sequence[Slot], mean: Mean, group: dist.ProcessGroup) -> None:
+        self._slots = slots
+        self._mean = mean
+        self._group = group
+        self.step = 0
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        step, self.step = self.step, self.step + 1
+        if reduced.numel() != sum(slot.elements for slot in self._slots):
+            reduced.mul_(1 / self._group.size())
+            dist.all_reduce(reduced, group=self._group)
+            return
+        gradients = [
+            piece.view(slot.shape)
+            for slot, piece in zip(self._slots, reduced.split([slot.elements for slot in self._slots]), strict=True)
+        ]
+        self._mean.reduce(self._slots, gradients, reduced, group=self._group, step=step)
+
+
+def _check_op(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> None:
+    if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+        raise InvalidOption(
+            f"FSDP2 reduces these gradients with {op}, which is neither a mean nor a sum.",
+            why="set_gradient_divide_factor() makes NCCL scale and sum at once; a compressed reduction cannot",
+            next="call set_force_sum_reduction_for_comms(True) on the model: torch divides after the sum then",
+        )
+
+
+def check_free(units: Sequence[Unit]) -> None:
+    """Refuse a model whose gradients have a hook already."""
+    for unit in units:
+        group = _group_of(unit.module)
+        if isinstance(group._reduce_scatter_comm, _CompressedReduceScatter) or isinstance(
+            group._all_reduce_hook, _AverageShards
+        ):
+            raise twice()
+        if group._all_reduce_hook is not None:
+            raise InvalidOption(
+                "The model has an all-reduce hook already.",
+                why="FSDP2 has one such hook per module, and compression would take its place",
+                next="take that hook away with set_all_reduce_hook(None), or leave the gradients to it",
+            )
+
+
+def check_default(units: Sequence[Unit]) -> None:
+    """Refuse a model whose reduce-scatter is not torch's own."""
+    for unit in units:
+        comm = _group_of(unit.module)._reduce_scatter_comm
+        if type(comm) is not DefaultReduceScatter:
+            raise InvalidOption(
+                f"The model has a reduce-scatter of its own already: {type(comm).__name__}.",
+                why="FSDP2 has one per module, and compression would take its place",
+                next="leave out set_custom_reduce_scatter() and settings of communication memory, or the compression",
+            )
+
+
+def _group_of(module: FSDPModule) -> torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup:
+    """Where FSDP2 keeps its hooks. They can be set in public but only be read here, and what was there has to come back."""
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    if len(groups) != 1:
+        raise InvalidModel(
+            f"A module of the model has {len(groups)} groups of sharded parameters.",
+            why="FSDP2 takes a reduce-scatter of one's own for modules with one group only",
+            next="shard its parameters over one mesh, or leave the gradients uncompressed",
+        )
+    return groups[0]

@@ -1,0 +1,143 @@
+"""Named parameters and settings in, one slot per parameter out: whether it is compressed, and what it keeps between steps."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from plimsoll.distributed.gradient_compression.settings import EXCLUDED, Settings
+from plimsoll.distributed.gradient_compression.wire import FLOATS, Form, compressed_bytes, dense_bytes
+from plimsoll.errors import InvalidOption
+
+STATE = ("residual", "velocity", "factor", "owned")
+"""The tensors of a slot that live from step to step."""
+
+_MOST_ELEMENTS = 2**31 - 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Slot:
+    """One parameter on one rank.
+
+    Attributes:
+        number: its place among the parameters, the same on all ranks.
+        shape: of its gradient; sharded, ``(ranks, elements of a padded shard)``.
+        reason: why it is not compressed; empty where it is.
+        reductions: how often it was reduced so far.
+        residual: what this rank has not sent yet, float32.
+        velocity: momentum before compression, float32.
+        factor: the right factor of ``powersgd`` from the last step, ``(columns, rank)`` float32, the same on all ranks.
+        owned: what the second pass of ``int8`` has not sent yet of the chunk that this rank averages, float32.
+    """
+
+    name: str
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ranks: int
+    form: Form
+    reason: str
+    residual: torch.Tensor | None = field(default=None, repr=False)
+    velocity: torch.Tensor | None = field(default=None, repr=False)
+    factor: torch.Tensor | None = field(default=None, repr=False)
+    owned: torch.Tensor | None = field(default=None, repr=False)
+    reductions: int = 0
+
+    @property
+    def elements(self) -> int:
+        """How many numbers its gradient has."""
+        return math.prod(self.shape)
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether it is, once warm-up is over."""
+        return not self.reason
+
+    @property
+    def dense_bytes(self) -> int:
+        """What one rank sends for it uncompressed."""
+        return dense_bytes(self.elements, self.dtype, self.ranks, self.form)
+
+    def sent_bytes(self, settings: Settings) -> int:
+        """What one rank sends for it once warm-up is over."""
+        if not self.is_compressed:
+            return self.dense_bytes
+        return compressed_bytes(settings.method, self.shape, self.dtype, self.ranks, self.form)
+
+    def is_due(self, settings: Settings) -> bool:
+        """Whether its next reduction is a compressed one."""
+        return self.is_compressed and self.reductions >= settings.warmup_steps
+
+    @property
+    def state_bytes(self) -> int:
+        """What it holds on this rank between steps."""
+        kept = (self.residual, self.velocity, self.factor, self.owned)
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A parameter as it is reduced: the gradient's shape and dtype need not be the parameter's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def make_slots(parts: Iterable[Part], settings: Settings, *, ranks: int, form: Form) -> list[Slot]:
+    """One slot per parameter, in the order given.
+
+    Raises:
+        InvalidOption: a pattern of the caller's that matches no parameter.
+    """
+    parts = list(parts)
+    _check_patterns(settings.exclude, [part.name for part in parts])
+    return [
+        Slot(
+            name=part.name,
+            number=number,
+            shape=part.shape,
+            dtype=part.dtype,
+            ranks=ranks,
+            form=form,
+            reason=_reason_not_to(part, settings, ranks, form),
+        )
+        for number, part in enumerate(parts)
+    ]
+
+
+def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if pattern not in EXCLUDED and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            some = ", ".join(names[:3])
+            raise InvalidOption(
+                f"exclude={pattern!r} matches no parameter.",
+                why=f"patterns are matched against whole names, such as {some}",
+                next="correct the pattern (a star matches any text, '*.mlp.*'), or leave it out",
+            )
+
+
+def _reason_not_to(part: Part, settings: Settings, ranks: int, form: Form) -> str:
+    elements = math.prod(part.shape)
+    if settings.method.kind == "none":
+        return "the method is none"
+    for pattern in settings.exclude:
+        if fnmatch.fnmatchcase(part.name, pattern):
+            return f"excluded by {pattern!r}"
+    if part.dtype not in FLOATS:
+        return f"gradients of {str(part.dtype).removeprefix('torch.')} are sent as they are"
+    if elements < settings.min_elements or not elements:
+        return f"fewer than {settings.min_elements} elements"
+    if elements > _MOST_ELEMENTS:
+        return f"more than {_MOST_ELEMENTS} elements: places are sent as 32-bit integers"
+    # A single rank sends nothing; it decides as the smaller of two would.
+    several = max(2, ranks)
+    dense = dense_bytes(elements, part.dtype, several, form)
+    compressed = compressed_bytes(settings.method, part.shape, part.dtype, several, form)
+    if dense < settings.min_ratio * compressed:
+        return f"would save too little: its bytes divided by less than {settings.min_ratio:g}"
+    return ""

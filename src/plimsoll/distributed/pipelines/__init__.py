@@ -1,0 +1,1 @@
+"""Plans and manages the stages of torch.distributed.pipelining schedules."""

@@ -1,0 +1,468 @@
+"""A pipeline's schedule and a budget in; every stage of this rank managed from its first step on, and back again exactly, out.
+
+The first ``schedule.step(...)`` that trains traces each stage on the micro-batch that it is called with, or that its receive
+buffers show, before anything else runs; all ranks refuse together if one cannot meet its budget. That step runs at the lowest
+memory and is measured as a whole. The plans for the budget, with what the traces did not see taken off, run from the second
+step on; steps are measured until one keeps to the budget on every rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.utils._pytree import tree_leaves
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.distributed.pipelines.rank_plans import RankPlan, RankPlanner
+from plimsoll.distributed.pipelines.schedule_report import ScheduleReport, StageReport, added_seconds
+from plimsoll.distributed.pipelines.schedules import RankSchedule, Schedule, read_schedule
+from plimsoll.distributed.pipelines.stage_agreement import TIMEOUT_SECONDS, StageAgreement, Standing
+from plimsoll.distributed.pipelines.stage_steps import KnownChoices, StageStep, bytes_of, trace_stage
+from plimsoll.distributed.pipelines.wrapping import Wrapped, is_wrapped
+from plimsoll.engine.apply import Handle
+from plimsoll.errors import BudgetBelowFloor, InvalidModel, PlimsollError
+from plimsoll.estimator.pipeline_schedule.rank_memory import most_in_flight
+from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds
+from plimsoll.session.budgets import resolve_budget
+from plimsoll.session.calibration import MeasuredStep, OptimizerWatch
+from plimsoll.session.manage import manage
+from plimsoll.session.rendezvous.world import current_world
+from plimsoll.session.request import as_patterns, check_count, check_model
+from plimsoll.tracing.meters.memory import storage_bytes
+from plimsoll.units import format_bytes, parse_bytes
+
+_MOST_STEPS = 5
+"""So many steps calibrate at most; what exceeds the budget even then stays, with a warning."""
+
+
+class ScheduleAttachment:
+    """A budget at work on a schedule. ``plans``, by stage, are there once the first training step has begun."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        budget: int | str,
+        *,
+        optimizers: Sequence[torch.optim.Optimizer],
+        regions: Sequence[str] | None,
+        verify_every: int,
+        agreement: StageAgreement,
+    ) -> None:
+        self.schedule = schedule
+        self.plans: dict[int, Plan] = {}
+        self.measured_peak_bytes = 0
+        self._rank: RankSchedule = read_schedule(schedule)
+        self._budget = budget
+        self._budget_bytes = 0
+        self._optimizers = tuple(optimizers)
+        self._regions = regions
+        self._verify_every = verify_every
+        self._agreement = agreement
+        self._arguments: tuple[Any, ...] = ()
+        self._call: dict[str, Any] = {}
+        self._steps: dict[int, StageStep] = {}
+        self._known_choices: KnownChoices = {}
+        self._errors: list[Exception] = []
+        self._planner: RankPlanner | None = None
+        self._made: RankPlan | None = None
+        self._seconds: dict[int, StageSeconds] = {}
+        self._excess_bytes = 0
+        self._steps_run = 0
+        self._is_calibrating = True
+        self._is_tracing = False
+        self._measuring: MeasuredStep | None = None
+        self._measured: MeasuredStep | None = None
+        self._watch: OptimizerWatch | None = None
+        self._handles: dict[int, Handle] = {}
+        initialize = "_initialize_stage" if isinstance(schedule, PipelineScheduleSingle) else "_initialize_stages"
+        self._wrapped = [Wrapped(schedule, "step", self._step), Wrapped(schedule, initialize, self._initialize)]
+        self._hooks = [
+            stage.submod.register_forward_pre_hook(
+                _StageHook(index, self._before_forward), with_kwargs=True, prepend=True
+            )
+            for index, stage in self._rank.stages.items()
+        ]
+
+    @property
+    def is_calibrating(self) -> bool:
+        """Whether steps are still measured, and plans may change."""
+        return self._is_calibrating
+
+    @property
+    def report(self) -> ScheduleReport:
+        """What this rank's stages do under their plans, predicted beside measured. ``str`` shows it."""
+        made = self._made
+        return ScheduleReport(
+            schedule=type(self.schedule).__name__,
+            rank=self._rank.rank,
+            budget_bytes=self._budget_bytes,
+            predicted_peak_bytes=0 if made is None else made.peak.peak_bytes + self._excess_bytes,
+            moment="no step yet" if made is None else made.peak.moment,
+            measured_peak_bytes=self.measured_peak_bytes,
+            excess_bytes=self._excess_bytes,
+            is_calibrating=self._is_calibrating,
+            stages=tuple(
+                StageReport(index, plan.in_flight, len(plan.regions), self._seconds[index].recompute_seconds)
+                for index, plan in sorted(self.plans.items())
+                if index in self._seconds
+            ),
+            added=added_seconds(self._rank.orders, self._seconds, self._rank.stage_count),
+        )
+
+    def remove(self) -> None:
+        """Undo everything: schedule and stages are as they were before. Harmless when called twice."""
+        self._stop_measuring()
+        for wrapped in self._wrapped:
+            wrapped.remove()
+        self._drop_hooks()
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles = {}
+        self._is_calibrating = False
+
+    def __enter__(self) -> ScheduleAttachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of ``schedule.step``."""
+        if not self._trains:
+            self._stop_measuring()  # evaluation is no part of the step before it
+            return original(*args, **kwargs)
+        self._arguments, self._call = args, kwargs
+        try:
+            if self._is_calibrating and self._planner is not None:
+                self._settle()
+                if self._is_calibrating:
+                    self._measure()
+            result = original(*args, **kwargs)
+            if self._measuring is not None:
+                self._measuring.has_trained = True
+            return result
+        except BaseException as error:
+            if self._measuring is not None:
+                self._measuring.has_failed = True
+            if isinstance(error, PlimsollError) or self._planner is None:
+                self.remove()
+            if self._planner is None:
+                self.plans = {}
+            raise
+
+    @property
+    def _trains(self) -> bool:
+        """Whether a step runs backward: ``eval`` switches that off, and torch refuses it without gradients."""
+        return bool(self.schedule._has_backward) and torch.is_grad_enabled()
+
+    def _initialize(self, original: Callable[..., Any], args: Any, kwargs: Any, *more: Any, **named: Any) -> None:
+        """In place of what torch calls when a step begins, with its first micro-batch."""
+        original(args, kwargs, *more, **named)
+        if not self._trains or self._planner is not None:
+            return
+        for index, stage in self._rank.stages.items():
+            if index not in self._steps and not self._errors:
+                self._begin_stage(index, args if stage.is_first else stage._retrieve_recv_activations(0), kwargs or {})
+        self._drop_hooks()
+        self._agree_at_first()
+        self._measure()  # not before: tracing has a meter of its own, and on a CPU there is only one
+
+    def _before_forward(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A stage is about to run; where torch infers shapes, that is before anything else of the step."""
+        if self._trains and not self._is_tracing and index not in self._steps and not self._errors:
+            self._begin_stage(index, args, kwargs)
+
+    def _begin_stage(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Trace a stage and let it run at its smallest peak. What fails is told to all ranks before the first micro-batch."""
+        stage, rank = self._rank.stages[index], self._rank
+        self._is_tracing = True
+        try:
+            traced = trace_stage(
+                index,
+                stage.submod,
+                args if stage.is_first else stand_ins(args),
+                kwargs,
+                loss=self._loss if stage.is_last else None,
+                regions=self._regions,
+                micro_batches=rank.micro_batches,
+            )
+            does_return = stage.is_last and self._call.get("return_outputs", True)
+            returned_bytes = traced.output_bytes if does_return else 0
+            sent_bytes = (0 if stage.is_last else traced.output_bytes) + (0 if stage.is_first else bytes_of(args))
+            step = StageStep(
+                traced,
+                most_in_flight(rank.actions)[index],
+                left_bytes=returned_bytes + (sent_bytes if rank.keeps_sends else 0),
+                merged_bytes=returned_bytes * rank.micro_batches,
+                known_choices=self._known_choices,
+            )
+            self._steps[index] = step
+            self._run(index, step.plan(step.range_bytes[0]))
+        except Exception as error:  # noqa: BLE001 - whatever it is: the other ranks wait, and have to be told
+            self._errors.append(error)
+        finally:
+            self._is_tracing = False
+
+    def _loss(self, output: Any) -> torch.Tensor:
+        """The schedule's loss of its first micro-batch."""
+        target = self._call.get("target")
+        if isinstance(target, torch.Tensor):
+            target = torch.tensor_split(target, self._rank.micro_batches)[0]
+        value: torch.Tensor = self.schedule._compute_loss(output, target, self._call.get("loss_kwargs"))
+        return value
+
+    def _agree_at_first(self) -> None:
+        """All stages of all ranks are traced, and no micro-batch has run: refuse together, or go on."""
+        with self._agreement.together():
+            for error in self._errors:
+                raise error
+            budget_bytes = resolve_budget(self._budget, next(iter(self._steps.values())).traced.costs)
+            assert budget_bytes is not None
+        self._budget_bytes, self._excess_bytes = budget_bytes, self._state_bytes
+        mine, _ = self._agreement.compare(self._standing(does_fit=False))
+        planner = RankPlanner(self._steps, self._rank.actions, self._beside_bytes)
+        with self._agreement.together():
+            planner.solve(
+                budget_bytes, budget_bytes - mine.room_bytes
+            )  # where the budget is below the floor, this step must not begin
+            made = planner.lowest()
+        self._planner = planner
+        self._take(mine, made)
+
+    def _settle(self) -> None:
+        """A step is over: keep its plans if every rank fits, else take off what was measured beyond them."""
+        assert self._planner is not None
+        self._stop_measuring()
+        step, self._measured = self._measured, None
+        self._steps_run += 1
+        with self._agreement.together():
+            if step is not None:
+                self._note(step)
+        fits = step is not None and self.measured_peak_bytes <= self._budget_bytes
+        mine, all_fit = self._agreement.compare(self._standing(does_fit=fits and self._steps_run > 1))
+        if all_fit or self._steps_run >= _MOST_STEPS:
+            self._end_calibration(does_fit=fits)
+            return
+        with self._agreement.together():
+            made = self._planner.solve(self._budget_bytes, self._budget_bytes - mine.room_bytes)
+        self._take(mine, made)
+
+    def _note(self, step: MeasuredStep) -> None:
+        """What a measured step took, beyond what its plans predict.
+
+        Raises:
+            BudgetBelowFloor: the optimizer's step alone takes more than the budget.
+        """
+        assert self._made is not None
+        state_bytes = self._state_bytes
+        self.measured_peak_bytes = step.step_peak_bytes + state_bytes
+        self._excess_bytes = max(self._excess_bytes, self.measured_peak_bytes - self._made.peak.peak_bytes)
+        before_bytes = 0 if self._watch is None else self._watch.bytes_before
+        optimizer_bytes = step.optimizer_peak_bytes + before_bytes
+        if optimizer_bytes > self._budget_bytes:
+            raise BudgetBelowFloor(
+                f"budget {format_bytes(self._budget_bytes)} is below what the optimizer's step takes, "
+                f"{format_bytes(optimizer_bytes)}, on the rank of stages {sorted(self._steps)}.",
+                why="parameters, gradients, the optimizer's state and its temporaries are there together in its step, and "
+                "no decision about activations changes that",
+                next=f'budget "{optimizer_bytes}B", or an optimizer with less state, or foreach=False',
+            )
+
+    def _end_calibration(self, *, does_fit: bool) -> None:
+        self._is_calibrating = False
+        self._stop_measuring()
+        if does_fit:
+            return
+        said = f"is still {format_bytes(self.measured_peak_bytes)}, above the budget {format_bytes(self._budget_bytes)}"
+        if self.measured_peak_bytes <= self._budget_bytes:
+            said = "is not known: a profiler was running, or the step failed"
+        warnings.warn(
+            f"plimsoll: after {self._steps_run} steps the peak of the rank of stages {sorted(self._steps)} {said}",
+            stacklevel=5,
+        )
+
+    def _take(self, mine: Standing, made: RankPlan) -> None:
+        """Run the plans that this rank's replicas agree on."""
+        assert self._planner is not None
+        plans, self._seconds = self._agreement.adopt(mine, made)
+        self._made = RankPlan(plans, self._planner.peak_of(plans), made.seconds)
+        for index, plan in plans.items():
+            self._run(index, plan)
+
+    def _run(self, index: int, plan: Plan) -> None:
+        earlier = self.plans.get(index)
+        self.plans[index] = plan
+        if earlier is not None and earlier.regions == plan.regions:
+            return
+        if index in self._handles:
+            self._handles.pop(index).remove()
+        self._handles[index] = manage(
+            self._rank.stages[index].submod,
+            plan,
+            verify_every=self._verify_every,
+            splits_backward=self._rank.splits_backward(index),
+        )
+
+    def _measure(self) -> None:
+        """Start the meter for what is left of a step, up to the next one."""
+        self._stop_measuring()
+        stages = self._rank.stages.values()
+        for stage in stages:
+            stage.clear_runtime_states()  # as the step itself is about to: what it lets go of was not there before
+        modules = nn.ModuleList([stage.submod for stage in stages])
+        received = [tensor for stage in stages for tensor in received_buffers(stage)]
+        self._measuring = step = MeasuredStep(modules, (self._arguments, received), self._call)
+        optimizer = self._optimizers[0] if len(self._optimizers) == 1 else None
+        self._watch = OptimizerWatch(modules.parameters(), optimizer, step.note_optimizer)
+
+    def _stop_measuring(self) -> None:
+        """A step is over: what was measured waits for ``_settle``."""
+        step, self._measuring = self._measuring, None
+        if step is not None:
+            self._measured = step if step.end() else None
+        if self._watch is not None:
+            self._watch.remove()
+
+    def _drop_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _standing(self, *, does_fit: bool) -> Standing:
+        indices = sorted(self._steps)
+        return Standing(
+            stages=tuple(indices),
+            fingerprints=tuple(self._steps[index].traced.trace.fingerprint for index in indices),
+            room_bytes=self._budget_bytes - self._excess_bytes,
+            does_fit=does_fit,
+        )
+
+    @property
+    def _beside_bytes(self) -> int:
+        """What the rank is given and receives in a step, but for the one micro-batch that the traces have."""
+        received = [tensor for stage in self._rank.stages.values() for tensor in received_buffers(stage)]
+        given = [leaf for leaf in tree_leaves((self._arguments, self._call)) if isinstance(leaf, torch.Tensor)]
+        traced_bytes = sum(step.traced.received_bytes for step in self._steps.values())
+        return max(0, storage_bytes([*received, *given], self._device) - traced_bytes)
+
+    @property
+    def _state_bytes(self) -> int:
+        """The optimizers' state on the device."""
+        states = (leaf for optimizer in self._optimizers for leaf in tree_leaves(list(optimizer.state.values())))
+        known_bytes = storage_bytes([leaf for leaf in states if isinstance(leaf, torch.Tensor)], self._device)
+        return max(known_bytes, 0 if self._watch is None else self._watch.bytes_after)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(next(iter(self._rank.stages.values())).submod.parameters()).device
+
+
+class _StageHook:
+    """Tells an attachment that a stage is called. Copies and pickles of the stage get a hook that does nothing."""
+
+    def __init__(self, index: int, run: Callable[..., None] | None = None) -> None:
+        self._index = index
+        self._run = run
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._run is not None:
+            self._run(self._index, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StageHook:
+        return _StageHook(self._index)
+
+    def __reduce__(self) -> tuple[type[_StageHook], tuple[int]]:
+        return (_StageHook, (self._index,))
+
+
+def received_buffers(stage: _PipelineStageBase) -> list[torch.Tensor]:
+    """What torch has allocated for the inputs and the gradients of all micro-batches that a stage receives."""
+    chunks = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
+    return [info.buffer for chunk in chunks for info in chunk if isinstance(info.buffer, torch.Tensor)]
+
+
+def stand_ins(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Tensors of the same kind with numbers in them: buffers that nothing was received in may hold anything."""
+    return tuple(
+        (torch.ones_like(arg) if arg.is_floating_point() else torch.zeros_like(arg)).requires_grad_(arg.requires_grad)
+        if isinstance(arg, torch.Tensor)
+        else arg
+        for arg in args
+    )
+
+
+def attach_schedule(
+    schedule: Schedule,
+    budget: int | str,
+    *,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    regions: Sequence[str] | None = None,
+    verify_every: int = 0,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> ScheduleAttachment:
+    """Keep every stage of this rank under ``budget`` while ``schedule.step`` trains.
+
+    Call it on every rank of the job. The first training step traces each stage on this rank alone and runs at the lowest
+    memory that the engine can reach; from the second on the stages run the plans that are cheapest under the budget with as
+    many micro-batches in flight as the schedule has there. ``schedule.eval`` is left alone.
+
+    Args:
+        schedule: of ``torch.distributed.pipelining``, with its stages and ``loss_fn``; its stages' modules unmanaged.
+        budget: bytes per rank, as for ``plimsoll.plan``: everything that its stages take together over a whole
+            ``schedule.step`` and the optimizer's, receive buffers, kept outputs and optimizer state included.
+        optimizer: one, or several; its state counts from the start. Without it the first step measures it.
+        regions: as for ``plimsoll.plan``, within each stage's module.
+        verify_every: as for ``plimsoll.apply``.
+        ranks: global ranks that run this job; by default all.
+        timeout_seconds: how long ranks wait for each other when they agree.
+
+    Returns:
+        An attachment with ``plans`` (by stage), ``report`` and ``remove()``; also a context manager.
+
+    Raises:
+        InvalidBudget, InvalidModel, InvalidOption: at once. A stage without parameters to train is an InvalidModel.
+        BudgetBelowFloor: in the first or a later call of ``step``, on the rank whose stages cannot meet the budget, before
+            any micro-batch of that step; on all others RankFailed, which names it. Everything is as it was before.
+        RanksDiffer: replicas of a stage have different models.
+
+    Example:
+        >>> handle = plimsoll.distributed.attach_schedule(schedule, "60GiB", optimizer=optimizer)  # doctest: +SKIP
+        >>> schedule.step(batch, target=labels)  # doctest: +SKIP
+        >>> print(handle.report)  # doctest: +SKIP
+
+    Known weakness: recomputation only; a rank's stages share its budget by one number, not by a common price.
+    """
+    check_count("verify_every", verify_every, least=0)
+    if budget != "auto":
+        parse_bytes(budget)
+    optimizers = (
+        () if optimizer is None else (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    )
+    if isinstance(schedule, torch.distributed.pipelining.schedules._PipelineSchedule) and is_wrapped(schedule, "step"):
+        raise InvalidModel(
+            f"This {type(schedule).__name__} has a budget already.",
+            why="two attachments cannot decide about the same stages",
+            next="call remove() on the first handle",
+        )
+    for stage in read_schedule(schedule).stages.values():
+        check_model(stage.submod)
+    for each in optimizers:
+        check_model(nn.Module(), each)
+    return ScheduleAttachment(
+        schedule,
+        budget,
+        optimizers=tuple(optimizers),
+        regions=as_patterns(regions),
+        verify_every=verify_every,
+        agreement=StageAgreement(current_world(ranks), timeout_seconds),
+    )

@@ -1,0 +1,164 @@
+"""A schedule of ``torch.distributed.pipelining`` in; this rank's stages, and the actions of every rank, out.
+
+Schedules of several stages per rank carry a table of their actions. Those of one stage run fixed loops; the table that torch
+2.13 prints for 1F1B counts the last rank's forwards from one, so GPipe's and 1F1B's orders are taken from ``orders``, which is
+tested against what torch runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from plimsoll.artifacts.layout import Layout, PipelineSchedule
+from plimsoll.errors import InvalidModel, InvalidOption
+from plimsoll.estimator.pipeline_schedule.orders import Action, Orders, Work, pipeline_orders
+
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+_COMPUTE = re.compile(r"(\d+)([FIBW])(\d+)")
+_LOOPS: dict[type, PipelineSchedule] = {
+    ScheduleGPipe: PipelineSchedule.GPIPE,
+    Schedule1F1B: PipelineSchedule.ONE_F_ONE_B,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankSchedule:
+    """What one rank does in a step.
+
+    ``stages`` are its own, by index. ``orders`` are the actions of all pipeline ranks, ``rank`` is this one's place in them.
+    ``keeps_sends``: what was sent is held until the step ends.
+    """
+
+    stages: dict[int, _PipelineStageBase]
+    orders: Orders
+    rank: int
+    micro_batches: int
+    keeps_sends: bool
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """Those of this rank."""
+        return self.orders[self.rank]
+
+    def splits_backward(self, stage: int) -> bool:
+        """Whether a stage of this rank makes gradients of its input and of its weights one after the other."""
+        return any(action.stage == stage and action.work is Work.INPUT_GRADIENT for action in self.actions)
+
+    @property
+    def stage_count(self) -> int:
+        """Stages of the whole pipeline."""
+        return 1 + max(action.stage for actions in self.orders for action in actions)
+
+
+def read_schedule(schedule: object) -> RankSchedule:
+    """Find this rank's stages and everyone's actions.
+
+    Args:
+        schedule: made with its stages, on this rank.
+
+    Raises:
+        InvalidModel: no schedule of ``torch.distributed.pipelining``, or one whose order cannot be read.
+        InvalidOption: it has no loss, so that it does not train.
+
+    Example:
+        >>> read_schedule(schedule).actions[:2]  # doctest: +SKIP
+        (Action(stage=0, work=<Work.FORWARD: 'F'>, micro_batch=0), ...)
+    """
+    if not isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti):
+        raise InvalidModel(
+            f"A {type(schedule).__name__} is no pipeline schedule.",
+            why="stages, micro-batches and their order are taken from a schedule of torch.distributed.pipelining",
+            next="pass the schedule whose step() runs the training, or use plimsoll.attach for a plain model",
+        )
+    if schedule._loss_fn is None:
+        raise InvalidOption(
+            f"{type(schedule).__name__} has no loss.",
+            why="without loss_fn= it runs forward only, and there is nothing to fit",
+            next="make the schedule with loss_fn=",
+        )
+    if isinstance(schedule, PipelineScheduleSingle):
+        return _single(schedule)
+    stages = {stage.stage_index: stage for stage in schedule._stages}
+    table = schedule.pipeline_order
+    orders = tuple(tuple(_compute_actions(table[rank])) for rank in sorted(table))
+    if not orders or not all(orders):
+        raise _unreadable(schedule)
+    return RankSchedule(
+        stages=_checked(schedule, stages, orders[schedule.rank]),
+        orders=_whole_where_first(orders),
+        rank=schedule.rank,
+        micro_batches=schedule._n_microbatches,
+        keeps_sends=True,
+    )
+
+
+def _single(schedule: PipelineScheduleSingle) -> RankSchedule:
+    stage = schedule._stage
+    kind = next((kind for known, kind in _LOOPS.items() if isinstance(schedule, known)), None)
+    if kind is None:
+        raise _unreadable(schedule)
+    orders = pipeline_orders(Layout(pp=stage.num_stages, micro_batches=schedule._n_microbatches, schedule=kind))
+    return RankSchedule(
+        stages=_checked(schedule, {stage.stage_index: stage}, orders[stage.stage_index]),
+        orders=orders,
+        rank=stage.stage_index,
+        micro_batches=schedule._n_microbatches,
+        keeps_sends=False,
+    )
+
+
+def _checked(
+    schedule: Schedule, stages: dict[int, _PipelineStageBase], actions: Iterable[Action]
+) -> dict[int, _PipelineStageBase]:
+    if {action.stage for action in actions} != stages.keys():
+        raise _unreadable(schedule)
+    for index, stage in stages.items():
+        if not any(parameter.requires_grad for parameter in stage.submod.parameters()):
+            raise InvalidModel(
+                f"Stage {index} has no parameter to train.",
+                why="its step makes no gradients of its own, so there is nothing to decide about",
+                next="cut the model elsewhere, so that every stage has trainable parameters",
+            )
+    return stages
+
+
+def _compute_actions(table: Iterable[Any]) -> Iterator[Action]:
+    """Torch's actions as ours, without communication; an action of several is its parts, one after the other."""
+    for action in table:
+        if action is None:
+            continue
+        if action.sub_actions is not None:
+            yield from _compute_actions(action.sub_actions)
+            continue
+        found = _COMPUTE.fullmatch(str(action))
+        if found is not None:
+            yield Action(int(found[1]), Work(found[2]), int(found[3]))
+
+
+def _whole_where_first(orders: Orders) -> Orders:
+    """The first stage has no input gradient to make: torch leaves its ``I`` empty and runs all of backward in its ``W``."""
+    halved = {action for actions in orders for action in actions if action.work is Work.INPUT_GRADIENT}
+
+    def as_run(action: Action) -> Action | None:
+        if action.stage or Action(0, Work.INPUT_GRADIENT, action.micro_batch) not in halved:
+            return action
+        if action.work is Work.INPUT_GRADIENT:
+            return None
+        return action._replace(work=Work.BACKWARD) if action.work is Work.WEIGHT_GRADIENT else action
+
+    return tuple(tuple(run for action in actions if (run := as_run(action)) is not None) for actions in orders)
+
+
+def _unreadable(schedule: Schedule) -> InvalidModel:
+    return InvalidModel(
+        f"The order of {type(schedule).__name__} cannot be read.",
+        why="how many micro-batches are in flight on a rank follows from the actions of its schedule",
+        next="use GPipe, 1F1B, or a schedule with a table of actions (interleaved, zero-bubble, ZBV, DualPipeV)",
+    )

@@ -1,0 +1,225 @@
+"""Plans that were saved for the stages of a pipeline, and a schedule in; the stages managed by them, and back again, out.
+
+``plimsoll estimate --plans DIR`` names regions as the whole model does; a stage's module may have a shorter or a longer path to
+the same block. A region is found where one path ends with the other; what is not found, or found twice, is refused, never
+guessed by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+from torch import nn
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.store import load_plan
+from plimsoll.distributed.pipelines.schedules import RankSchedule, Schedule, read_schedule
+from plimsoll.distributed.pipelines.stage_agreement import TIMEOUT_SECONDS, StageAgreement
+from plimsoll.engine.apply import Handle
+from plimsoll.errors import InvalidOption, PlanFileError, PlanMismatch
+from plimsoll.estimator.pipeline_schedule.rank_memory import most_in_flight
+from plimsoll.session.manage import manage
+from plimsoll.session.matching import refuse_other_device
+from plimsoll.session.rendezvous.world import current_world
+from plimsoll.session.request import check_count, check_model, check_plan
+
+
+class StagesHandle:
+    """Plans at work on this rank's stages, by stage. Use it as a context manager, or call ``remove`` when done."""
+
+    def __init__(self, plans: Mapping[int, Plan], handles: Sequence[Handle]) -> None:
+        self.plans = dict(plans)
+        self._handles = tuple(handles)
+
+    def remove(self) -> None:
+        """Undo everything; harmless when called twice."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> StagesHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def apply_stages(
+    schedule: Schedule,
+    plans: Mapping[int, Plan] | str | Path,
+    *,
+    verify_every: int = 0,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> StagesHandle:
+    """Manage this rank's stages by plans that exist already.
+
+    Call it on every rank of the job: all apply their plans, or none does.
+
+    Args:
+        schedule: of ``torch.distributed.pipelining``, with its stages.
+        plans: by stage, or the directory that ``plimsoll estimate --plans`` wrote. A stage without a plan keeps everything.
+        verify_every: as for ``plimsoll.apply``.
+        ranks: global ranks that run this job; by default all.
+        timeout_seconds: how long ranks wait for each other.
+
+    Returns:
+        A handle with ``plans``, whose regions go by the names of the stages' modules, and ``remove()``.
+
+    Raises:
+        PlanMismatch: a region is not in the stage, the device is of another kind, or the schedule has more micro-batches in
+            flight than the plan was made for.
+        InvalidOption: ``plans`` is no mapping, or has a plan for a stage that no rank runs.
+        PlanFileError: the directory has no plan for this rank.
+        RankFailed: another rank refused.
+
+    Example:
+        >>> with plimsoll.distributed.apply_stages(schedule, "plans/"):  # doctest: +SKIP
+        ...     schedule.step(batch, target=labels)
+    """
+    check_count("verify_every", verify_every, least=0)
+    agreement = StageAgreement(current_world(ranks), timeout_seconds)
+    with agreement.together():
+        rank = read_schedule(schedule)
+        for stage in rank.stages.values():
+            check_model(stage.submod)
+        found = _assigned(rank, plans)
+    handles: list[Handle] = []
+    try:
+        with agreement.together():
+            for index, plan in found.items():
+                handle = manage(
+                    rank.stages[index].submod,
+                    plan,
+                    verify_every=verify_every,
+                    splits_backward=rank.splits_backward(index),
+                )
+                handles.append(handle)
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        raise
+    return StagesHandle(found, handles)
+
+
+def _assigned(rank: RankSchedule, plans: Mapping[int, Plan] | str | Path) -> dict[int, Plan]:
+    """This rank's plans by stage, with the regions' names in its modules."""
+    if isinstance(plans, str | Path):
+        mine = _read(rank, Path(plans))
+    else:
+        _check_stages(rank, plans)
+        mine = {index: plan for index, plan in plans.items() if index in rank.stages}
+    found = {}
+    for index, plan in mine.items():
+        check_plan(plan)
+        module = rank.stages[index].submod
+        refuse_other_device(module, plan)
+        in_flight = most_in_flight(rank.actions)[index]
+        if plan.in_flight < in_flight:
+            raise PlanMismatch(
+                f"The plan of stage {index} counts {plan.in_flight} micro-batches in flight; the schedule has {in_flight}.",
+                why="each holds what the plan keeps, so that the peak would be higher than it says",
+                next="plan with the schedule and the number of micro-batches that you train with",
+            )
+        found[index] = renamed(plan, module, f"stage {index}")
+    return found
+
+
+def _check_stages(rank: RankSchedule, plans: object) -> None:
+    """Refuse what is no mapping, or has a plan for a stage that no rank runs."""
+    count = rank.stage_count
+    if not isinstance(plans, Mapping):
+        raise InvalidOption(
+            f"A {type(plans).__name__} does not say which plan is for which stage.",
+            why="each stage has a plan of its own",
+            next="give {stage: plan}, or the directory that plimsoll estimate --plans wrote",
+        )
+    unknown = [index for index in plans if index not in range(count)]
+    if unknown:
+        raise InvalidOption(
+            f"There is a plan for stage {unknown[0]!r}; the pipeline has stages 0 to {count - 1}.",
+            why="it would decide about nothing",
+            next="number plans by the stages' index in the pipeline",
+        )
+
+
+def _read(rank: RankSchedule, directory: Path) -> dict[int, Plan]:
+    """The files of this rank; with several stages each goes to the one that has its regions."""
+    paths = sorted(directory.glob(f"rank-{rank.rank}-stage-*.json"))
+    if not paths:
+        raise PlanFileError(
+            f"{directory} has no plan for pipeline rank {rank.rank}.",
+            why=f"files are named rank-{rank.rank}-stage-<number>.json",
+            next="name the directory that plimsoll estimate --plans wrote, or give plans as {stage: plan}",
+        )
+    found: dict[int, Plan] = {}
+    for path in paths:
+        plan = load_plan(path)
+        fitting = [index for index, stage in rank.stages.items() if not _missing(plan, stage.submod)]
+        if len(fitting) != 1 or fitting[0] in found:
+            raise PlanMismatch(
+                f"{path.name} belongs to {len(fitting)} of the stages {sorted(rank.stages)}.",
+                why=f"its regions are {_named(plan.regions[0].name if plan.regions else 'none', len(plan.regions))}",
+                next="keep the blocks' names of the whole model in the stages' modules, or give plans as {stage: plan}",
+            )
+        found[fitting[0]] = plan
+    return found
+
+
+def renamed(plan: Plan, module: nn.Module, what: str) -> Plan:
+    """The plan with its regions named as in ``module``.
+
+    Args:
+        plan: for a stage or for the whole model that the stage is of.
+        module: the stage's.
+        what: names it in errors.
+
+    Raises:
+        PlanMismatch: a region is not there, or cannot be told from another one.
+    """
+    missing = _missing(plan, module)
+    if missing:
+        raise PlanMismatch(
+            f"The plan decides about {_named(missing[0], len(missing))}, which {what} does not have.",
+            why="it was made for another stage, or the stage's blocks have names of their own",
+            next="give each stage its own plan, and keep the blocks' names of the whole model in its modules",
+        )
+    names = {region.name: _places(region.name, module)[0] for region in plan.regions}
+    for name, path in names.items():
+        fitting = _places(name, module)
+        sharing = [other for other in names if names[other] == path]
+        if len(fitting) > 1 or len(sharing) > 1:
+            said = f"{name!r} may be {_listed(fitting)}" if len(fitting) > 1 else f"{_listed(sharing)} may be {path!r}"
+            raise PlanMismatch(
+                f"Regions of the plan cannot be told apart in {what}: {said}.",
+                why="paths are compared from their ends, and a block is never guessed",
+                next="make the plan with the names of the stage's own module",
+            )
+    regions = tuple(msgspec.structs.replace(region, name=names[region.name]) for region in plan.regions)
+    return msgspec.structs.replace(plan, regions=regions)
+
+
+def _missing(plan: Plan, module: nn.Module) -> list[str]:
+    """Regions that the module does not have."""
+    return [region.name for region in plan.regions if not _places(region.name, module)]
+
+
+def _places(name: str, module: nn.Module) -> list[str]:
+    """Modules that a region may be: of that very path; else the longest whose path ends its own; else all that end with it."""
+    paths = [path for path, _ in module.named_modules() if path]
+    if name in paths:
+        return [name]
+    shorter = [path for path in paths if name.endswith(f".{path}")]
+    return [max(shorter, key=len)] if shorter else [path for path in paths if path.endswith(f".{name}")]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " or ".join(map(repr, names))
+
+
+def _named(name: str, count: int) -> str:
+    return repr(name) if count == 1 else f"{name!r} and {count - 1} more"

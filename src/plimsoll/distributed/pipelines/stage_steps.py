@@ -1,0 +1,289 @@
+"""One stage and one of its micro-batches in; the planner of its step, and its bytes under any budget, out.
+
+The stage's module is traced on this rank alone, forward and backward, with the gradients of earlier micro-batches there. What
+it receives belongs to buffers that last, so that it is no part of what a waiting micro-batch holds.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.region import Origin
+from plimsoll.artifacts.trace import Category, Trace
+from plimsoll.errors import InvalidBatch
+from plimsoll.estimator.parallelism.rank import rank_trace
+from plimsoll.estimator.pipeline_schedule.rank_memory import StageMemory
+from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds
+from plimsoll.planning.choices import ChoiceSet
+from plimsoll.planning.describe import held_bytes
+from plimsoll.planning.simulate import Simulation, choices_of, run_choices
+from plimsoll.planning.solve import Planner, solve
+from plimsoll.planning.step import RegionView
+from plimsoll.session.plan import trace_and_cost
+from plimsoll.tracing.meters.memory import storage_bytes
+from plimsoll.tracing.recorder.calling import Loss, output_tensors
+
+KnownChoices = dict[Hashable, ChoiceSet]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStage:
+    """A stage's step of one micro-batch: what it is called with takes ``received_bytes``, what it returns ``output_bytes``."""
+
+    index: int
+    trace: Trace
+    costs: Costs
+    received_bytes: int
+    output_bytes: int
+
+
+def trace_stage(
+    index: int,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss: Loss | None,
+    regions: Sequence[str] | None,
+    micro_batches: int,
+) -> TracedStage:
+    """Trace one micro-batch of one stage.
+
+    Args:
+        index: of the stage.
+        module: the stage's own.
+        args: what it is called with by position,
+        kwargs: and by name.
+        loss: of the last stage, from its output; ``None``: its output's gradient is received.
+        regions: as for ``plimsoll.plan``.
+        micro_batches: of a step; with several, gradients last.
+
+    Raises:
+        InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: as ``plimsoll.plan``.
+    """
+    seen = _Output(loss)
+    batch = _as_batch(index, module, args, kwargs)
+    trace, costs = trace_and_cost(module, batch, loss=seen, optimizer=None, regions=regions)
+    if micro_batches > 1:
+        trace = rank_trace(trace, Layout(micro_batches=micro_batches))
+    received_bytes = sum(storage.bytes for storage in trace.storages if storage.category is Category.INPUT)
+    return TracedStage(index, _with_received(trace), costs, received_bytes, seen.bytes)
+
+
+def bytes_of(values: Any) -> int:
+    """Bytes of the tensors in there."""
+    return storage_bytes(output_tensors(values))
+
+
+def _as_batch(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call as one tuple or one dictionary.
+
+    Raises:
+        InvalidBatch: it has both, and the stage's forward does not name its positional arguments.
+    """
+    if not args or not kwargs:
+        return args or kwargs
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    named = dict(bound.arguments)
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named.update(named.pop(name, {}))
+        elif name in named and parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+            raise InvalidBatch(
+                f"Stage {index} takes {name!r} by position alone, and keywords besides.",
+                why="a micro-batch is traced with arguments that have names, or with positional ones only",
+                next="give forward of the stage's module named parameters",
+            )
+    return named
+
+
+class _Output:
+    """The loss of a stage: its own, or the sum of what it returns, whose gradient takes no memory. Notes the bytes."""
+
+    def __init__(self, loss: Loss | None) -> None:
+        self._loss = loss
+        self.bytes = 0
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        tensors = output_tensors(output)
+        self.bytes = bytes_of(tensors)
+        if self._loss is not None:
+            return self._loss(output)
+        return torch.stack([t.sum().float() for t in tensors if t.requires_grad]).sum()
+
+
+def _with_received(trace: Trace) -> Trace:
+    """What comes into the stage lies in buffers that are there all the time, one per micro-batch."""
+    storages = tuple(
+        msgspec.structs.replace(storage, category=Category.COMMUNICATION, dies=len(trace.ops))
+        if storage.category is Category.INPUT
+        else storage
+        for storage in trace.storages
+    )
+    return msgspec.structs.replace(trace, storages=storages)
+
+
+class StageStep:
+    """A traced stage among the micro-batches that are in flight.
+
+    Args:
+        traced: the stage.
+        in_flight: micro-batches between forward and the end of backward, when they are most.
+        left_bytes: what a finished micro-batch leaves until the step ends.
+        merged_bytes: outputs that are put together at the end of the step.
+        known_choices: of regions of other stages; those of this one are added.
+    """
+
+    def __init__(
+        self,
+        traced: TracedStage,
+        in_flight: int,
+        *,
+        left_bytes: int,
+        merged_bytes: int,
+        known_choices: KnownChoices,
+    ) -> None:
+        self.traced = traced
+        self.planner = Planner(traced.trace, traced.costs, in_flight=in_flight, known_choices=known_choices)
+        self._left_bytes = left_bytes
+        self._merged_bytes = merged_bytes
+
+    @property
+    def range_bytes(self) -> tuple[int, int]:
+        """The smallest and the largest budget that make a difference to the stage alone."""
+        low = self.planner.floor.peak_bytes
+        return low, max(low, self.planner.loosest.peak_bytes)
+
+    def simulation(self, budget_bytes: int) -> Simulation:
+        """The step under the best plan for a budget of this stage's own."""
+        if budget_bytes >= self.planner.loosest.peak_bytes:
+            return self.planner.loosest
+        return self.planner.best_within(budget_bytes).simulation or self.planner.floor
+
+    def plan(self, budget_bytes: int) -> Plan:
+        """The same, as a plan."""
+        budget_bytes = max(budget_bytes, self.planner.floor.peak_bytes)
+        return solve(self.traced.trace, self.traced.costs, budget_bytes=budget_bytes, planner=self.planner)
+
+    def under(self, plan: Plan) -> Simulation:
+        """The step under a given plan."""
+        return run_choices(self.planner.index, choices_of(self.planner.index, plan.regions))
+
+    def memory(self, simulation: Simulation) -> StageMemory:
+        """What the stage takes under a simulated plan."""
+        index = simulation.index
+        held = held_bytes(simulation)
+        waiting_bytes = index.waiting * held
+        steady_bytes = index.lasting_bytes + waiting_bytes
+        halves = split_backward(simulation)
+        forward, backward = simulation.curve[: index.handover + 1], simulation.curve[index.handover :]
+        return StageMemory(
+            lasting_bytes=index.lasting_bytes,
+            forward_bytes=max(0, int(forward.max()) - steady_bytes),
+            held_bytes=held,
+            backward_bytes=max(0, int(backward.max()) - steady_bytes),
+            input_gradient_bytes=max(0, halves.peak_bytes - steady_bytes),
+            between_bytes=held + halves.grown_bytes,
+            left_bytes=self._left_bytes,
+            merged_bytes=self._merged_bytes,
+        )
+
+    def seconds(self, simulation: Simulation) -> StageSeconds:
+        """Seconds of one micro-batch; backward's are halved between gradients of inputs and of weights."""
+        index = simulation.index
+        forward = float(index.seconds_before[index.handover // 2])
+        backward = index.base_seconds - forward
+        return StageSeconds(
+            forward_seconds=forward,
+            input_gradient_seconds=backward / 2,
+            weight_gradient_seconds=backward / 2,
+            recompute_seconds=max(0.0, simulation.seconds - index.base_seconds),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SplitBackward:
+    """A backward in halves: the peak of the first one, and what it leaves for the second beyond what it found."""
+
+    peak_bytes: int
+    grown_bytes: int
+
+
+def split_backward(simulation: Simulation) -> SplitBackward:
+    """The first half of a backward: as the whole one, but nothing is let go, and what the second half needs comes besides.
+
+    The second half makes the gradients of weights, from what the ops that read weights have saved (held, where it was rebuilt)
+    and from the gradients of what they returned (torch holds those).
+
+    Args:
+        simulation: of a step whose backward is whole.
+    """
+    index = simulation.index
+    calls = [
+        (view.call.backward, _between(view, choice.kept))
+        for view, choice in zip(index.views, simulation.choices, strict=True)
+        if view.call.backward[0] >= 0
+    ]
+    peak_bytes = kept_bytes = grown_bytes = 0
+    seen: set[int] = set()
+    end = index.handover
+
+    def reach(until: int, more_bytes: int) -> None:
+        """Go on to an instant, with so many bytes beside those of the whole backward."""
+        nonlocal peak_bytes, end
+        peak_bytes = max(peak_bytes, int(simulation.curve[end:until].max(initial=0)) + more_bytes)
+        end = max(end, until)
+
+    for (start, stop), found in sorted(calls, key=lambda call: call[0]):
+        reach(2 * start, kept_bytes + grown_bytes)
+        reach(2 * stop, kept_bytes + grown_bytes + found.gradient_bytes)
+        kept_bytes += found.kept_bytes(seen)
+        grown_bytes += found.rebuilt_bytes + found.gradient_bytes
+    reach(index.last_wait, kept_bytes + grown_bytes)
+    return SplitBackward(peak_bytes, grown_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """One region: sizes of the storages that are kept for backward, and bytes rebuilt and made for its second half."""
+
+    kept: dict[int, int]
+    rebuilt_bytes: int
+    gradient_bytes: int
+
+    def kept_bytes(self, seen: set[int]) -> int:
+        """What is kept, each storage once over all regions; ``seen`` grows."""
+        fresh = self.kept.keys() - seen
+        seen |= fresh
+        return sum(self.kept[storage] for storage in fresh)
+
+
+def _between(view: RegionView, kept: frozenset[int]) -> _Between:
+    graph = view.graph
+    sizes = {value.storage: value.bytes for value in graph.values}
+    weights = {value.id for value in graph.values if value.origin is Origin.PARAMETER}
+    held = (view.forced - view.free) | kept
+    rebuilt: set[int] = set()
+    gradients: set[int] = set()
+    for op in graph.ops:
+        if weights.isdisjoint(op.reads):
+            continue
+        gradients.update(graph.values[value].storage for value in op.writes)
+        # A norm saves its statistics beside its input; no op with a weight saves its own first result.
+        used = {*op.reads, *op.writes[1:]}
+        rebuilt.update(graph.values[v].storage for v in view.droppable if v in used and v not in kept)
+    return _Between(
+        {graph.values[value].storage: sizes[graph.values[value].storage] for value in held},
+        sum(map(sizes.__getitem__, rebuilt)),
+        sum(map(sizes.__getitem__, gradients)),
+    )

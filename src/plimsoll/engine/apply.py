@@ -1,0 +1,265 @@
+"""A model and a plan in, the managed model out; and back again, exactly."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.artifacts.decision import Engine
+from plimsoll.artifacts.fault import Fault
+from plimsoll.artifacts.plan import COLLECTIVES, Plan, RegionPlan
+from plimsoll.artifacts.receipt import RegionOutcome
+from plimsoll.engine.inspection import Inspector
+from plimsoll.engine.linked_inputs import LinkTable
+from plimsoll.engine.offload.open import open_link
+from plimsoll.engine.offload.protocol import Link
+from plimsoll.engine.offload.transfers import Traffic
+from plimsoll.engine.randomness import generators_of
+from plimsoll.engine.region import ManagedRegion
+from plimsoll.engine.sensing import Sensor
+from plimsoll.engine.sentinels import SentinelPolicy
+from plimsoll.engine.shared import Shared
+from plimsoll.engine.stored_forms import Packer
+from plimsoll.errors import PlanMismatch, PlanNotUsable
+from plimsoll.tracing.ddp import inner_module
+from plimsoll.tracing.fsdp2 import emptied_after_forward
+
+
+class Handle:
+    """A plan at work on a model. Use it as a context manager, or call ``remove`` when done.
+
+    Example:
+        >>> import torch, plimsoll
+        >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
+        >>> plan = plimsoll.plan(model, torch.randn(4, 8), strategy="full", loss=lambda y: y.sum())
+        >>> with plimsoll.apply(model, plan) as handle:
+        ...     model(torch.randn(4, 8)).sum().backward()
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, regions: Mapping[str, ManagedRegion], shared: Shared) -> None:
+        self.model = model
+        self._plan = plan
+        self.regions = dict(regions)
+        self._shared = shared
+        shared.inspector.watch(tuple(self.regions))
+        self._root_hooks: list[Any] = []
+        if self.regions:
+            self._root_hooks = [
+                model.register_forward_pre_hook(_RootHook(self.begin_step), prepend=True),
+                model.register_forward_hook(_RootHook(shared.links.clear), always_call=True),
+            ]
+        for region in self.regions.values():
+            region.install()
+
+    def remove(self) -> None:
+        """Undo everything: the model is as it was before ``apply``. Calling it twice is harmless."""
+        for region in self.regions.values():
+            region.remove()
+        for hook in self._root_hooks:
+            hook.remove()
+        self._root_hooks = []
+        self.regions = {}
+
+    def pause(self) -> None:
+        """Take the wrappers out for a while; what was recorded is kept."""
+        for region in self.regions.values():
+            region.remove()
+
+    def resume(self) -> None:
+        """Put the wrappers back in after ``pause``."""
+        for region in self.regions.values():
+            region.install()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the model unmanaged inside the block."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    def outcomes(self) -> tuple[RegionOutcome, ...]:
+        """How every region of the plan is served so far."""
+        untouched = [
+            RegionOutcome(name=region.name, call=region.call, engine=Engine.UNTOUCHED)
+            for region in self._plan.regions
+            if region.name not in self.regions
+        ]
+        return (*untouched, *(outcome for region in self.regions.values() for outcome in region.outcomes()))
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """What inspected calls have shown so far."""
+        return tuple(self._shared.inspector.faults)
+
+    @property
+    def inspected_calls(self) -> int:
+        """How many calls of regions have been inspected so far."""
+        return self._shared.inspector.inspected_calls
+
+    @property
+    def inspected_tensors(self) -> int:
+        """How many rebuilt tensors have been compared with what forward saved."""
+        return self._shared.inspector.inspected_tensors
+
+    def inspecting(self) -> contextlib.AbstractContextManager[None]:
+        """Inspect every region in every call inside the block."""
+        return self._shared.inspector.everywhere()
+
+    def engines(self) -> dict[str, tuple[Engine, str]]:
+        """What serves each managed region so far, and why where it is not by recipes."""
+        return {
+            name: (service.engine, service.reason)
+            for name, region in self.regions.items()
+            for service in region.services.values()
+        }
+
+    def obstacles(self) -> dict[str, dict[str, str]]:
+        """Values that the plan drops but that are kept, by region, each with the reason."""
+        found: dict[str, dict[str, str]] = {}
+        for name, region in self.regions.items():
+            for service in region.services.values():
+                if service.program is not None and service.program.choice.obstacles:
+                    found.setdefault(name, {}).update(service.program.choice.obstacles)
+        return found
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def begin_step(self) -> None:
+        """A new call of the model begins: calls of its regions are counted from zero."""
+        self._shared.links.clear()
+        self._shared.traffic.clear()
+        if torch.is_grad_enabled():
+            self._shared.inspector.begin_step()
+        for region in self.regions.values():
+            region.calls = 0
+
+
+class _RootHook:
+    """Runs something when the model is called. Copies and pickles of the model get a hook that does nothing."""
+
+    def __init__(self, run: Callable[[], None] | None = None) -> None:
+        self._run = run
+
+    def __call__(self, *_: Any) -> None:
+        if self._run is not None:
+            self._run()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RootHook:
+        return _RootHook()
+
+    def __reduce__(self) -> tuple[type[_RootHook], tuple[()]]:
+        return (_RootHook, ())
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    sentinel_every: int = 1,
+    verify_every: int = 0,
+    link: Link | None = None,
+    sensor: Sensor | None = None,
+    agree_on_service: Callable[[str, tuple[int, ...], str], None] | None = None,
+    splits_backward: bool = False,
+) -> Handle:
+    """Manage the model's regions as the plan says. A region that keeps everything is not touched at all.
+
+    Args:
+        model: the model that the plan was made for.
+        plan: a usable plan.
+        sentinel_every: check rebuilt values against samples in every n-th call of a region.
+        verify_every: inspect one region, in turn, in every n-th training call: what comes back in its backward is compared
+            bit for bit; 0: never.
+        link: where offloaded values go, whatever it is called; by default the plan's own link is opened.
+        sensor: watches the first call of every region.
+        agree_on_service: called where recipes repeat collectives, with the region's name, the ranks that it talks to and what
+            serves it here; raises where these differ. `plimsoll.session.manage` gives the one for real ranks.
+        splits_backward: hold what both halves of a zero-bubble schedule's backward read from the one to the other.
+
+    Raises:
+        PlanNotUsable: the plan's status says that it holds no decisions.
+        PlanMismatch: a region of the plan is not in the model, or the model is managed already.
+        OffloadFailed: the link cannot be opened.
+    """
+    if not plan.status.is_usable:
+        raise PlanNotUsable(
+            f"This plan is {plan.status}.", why=plan.status.advice, next="plan again with a larger budget"
+        )
+    model = inner_module(model)
+    modules = dict(model.named_modules())
+    managed = _managed_regions(plan) if sensor is None else _regions(plan)
+    for name in {region.name for region in plan.regions}:
+        _check_module(model, modules, name, is_managed=name in managed)
+    parameters = list(model.parameters())
+    device = parameters[0].device if parameters else torch.device("cpu")
+    if link is None and plan.link:
+        link = open_link(plan.link, device, host_budget=plan.host_budget_bytes, directory=None)
+    shared = Shared(
+        links=LinkTable(
+            emptied_after_forward(model, {name: modules[name] for name in managed}),
+            is_used=any(call.is_boundary_dropped for calls in managed.values() for call in calls),
+        ),
+        packer=Packer(link, plan.link),
+        traffic=Traffic(),
+        policy=SentinelPolicy(every=sentinel_every),
+        inspector=Inspector(verify_every, device),
+        generators=generators_of([parameter.device for parameter in parameters]),
+        sensor=sensor,
+        agree_on_service=agree_on_service,
+        splits_backward=splits_backward,
+        repeats_collectives=COLLECTIVES in plan.allow,
+    )
+    regions = {name: ManagedRegion(name, modules[name], calls, shared) for name, calls in managed.items()}
+    for made in regions.values():
+        if made.obstacle:
+            warnings.warn(f"plimsoll: region {made.name!r} is left alone: {made.obstacle}", stacklevel=3)
+    return Handle(model, plan, regions, shared)
+
+
+def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
+    """All calls of each region."""
+    grouped: dict[str, list[RegionPlan]] = {}
+    for region in plan.regions:
+        grouped.setdefault(region.name, []).append(region)
+    return {name: tuple(calls) for name, calls in grouped.items()}
+
+
+def _managed_regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
+    """The regions that get a wrapper: those that do not keep everything, and those behind which transfers hide."""
+    hides = {after.name for region, after in itertools.pairwise(plan.regions) if region.has_offload}
+    return {
+        name: calls
+        for name, calls in _regions(plan).items()
+        if name in hides or not all(call.is_untouched for call in calls)
+    }
+
+
+def _check_module(model: nn.Module, modules: Mapping[str, nn.Module], name: str, *, is_managed: bool) -> None:
+    """Refuse a plan whose region the model does not have, or has under another plan."""
+    if name not in modules:
+        raise PlanMismatch(
+            f"The plan decides about {name!r}, which {type(model).__name__} does not have.",
+            why="it was made for another model",
+            next="plan this model",
+        )
+    if is_managed and isinstance(modules[name].__dict__.get("forward"), ManagedRegion):
+        raise PlanMismatch(
+            f"{name!r} is managed by a plan already.",
+            why="two plans cannot decide about the same tensors",
+            next="call handle.remove() on the first one",
+        )

@@ -1,0 +1,270 @@
+"""A causal language model of transformers in, the same model with its loss computed in chunks out."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.engine.chunked_loss.deferred import DeferredLogits
+from plimsoll.engine.chunked_loss.loss import linear_cross_entropy
+from plimsoll.errors import InvalidBatch, InvalidModel
+from plimsoll.planning.what_if.rows import chunk_rows_for
+
+
+def chunk_loss(model: nn.Module, *, chunk_bytes: int | str | None = None, chunk_rows: int | None = None) -> ChunkHandle:
+    """Compute the loss of a causal language model without ever holding all its logits.
+
+    From here on, a call with labels and gradients goes from the last hidden states to the loss chunk by chunk. Everything else
+    (no labels, ``torch.no_grad()``, generation) is as before, and so are parameters and ``state_dict``.
+
+    Args:
+        model: a causal language model of transformers, or something around one (PEFT): its output embeddings are a plain
+            ``nn.Linear``, tied or not, and its loss is ``ForCausalLMLoss``.
+        chunk_bytes: the most that the logits of one chunk may take, in bytes or with a unit (``"256MiB"``).
+        chunk_rows: how many positions a chunk has. Without either, a chunk's logits take as much as the hidden states.
+
+    Returns:
+        A handle; also a context manager.
+
+    Raises:
+        InvalidModel: another kind of model, head or loss; or its loss is chunked already.
+        InvalidOption: no chunk of that size.
+
+    Example:
+        >>> with chunk_loss(model):  # doctest: +SKIP
+        ...     model(input_ids=ids, labels=ids).loss.backward()
+
+    Under it ``output.logits`` knows its shape and nothing else: it stands for logits that were not made, and says so when
+    it is used. Known weakness: a copy of the model made meanwhile (``copy.deepcopy``) has a chunked loss for good.
+    """
+    chunk_rows_for(1, 1, 1, element_bytes=1, chunk_bytes=chunk_bytes, chunk_rows=chunk_rows)
+    base = _causal_model(model)
+    head = _head_of(base)
+    return ChunkHandle(_ChunkedHead(base, head, chunk_bytes, chunk_rows))
+
+
+def can_chunk(model: nn.Module) -> bool:
+    """Whether ``chunk_loss`` takes this model."""
+    try:
+        _head_of(_causal_model(model))
+    except InvalidModel:
+        return False
+    return True
+
+
+class ChunkHandle:
+    """Takes the chunked loss away again."""
+
+    def __init__(self, chunked: _ChunkedHead) -> None:
+        self._chunked: _ChunkedHead | None = chunked
+        chunked.attach()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the loss is still chunked."""
+        return self._chunked is not None
+
+    def remove(self) -> None:
+        """Put head and loss back as they were; a second call does nothing."""
+        chunked, self._chunked = self._chunked, None
+        if chunked is not None:
+            chunked.detach()
+
+    def __enter__(self) -> ChunkHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+class _ChunkedHead:
+    """What is put in the places of the head's forward and the model's loss. Bound methods: a copy of the model copies it."""
+
+    def __init__(self, model: Any, head: nn.Linear, chunk_bytes: int | str | None, chunk_rows: int | None) -> None:
+        self._model = model
+        self._head = head
+        self._chunk_bytes = chunk_bytes
+        self._chunk_rows = chunk_rows
+        self._hooks: list[Any] = []
+        self._set_loss = model.__dict__.get("_loss_function")
+        self._is_wanted = False
+        self._made = 0
+        self._used = 0
+        self._wants_tuple = False
+
+    def attach(self) -> None:
+        """Start."""
+        self._model.loss_function = self.loss
+        self._head.forward = self.head_forward  # type: ignore[method-assign, assignment]
+        self._hooks = [
+            self._model.register_forward_pre_hook(self.before, with_kwargs=True),
+            self._model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """End."""
+        for hook in self._hooks:
+            hook.remove()
+        for module, name in ((self._head, "forward"), (self._model, "_loss_function")):
+            if _is_mine(module.__dict__.get(name), self):
+                del module.__dict__[name]
+        if self._set_loss is not None:
+            self._model.loss_function = self._set_loss
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Decide whether this call needs logits or a loss."""
+        names = list(inspect.signature(model.forward).parameters)
+        labels = {**dict(zip(names, args, strict=False)), **kwargs}.get("labels")
+        self._is_wanted = labels is not None and torch.is_grad_enabled()
+        self._made = self._used = 0
+        if not self._is_wanted:
+            return None
+        given = kwargs.get("return_dict")
+        self._wants_tuple = not (self._model.config.return_dict if given is None else given)
+        return args, {**kwargs, "return_dict": True}
+
+    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Make sure that what the head handed on went into the loss."""
+        was_wanted, self._is_wanted = self._is_wanted, False
+        if not was_wanted or output is None:
+            return None
+        if self._made != self._used:
+            raise InvalidModel(
+                f"{type(model).__name__} does not pass its head's output to its loss_function.",
+                why=f"the head ran {self._made} times, the loss {self._used} times: the loss is computed elsewhere",
+                next="remove chunk_loss, and call plimsoll.chunked.linear_cross_entropy(hidden, weight, labels) in the model",
+            )
+        return output.to_tuple() if self._wants_tuple else None
+
+    def head_forward(self, hidden: torch.Tensor) -> Any:
+        """The head: logits where they are wanted, else what stands for them."""
+        if not self._is_wanted:
+            return nn.Linear.forward(self._head, hidden)
+        self._made += 1
+        return DeferredLogits(hidden=hidden, classes=self._head.out_features, dtype=hidden.dtype)
+
+    def loss(
+        self,
+        logits: Any,
+        labels: torch.Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The model's loss: shifted by one position, mean over labels or divided by ``num_items_in_batch``."""
+        if not isinstance(logits, DeferredLogits):
+            original = _causal_lm_loss()
+            result: torch.Tensor = original(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+            )
+            return result
+        self._used += 1
+        self._check_weight()
+        targets = _shifted(labels, ignore_index) if shift_labels is None else shift_labels
+        _check_rows(logits, targets, vocab_size)
+        total = linear_cross_entropy(
+            logits.hidden.reshape(-1, logits.hidden.shape[-1]),
+            self._head.weight,
+            targets.reshape(-1).to(logits.device),
+            bias=self._head.bias,
+            reduction="mean" if num_items_in_batch is None else "sum",
+            ignore_index=ignore_index,
+            scale=_scale_of(logits),
+            softcap=logits.outer if logits.is_capped else None,
+            chunk_bytes=self._chunk_bytes,
+            chunk_rows=self._chunk_rows,
+        )
+        if num_items_in_batch is None:
+            return total
+        is_tensor = isinstance(num_items_in_batch, torch.Tensor)
+        return total / (num_items_in_batch.to(total.device) if is_tensor else num_items_in_batch)  # type: ignore[union-attr]
+
+    def _check_weight(self) -> None:
+        weight = self._head.weight
+        if type(weight) is not nn.Parameter and type(weight) is not torch.Tensor:
+            raise InvalidModel(
+                f"The head's weight is a {type(weight).__name__} when the loss is computed.",
+                why="it has to be whole on this device; a sharded weight is gathered for the head's own call only",
+                next="leave the head in the root group of fully_shard, or remove chunk_loss",
+            )
+
+
+def _scale_of(logits: DeferredLogits) -> float:
+    """The factor before the cap: ``outer * tanh(inner * z)`` is the softcap ``outer`` of ``inner * outer * z``."""
+    return logits.inner * logits.outer if logits.is_capped else logits.inner
+
+
+def _shifted(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Position n is to predict what stands at n + 1."""
+    return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def _check_rows(logits: DeferredLogits, targets: torch.Tensor, vocab_size: int | None) -> None:
+    rows = logits.hidden.shape[:-1].numel()
+    if targets.numel() != rows or (vocab_size is not None and vocab_size != logits.classes):
+        raise InvalidBatch(
+            f"{rows} positions of {logits.classes} logits do not go with {targets.numel()} labels of {vocab_size} classes.",
+            why="the loss takes one label per position (logits_to_keep leaves fewer positions than labels)",
+            next="leave logits_to_keep out where labels are given",
+        )
+
+
+def _is_mine(method: object, owner: _ChunkedHead) -> bool:
+    return getattr(method, "__self__", None) is owner
+
+
+def _causal_lm_loss() -> Any:
+    return importlib.import_module("transformers.loss.loss_utils").ForCausalLMLoss
+
+
+def _causal_model(model: object) -> Any:
+    """The outermost model of transformers in it that has output embeddings, with the loss that can be replaced."""
+    if not isinstance(model, nn.Module):
+        raise InvalidModel(
+            f"A {type(model).__name__} is no model.",
+            why="chunk_loss changes how a torch.nn.Module computes its loss",
+            next="pass the model that is trained",
+        )
+    transformers: Any = sys.modules.get("transformers")  # not imported: then this is none of its models
+    for module in () if transformers is None else model.modules():
+        if isinstance(module, transformers.PreTrainedModel) and module.get_output_embeddings() is not None:
+            if isinstance(getattr(module.__dict__.get("_loss_function"), "__self__", None), _ChunkedHead):
+                raise InvalidModel(
+                    f"The loss of {type(module).__name__} is chunked already.",
+                    why="chunk_loss was called on it before",
+                    next="call remove() on the first handle",
+                )
+            if module.loss_function is not _causal_lm_loss():
+                name = getattr(module.loss_function, "__name__", type(module.loss_function).__name__)
+                raise _no_causal_model(model, f"the loss of {type(module).__name__} is {name}, not ForCausalLMLoss")
+            return module
+    raise _no_causal_model(model, "no model of transformers with output embeddings is in it")
+
+
+def _no_causal_model(model: nn.Module, why: str) -> InvalidModel:
+    return InvalidModel(
+        f"The loss of {type(model).__name__} cannot be chunked in one line.",
+        why=why,
+        next="call plimsoll.chunked.linear_cross_entropy(hidden, weight, labels) where the loss is computed",
+    )
+
+
+def _head_of(model: Any) -> nn.Linear:
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise _no_causal_model(
+            model, f"its head is a {type(head).__name__}, and only a plain nn.Linear is known exactly"
+        )
+    if "forward" in head.__dict__:
+        raise _no_causal_model(model, "something else has replaced the forward of its head")
+    return head

@@ -1,0 +1,215 @@
+"""Hidden states, the head's weight and labels in, the cross-entropy of their logits out, without all logits at once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from plimsoll.engine.chunked_loss.function import ChunkedLosses, ChunkedLossPerRow, Head, wide
+from plimsoll.errors import InvalidLoss, InvalidOption
+from plimsoll.planning.what_if.rows import chunk_rows_for
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_bytes: int | str | None = None,
+    chunk_rows: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``cross_entropy(linear(hidden, weight, bias).float(), labels)`` of which only a chunk of logits is alive at a time.
+
+    The logits of a vocabulary of 128,000 are often the peak of a step, with their log-softmax and their gradient beside
+    them. Here each chunk's gradient is made where its logits are, in forward; what stays until backward are the gradients of
+    the hidden states and of the weight. Gradients are exact up to the rounding of another order of summation.
+
+    Args:
+        hidden: (..., features), floating point.
+        weight: (classes, features).
+        labels: (...), int64.
+        bias: (classes,).
+        reduction: ``mean`` over the labels that count, ``sum``, or ``none`` (a loss per label, in the shape of labels).
+        ignore_index: this label does not count.
+        label_smoothing: from 0 to 1, as in ``torch.nn.functional.cross_entropy``.
+        scale: multiplies the logits.
+        softcap: logits become ``softcap * tanh(logits / softcap)``, after ``scale``.
+        chunk_bytes: the most that the logits of one chunk may take, in bytes or with a unit (``"256MiB"``).
+        chunk_rows: how many rows a chunk has. Without either, a chunk's logits take as much as the hidden states.
+        accumulate_dtype: in which the gradients of weight and bias are summed over chunks; by default their own.
+
+    Returns:
+        A scalar, or a loss per label; float32, or float64 for float64.
+
+    Raises:
+        InvalidLoss: shapes or dtypes that do not belong together; when differentiated twice or in forward mode.
+        InvalidOption: no such reduction, label smoothing outside 0 to 1, a softcap that is not above 0, an
+            ``accumulate_dtype`` of integers, or no chunk of that size.
+
+    Example:
+        >>> hidden, weight = torch.randn(6, 4), torch.randn(10, 4)
+        >>> linear_cross_entropy(hidden, weight, torch.arange(6), chunk_rows=2).shape
+        torch.Size([])
+
+    Source: the gradient in forward is that of Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989) and of torch 2.13's
+    ``torch.nn.functional.linear_cross_entropy``, which is used where it holds nothing more: with a frozen weight and without
+    a reduction. Elsewhere it holds a second gradient of the weight when backward begins (measured, see the docs).
+    """
+    _check(hidden, weight, labels, bias)
+    _check_options(reduction, label_smoothing, softcap, accumulate_dtype)
+    if not torch.is_grad_enabled():  # the function below makes gradients for whatever requires one
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+    dtype = _compute_dtype(hidden)
+    flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    head = Head(
+        chunk_rows=chunk_rows_for(
+            flat.shape[0],
+            flat.shape[1],
+            weight.shape[0],
+            element_bytes=wide(dtype).itemsize,
+            chunk_bytes=chunk_bytes,
+            chunk_rows=chunk_rows,
+        ),
+        compute_dtype=dtype,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        scale=scale,
+        softcap=softcap,
+        accumulate_dtype=accumulate_dtype,
+    )
+    if _torch_serves(flat, weight, bias, head, reduction):
+        return _with_torch(flat, weight, flat_labels, bias, head, reduction).reshape(
+            labels.shape if reduction == "none" else ()
+        )
+    with torch.autocast(hidden.device.type, enabled=False):
+        if reduction == "none":
+            losses: torch.Tensor = ChunkedLossPerRow.apply(flat, weight, bias, flat_labels, head)
+            return losses.reshape(labels.shape)
+        total: torch.Tensor = ChunkedLosses.apply(flat, weight, bias, flat_labels, head)
+        return total if reduction == "sum" else _mean(total, (flat_labels != ignore_index).sum())
+
+
+def _mean(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """As torch has it: NaN where no label counts, and then a gradient of zero."""
+    mean = total / count.clamp(min=1)
+    return torch.where(count > 0, mean, mean.detach() * torch.nan)
+
+
+def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """The dtype of the logits: autocast's where it is on."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype is not torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return hidden.dtype
+
+
+def _torch_serves(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head: Head, reduction: str
+) -> bool:
+    """Whether torch's own chunked loss computes this, with no more memory than ours."""
+    is_plain = head.label_smoothing == 0.0 and head.scale == 1.0 and head.softcap is None
+    has_one_dtype = {t.dtype for t in (hidden, weight, bias) if t is not None} == {head.compute_dtype}
+    is_wide = wide(head.compute_dtype) is head.compute_dtype
+    holds_nothing_more = reduction == "none" or not (weight.requires_grad or (bias is not None and bias.requires_grad))
+    return torch_has_one() and is_plain and has_one_dtype and is_wide and holds_nothing_more and hidden.shape[0] > 0
+
+
+def torch_has_one() -> bool:
+    """Whether this torch computes a linear head and its cross-entropy in chunks (2.13 and newer)."""
+    return "LinearCrossEntropyOptions" in dir(torch.nn)
+
+
+def _with_torch(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None,
+    head: Head,
+    reduction: str,
+) -> torch.Tensor:
+    options: Any = torch.nn.LinearCrossEntropyOptions(
+        batch_chunk_size=head.chunk_rows, chunking_method=None, acc_policy="compact"
+    )
+    return torch.nn.functional.linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        linear_bias=bias,
+        reduction=reduction,
+        ignore_index=head.ignore_index,
+        options=options,
+    )
+
+
+def _check_options(
+    reduction: str, label_smoothing: float, softcap: float | None, accumulate_dtype: torch.dtype | None
+) -> None:
+    if reduction not in REDUCTIONS:
+        raise InvalidOption(
+            f"There is no reduction {reduction!r}.",
+            why=f"losses are reduced by {', '.join(REDUCTIONS)}",
+            next='reduction="mean"',
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise InvalidOption(
+            f"label_smoothing={label_smoothing!r} is no share.",
+            why="it is the share of a target that goes to all classes alike",
+            next="label_smoothing=0.1, or leave it out",
+        )
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise InvalidOption(
+            f"softcap={softcap!r} is no cap.",
+            why="logits become softcap * tanh(logits / softcap)",
+            next="softcap=30.0, or leave it out",
+        )
+    if accumulate_dtype is not None and not accumulate_dtype.is_floating_point:
+        raise InvalidOption(
+            f"Gradients cannot be summed in {accumulate_dtype}.",
+            why="they are no whole numbers",
+            next="accumulate_dtype=torch.float32, or leave it out",
+        )
+
+
+def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None) -> None:
+    shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, labels {tuple(labels.shape)}"
+    if torch._C._are_functorch_transforms_active():
+        raise InvalidLoss(
+            "The chunked loss does not work under torch.func transforms.",
+            why="its gradients are made by hand, chunk by chunk, and carry no graph",
+            next="use the full logits there: handle.remove()",
+        )
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise InvalidLoss(
+            f"Hidden states and weight do not go together: {shapes}.",
+            why="hidden is (..., features), weight (classes, features)",
+            next="pass the weight of the head as nn.Linear has it",
+        )
+    if hidden.shape[:-1] != labels.shape:
+        raise InvalidLoss(
+            f"Hidden states and labels do not go together: {shapes}.",
+            why="there has to be one label per hidden state (with logits_to_keep there are fewer states than labels)",
+            next="slice both alike; shift labels before the call",
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InvalidLoss(
+            f"Weight and bias do not go together: weight {tuple(weight.shape)}, bias {tuple(bias.shape)}.",
+            why="there is one bias per class",
+            next="pass the bias of the head as nn.Linear has it",
+        )
+    if labels.dtype is not torch.int64 or not hidden.is_floating_point():
+        raise InvalidLoss(
+            f"Hidden states are {hidden.dtype}, labels {labels.dtype}.",
+            why="hidden states are floating point; labels are class indices, int64 (class probabilities are not served)",
+            next="labels.long(), or the full logits",
+        )

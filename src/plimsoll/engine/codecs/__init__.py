@@ -1,0 +1,1 @@
+"""Codecs that store a saved activation in fewer bytes until backward needs it."""

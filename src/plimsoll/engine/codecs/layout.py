@@ -1,0 +1,109 @@
+"""A tensor of any strides in, its elements in runs out; and an empty tensor to write decoded elements to.
+
+Codecs work on flat elements, a chunk at a time. A tensor without gaps or overlaps (transposed ones too) is read in the
+order of its memory, without a copy, and comes back with the same strides. Any other (sliced, expanded) is read in
+the order of its indices and comes back contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import accumulate
+from operator import mul
+
+import torch
+
+from plimsoll.engine.codecs.protocol import Payload
+
+CHUNK = 2**18
+"""Elements worked on at once: 1 MiB of float32 scratch, which stays in cache; with fewer, calls take longer than ops."""
+
+
+class Elements:
+    """The elements of ``tensor`` in one order, to be read in runs."""
+
+    __slots__ = ("_copy", "_tensor", "count", "flat", "size", "stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        tensor = tensor.detach()
+        self.count = tensor.numel()
+        self.size = tuple(tensor.shape)
+        self._tensor = tensor
+        self.flat: torch.Tensor | None = None  # all of them as one dimension, where that takes no copy
+        self._copy: torch.Tensor | None = None
+        if is_dense(tensor.shape, tensor.stride()):
+            self.stride = tuple(tensor.stride())
+            self.flat = tensor.as_strided((self.count,), (1,))
+        else:
+            self.stride = contiguous_stride(self.size)
+            self._copy = tensor.new_empty(min(CHUNK, self.count))
+
+    def run(self, start: int, stop: int) -> torch.Tensor:
+        """Elements ``start`` to ``stop``, at most ``CHUNK``, as one dimension: a view, or a copy until the next call."""
+        if self.flat is not None:
+            return self.flat[start:stop]
+        assert self._copy is not None
+        out = self._copy[: stop - start]
+        _gather(self._tensor, start, stop, out)
+        return out
+
+    def payload(self, *parts: torch.Tensor) -> Payload:
+        """The payload of this tensor, of these parts."""
+        return Payload(parts, self.size, self.stride, self._tensor.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensor.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor.dtype
+
+
+def empty_decoded(payload: Payload) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensor that a payload decodes to, not yet filled, and the flat view to fill it through."""
+    device = payload.parts[0].device
+    tensor = torch.empty_strided(payload.size, payload.stride, dtype=payload.dtype, device=device)
+    return tensor, tensor.as_strided((tensor.numel(),), (1,))
+
+
+def chunks(count: int, most: int = CHUNK) -> Iterator[tuple[int, int]]:
+    """``(start, stop)`` of every chunk of ``count`` elements, ``most`` at a time."""
+    for start in range(0, count, most):
+        yield start, min(start + most, count)
+
+
+def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in whatever order."""
+    expected = 1
+    for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length != 1):
+        if step != expected:
+            return 0 in size
+        expected *= length
+    return True
+
+
+def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(accumulate([max(length, 1) for length in size[:0:-1]], mul, initial=1))[::-1] if size else ()
+
+
+def _gather(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
+    """Copy elements ``start`` to ``stop``, counted in the order of the indices, whole rows at once where possible."""
+    if tensor.dim() <= 1:
+        out.copy_(tensor[start:stop] if tensor.dim() else tensor)
+        return
+    row = math.prod(tensor.shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        _gather(tensor[last], start - last * row, stop - last * row, out)
+        return
+    head, tail = first * row - start, stop - last * row
+    if head:
+        _gather(tensor[first - 1], row - head, row, out[:head])
+    if last > first:
+        body = tensor[first:last]
+        out[head : head + body.numel()].view(body.shape).copy_(body)
+    if tail:
+        _gather(tensor[last], 0, tail, out[out.numel() - tail :])

@@ -1,0 +1,318 @@
+"""A replay schedule and the recorded ops in, flat Python functions out, one per dropped slot.
+
+Walking a graph of objects for every op costs more than small ops themselves; straight-line code does not. The source is
+made of op numbers and value numbers only (nothing from the user reaches it), like the methods that ``dataclasses`` and
+``attrs`` generate. Equal sources are compiled once.
+
+A segment is called as ``segment(env, leaves, parameters, states, versions)``: the values that cross segments, the cells
+that the slot holds, the parameters and buffers that forward used, the generator states taken in forward, and the versions
+that the parameters had.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+
+from plimsoll.artifacts.region import RegionGraph
+from plimsoll.engine.cells import modified_in_place
+from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, Schedule, Segment, Step
+from plimsoll.tracing.recorder.geometry import Geometry
+from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
+from plimsoll.tracing.recorder.shards import local_of, version_of
+
+SegmentFunction = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where a recipe finds what it does not make, by graph value id.
+
+    ``parameters``: position in the tuple that is read at the start of a call. ``protected``: those positions whose tensor
+    must not have changed since forward, with the tensor's name. ``geometries``: how the cell's tensor lies on its storage,
+    for values that cells hold. ``links``: the input that comes from the region before. ``packed``: values that are held in
+    another form; each is brought back by a step of its own. ``sharded``: positions of parameters that are DTensors;
+    recipes read their local shards.
+    """
+
+    parameters: Mapping[int, int]
+    protected: Mapping[int, str]
+    geometries: Mapping[int, Geometry]
+    links: frozenset[int]
+    packed: frozenset[int] = frozenset()
+    sharded: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The recorded side of a region graph: ops and values by graph id."""
+
+    ops: tuple[RecordedOp, ...]
+    values: tuple[RecordedValue, ...]
+    to_local: Mapping[int, int]
+    generators: tuple[torch.Generator, ...]
+    slot_geometries: tuple[Geometry, ...]
+    layouts: Mapping[int, Any]
+    """How a DTensor lies on its mesh, by slot."""
+    output_refs: tuple[Ref | None, ...]
+
+
+def compile_segments(
+    graph: RegionGraph, recording: Recording, schedule: Schedule, sources: Sources
+) -> tuple[SegmentFunction, ...]:
+    """One function per segment, in the order of the schedule."""
+    writer = _Writer(graph, recording, sources)
+    crossing = _crossing(schedule, graph)
+    for position, segment in enumerate(schedule.segments):
+        link_uses_later = {v for later in schedule.segments[position + 1 :] for v in _reads(later, graph)}
+        writer.segment(position, segment, schedule.leaves[segment.slot], crossing, link_uses_later)
+    namespace: dict[str, Any] = {
+        "as_strided": torch.as_strided,
+        "copy_storage": copy_storage,
+        "local_of": local_of,
+        "version_of": version_of,
+        "tensors_of": tensors_of,
+        "check_version": functools.partial(check_version, sources.protected),
+        **writer.constants,
+    }
+    exec(_compiled(writer.source), namespace)
+    return tuple(namespace[f"segment_{position}"] for position in range(len(schedule.segments)))
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(source: str) -> CodeType:
+    return compile(source, "<plimsoll recipe>", "exec")
+
+
+def copy_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same view of a private copy of the whole storage."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    storage = tensor.untyped_storage().clone()
+    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def check_version(names: Mapping[int, str], position: int, expected: int, found: int) -> None:
+    """A parameter that a recipe is about to read must still be the one of forward.
+
+    Only what is read is checked, when it is read: an optimizer may step other parameters while backward still runs.
+    """
+    if found != expected:
+        raise modified_in_place(names[position], expected, found)
+
+
+def tensors_of(out: Any) -> list[torch.Tensor]:
+    """The tensors that an op returned, in order."""
+    if isinstance(out, torch.Tensor):
+        return [out]
+    return [tensor for item in out if isinstance(item, torch.Tensor | list | tuple) for tensor in tensors_of(item)]
+
+
+def _reads(segment: Segment, graph: RegionGraph) -> set[int]:
+    ops = [graph.ops[step.op] for step in segment.steps if step.op != NO_OP]
+    return {segment.value, *(r for op in ops for r in op.reads)}
+
+
+def _crossing(schedule: Schedule, graph: RegionGraph) -> dict[int, set[int]]:
+    """For every segment position, the values made there or before that a later segment still uses."""
+    uses = [_reads(segment, graph) for segment in schedule.segments]
+    later: set[int] = set()
+    crossing: dict[int, set[int]] = {}
+    for position in reversed(range(len(uses))):
+        crossing[position] = set(later)
+        later |= uses[position]
+    return crossing
+
+
+class _Writer:
+    """Writes the source of all segments of one region."""
+
+    def __init__(self, graph: RegionGraph, recording: Recording, sources: Sources) -> None:
+        self._graph = graph
+        self._recording = recording
+        self._sources = sources
+        self._lines: list[str] = []
+        self.constants: dict[str, Any] = {}
+        self._local: dict[int, Geometry] = {}
+        self._leaves: tuple[int, ...] = ()
+
+    @property
+    def source(self) -> str:
+        return "\n".join(self._lines) + "\n"
+
+    def segment(
+        self,
+        position: int,
+        segment: Segment,
+        leaves: tuple[int, ...],
+        crossing: Mapping[int, set[int]],
+        link_uses_later: set[int],
+    ) -> None:
+        """One function: load, run, let go, return."""
+        self._emit(f"def segment_{position}(env, leaves, parameters, states, versions):", 0)
+        self._local = {}
+        self._leaves = leaves
+        made: set[int] = set()
+        for step in segment.steps:
+            if step.op == NO_OP:
+                self._bring_back(step.load)
+                made.add(step.load)
+                continue
+            self._step(step, segment)
+            made.update(self._graph.ops[step.op].writes)
+            for value in step.frees:
+                self._forget(value, made)
+        for value in sorted(made & crossing[position]):
+            if value in self._local:
+                self._emit(f"env[{value}] = v{value}")
+        if segment.slot == BOUNDARY:
+            results = ", ".join("None" if ref is None else self._view(ref) for ref in self._recording.output_refs)
+            self._emit(f"result = ({results},)")
+        else:
+            geometry = self._recording.slot_geometries[segment.slot]
+            self._emit(f"result = {self._seen(segment.value, geometry)}")
+        for value in segment.frees:
+            if value not in made and value not in self._sources.links:
+                self._emit(f"env.pop({value}, None)")
+        for link in sorted(self._sources.links - link_uses_later):
+            self._emit(f"env.pop({link}, None)")
+        self._emit("return result")
+
+    def _step(self, step: Step, segment: Segment) -> None:
+        op = self._recording.ops[step.op]
+        for value in step.copies:
+            self._load(value)
+            self._emit(f"c{value} = copy_storage(v{value})")
+        renamed = {value: f"c{value}" for value in step.copies}
+        call = self._call(op, renamed)
+        if op.random_point is None:
+            self._emit(call)
+        else:
+            self._random(op, call)
+        self._bind(step, op, renamed)
+
+    def _bring_back(self, value: int) -> None:
+        """Decode or fetch a packed value; from here on it is private memory, like what an op made."""
+        self._emit(f"v{value} = leaves[{self._leaves.index(value)}].read()")
+        self._local[value] = self._sources.geometries[value]
+
+    def _random(self, op: RecordedOp, call: str) -> None:
+        assert op.random_point is not None
+        generator = self._constant(self._recording.generators[op.random_point[0]], f"g{op.random_point[0]}")
+        self._emit(f"now = {generator}.get_state()")
+        self._emit(f"{generator}.set_state(states[{op.random_point!r}])")
+        self._emit("try:")
+        self._emit(call, 2)
+        self._emit("finally:")
+        self._emit(f"{generator}.set_state(now)", 2)
+
+    def _call(self, op: RecordedOp, renamed: Mapping[int, str]) -> str:
+        arguments = [self._argument(value, renamed, op) for value in op.args]
+        arguments += [f"{name}={self._argument(value, renamed, op)}" for name, value in op.kwargs.items()]
+        return f"out = {self._constant(op.func, f'f{op.id}')}({', '.join(arguments)})"
+
+    def _bind(self, step: Step, op: RecordedOp, renamed: Mapping[int, str]) -> None:
+        """Give names to what the op made: new storages from its outputs, new versions from what it wrote to."""
+        writes = set(self._graph.ops[step.op].writes)
+        to_local, values = self._recording.to_local, self._recording.values
+        fresh: dict[int, int] = {}
+        for index, ref in enumerate(op.outputs):
+            if ref is not None and ref.value in to_local and to_local[ref.value] in writes:
+                fresh.setdefault(to_local[ref.value], index)
+        births = {write: index for write, index in fresh.items() if values[write].storage in op.births}
+        if len(op.outputs) > 1 and births:
+            self._emit("out = tensors_of(out)")
+        for write, index in births.items():
+            self._emit(f"v{write} = out" + (f"[{index}]" if len(op.outputs) > 1 else ""))
+            self._local[write] = _geometry(op.outputs[index])
+        self._emit("out = None")
+        for write in sorted(writes - births.keys()):
+            old = next((r for r in self._graph.ops[step.op].reads if self._same_storage(r, write)), None)
+            if old is not None:
+                self._emit(f"v{write} = {renamed.get(old, f'v{old}')}")
+                self._local[write] = self._local[old]
+        for name in renamed.values():
+            self._emit(f"{name} = None")
+
+    def _same_storage(self, first: int, second: int) -> bool:
+        return self._graph.values[first].storage == self._graph.values[second].storage
+
+    def _forget(self, value: int, made: set[int]) -> None:
+        if value in self._local:
+            self._emit(f"v{value} = None")
+            del self._local[value]
+        if value not in made and value not in self._sources.links:
+            self._emit(f"env.pop({value}, None)")
+
+    def _argument(self, value: Any, renamed: Mapping[int, str], op: RecordedOp) -> str:
+        if isinstance(value, Ref):
+            local = self._recording.to_local[value.value]
+            if self._recording.values[local].storage in op.scratch:
+                return f"copy_storage({self._seen(local, value.geometry)})"
+            return self._seen(local, value.geometry, renamed.get(local))
+        if isinstance(value, list | tuple):
+            inner = ", ".join(self._argument(item, renamed, op) for item in value)
+            return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if value else "()"
+        if value is None or isinstance(value, bool | int):
+            return repr(value)
+        return self._constant(value)
+
+    def _view(self, ref: Ref) -> str:
+        return self._seen(self._recording.to_local[ref.value], ref.geometry)
+
+    def _seen(self, value: int, geometry: Geometry, name: str | None = None) -> str:
+        """An expression for the value in the given geometry."""
+        base = self._load(value)
+        name = name or f"v{value}"
+        if base == geometry:
+            return name
+        if base.dtype is geometry.dtype:
+            return f"as_strided({name}, {geometry.size!r}, {geometry.stride!r}, {geometry.offset})"
+        return f"{self._constant(geometry)}.view_on({name})"
+
+    def _load(self, value: int) -> Geometry:
+        """Make sure that ``v<value>`` is bound in this segment; how it lies on its storage."""
+        known = self._local.get(value)
+        if known is not None:
+            return known
+        if value in self._sources.parameters:
+            position = self._sources.parameters[value]
+            source, is_sharded = f"parameters[{position}]", position in self._sources.sharded
+            if position in self._sources.protected:
+                version = f"version_of({source})" if is_sharded else f"{source}._version"
+                self._emit(f"check_version({position}, versions[{position}], {version})")
+            self._emit(f"v{value} = local_of({source})" if is_sharded else f"v{value} = {source}")
+            geometry = self._recording.values[value].base
+        elif value in self._sources.packed:
+            self._emit(f"v{value} = env[{value}]")
+            geometry = self._sources.geometries[value]
+        elif value in self._leaves:
+            position = self._leaves.index(value)
+            if value in self._sources.links:
+                self._emit(f"v{value} = env.get({value})")
+                self._emit(f"if v{value} is None: v{value} = env[{value}] = leaves[{position}].read()")
+            else:
+                self._emit(f"v{value} = leaves[{position}].read()")
+            geometry = self._sources.geometries[value]
+        else:
+            self._emit(f"v{value} = env[{value}]")
+            geometry = self._recording.values[value].base
+        self._local[value] = geometry
+        return geometry
+
+    def _constant(self, value: Any, name: str | None = None) -> str:
+        name = name or f"k{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def _emit(self, line: str, indent: int = 1) -> None:
+        self._lines.append("    " * indent + line)
+
+
+def _geometry(ref: Ref | None) -> Geometry:
+    assert ref is not None
+    return ref.geometry

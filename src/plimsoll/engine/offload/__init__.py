@@ -1,0 +1,1 @@
+"""Links that carry saved activations to host memory or disk and back."""

@@ -1,0 +1,205 @@
+"""Tensors in ordinary memory in, tickets for their bytes in a file out: the link from RAM to a disk.
+
+Bytes go straight between the tensor's memory and the file (``pwrite``, ``preadv``), on a few threads that hold no
+interpreter lock meanwhile. They pass through the system's page cache: its clean pages are given up when others need
+memory, so they do not count against anybody's budget, though tools that watch a container may show them.
+
+Known weaknesses: the copying threads take CPU time, which training pays where no core is idle (``measure_link`` measures
+how much). The file keeps its greatest length until `close`, because bytes that are written again go an order of magnitude
+faster than new ones. Checksums are samples: they find extents that were mixed up, cut short or lost, not every flipped bit.
+Needs a POSIX system.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections import deque
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from plimsoll.engine.offload.backing import BackingFile
+from plimsoll.engine.offload.copying import CopyIn, CopyOut, Lease
+from plimsoll.engine.offload.extents import Extent, Extents
+from plimsoll.engine.offload.filesystem import is_in_memory
+from plimsoll.engine.offload.transport import Transport
+from plimsoll.errors import OffloadFailed
+from plimsoll.units import MIB, format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCpuSeconds:
+    """CPU time that a link's copies have taken so far, on whatever thread."""
+
+    out_seconds: float
+    in_seconds: float
+
+
+class DiskLink:
+    """Keeps tensors in a file that has no name and cannot outlive the process.
+
+    Args:
+        directory: where; by default the system's directory for temporary files, unless that lies in RAM.
+        most_bytes: the greatest length of the file; by default as much as the disk has, but for a margin.
+        workers: threads that copy.
+        most_in_flight_bytes: `store` waits while more than this is on its way out.
+
+    Raises:
+        OffloadFailed: no file can be made there.
+
+    Example:
+        >>> with DiskLink("/var/tmp") as link:
+        ...     ticket = link.store(torch.arange(3))
+        ...     ticket.settle()
+        ...     ticket.read()
+        tensor([0, 1, 2])
+    """
+
+    def __init__(
+        self,
+        directory: str | None = None,
+        most_bytes: int | None = None,
+        workers: int = 2,
+        *,
+        most_in_flight_bytes: int = 256 * MIB,
+    ) -> None:
+        self.name = "disk"
+        self.directory = _default_directory() if directory is None else directory
+        self._most_bytes = most_bytes
+        self._transport = Transport(BackingFile(self.directory), workers, most_in_flight_bytes)
+        self._space = threading.Lock()
+        self._extents = Extents()
+        self._returned: deque[Extent] = deque()
+
+    @property
+    def extents(self) -> Extents:
+        """What is taken and what is free, as of now; the next `store` changes it."""
+        with self._space:
+            self._take_returned()
+            return self._extents
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """On its way out now."""
+        return self._transport.out_bytes
+
+    @property
+    def copy_cpu_seconds(self) -> CopyCpuSeconds:
+        return CopyCpuSeconds(self._transport.out_cpu_seconds, self._transport.in_cpu_seconds)
+
+    def store(self, tensor: torch.Tensor) -> DiskTicket:
+        self._transport.check_open()
+        assert tensor.device.type == "cpu", "a bounce link brings the tensors of other devices"
+        assert tensor.dim() == 1, "links carry flat tensors"
+        assert tensor.is_contiguous(), "links carry flat tensors"
+        source = tensor.resolve_conj().resolve_neg()  # a conjugation that is still to be done is not in the bytes
+        lease = self._lease(source.nbytes)
+        self._transport.admit(source.nbytes)
+        return DiskTicket(source, lease, self._transport)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _lease(self, nbytes: int) -> Lease:
+        with self._space:
+            self._take_returned()
+            extent = self._extents.fit(nbytes)
+            if self._most_bytes is not None and extent.end > self._most_bytes:
+                raise OffloadFailed(
+                    f"{format_bytes(nbytes)} do not fit on the disk link, which may hold {format_bytes(self._most_bytes)}.",
+                    why=f"{format_bytes(self._extents.taken_bytes)} are in it now, and no hole between them is large enough",
+                    next="allow the link more bytes, or offload less with a larger memory budget",
+                )
+            self._transport.file.reserve(extent.end)
+            self._extents.take(extent)
+        return Lease(extent, self._returned)
+
+    def _take_returned(self) -> None:
+        while self._returned:
+            self._extents.give_back(self._returned.popleft())
+
+
+class DiskTicket:
+    """A tensor in a link's file, or on its way there or back."""
+
+    def __init__(self, source: torch.Tensor, lease: Lease, transport: Transport) -> None:
+        self._lease = lease
+        self._transport = transport
+        self._dtype = source.dtype
+        self._length = source.numel()
+        self._checksum = 0
+        self._leaving: tuple[torch.Tensor, CopyOut] | None = (source, CopyOut(source, lease, transport))
+        self._leaving[1].start()
+        self._arriving: tuple[torch.Tensor, CopyIn] | None = None
+
+    def settle(self) -> None:
+        if not self._has_left():
+            assert self._leaving is not None, "what has not left is held"
+            raise self._failed("did not leave for", self._leaving[1].error)
+
+    def prefetch(self) -> None:
+        if self._arriving is None and self._has_left():
+            self._expect()[1].start()
+
+    def read(self) -> torch.Tensor:
+        if not self._has_left():
+            assert self._leaving is not None, "what has not left is held"
+            return self._leaving[0]
+        tensor, copy = self._arriving or self._expect()
+        copy.finish()
+        self._arriving = None
+        if copy.error is not None:
+            raise self._failed("did not come back from", copy.error)
+        if copy.checksum != self._checksum:
+            raise self._failed("came back changed from", None)
+        return tensor
+
+    def _has_left(self) -> bool:
+        """Wait for the copy-out; let go of the source if it is out, keep it if the copy failed."""
+        self._transport.check_owner()
+        if self._leaving is not None:
+            self._leaving[1].finish()
+            if self._leaving[1].error is not None:
+                return False
+            self._checksum = self._leaving[1].checksum
+            self._leaving = None
+        return True
+
+    def _expect(self) -> tuple[torch.Tensor, CopyIn]:
+        """Make room for the tensor, and the copy that will fill it."""
+        tensor = torch.empty(self._length, dtype=self._dtype, device="cpu")
+        self._arriving = (tensor, CopyIn(tensor, self._lease, self._transport))
+        return self._arriving
+
+    def _failed(self, how: str, error: OSError | None) -> OffloadFailed:
+        size = format_bytes(self._length * self._dtype.itemsize)
+        said = "its checksum differs: the disk or the link lost bytes" if error is None else f"the system says: {error}"
+        failure = OffloadFailed(
+            f"A tensor of {size} {how} the disk of {self._transport.file.directory!r}.",
+            why=said,
+            next="name a directory on another disk, or offload less with a larger memory budget",
+        )
+        failure.__cause__ = error
+        return failure
+
+
+def _default_directory() -> str:
+    directory = tempfile.gettempdir()
+    if is_in_memory(directory):
+        raise OffloadFailed(
+            f"The directory for temporary files, {directory!r}, lies in RAM.",
+            why="what is offloaded there would still take the memory that offloading is to free",
+            next="name a directory on a disk, such as '/var/tmp'",
+        )
+    return directory

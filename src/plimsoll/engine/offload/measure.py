@@ -1,0 +1,153 @@
+"""A link and a device in, how fast the link is both ways out, with the CPU time that its copies take.
+
+Keeps several tensors on the link, 32 MiB in all by default so that the processor's caches flatter it little, fetches the
+oldest and stores the next until half a second has passed, and takes medians. Storing the first ones is not counted: it
+makes room in the file that later ones use again, as later training steps do. A disk is therefore measured through the
+system's page cache; one that is asked to hold more than there is free memory falls to the speed of the device itself, which
+this does not see. Nor does it see what the system takes to make memory for single tensors of 32 MiB and more, which no
+process keeps for the next one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from plimsoll.engine.offload.bounce import BounceLink
+from plimsoll.engine.offload.disk import CopyCpuSeconds, DiskLink
+from plimsoll.engine.offload.protocol import Link, Ticket
+from plimsoll.units import MIB
+
+_MOST_SECONDS = 0.5
+_MOST_TRIPS = 40
+_ALIVE = 8
+"""Tensors on the link at once."""
+_SMALL_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpeed:
+    """Measured: a transfer of ``n`` bytes takes ``latency_seconds + n / bytes_per_second``."""
+
+    out_bytes_per_second: float
+    in_bytes_per_second: float
+    latency_seconds: float
+    """Of a small transfer, the slower way of the two."""
+    out_cpu_seconds_per_byte: float
+    """Of the copying threads; training pays it where no core is idle."""
+    in_cpu_seconds_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Trip:
+    out_seconds: float
+    in_seconds: float
+    out_cpu_seconds: float
+    in_cpu_seconds: float
+
+
+def measure_link(link: Link, device: torch.device, nbytes: int = 4 * MIB) -> LinkSpeed:
+    """How fast ``link`` carries tensors of ``device``.
+
+    Args:
+        link: open, and used by nobody else meanwhile.
+        device: where the tensors are.
+        nbytes: of one measured transfer.
+
+    Raises:
+        OffloadFailed: the link cannot carry ``nbytes``.
+
+    Example:
+        >>> with DiskLink("/var/tmp") as link:
+        ...     speed = measure_link(link, torch.device("cpu"))
+        >>> speed.out_bytes_per_second > 0
+        True
+    """
+    small = _median(_trips(link, device, _SMALL_BYTES, _MOST_SECONDS / 10))
+    large = _median(_trips(link, device, nbytes, _MOST_SECONDS * 9 / 10))
+    return LinkSpeed(
+        out_bytes_per_second=_bandwidth(nbytes, large.out_seconds, small.out_seconds),
+        in_bytes_per_second=_bandwidth(nbytes, large.in_seconds, small.in_seconds),
+        latency_seconds=max(small.out_seconds, small.in_seconds),
+        out_cpu_seconds_per_byte=large.out_cpu_seconds / nbytes,
+        in_cpu_seconds_per_byte=large.in_cpu_seconds / nbytes,
+    )
+
+
+class _Stopwatch:
+    """Seconds, and CPU seconds of the link's copies, since it was made."""
+
+    def __init__(self, link: Link, device: torch.device) -> None:
+        self._link = link
+        self._device = device
+        _wait_for(device)
+        self._cpu = _copy_cpu_seconds(link)
+        self._begun_at = time.perf_counter()
+
+    def stop(self) -> tuple[float, CopyCpuSeconds]:
+        _wait_for(self._device)
+        seconds = time.perf_counter() - self._begun_at
+        cpu = _copy_cpu_seconds(self._link)
+        return seconds, CopyCpuSeconds(cpu.out_seconds - self._cpu.out_seconds, cpu.in_seconds - self._cpu.in_seconds)
+
+
+def _trips(link: Link, device: torch.device, nbytes: int, most_seconds: float) -> list[_Trip]:
+    """One trip at least, then more while there is time."""
+    tensors = itertools.cycle(_noise(nbytes, device))
+    begun_at = time.perf_counter()
+    away: deque[Ticket] = deque()
+    while not away or (len(away) < _ALIVE and time.perf_counter() < begun_at + most_seconds / 2):
+        away.append(link.store(next(tensors)))
+        away[-1].settle()
+    trips: list[_Trip] = []
+    while not trips or (len(trips) < _MOST_TRIPS and time.perf_counter() < begun_at + most_seconds):
+        oldest, tensor = away.popleft(), next(tensors)
+        watch = _Stopwatch(link, device)
+        oldest.read()
+        in_seconds, in_cpu = watch.stop()
+        del oldest
+        watch = _Stopwatch(link, device)
+        away.append(link.store(tensor))
+        away[-1].settle()
+        out_seconds, out_cpu = watch.stop()
+        trips.append(_Trip(out_seconds, in_seconds, out_cpu.out_seconds, in_cpu.in_seconds))
+    return trips
+
+
+def _noise(nbytes: int, device: torch.device) -> list[torch.Tensor]:
+    """Bytes that no file system compresses, without a change to anybody's random numbers."""
+    generator = torch.Generator(device).manual_seed(0)
+    words = torch.randint(2**62, (nbytes // 8 + 1,), device=device, generator=generator)
+    return [words.view(torch.uint8)[:nbytes].clone() for _ in range(_ALIVE)]
+
+
+def _median(trips: list[_Trip]) -> _Trip:
+    return _Trip(
+        statistics.median(trip.out_seconds for trip in trips),
+        statistics.median(trip.in_seconds for trip in trips),
+        statistics.median(trip.out_cpu_seconds for trip in trips),
+        statistics.median(trip.in_cpu_seconds for trip in trips),
+    )
+
+
+def _bandwidth(nbytes: int, seconds: float, latency_seconds: float) -> float:
+    """Bytes per second beyond the latency; of the whole where that is lost in the noise of the latency."""
+    moving_seconds = seconds - latency_seconds
+    return nbytes / (moving_seconds if moving_seconds > seconds / 10 else seconds)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _copy_cpu_seconds(link: Link) -> CopyCpuSeconds:
+    """Only copies to and from a disk take a CPU's time."""
+    if isinstance(link, BounceLink):
+        return _copy_cpu_seconds(link.inner)
+    return link.copy_cpu_seconds if isinstance(link, DiskLink) else CopyCpuSeconds(0.0, 0.0)

@@ -1,0 +1,64 @@
+"""When transfers over a link end and begin again, as plans count on it.
+
+What a region sends is settled (its memory is free) when the *next* region's forward ends, and is fetched again when that
+region's backward begins. So transfers have one region's compute to hide behind, in both directions, and never more than two
+regions' tensors are on their way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from plimsoll.engine.cells import Readable
+from plimsoll.engine.stored_forms import Sent
+from plimsoll.tracing.recorder.calling import output_tensors
+
+
+class Traffic:
+    """The transfers of one managed model. Nothing is held here: what the graph has let go of need not arrive."""
+
+    def __init__(self) -> None:
+        self._under_way: list[weakref.ref[Sent]] = []
+
+    def send(self, packed: Iterable[Readable]) -> None:
+        """A region has packed these; what went over the link is under way until the next region returns."""
+        self._under_way.extend(weakref.ref(one) for one in packed if isinstance(one, Sent))
+
+    def leave(self, output: Any) -> None:
+        """A region has returned: end what the one before sent, and fetch it when this one's backward begins.
+
+        Raises:
+            OffloadFailed: a copy-out failed; its source is still held.
+        """
+        if not self._under_way:
+            return
+        under_way, self._under_way = self._under_way, []
+        for sent in _alive(under_way):
+            sent.settle()
+        node = next((t.grad_fn for t in output_tensors(output) if t.grad_fn is not None), None)
+        if node is not None:
+            node.register_prehook(_Fetch(under_way))
+
+    def clear(self) -> None:
+        """A new step begins; what a step that failed had sent is forgotten."""
+        self._under_way = []
+
+
+class _Fetch:
+    """Begins to fetch what somebody still waits for."""
+
+    def __init__(self, sent: list[weakref.ref[Sent]]) -> None:
+        self._sent = sent
+
+    def __call__(self, *_: Any) -> None:
+        for sent in _alive(self._sent):
+            sent.prefetch()
+
+
+def _alive(references: Iterable[weakref.ref[Sent]]) -> Iterator[Sent]:
+    for reference in references:
+        sent = reference()
+        if sent is not None:
+            yield sent

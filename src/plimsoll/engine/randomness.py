@@ -1,0 +1,65 @@
+"""Random ops of a region: the points in its forward at which the runtime can take the generator's state.
+
+In steady calls no dispatch mode runs; the only moments at which the runtime gets control inside a region are its entry and
+every saved tensor. A random op can be repeated if the generator was not used between such a moment and the op: then the
+state taken at that moment is the state that the op starts from. Taking it costs about 2 µs on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from plimsoll.tracing.recorder.recorder import RecordedOp
+
+ENTRY = -1
+"""The point before the region's first op; point ``k >= 0`` is where slot ``k`` is saved."""
+
+
+def generators_of(devices: Sequence[torch.device]) -> tuple[torch.Generator, ...]:
+    """The default generators of the CPU and of the given CUDA devices."""
+    indices = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    return (torch.default_generator, *(torch.cuda.default_generators[index] for index in indices))
+
+
+class RandomPoints:
+    """Watches the generators while a region records, and says for each random op from which point it can be repeated."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self.generators = tuple(generators)
+        self._latest: list[tuple[int, torch.Tensor]] = [(ENTRY, g.get_state()) for g in self.generators]
+        self.states = {(index, ENTRY): state for index, (_, state) in enumerate(self._latest)}
+        """States taken so far, by (generator, point)."""
+
+    def at_slot(self, index: int) -> None:
+        """A tensor was saved: from here on this is the latest point."""
+        for position, generator in enumerate(self.generators):
+            state = generator.get_state()
+            if not torch.equal(state, self._latest[position][1]):
+                self._latest[position] = (index, state)
+                self.states[position, index] = state
+
+    def before(self, op: RecordedOp, device: torch.device) -> torch.Tensor | None:
+        """The state from which a random op that runs now can be repeated; ``None`` if no point has it."""
+        position = self._index(device)
+        if position is None:
+            return None
+        point, state = self._latest[position]
+        if not torch.equal(self.generators[position].get_state(), state):
+            return None
+        op.random_point = (position, point)
+        return state
+
+    def state(self, device: torch.device) -> torch.Tensor:
+        """The state of the device's generator (of the CPU's where the device has none that is watched)."""
+        return self.generators[self._index(device) or 0].get_state()
+
+    def restore(self, device: torch.device, state: torch.Tensor) -> None:
+        generator = self.generators[self._index(device) or 0]
+        if not torch.equal(generator.get_state(), state):
+            generator.set_state(state)
+
+    def _index(self, device: torch.device) -> int | None:
+        wanted = torch.device("cpu") if device.type != "cuda" else torch.device("cuda", device.index or 0)
+        return next((i for i, generator in enumerate(self.generators) if generator.device == wanted), None)

@@ -1,0 +1,330 @@
+"""The first call of a region under a signature in; its output, and the program for the calls that follow, out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from plimsoll.artifacts.plan import RegionPlan
+from plimsoll.artifacts.region import Origin
+from plimsoll.engine.cells import Cell
+from plimsoll.engine.choosing import choose
+from plimsoll.engine.compile import Recording
+from plimsoll.engine.frame import Frame
+from plimsoll.engine.program import NO_OFFSET, ParameterSource, Program
+from plimsoll.engine.randomness import RandomPoints
+from plimsoll.engine.shared import Shared
+from plimsoll.engine.split_backward import Halves
+from plimsoll.engine.verifying import VerifyingRecorder
+from plimsoll.tracing.recorder.calling import call_tensors, output_tensors
+from plimsoll.tracing.recorder.collectives import is_routing, peers_of
+from plimsoll.tracing.recorder.geometry import Geometry, has_lazy_bits, is_plain
+from plimsoll.tracing.recorder.graph import LocalIds, SlotRecord, build_region_graph, default_order
+from plimsoll.tracing.recorder.modules import ModuleStack
+from plimsoll.tracing.recorder.recorder import Ref
+from plimsoll.tracing.recorder.shards import local_of, settled, version_of
+
+SMALL_BUFFER_BYTES = 1 << 20
+"""Buffers up to this size are copied per call; larger ones are held and must not change before backward."""
+_READS_ON_THE_HOST = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """How a recording ended: with a program, or with the obstacle that speaks against one."""
+
+    program: Program | None
+    obstacle: str = ""
+    may_rerun: bool = False
+    peers: tuple[int, ...] = ()
+    """Global ranks with which the region's collectives talk."""
+    routes: bool = False
+    """Whether some op chooses which token goes where."""
+
+
+class _RecordingFrame(Frame):
+    """A frame that also notes the value that each saved tensor shows, and the generators' state."""
+
+    __slots__ = ("recorder", "records")
+
+    def __init__(self, recorder: VerifyingRecorder) -> None:
+        super().__init__(None)
+        self.recorder = recorder
+        self.records: list[SlotRecord] = []
+
+    def pack(self, tensor: torch.Tensor) -> Cell:
+        recorder = self.recorder
+        local = settled(tensor)
+        recorder.suspended, before = True, recorder.suspended
+        recorder.points.at_slot(len(self.records))
+        recorder.suspended = before
+        if is_plain(local) and not has_lazy_bits(local):
+            value = recorder.add_leaf(local, Origin.EXTERNAL, "external")
+            self.records.append(SlotRecord(value=value, storage=recorder.table.find(local)))
+        else:
+            self.records.append(SlotRecord(value=-1))
+        return super().pack(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """One call as it was watched: what went in, what came out, and what the recorder saw in between."""
+
+    recorder: VerifyingRecorder
+    frame: _RecordingFrame
+    sources: dict[int, ParameterSource]
+    inputs: list[torch.Tensor]
+    input_values: list[tuple[int, int]]
+    """Position and value of every input that is a plain tensor, or a DTensor of one."""
+    versions: list[int]
+    output: Any
+    first_node: int
+    """Sequence number of the first autograd node."""
+    nodes: int
+    host_reads: int
+
+
+def record_call(
+    name: str,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    plan: RegionPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    shared: Shared,
+    device_type: str,
+) -> tuple[Any, Recorded]:
+    """Run the region once, verifying every op, and drop what the plan drops already in this call.
+
+    A sensor is shown the region's saved values while all of them are there.
+    """
+    links, sensor = shared.links, shared.sensor
+    unpack = Frame.unpack if sensor is None else sensor.unpack(name, plan.call)
+    call = _watch(module, forward, args, kwargs, shared, unpack)
+    try:
+        shared.traffic.leave(call.output)
+    except BaseException:
+        call.frame.keep_all()
+        raise
+    recorder, frame = call.recorder, call.frame
+    found = Recorded(
+        None,
+        _obstacle(call),
+        may_rerun=not _writes_outside(recorder) and not any(op.scratch for op in recorder.ops),
+        peers=tuple(sorted({rank for op in recorder.ops for rank in peers_of(op.func, op.args, op.kwargs)})),
+        routes=any(is_routing(op.func) for op in recorder.ops),
+    )
+    if found.obstacle:
+        frame.keep_all()
+        return call.output, found
+    program = _build(name, call, plan, shared, device_type)
+    if sensor is not None:
+        sensor.saw(name, plan.call, program.graph, frame.tensors, call.output, call.first_node)
+    link = links.find(program, call.inputs) if program.choice.link is not None else None
+    cells = frame.cells
+    frame.states = recorder.points.states
+    packed = program.finish(frame, call.inputs, call.versions, link)
+    if packed is None:
+        frame.keep_all()
+        return call.output, replace(found, obstacle="an input that it needs again is written in place", may_rerun=False)
+    shared.traffic.send(packed.values())
+    links.offer(program, frame, cells, packed, link, call.output)
+    return call.output, replace(found, program=program)
+
+
+def _watch(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shared: Shared,
+    unpack: Callable[[Cell], torch.Tensor],
+) -> _Watched:
+    stack = ModuleStack()
+    points = RandomPoints(shared.generators)
+    recorder = VerifyingRecorder(lambda: stack.path, points, repeats_collectives=shared.repeats_collectives)
+    sources = _register(recorder, module)
+    inputs = call_tensors(args, kwargs)
+    input_values = [
+        (i, recorder.add_leaf(t, Origin.INPUT, f"input:{i}")) for i, t in enumerate(inputs) if is_plain(local_of(t))
+    ]
+    versions = [version_of(tensor) for tensor in inputs]
+    recorder.mark_outside()
+    frame = _RecordingFrame(recorder)
+    reads = _HostReads()
+    before = torch._C._autograd._get_sequence_nr()
+    try:
+        with (
+            torch.compiler.set_stance("force_eager"),
+            stack.watch(module),
+            saved_tensors_hooks(frame.pack, unpack),
+            reads,
+            recorder,
+        ):
+            output = forward(*args, **kwargs)
+    except BaseException:
+        frame.keep_all()
+        raise
+    nodes = torch._C._autograd._get_sequence_nr() - before
+    return _Watched(recorder, frame, sources, inputs, input_values, versions, output, before, nodes, reads.count)
+
+
+def _obstacle(call: _Watched) -> str:
+    """Why a call that was recorded must not be repeated by recipes."""
+    recorder = call.recorder
+    if recorder.value_reads or call.host_reads:
+        return "it reads the value of a tensor (a branch on data)"
+    recorder.notice([*call.frame.tensors, *map(local_of, output_tensors(call.output))])
+    if recorder.has_hidden_writes:
+        return "it writes to memory in a way that PyTorch does not see (numpy, raw pointers)"
+    if any(value in call.sources for _, value in call.input_values):
+        return "it is called with one of its own parameters or buffers"
+    return ""
+
+
+class _HostReads(TorchFunctionMode):
+    """Counts tensors whose contents leave PyTorch without an op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS_ON_THE_HOST:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _register(recorder: VerifyingRecorder, module: nn.Module) -> dict[int, ParameterSource]:
+    """Make the region's parameters and buffers known; where each is found in a call, by value id."""
+    sources: dict[int, ParameterSource] = {}
+    for path, inner in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for key, parameter in inner._parameters.items():
+            if parameter is not None:
+                value = recorder.add_leaf(parameter, Origin.PARAMETER, f"parameter:{prefix}{key}")
+                sources.setdefault(
+                    value, ParameterSource(f"parameter {prefix}{key}", inner._parameters, key, False, True)
+                )
+        for key, buffer in inner._buffers.items():
+            if buffer is not None:
+                value = recorder.add_leaf(buffer, Origin.BUFFER, f"buffer:{prefix}{key}")
+                is_small = local_of(buffer).untyped_storage().nbytes() <= SMALL_BUFFER_BYTES
+                sources.setdefault(
+                    value, ParameterSource(f"buffer {prefix}{key}", inner._buffers, key, is_small, not is_small)
+                )
+    return sources
+
+
+def _writes_outside(recorder: VerifyingRecorder) -> bool:
+    """Whether some op writes to a storage that no op of the region has made."""
+    born = {storage for op in recorder.ops for storage in op.births}
+    return any(recorder.values[value].storage not in born for op in recorder.ops for value in op.writes)
+
+
+def _build(
+    name: str,
+    call: _Watched,
+    plan: RegionPlan,
+    shared: Shared,
+    device_type: str,
+) -> Program:
+    recorder, sources = call.recorder, call.sources
+    scratched = _refuse_readers_of_scratch(recorder)
+    outputs = [_reference(recorder, tensor) for tensor in output_tensors(call.output)]
+    leaves = {value: (recorder.values[value].origin, recorder.values[value].name) for value in sources}
+    for position, value in call.input_values:
+        leaves.setdefault(value, (Origin.INPUT, f"input:{position}"))
+    records = [
+        SlotRecord(value=_managed_value(recorder, record, sources), storage=record.storage)
+        for record in call.frame.records
+    ]
+    graph, ids = build_region_graph(
+        recorder.values,
+        recorder.ops,
+        records,
+        [ref.value for ref in outputs if ref is not None],
+        default_order(records),
+        leaves,
+        "",
+    )
+    local = ids.to_local
+    recording = _recording(call, ids, outputs)
+    link_inputs = frozenset[int]()
+    if plan.is_boundary_dropped and call.input_values and shared.links.link_to(call.inputs[0]) is not None:
+        link_inputs = frozenset({local[call.input_values[0][1]]})
+    not_rebuildable = {local[v]: reason for v, reason in recorder.not_rebuildable.items() if v in local}
+    casts = sum(op.name == "_to_copy" for op in recorder.ops)
+    parameters = [
+        (local[value], _unchecked(source) if recorder.values[value].storage in scratched else source)
+        for value, source in sources.items()
+        if value in local
+    ]
+    return Program(
+        name,
+        graph,
+        recording,
+        choose(graph, plan.dropped, not_rebuildable, link_inputs, plan.packed, shared.packer.keeps_sign_only),
+        parameters,
+        not_rebuildable=not_rebuildable,
+        node_counts=range(call.nodes - casts, call.nodes + 1),
+        device_type=device_type,
+        policy=shared.policy,
+        packer=shared.packer,
+        payload_shares={d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes},
+        call=plan.call,
+        halves=Halves() if shared.splits_backward else None,
+    )
+
+
+def _recording(call: _Watched, ids: LocalIds, outputs: list[Ref | None]) -> Recording:
+    recorder, frame = call.recorder, call.frame
+    return Recording(
+        ops=tuple(recorder.ops),
+        values=tuple(recorder.values[log_id] for log_id in ids.to_log),
+        to_local=ids.to_local,
+        generators=recorder.points.generators,
+        slot_geometries=tuple(map(_slot_geometry, frame.tensors)),
+        layouts={cell.index: cell.shell.layout for cell in frame.cells if cell.shell is not None},
+        output_refs=tuple(outputs),
+    )
+
+
+def _slot_geometry(tensor: torch.Tensor) -> Geometry:
+    """How a saved tensor lies; sparse ones have no strides and no offset."""
+    return Geometry.of(tensor) if is_plain(tensor) else Geometry(tuple(tensor.shape), (), NO_OFFSET, tensor.dtype)
+
+
+def _reference(recorder: VerifyingRecorder, tensor: torch.Tensor) -> Ref | None:
+    """The output as a view of a value; ``None`` for what no recipe can make again."""
+    local = local_of(tensor)
+    value = -1 if has_lazy_bits(local) else recorder.value_of(local)
+    return Ref(value, Geometry.of(local)) if value >= 0 else None
+
+
+def _refuse_readers_of_scratch(recorder: VerifyingRecorder) -> set[int]:
+    """Storages that ops write without declaring it; ops that read what is in them cannot run again."""
+    scratched = {storage for op in recorder.ops for storage in op.scratch}
+    for op in recorder.ops:
+        if not op.obstacle and any(recorder.values[read].storage in scratched for read in op.reads):
+            op.obstacle = "reads a buffer that another op writes without declaring it"
+    return scratched
+
+
+def _unchecked(source: ParameterSource) -> ParameterSource:
+    """A buffer that the region itself writes: replays get scratch copies, whatever it holds by then."""
+    return ParameterSource(source.name, source.holder, source.key, is_copied=False, is_checked=False)
+
+
+def _managed_value(recorder: VerifyingRecorder, record: SlotRecord, sources: dict[int, ParameterSource]) -> int:
+    """The slot's value if a plan may decide about it: not a parameter, and not written to after it was saved."""
+    if record.value < 0 or record.value in sources or recorder.current.get(record.storage) != record.value:
+        return -1
+    return record.value

@@ -1,0 +1,55 @@
+"""A backward that runs in two halves in; what the first half rebuilt and the second one reads again, held, out.
+
+A zero-bubble pipeline first makes the gradient of a stage's input, later those of its weights, from the same graph. Autograd
+unpacks what a node saved in both halves, whichever gradient it makes: a dropped slot would be rebuilt twice. So the first
+micro-batch shows which slots both halves read, and from then on these are held from their first reading to their second.
+
+Only where asked for: somebody who calls ``backward(retain_graph=True)`` would hold between the two what the plan has given
+up, for as long as the graph lives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from plimsoll.engine.cells import Cell
+
+
+@dataclass(slots=True)
+class Between:
+    """Of one cell: the graph task that read it first, and the tensor if it is held for another one."""
+
+    task: int
+    tensor: torch.Tensor | None
+
+
+class Halves:
+    """Which dropped slots of a region are read by two graph tasks of one call. It holds no tensor: cells do."""
+
+    __slots__ = ("read_twice",)
+
+    def __init__(self) -> None:
+        self.read_twice: set[int] = set()
+
+    def take(self, cell: Cell) -> torch.Tensor | None:
+        """What the first half left for this reader; let go of, unless that half itself reads it again."""
+        between = cell.between
+        if between is None or between.tensor is None:
+            return None
+        tensor = between.tensor
+        if between.task != torch._C._current_graph_task_id():
+            between.tensor = None
+        return tensor
+
+    def hold(self, cell: Cell, value: torch.Tensor) -> None:
+        """A slot was rebuilt: hold it if the second half will want it; if this is the second half, remember for next time."""
+        between = cell.between
+        task = torch._C._current_graph_task_id()
+        if between is None:
+            cell.between = Between(task, value if cell.index in self.read_twice else None)
+        elif between.task != task:
+            self.read_twice.add(cell.index)

@@ -1,0 +1,244 @@
+"""A saved value in, what is held of it instead out: a codec's payload, or a ticket for its bytes at the other end of a link.
+
+Whole storages are packed, flat: the slots are views of what comes back. What a codec cannot represent (NaN where it has
+none, integers out of range) is held as it is, and counted, so that the receipt can say so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from plimsoll.artifacts.region import RegionGraph
+from plimsoll.engine.cells import Readable, modified_in_place
+from plimsoll.engine.choosing import Choice
+from plimsoll.engine.codecs.protocol import Codec, Payload
+from plimsoll.engine.codecs.registry import find_codec
+from plimsoll.engine.offload.protocol import Link, Ticket
+from plimsoll.errors import ReplayMismatch, SavedTensorModified
+from plimsoll.tracing.recorder.geometry import Geometry
+from plimsoll.tracing.recorder.shards import Shell
+
+READS_SIGN_ONLY = frozenset({"ReluBackward0"})
+"""Autograd nodes that look at a saved tensor only to see where it is positive."""
+
+
+class Source:
+    """A saved tensor while it is still held, and whether it is what forward saved.
+
+    A write to it is one that the unmanaged model would stumble over too, so it must not slip into what is held or copied.
+
+    Args:
+        tensor: of a DTensor the local shard.
+        shell: what the DTensor is besides.
+    """
+
+    __slots__ = ("_outer", "_seen", "_version", "whole")
+
+    def __init__(self, tensor: torch.Tensor, shell: Shell | None = None) -> None:
+        self._seen = tensor.detach()  # shares its version counter, which ``whole`` does not
+        self._outer = None if shell is None or shell.outer is None else shell.outer.detach()
+        self._version = self._version_now()
+        self.whole = whole_storage(tensor)
+
+    def damage(self) -> SavedTensorModified | None:
+        """The error to raise where the tensor is read, if it was written in place."""
+        found = self._version_now()
+        if found == self._version:
+            return None
+        return modified_in_place(f"a saved tensor of shape {tuple(self._seen.shape)}", self._version, found)
+
+    def _version_now(self) -> int:
+        return self._seen._version + (0 if self._outer is None else self._outer._version)
+
+
+class Encoded:
+    """A codec's payload; every read decodes it again."""
+
+    __slots__ = ("_codec", "_payload")
+
+    def __init__(self, codec: Codec, payload: Payload) -> None:
+        self._codec = codec
+        self._payload = payload
+
+    def read(self) -> torch.Tensor:
+        return self._codec.decode(self._payload)
+
+
+class Sent:
+    """A tensor that is, or will be, at the other end of a link.
+
+    Until it is away (for ever, if the copy-out failed) its source is held.
+    """
+
+    __slots__ = ("__weakref__", "_damage", "_source", "_ticket")
+
+    def __init__(self, ticket: Ticket, source: Source) -> None:
+        self._ticket = ticket
+        self._source: Source | None = source
+        self._damage: SavedTensorModified | None = None
+
+    def settle(self) -> None:
+        """Wait until the tensor is away, and let go of it.
+
+        Raises:
+            OffloadFailed: it did not get there; it is still held.
+        """
+        self._ticket.settle()
+        self._has_left()
+
+    def prefetch(self) -> None:
+        """Begin to bring it back."""
+        self._ticket.prefetch()
+
+    def read(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            OffloadFailed: it did not come back.
+            SavedTensorModified: it was written in place before it was away.
+        """
+        tensor = self._ticket.read()
+        if self._source is not None:
+            whole = self._source.whole
+            if tensor.untyped_storage()._cdata == whole.untyped_storage()._cdata:
+                self._damage = self._source.damage()
+            else:
+                self._has_left()
+        if self._damage is not None:
+            raise self._damage
+        return tensor
+
+    def _has_left(self) -> None:
+        if self._source is not None:
+            self._damage, self._source = self._source.damage(), None
+
+
+class Refused:
+    """A tensor that its codec could not represent: it is held as it is."""
+
+    __slots__ = ("_source",)
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def read(self) -> torch.Tensor:
+        """
+        Raises:
+            SavedTensorModified: it was written in place since it was saved.
+        """
+        damage = self._source.damage()
+        if damage is not None:
+            raise damage
+        return self._source.whole
+
+
+class Packer:
+    """Packs the values of one managed model.
+
+    Args:
+        link: takes what is not compressed.
+        link_form: what plans call the link; by default its own name.
+    """
+
+    def __init__(self, link: Link | None, link_form: str = "") -> None:
+        self._link = link
+        self._link_form = link_form or ("" if link is None else link.name)
+
+    def codec(self, form: str) -> Codec | None:
+        """The codec of that name; ``None`` for the link."""
+        return None if self._link is not None and form == self._link_form else find_codec(form)
+
+    def keeps_sign_only(self, form: str) -> bool:
+        """Whether what comes back of a value in this form is no number to compute with."""
+        codec = self.codec(form)
+        return codec is not None and codec.keeps_sign_only
+
+    def pack(self, source: Source, form: str, *, seed: int, most_bytes: int | None) -> Readable:
+        """What to hold instead of a saved tensor.
+
+        Raises:
+            OffloadFailed: the link has no room.
+        """
+        codec, whole = self.codec(form), source.whole
+        if codec is None:
+            assert self._link is not None
+            return Sent(self._link.store(whole), source)
+        payload = codec.encode(whole, seed=seed, most_bytes=most_bytes) if codec.accepts(whole.dtype) else None
+        return Refused(source) if payload is None else Encoded(codec, payload)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """One packed value, and the slots that show it. ``most_bytes`` is what it may take at most (``None``: not known)."""
+
+    value: int
+    form: str
+    slots: tuple[int, ...]
+    most_bytes: int | None
+
+
+def plan_packing(
+    graph: RegionGraph,
+    choice: Choice,
+    geometries: Sequence[Geometry],
+    codecs: Mapping[int, Codec | None],
+    shares: Mapping[str, float],
+) -> tuple[Packing, ...]:
+    """How each packed value is packed, the largest saving first: then the highest moment is before the first.
+
+    Args:
+        graph: the region.
+        choice: what is packed, and in which form.
+        geometries: of the slots.
+        codecs: by value; ``None`` for the link.
+        shares: by the value's name, the bytes that the plan counted for its payload, as a share of the value's.
+    """
+    slots: dict[int, list[int]] = {}
+    for slot in graph.slots:
+        if slot.is_managed and slot.value in choice.packed:
+            slots.setdefault(slot.value, []).append(slot.index)
+    packings = []
+    for value, found in slots.items():
+        name, nbytes = graph.values[value].name, graph.values[value].bytes
+        most_bytes = _most_bytes(codecs[value], nbytes, geometries[found[0]].dtype, shares.get(name))
+        packings.append(Packing(value, choice.packed[value], tuple(found), most_bytes))
+    return tuple(sorted(packings, key=lambda packing: (packing.most_bytes or 0) - graph.values[packing.value].bytes))
+
+
+def _most_bytes(codec: Codec | None, nbytes: int, dtype: torch.dtype, share: float | None) -> int | None:
+    """A call may be larger than the planned one: payloads whose size depends on the data alone keep to the share."""
+    if codec is None or not codec.accepts(dtype) or codec.payload_bytes(nbytes // dtype.itemsize, dtype) is not None:
+        return None
+    return None if share is None else math.ceil(share * nbytes)
+
+
+def is_exact(codec: Codec) -> bool:
+    """Whether decoding gives back the very bits."""
+    return codec.is_lossless and not codec.keeps_sign_only
+
+
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of the storage of ``tensor``, flat, without autograd."""
+    storage = tensor.untyped_storage()
+    count = storage.nbytes() // tensor.element_size()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
+
+
+def check_reader_of_sign(names: Mapping[int, str], slot: int) -> None:
+    """Refuse to hand a value of which only the sign is left to an autograd node that reads more.
+
+    Raises:
+        ReplayMismatch: it does.
+    """
+    node = torch._C._current_autograd_node()
+    if slot in names and (node is None or node.name() not in READS_SIGN_ONLY):
+        reader = "nothing that is known" if node is None else node.name()
+        raise ReplayMismatch(
+            f"{names[slot]!r} is held as signs alone, and {reader} reads it.",
+            why="only backward of ReLU reads no more than signs; the plan was made for another step",
+            next="the optimizer has not stepped; plan this model again",
+        )

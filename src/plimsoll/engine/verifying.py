@@ -1,0 +1,263 @@
+"""Ops of a region's first call in, the same ops with proof that running them again gives the same bits out.
+
+Each op runs twice, and the second run's result is compared bit for bit and freed, so recording needs no more memory than
+one op's outputs on top of the region's own forward.
+
+* Undeclared writes: the contents of every input are fingerprinted before and after. An op that writes to memory from
+  outside without saying so (batch norm and its running statistics) runs again on scratch copies, and only if its result
+  does not depend on what it overwrites.
+* ``empty``: what an op writes into unset memory is verified on poisoned memory, or leftovers would verify by accident. The
+  same for outputs that an op leaves unset (the seeds of attention without dropout, workspaces): they are never rebuilt, the
+  op's other outputs may be.
+* Random ops run again from the generator state that the runtime will be able to restore later.
+* Collectives run once: ranks that do not record just now would not take part in a second one.
+* What an op made must still be there when the next op, or autograd, takes it: writes that PyTorch does not see (numpy, raw
+  pointers) are noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from plimsoll.artifacts.region import Origin
+from plimsoll.engine.randomness import RandomPoints
+from plimsoll.tracing.recorder.bits import fingerprint, same_bits
+from plimsoll.tracing.recorder.geometry import Geometry, is_plain
+from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, Signature, flat_tensors
+
+NOT_EXACT = "gives other bits when it is run again"
+_POISON = 0xA5
+
+
+class VerifyingRecorder(OpRecorder):
+    """An op log in which every op without an ``obstacle`` has been shown to be repeatable."""
+
+    def __init__(
+        self, current_module: Callable[[], str], points: RandomPoints, *, repeats_collectives: bool = False
+    ) -> None:
+        super().__init__(current_module, repeats_collectives=repeats_collectives)
+        self.points = points
+        self.not_rebuildable: dict[int, str] = {}
+        self.has_hidden_writes = False
+        self._contents: dict[int, int] = {}
+        self._shadows: dict[int, torch.Tensor] = {}
+        self._undefined: set[int] = set()
+        self._outside: set[int] = set()
+        self._unset_outputs: tuple[int, ...] = ()
+
+    def mark_outside(self) -> None:
+        """Everything met so far was there before the region."""
+        self._outside = set(range(len(self.table)))
+
+    def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
+        func = op.func
+        self._unset_outputs = ()
+        if signature.is_uninitialised or signature.is_value_read or signature.is_collective:
+            return func(*args, **kwargs)
+        if self.is_on_the_way(args):
+            op.obstacle = op.obstacle or "reads what a collective is still filling"
+            return func(*args, **kwargs)
+        written = self._written_storages(args, kwargs, signature)
+        if any(storage in self._outside for storage in written):
+            return func(*args, **kwargs)
+        self._refuse_undefined_reads(op, written)
+        device = _device(args, kwargs)
+        state = self.points.before(op, device) if op.is_random else None
+        prints = self._fingerprints(args, kwargs, written)
+        bases = {storage: self._base(storage, tensor) for storage, tensor in written.items()}
+        earlier = self.points.state(device)
+        out = func(*args, **kwargs)
+        later = self.points.state(device)
+        if not op.is_random and not torch.equal(earlier, later):
+            op.obstacle = op.obstacle or "draws random numbers without declaring it"
+        changed = [storage for storage, (tensor, before) in prints.items() if fingerprint(tensor) != before]
+        try:
+            self._check(op, args, kwargs, out, bases, changed, state)
+        finally:
+            self.points.restore(device, later)
+        return out
+
+    def notice(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Compare tensors that are about to be taken with what the ops left in them."""
+        for tensor in tensors:
+            known = self._contents.get(self.table.find(tensor)) if is_plain(tensor) else None
+            if known is not None and fingerprint(tensor) != known:
+                self.has_hidden_writes = True
+
+    def _close(
+        self, op: RecordedOp, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
+    ) -> None:
+        super()._close(op, out, args, kwargs, signature)
+        if signature.is_collective and not signature.is_wait:
+            self._await(op)
+        else:
+            self._remember(op, args, kwargs, out)
+        if op.id >= len(self.ops) or self.ops[op.id] is not op:
+            return
+        op.reads = tuple(r for r in op.reads if self.values[r].storage not in op.scratch)
+        for position in self._unset_outputs:
+            unset = op.outputs[position]
+            if unset is not None:
+                self._undefined.add(self.values[unset.value].storage)
+        for value in op.writes:
+            storage = self.values[value].storage
+            if self.values[value].is_undefined:
+                self._undefined.add(storage)
+            if storage in self._undefined:
+                self.not_rebuildable[value] = "part of it was never written"
+
+    def _remember(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Note the contents of what the op made or wrote; memory of others is not watched."""
+        written = {self.values[value].storage for value in op.writes} - self._outside
+        for tensor in tree_leaves((out, args, kwargs)):
+            if written and isinstance(tensor, torch.Tensor) and is_plain(tensor):
+                storage = self.table.find(tensor)
+                if storage in written:
+                    written.discard(storage)
+                    self._contents[storage] = fingerprint(tensor)
+                if self.values[self.current[storage]].is_undefined:
+                    self._contents.pop(storage, None)
+
+    def _await(self, op: RecordedOp) -> None:
+        """What a collective fills changes until it is waited for; then all of it is written."""
+        for value in op.writes:
+            storage = self.values[value].storage
+            self._contents.pop(storage, None)
+            self._shadows.pop(storage, None)
+            self._undefined.discard(storage)
+
+    def _written_storages(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
+    ) -> dict[int, torch.Tensor]:
+        targets = [args[i] for i in signature.written_positions if i < len(args)]
+        targets += [kwargs[name] for name in signature.written_names if name in kwargs]
+        return {self.table.add(t): t for t in tree_leaves(targets) if isinstance(t, torch.Tensor) and is_plain(t)}
+
+    def _refuse_undefined_reads(self, op: RecordedOp, written: dict[int, torch.Tensor]) -> None:
+        for read in op.reads:
+            storage = self.values[read].storage
+            if storage in self._undefined and storage not in written:
+                op.obstacle = op.obstacle or "reads memory that was not wholly written"
+
+    def _fingerprints(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], written: dict[int, torch.Tensor]
+    ) -> dict[int, tuple[torch.Tensor, int]]:
+        prints: dict[int, tuple[torch.Tensor, int]] = {}
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and is_plain(tensor):
+                storage = self.table.find(tensor)
+                if storage not in written and storage not in prints:
+                    prints[storage] = (tensor, fingerprint(tensor))
+                    if self._contents.get(storage, prints[storage][1]) != prints[storage][1]:
+                        self.has_hidden_writes = True
+        return prints
+
+    def _base(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
+        """What the replay of a write starts from: a copy of the contents, poison where nothing was written yet."""
+        if storage not in self._undefined:
+            return _whole(tensor, tensor.untyped_storage().clone())
+        if storage not in self._shadows:
+            poisoned = tensor.untyped_storage().clone()
+            torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(poisoned).fill_(_POISON)
+            self._shadows[storage] = _whole(tensor, poisoned)
+        return self._shadows[storage]
+
+    def _check(
+        self,
+        op: RecordedOp,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        bases: dict[int, torch.Tensor],
+        changed: list[int],
+        state: torch.Tensor | None,
+    ) -> None:
+        if any(self.values[self.current[storage]].origin is not Origin.BUFFER for storage in changed):
+            op.obstacle = "writes to one of its inputs without declaring it"
+            op.undeclared = tuple(changed)
+            return
+        op.scratch = frozenset(changed)
+        if op.obstacle or (op.is_random and state is None):
+            op.obstacle = op.obstacle or "draws random numbers at a point that cannot be restored later"
+            return
+        scratch: dict[int, torch.Tensor] = {}
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and is_plain(tensor) and self.table.find(tensor) in changed:
+                scratch[self.table.find(tensor)] = _whole(tensor, tensor.untyped_storage().clone())
+        replaced = {**bases, **scratch}
+
+        def substitute(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and is_plain(value):
+                base = replaced.get(self.table.find(value))
+                return value if base is None else Geometry.of(value).view_on(base)
+            return value
+
+        if state is not None:
+            self.points.restore(_device(args, kwargs), state)
+        again_args, again_kwargs = tree_map(substitute, args), tree_map(substitute, kwargs)
+        _soil(out, (37 * op.id + 11) % 256)
+        try:
+            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():  # as recipes run it
+                again = op.func(*again_args, **again_kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever the second run raises, forward itself has succeeded
+            op.obstacle = f"raises {type(error).__name__} when it is run again"
+            return
+        self._compare_outputs(op, out, again, bases)
+        self._compare_writes(op, args, kwargs, bases)
+
+    def _compare_outputs(self, op: RecordedOp, out: Any, again: Any, bases: dict[int, torch.Tensor]) -> None:
+        """Outputs with other bits are no obstacle beside good ones if they are no numbers to compute with (seeds)."""
+        firsts, seconds = flat_tensors(out), flat_tensors(again)
+        if len(firsts) != len(seconds):
+            op.obstacle = NOT_EXACT
+            return
+        pairs = list(zip(firsts, seconds, strict=True))
+        checked = [i for i, (t, _) in enumerate(pairs) if is_plain(t) and self.table.find(t) not in bases]
+        wrong = [i for i in checked if not same_bits(*pairs[i])]
+        if len(wrong) < len(checked) and all(_is_no_number(*pairs[i]) for i in wrong):
+            self._unset_outputs = tuple(wrong)
+        elif wrong:
+            op.obstacle = NOT_EXACT
+
+    def _compare_writes(
+        self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], bases: dict[int, torch.Tensor]
+    ) -> None:
+        live = {
+            self.table.find(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and is_plain(t)
+        }
+        for storage, base in bases.items():
+            is_same = same_bits(_whole(live[storage], live[storage].untyped_storage()), base)
+            if is_same:
+                self._undefined.discard(storage)
+                self._shadows.pop(storage, None)
+            elif storage not in self._undefined:
+                op.obstacle = NOT_EXACT
+
+
+def _soil(out: Any, byte: int) -> None:
+    """Make it likely that the next run's outputs lie where every byte is ``byte``: allocate their sizes, fill, let go."""
+    sizes = [(t.untyped_storage().nbytes(), t.device) for t in flat_tensors(out) if is_plain(t)]
+    soiled = [torch.full((size,), byte, dtype=torch.uint8, device=device) for size, device in sizes]
+    del soiled
+
+
+def _is_no_number(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return Geometry.of(first) == Geometry.of(second) and not (first.dtype.is_floating_point or first.is_complex())
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where an op runs: with its tensors, else where it is told to make them."""
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor | torch.device):
+            return leaf.device if isinstance(leaf, torch.Tensor) else leaf
+    return torch.device("cpu")
+
+
+def _whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage as a tensor of the dtype of ``tensor``."""
+    count = storage.nbytes() // tensor.element_size()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,))  # type: ignore[call-overload, no-any-return]

@@ -1,1 +1,0 @@
-"""Facts about a step in, the items of its training budget out. No torch in here."""

@@ -1,0 +1,229 @@
+"""Requests and releases in, addresses and what is reserved for them out: PyTorch's CUDA caching allocator, simulated.
+
+Algorithm: best fit among cached blocks of the same stream and pool; what is too large is split; what comes back is merged with
+its free neighbours; where nothing fits, a segment is asked from the device; where the device has no more, what is
+wholly free is given back and the device asked again.
+
+Synonyms: block pool allocator, best-fit allocator with coalescing. Source: c10/cuda/CUDACachingAllocator.cpp and
+c10/core/AllocatorConfig.h of torch 2.13, in words of our own. Known weaknesses: segments get rising addresses (the driver may
+return old ones), which decides between free blocks of equal size; pools of CUDA graphs, garbage collection by age
+(``garbage_collection_threshold``) and rounding to powers of two (``roundup_power2_divisions``) are left out; a block that
+another stream still uses is free at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plimsoll.estimator.allocator_sim.blocks import (
+    LARGE_SEGMENT_BYTES,
+    SMALL_BYTES,
+    SMALLEST_BYTES,
+    Block,
+    Pool,
+    round_up,
+    segment_bytes,
+)
+from plimsoll.estimator.allocator_sim.expandable import extend, unmap
+
+_FIRST_ADDRESS = 1 << 32
+_ADDRESS_SPACE_BYTES = 1 << 44
+"""How far the address spaces of expandable segments lie apart: more than any device has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorSettings:
+    """What ``PYTORCH_CUDA_ALLOC_CONF`` says, and what the device has for this process' tensors.
+
+    Blocks from ``max_split_bytes`` on are neither split nor given to smaller requests; ``None`` splits all.
+    """
+
+    limit_bytes: int | None = None
+    max_split_bytes: int | None = None
+    is_expandable: bool = False
+
+
+class DeviceFull(Exception):
+    """The device has no more memory, even after all that is wholly free was given back."""
+
+
+class CachingAllocator:
+    """The allocator of one device.
+
+    Example:
+        >>> allocator = CachingAllocator(AllocatorSettings())
+        >>> block = allocator.allocate(3 * 1024 * 1024, stream=0)
+        >>> allocator.allocated_bytes, allocator.reserved_bytes
+        (3145728, 20971520)
+        >>> allocator.release(block)
+        >>> allocator.allocated_bytes, allocator.reserved_bytes
+        (0, 20971520)
+    """
+
+    def __init__(self, settings: AllocatorSettings) -> None:
+        self.settings = settings
+        self.allocated_bytes = 0
+        self.reserved_bytes = 0
+        self.segments = 0
+        self.device_allocations = 0
+        self.retries = 0
+        self.pools: dict[tuple[int, bool], Pool] = {}
+        self.next_address = _FIRST_ADDRESS
+        """Where the next segment will lie."""
+
+    def allocate(self, requested_bytes: int, *, stream: int) -> Block:
+        """A block of at least so many bytes (more than 0).
+
+        Raises:
+            DeviceFull: the device has no room for it.
+        """
+        size = round_up(requested_bytes, SMALLEST_BYTES)
+        pool = self._pool(stream, is_small=size <= SMALL_BYTES)
+        block = self._cached(pool, size) or self._reserve(pool, size)
+        if self._is_split(block, size):
+            pool.free.add(block.cut(size))
+        block.is_allocated = True
+        self.allocated_bytes += block.size
+        return block
+
+    def release(self, block: Block) -> None:
+        """Take a block back into the cache."""
+        block.is_allocated = False
+        self.allocated_bytes -= block.size
+        block.absorb(block.before)
+        block.absorb(block.after)
+        block.pool.free.add(block)
+
+    @property
+    def inactive_split_bytes(self) -> int:
+        """Free pieces of segments that are otherwise in use; 0 with expandable segments, whose free pages can be unmapped."""
+        if self.settings.is_expandable:
+            return 0
+        return sum(pool.free.split_bytes for pool in self.pools.values())
+
+    def _pool(self, stream: int, *, is_small: bool) -> Pool:
+        key = (stream, is_small)
+        pool = self.pools.get(key)
+        if pool is None:
+            pool = self.pools[key] = Pool(is_small=is_small)
+        return pool
+
+    def _is_split(self, block: Block, size: int) -> bool:
+        rest = block.size - size
+        if block.pool.is_small or self.settings.is_expandable:
+            return rest >= SMALLEST_BYTES
+        return rest > SMALL_BYTES and not self._is_oversize(size)
+
+    def _is_oversize(self, size: int) -> bool:
+        most = self.settings.max_split_bytes
+        return most is not None and size >= most
+
+    # From the cache ---------------------------------------------------------------------------------------------
+
+    def _cached(self, pool: Pool, size: int) -> Block | None:
+        found = self._best_fit(pool, size)
+        if found is None:
+            return None
+        if self._is_oversize(found.size) and not self._is_oversize(size):
+            return None
+        if self._is_oversize(size) and found.size >= size + LARGE_SEGMENT_BYTES:
+            return None
+        pool.free.remove(found)
+        return found
+
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        """The smallest block that is large enough; of expandable ones, size counts with what they can grow to."""
+        fitting = pool.free.from_size(size)
+        found = next(fitting, None)
+        if found is not None and self.settings.is_expandable:
+            for other in fitting:
+                if _expanded_bytes(other) >= _expanded_bytes(found):
+                    break
+                found = other
+        return found
+
+    # From the device --------------------------------------------------------------------------------------------
+
+    def _reserve(self, pool: Pool, size: int) -> Block:
+        block = self._ask(pool, size)
+        if block is None and self._give_back_oversize(pool, size):
+            block = self._ask(pool, size)
+        if block is None:
+            self.retries += 1
+            self.give_back()
+            block = self._ask(pool, size)
+        if block is None:
+            raise DeviceFull(size)
+        return block
+
+    def _ask(self, pool: Pool, size: int) -> Block | None:
+        if self.settings.is_expandable:
+            if not pool.unmapped:
+                self._open(pool)
+            mapped = extend(pool, size, room_bytes=self._room_bytes())
+            self.device_allocations += mapped.mappings
+            self.reserved_bytes += mapped.bytes
+            return mapped.block
+        length = segment_bytes(size)
+        if length > self._room_bytes():
+            return None
+        block = Block(self.next_address, length, pool)
+        self.next_address += length
+        self.reserved_bytes += length
+        self.segments += 1
+        self.device_allocations += 1
+        return block
+
+    def _open(self, pool: Pool) -> None:
+        """An expandable segment: addresses without memory."""
+        block = Block(self.next_address, _ADDRESS_SPACE_BYTES // pool.page_bytes * pool.page_bytes, pool)
+        block.is_mapped = False
+        self.next_address += _ADDRESS_SPACE_BYTES
+        pool.unmapped.append(block)
+        self.segments += 1
+
+    def _room_bytes(self) -> int:
+        limit = self.settings.limit_bytes
+        return _ADDRESS_SPACE_BYTES if limit is None else max(limit - self.reserved_bytes, 0)
+
+    # Back to the device -----------------------------------------------------------------------------------------
+
+    def give_back(self) -> None:
+        """Return all cached memory that is not in pieces to the device, as ``torch.cuda.empty_cache`` does."""
+        for pool in sorted(self.pools.values(), key=lambda pool: pool.is_small):
+            for block in pool.free:
+                if self.settings.is_expandable:
+                    self.reserved_bytes -= unmap(block)
+                elif not block.is_split:
+                    self._free(block)
+
+    def _give_back_oversize(self, pool: Pool, size: int) -> bool:
+        """Return blocks that are never split, the one that is just large enough or else the largest ones."""
+        most = self.settings.max_split_bytes
+        if most is None or self.settings.is_expandable:
+            return False
+        wanted = max(size, most)
+        fitting = next(pool.free.from_size(wanted), None)
+        if fitting is not None:
+            if fitting.is_split:
+                return False
+            self._free(fitting)
+            return True
+        freed = 0
+        while freed < wanted:
+            block = pool.free.largest()
+            if block is None or block.size < most or block.is_split:
+                break
+            freed += block.size
+            self._free(block)
+        return freed >= wanted
+
+    def _free(self, block: Block) -> None:
+        block.pool.free.remove(block)
+        self.reserved_bytes -= block.size
+        self.segments -= 1
+
+
+def _expanded_bytes(block: Block) -> int:
+    after = block.after
+    return block.size + (after.size if after is not None and not after.is_mapped else 0)

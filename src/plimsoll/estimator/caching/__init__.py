@@ -1,0 +1,1 @@
+"""Keeps answers of earlier runs as files in the user's cache directory."""

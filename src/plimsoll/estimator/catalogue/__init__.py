@@ -1,0 +1,1 @@
+"""Models that the command line knows by name: data only, nothing is downloaded."""

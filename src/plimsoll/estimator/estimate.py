@@ -1,0 +1,187 @@
+"""A model in words or as a module, and a layout in; the whole training budget of every rank out, without a GPU or weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from plimsoll.artifacts.estimate import Estimate
+from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.model_facts import ModelFacts
+from plimsoll.artifacts.precision import Precision, parse_precision
+from plimsoll.errors import InvalidLayout, InvalidOption
+from plimsoll.estimator.caching.traces import TraceCache
+from plimsoll.estimator.estimate_job import EstimateJob
+from plimsoll.estimator.framework import framework_items
+from plimsoll.estimator.local_rank.context import with_context_parallel
+from plimsoll.estimator.parallelism.check import check_layout
+from plimsoll.estimator.parallelism.read import read_layout
+from plimsoll.estimator.rank_estimates import AUTO, NOTHING, Setting, check_setting
+from plimsoll.estimator.tracing_targets import TraceRequest, target_facts, trace_target
+from plimsoll.planning.costing.devices import Device, find_device
+from plimsoll.session.budgets import AUTO_MARGIN, read_budget
+
+if TYPE_CHECKING:
+    import torch
+
+Progress = Callable[[str, float], None]
+_NONE = "none"
+
+
+def estimate(
+    target: str | torch.nn.Module,
+    batch: Any = None,
+    *,
+    device: str = "H100-SXM",
+    sequence: int | None = None,
+    precision: str | Precision | None = None,
+    optimizer: str = "adamw",
+    has_master_weights: bool = False,
+    layout: str | Layout = "",
+    strategy: str | None = None,
+    budget: int | str | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    progress: Progress | None = None,
+) -> Estimate:
+    """Say what training takes on devices that are not here: memory item by item, the moment of the peak, and speed.
+
+    One rank's step is traced with fake tensors and the device's kernels, then cut into pipeline stages and sharded; the answer
+    for a catalogue name or a ``config.json`` is kept in the user's cache directory, so that the next question about the same
+    model takes seconds. No weights, no GPU.
+
+    Args:
+        target: a catalogue name (``"llama-3-70b"``), the path of a Hugging Face ``config.json``, ``package.module:function``,
+            or a model, which may be on the meta device.
+        batch: samples per micro-batch and rank; for a model, the batch itself, whose sequence is one rank's part under ``cp``.
+        device: from the catalogue of devices.
+        sequence: tokens per sample, before context parallelism splits them; by default the target's own.
+        precision: ``fp32``, ``bf16``, ``fp16``, ``bf16-mixed``, ``fp16-mixed``; by default the model's own types.
+        optimizer: by name (``"adamw"``, ``"adamw-8bit"``, ``"sgd"``, ``"adafactor"``, ``"muon"`` …), or ``"none"``.
+        has_master_weights: the optimizer keeps a copy of narrow weights in float32.
+        layout: ``"dp=8,tp=8,sp,pp=16,zero=1,schedule=1f1b,micro-batches=64"``; by default one rank.
+        strategy: ``none`` (the default), ``full``, ``every:k``, ``sqrt``, ``selective:…``, or ``auto``: the least time within
+            ``budget`` (the default where there is one).
+        budget: bytes for the tensors of one rank, or ``"auto"``: the device's memory less its framework and 8%.
+        loss: for a model whose output is no loss; from the output to a scalar.
+        progress: told the stage and the share done.
+
+    Returns:
+        The estimate: printable, savable; every figure with an error and its basis, or called unsupported.
+
+    Raises:
+        InvalidTarget, InvalidLayout, UnknownDevice, UnknownOptimizer, InvalidStrategy, InvalidBudget, InvalidOption: as named.
+        TracingFailed: the model cannot be traced without data.
+
+    Example:
+        >>> found = plimsoll.estimate("llama-tiny", device="A100", layout="dp=8,zero=3")  # doctest: +SKIP
+        >>> found.does_fit  # doctest: +SKIP
+        True
+
+    Known weakness: none of it has been compared with a GPU; on CPUs peaks are (``docs/estimate.md``).
+    """
+    started = time.monotonic()
+    report = progress or (lambda stage, share: None)
+    spread = read_layout(layout)
+    asked = find_device(device)
+    request = _request(target, batch, asked, sequence, parse_precision(precision), spread, loss)
+    setting = Setting(
+        device=asked,
+        layout=spread,
+        optimizer=None if optimizer == _NONE else optimizer,
+        has_master_weights=has_master_weights,
+        strategy=strategy or (AUTO if budget is not None else NOTHING),
+        budget_bytes=_budget_bytes(budget, asked, spread),
+    )
+    check_setting(setting)
+    facts = target_facts(request)
+    if facts is not None:
+        whole = None if facts.sequence is None else facts.sequence * spread.cp
+        check_layout(spread, msgspec.structs.replace(facts, sequence=whole))
+    traced = trace_target(request, cache=TraceCache(), progress=lambda stage, share: report(stage, 0.8 * share))
+    trace_seconds = time.monotonic() - started
+    report("simulating every rank", 0.8)
+    return EstimateJob(setting, traced, with_context_parallel(traced.trace, spread.cp)).run(
+        target if isinstance(target, str) else type(target).__name__,
+        "the model's own types" if request.precision is None else request.precision.value,
+        trace_seconds,
+        started,
+    )
+
+
+def _request(
+    target: str | torch.nn.Module,
+    batch: Any,
+    device: Device,
+    sequence: int | None,
+    precision: Precision | None,
+    layout: Layout,
+    loss: Callable[[Any], torch.Tensor] | None,
+) -> TraceRequest:
+    """The step of one rank: of the sequence it sees its part."""
+    if isinstance(target, str):
+        if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
+            raise InvalidOption(
+                f"batch={batch!r} is no number of samples.",
+                why=f"{target} makes its own random batch of so many samples",
+                next="batch=1, or pass the model itself with its batch",
+            )
+        whole = TraceRequest(target=target, device_name=device.name, batch=batch, sequence=sequence)
+        asked = target_facts(whole)
+        if asked is not None and asked.sequence is None and layout.cp > 1:
+            raise InvalidLayout(
+                f"unsupported: cp={layout.cp} for {target}, whose samples are no text.",
+                why="context parallelism splits the tokens of a sample, and its configuration does not say how many there are",
+                next="leave cp= out, or pass a model with the batch that one rank has",
+            )
+        total = sequence or (None if asked is None else asked.sequence)
+        local = None if total is None or (sequence is None and layout.cp == 1) else _share(total, layout)
+        return TraceRequest(
+            target=target,
+            device_name=device.name,
+            batch=batch,
+            sequence=local,
+            precision=precision,
+            tp=layout.tp,
+            ep=layout.ep,
+            sequence_parallel=layout.sequence_parallel,
+        )
+    from plimsoll.estimator.targets.target import Target
+    from plimsoll.session.request import check_model, explained_loss
+
+    check_model(target)
+    if sequence is not None:
+        raise InvalidOption(
+            f"sequence={sequence} would have no effect on a model that is given with its batch.",
+            why="the batch decides about the sequence",
+            next="leave it out, or pass a batch of that length",
+        )
+    given = Target(model=target, batch=batch, loss=explained_loss(loss), precision=precision)
+    return TraceRequest(
+        target=given,
+        device_name=device.name,
+        precision=precision,
+        tp=layout.tp,
+        ep=layout.ep,
+        sequence_parallel=layout.sequence_parallel,
+    )
+
+
+def _share(sequence: int, layout: Layout) -> int:
+    """The part of a sequence that one rank sees.
+
+    Raises:
+        InvalidLayout: context parallelism does not divide it.
+    """
+    check_layout(layout, ModelFacts(name="the batch", architecture="", sequence=sequence))
+    return sequence // layout.cp
+
+
+def _budget_bytes(budget: int | str | None, device: Device, layout: Layout) -> int | None:
+    """What the tensors of one rank may take; ``auto``: what the device has beside the framework, less a margin."""
+    if budget == AUTO:
+        outside = sum(item.bytes or 0 for item in framework_items(device, layout))
+        return int((device.memory_bytes - outside) * (1 - AUTO_MARGIN))
+    return read_budget(budget)

@@ -1,0 +1,227 @@
+"""A traced micro-batch and a setting in, the estimate out: every rank decided, the pipeline run on paper."""
+
+from __future__ import annotations
+
+import time
+
+from plimsoll.artifacts.allocation import AllocatorUse
+from plimsoll.artifacts.estimate import Estimate, StageEstimate, StageSeconds
+from plimsoll.artifacts.grouping import compress_names
+from plimsoll.artifacts.trace import Trace
+from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings
+from plimsoll.estimator.allocator_sim.simulate import simulate_allocator
+from plimsoll.estimator.budget import RankMemory, budget_items, kernel_items
+from plimsoll.estimator.framework import framework_items
+from plimsoll.estimator.parallelism.rank import sharding_notes
+from plimsoll.estimator.parallelism.read import layout_notes
+from plimsoll.estimator.parallelism.stages import split_stages
+from plimsoll.estimator.pipeline_schedule.growth import bubble_growth
+from plimsoll.estimator.pipeline_schedule.orders import pipeline_orders
+from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds as PipelineSeconds
+from plimsoll.estimator.pipeline_schedule.timeline import Timeline, held_bytes, simulate_pipeline
+from plimsoll.estimator.rank_estimates import KnownChoices, Rank, Setting, StageOfRank, decide_rank
+from plimsoll.estimator.throughput import throughput
+from plimsoll.estimator.tracing_targets import TracedTarget
+from plimsoll.planning.costing.collectives import Collective, collective_seconds, group_of
+from plimsoll.planning.costing.roofline import peak_flops_per_second
+from plimsoll.planning.describe import classes_at_peak, describe_peak, waiting_bytes
+from plimsoll.planning.events import allocation_events
+from plimsoll.planning.moments import peak_with_chunked_loss
+from plimsoll.units import format_bytes, format_seconds
+
+_WORTH_CHUNKING = 0.03
+"""A chunked loss is mentioned where it takes this share off the peak."""
+
+
+class EstimateJob:
+    """One question about one traced step."""
+
+    def __init__(self, setting: Setting, traced: TracedTarget, trace: Trace) -> None:
+        self.setting = setting
+        self.facts = traced.facts
+        self.trace = trace
+        self.layout = setting.layout
+        self.orders = pipeline_orders(self.layout)
+
+    def run(self, target: str, precision: str, trace_seconds: float, started: float) -> Estimate:
+        """Decide every rank, run the pipeline on paper, and write down what came out."""
+        setting, layout = self.setting, self.layout
+        ranks = self._ranks()
+        timeline = simulate_pipeline(self.orders, self._pipeline_seconds(ranks))
+        step_seconds = timeline.step_seconds + max(self._after_seconds(rank) for rank in ranks)
+        flops = sum(stage.seconds.model_flops for rank in ranks for stage in rank.stages) * layout.tp * layout.cp
+        stages = tuple(self._stage(position, rank, timeline) for position, rank in enumerate(ranks))
+        return Estimate(
+            target=target,
+            model=self.trace.model,
+            device=setting.device.name,
+            device_bytes=setting.device.memory_bytes,
+            precision=precision,
+            optimizer=_optimizer_name(ranks[0], setting),
+            strategy=setting.strategy,
+            budget_bytes=setting.budget_bytes,
+            layout=layout,
+            facts=self.facts,
+            stages=stages,
+            expandable_bytes=self._expandable_bytes(ranks, stages),
+            throughput=throughput(step_seconds, layout, self.facts, flops, self._peak_flops_per_second()),
+            notes=(*self.trace.notes, *layout_notes(layout), *sharding_notes(layout), *self._notes(ranks, timeline)),
+            trace_seconds=trace_seconds,
+            total_seconds=time.monotonic() - started,
+        )
+
+    def _ranks(self) -> list[Rank]:
+        """The ranks of the pipeline, first to last, each with its stages decided."""
+        layout, setting = self.layout, self.setting
+        cut = split_stages(self.trace, layout)
+        flights = held_bytes(self.orders, [1] * len(cut))  # all stages of a rank together, where it has several
+        known: KnownChoices = {}
+        ranks = []
+        for position in range(layout.pp):
+            own = range(position, len(cut), layout.pp)
+            waiting = flights[position]
+            ranks.append(decide_rank([StageOfRank(setting, cut[stage], waiting) for stage in own], setting, known))
+        return ranks
+
+    def _pipeline_seconds(self, ranks: list[Rank]) -> list[PipelineSeconds]:
+        """What one micro-batch takes in every stage."""
+        layout, device = self.layout, self.setting.device
+        group = group_of(layout, "pp")
+        found = []
+        for number in range(layout.stages):
+            rank, position = ranks[number % layout.pp], number // layout.pp
+            stage = rank.stages[position]
+            overlap, weight_gradient = stage.overlap, stage.seconds.weight_gradient_seconds
+            received = stage.stage.received_bytes
+            found.append(
+                PipelineSeconds(
+                    forward_seconds=overlap.forward_seconds,
+                    input_gradient_seconds=overlap.backward_seconds - weight_gradient,
+                    weight_gradient_seconds=weight_gradient,
+                    recompute_seconds=_recompute_seconds(rank, position),
+                    transfer_seconds=collective_seconds(
+                        Collective.SEND, received, group.ranks, device, stride=group.stride
+                    )
+                    if received
+                    else 0.0,
+                )
+            )
+        return found
+
+    def _after_seconds(self, rank: Rank) -> float:
+        """What follows the last micro-batch: the reduction of gradients that nothing hides, and the optimizer."""
+        return sum(stage.overlap.reduction_seconds + stage.overlap.optimizer_seconds for stage in rank.stages)
+
+    def _stage(self, position: int, rank: Rank, timeline: Timeline) -> StageEstimate:
+        """One row of the estimate: the ranks of one position in the pipeline."""
+        layout, setting = self.layout, self.setting
+        tightest = rank.tightest
+        simulation = rank.decided[tightest].simulation
+        use = self._allocator_use(rank)
+        classes = classes_at_peak(simulation)
+        for other, stage in enumerate(rank.stages):
+            if other != tightest:
+                for category, bytes_ in stage.lasting_classes.items():
+                    classes[category] = classes.get(category, 0) + bytes_
+        is_waiting = simulation.peak_instant < simulation.index.last_wait
+        memory = RankMemory(
+            classes=classes,
+            waiting_bytes=waiting_bytes(simulation) if is_waiting else 0,
+            waiting_error=rank.waiting_error,
+            allocator=use,
+        )
+        names = [
+            self.trace.regions[region].name or self.trace.model
+            for stage in rank.stages
+            for region in stage.stage.regions
+        ]
+        return StageEstimate(
+            stage=position,
+            ranks=layout.ranks // layout.pp,
+            regions=compress_names(names),
+            in_flight=rank.stages[tightest].in_flight,
+            items=budget_items(
+                memory,
+                rank.optimizers,
+                (
+                    *framework_items(setting.device, layout),
+                    *kernel_items(spec.name for stage in rank.stages for spec in stage.trace.specs.values()),
+                ),
+            ),
+            allocated_bytes=rank.peak_bytes,
+            reserved_bytes=None if use is None else use.reserved_peak_bytes,
+            unmanaged_bytes=rank.peak_under([stage.unmanaged for stage in rank.stages]),
+            recomputed_bytes=rank.peak_under([stage.recomputed for stage in rank.stages]),
+            peak=describe_peak(simulation),
+            seconds=self._seconds(rank),
+            bubble_share=timeline.bubble_shares[position],
+            plans=tuple(each.plan for each in rank.decided if each.plan is not None),
+        )
+
+    def _allocator_use(self, rank: Rank, *, is_expandable: bool = False) -> AllocatorUse | None:
+        """The caching allocator over the step in which the peak lies."""
+        if not self.setting.is_gpu:
+            return None
+        events = (*rank.lasting_events(), *allocation_events(rank.decided[rank.tightest].simulation))
+        return simulate_allocator(events, AllocatorSettings(is_expandable=is_expandable))
+
+    def _expandable_bytes(self, ranks: list[Rank], stages: tuple[StageEstimate, ...]) -> int | None:
+        """What the tightest rank would reserve with expandable segments."""
+        tightest = max(range(len(stages)), key=lambda position: stages[position].total_bytes)
+        use = self._allocator_use(ranks[tightest], is_expandable=True)
+        return None if use is None else use.reserved_peak_bytes
+
+    def _seconds(self, rank: Rank) -> StageSeconds:
+        """All stages of the rank together."""
+        each, overlaps = [stage.seconds for stage in rank.stages], [stage.overlap for stage in rank.stages]
+        exposed = sum(self.layout.micro_batches * o.exposed_seconds + o.reduction_seconds for o in overlaps)
+        return StageSeconds(
+            forward_seconds=sum(s.forward_seconds for s in each),
+            backward_seconds=sum(s.backward_seconds for s in each),
+            weight_gradient_seconds=sum(s.weight_gradient_seconds for s in each),
+            recompute_seconds=sum(_recompute_seconds(rank, position) for position in range(len(each))),
+            communication_seconds=sum(s.communication_seconds for s in each),
+            exposed_seconds=exposed,
+            optimizer_seconds=sum(o.optimizer_seconds for o in overlaps),
+        )
+
+    def _peak_flops_per_second(self) -> float:
+        """Dense, of one device, in the types that the model's arithmetic is done in: the rate at which it would all run."""
+        specs = [self.trace.specs[op.cost_key] for op in self.trace.ops]
+        seconds = sum(spec.flops / peak_flops_per_second(spec, self.setting.device) for spec in specs)
+        return sum(spec.flops for spec in specs) / seconds if seconds else 0.0
+
+    def _notes(self, ranks: list[Rank], timeline: Timeline) -> list[str]:
+        """What the figures do not show by themselves."""
+        notes = []
+        recompute = [sum(_recompute_seconds(rank, p) for p in range(len(rank.stages))) for rank in ranks]
+        if self.layout.pp > 1 and max(recompute) > 0:
+            growth = bubble_growth(self.orders, self._pipeline_seconds(ranks))
+            notes.append(
+                f"recomputation adds {format_seconds(growth.added_seconds)} to the step of the pipeline; run where a rank "
+                f"would idle, one micro-batch ahead, it would add {format_seconds(growth.regained_seconds)} less"
+            )
+        last = ranks[-1]
+        chunked = peak_with_chunked_loss(last.decided[last.tightest].simulation)
+        if chunked is not None and chunked < (1 - _WORTH_CHUNKING) * last.decided[last.tightest].simulation.peak_bytes:
+            less = last.decided[last.tightest].simulation.peak_bytes - chunked
+            notes.append(
+                f"logits and loss in chunks (plimsoll.chunked.chunk_loss) would take {format_bytes(less)} off the "
+                f"{format_bytes(last.peak_bytes)} of the rank that holds the head"
+            )
+        if timeline.bubble_share > 0:
+            notes.append(f"ranks idle in the pipeline {timeline.bubble_share:.1%} of the time")
+        return notes
+
+
+def _recompute_seconds(rank: Rank, position: int) -> float:
+    """What the decisions of one stage add to one micro-batch."""
+    return rank.decided[position].simulation.seconds - rank.stages[position].unmanaged.seconds
+
+
+def _optimizer_name(rank: Rank, setting: Setting) -> str:
+    """The optimizer by its own name and form."""
+    uses = rank.optimizers
+    if not uses:
+        return "no optimizer"
+    return f"{uses[0].name} ({uses[0].form})" + (" with master weights" if setting.has_master_weights else "")

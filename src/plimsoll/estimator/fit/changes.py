@@ -1,0 +1,179 @@
+"""A step that fits under no plan in; what one change at a time would lead to, each evaluated, out.
+
+Every change is made to the smallest point of the search alone, which is evaluated again with it: more memory, half the
+sequence, no accumulation, compression; an 8-bit optimizer and more ranks by the estimate of such a job. What cannot be
+evaluated is listed as unsupported, with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from plimsoll.artifacts.fit import FitChange, FitPoint
+from plimsoll.artifacts.plan import Plan
+from plimsoll.errors import PlimsollError
+from plimsoll.estimator.estimate import estimate
+from plimsoll.estimator.fit.point import Shape
+from plimsoll.estimator.fit.single_device import Accumulation, SingleDevice, described
+from plimsoll.estimator.fit.step_family import Training
+from plimsoll.estimator.optimizers import known_optimizers
+from plimsoll.planning.explain import format_bytes_up
+from plimsoll.session.allowance import read_allowance
+from plimsoll.session.making import make_maker
+from plimsoll.session.request import split_detached
+from plimsoll.session.training_step import TrainingStep
+
+_TOLERATED = "1%"
+"""The error of the gradient that compression is tried with."""
+_RANKS = 8
+"""How many ranks ZeRO is tried over: a node of most accelerators."""
+
+
+def find_changes(training: Training, device: SingleDevice, smallest: FitPoint) -> tuple[FitChange, ...]:
+    """Changes to the smallest point, those that make it fit first, then by throughput.
+
+    Args:
+        training: what is trained.
+        device: what evaluated it.
+        smallest: the smallest point of the search, which does not fit.
+    """
+    finder = _Finder(training, device, smallest)
+    found = list(finder.changes())
+    rank = {True: 0, False: 1, None: 2}
+    return tuple(
+        sorted(found, key=lambda c: (rank[c.does_fit], -(c.items_per_second or 0.0), c.predicted_peak_bytes or 0))
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Finder:
+    training: Training
+    device: SingleDevice
+    smallest: FitPoint
+
+    @property
+    def shape(self) -> Shape:
+        """That of the smallest point."""
+        return Shape(self.smallest.micro_batch, self.smallest.sequence)
+
+    def changes(self) -> Iterator[FitChange]:
+        """Every change that means something here."""
+        yield self._more_memory()
+        if self.training.batches.items_name == "tokens" and self.shape.sequence > 1:
+            yield self._half_the_sequence()
+        if self.device.accumulation.of(self.shape.batch) > 1:
+            yield self._no_accumulation()
+        yield self._compression()
+        yield from self._estimated()
+
+    def _more_memory(self) -> FitChange:
+        floor_bytes = self.smallest.predicted_peak_bytes
+        more = format_bytes_up(floor_bytes - self.device.budget_bytes)
+        looser = self._with(budget_bytes=floor_bytes)
+        return self._change(f"{more} more memory", looser.evaluate(self.shape))
+
+    def _half_the_sequence(self) -> FitChange:
+        half = Shape(self.shape.batch, self.shape.sequence // 2)
+        return self._change(f"half the sequence, {half.sequence} tokens", self._with().evaluate(half))
+
+    def _no_accumulation(self) -> FitChange:
+        alone = self._with(accumulation=Accumulation())
+        return self._change("no accumulation: gradients of one micro-batch", alone.evaluate(self.shape))
+
+    def _compression(self) -> FitChange:
+        name = f"compress saved tensors, gradient error up to {_TOLERATED}"
+        if self.training.is_elsewhere:
+            return FitChange(
+                name=name, does_fit=None, note="what codecs take and lose is measured on the device itself"
+            )
+        trace, costs = self.device.traced(self.shape)
+        args, kwargs = split_detached(self.training.batches.of(self.shape))
+        training = self.training
+
+        def step() -> TrainingStep:
+            return TrainingStep(training.model, args, kwargs, loss=training.loss, optimizer=training.optimizer)
+
+        allowance = read_allowance(allow=("recompute", "compress"), max_error=_TOLERATED)
+        budget_bytes = self.device.budget_bytes
+        maker = make_maker(trace, costs, allowance, budget_bytes, step, lambda stage, share: None)
+        plan: Plan = maker.solve(budget_bytes, raise_below_floor=False)
+        note = f"expected error {plan.predicted_error:.2%}, not measured" if not plan.is_lossless else ""
+        return self._change(name, described(self.smallest, plan), note)
+
+    def _estimated(self) -> Iterator[FitChange]:
+        """Changes of the optimizer and of the layout."""
+        optimizer = self._optimizer_name()
+        if optimizer is not None and optimizer not in known_optimizers():
+            note = f"{optimizer} is not among the optimizers that estimates know"
+            yield FitChange(name="an 8-bit optimizer, or more ranks", does_fit=None, note=note)
+            return
+        narrow = f"{optimizer}-8bit"
+        if narrow in known_optimizers():
+            yield self._estimate(f"{narrow} in place of {optimizer}", "", narrow)
+        for stage in (1, 2, 3):
+            if stage > 1 or optimizer is not None:  # the first stage shards the optimizer's state alone
+                name = f"ZeRO stage {stage} over {_RANKS} ranks"
+                yield self._estimate(name, f"dp={_RANKS},zero={stage}", optimizer or "none")
+        yield self._estimate("tensor parallel over 2 ranks", "tp=2", optimizer or "none")
+
+    def _optimizer_name(self) -> str | None:
+        optimizer = self.training.optimizer
+        return None if optimizer is None else type(optimizer).__name__.lower()
+
+    def _estimate(self, name: str, layout: str, optimizer: str) -> FitChange:
+        """A change by the estimate of the same micro-batch with it; seconds only where they are a roofline's here as well."""
+        training, count = self.training, self.device.accumulation.of(self.shape.batch)
+        if training.regions is not None:
+            return FitChange(name=name, does_fit=None, note="estimates choose regions themselves: regions= was given")
+        try:
+            found = estimate(
+                training.model,
+                training.batches.of(self.shape),
+                device=training.device_profile or _name_here(training),
+                optimizer=optimizer,
+                layout=",".join(part for part in (layout, f"micro-batches={count}" if count > 1 else "") if part),
+                strategy="auto",
+                budget=self.device.budget_bytes,
+                loss=training.loss,
+            )
+        except PlimsollError as error:
+            return FitChange(name=name, does_fit=None, note=error.found)
+        peak_bytes = max(stage.allocated_bytes for stage in found.stages)
+        does_fit = peak_bytes <= self.device.budget_bytes
+        speed = found.throughput.samples_per_second * self.shape.sequence / found.layout.ranks
+        is_comparable = does_fit and training.is_elsewhere
+        return FitChange(
+            name=name,
+            does_fit=does_fit,
+            predicted_peak_bytes=peak_bytes,
+            items_per_second=speed if is_comparable else None,
+            note="per rank" if found.layout.ranks > 1 else "",
+        )
+
+    def _with(self, *, budget_bytes: int | None = None, accumulation: Accumulation | None = None) -> SingleDevice:
+        """The same device with one thing changed; what was traced is shared."""
+        return dataclasses.replace(
+            self.device,
+            budget_bytes=self.device.budget_bytes if budget_bytes is None else budget_bytes,
+            accumulation=accumulation or self.device.accumulation,
+            plans={},
+            unmanaged={},
+        )
+
+    def _change(self, name: str, point: FitPoint, note: str = "") -> FitChange:
+        return FitChange(
+            name=name,
+            does_fit=point.does_fit,
+            predicted_peak_bytes=point.predicted_peak_bytes,
+            items_per_second=point.items_per_second if point.does_fit else None,
+            note=note,
+        )
+
+
+def _name_here(training: Training) -> str:
+    """What the device that the model is on is called in the catalogue, if it is there."""
+    home = next(training.model.parameters()).device
+    return torch.cuda.get_device_name(home) if home.type == "cuda" else home.type

@@ -1,0 +1,202 @@
+"""What evaluates a point in, the points worth knowing with the best among them out, within a number of solves.
+
+A larger micro-batch needs more memory (every size grows with it), but is not always faster: fixed costs (launches, reading
+the weights, the optimizer's step) spread over more examples, while a plan has to recompute more and more. So the search
+climbs by doubling until nothing fits, finds the largest micro-batch that needs no plan (by simulation alone, no solve), then
+halves the gaps on both sides of the best point for as long as a point in between could be better: the step without a plan
+is a bound for every plan, and costs no solve.
+
+Known weakness: throughput is taken to bend one way between neighbours; a second summit there is not found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from plimsoll.artifacts.fit import FitPoint
+from plimsoll.estimator.fit.point import Shape
+
+MOST_SOLVES = 16
+_WORTH = 1.002
+"""A point that could be better by less than this is not solved."""
+_FINEST_SHARE = 0.03
+"""Gaps below this share of the micro-batch are not halved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is known of a point before it is solved: the step without a plan."""
+
+    unmanaged_peak_bytes: int
+    most_items_per_second: float
+    """Throughput without a plan, which no plan exceeds."""
+
+
+class Evaluate(Protocol):
+    """Evaluates points of one device; ``outlook`` is cheap, ``evaluate`` may solve."""
+
+    @property
+    def solves(self) -> int:
+        """How many plans were solved so far."""
+
+    def outlook(self, shape: Shape) -> Outlook: ...
+
+    def evaluate(self, shape: Shape) -> FitPoint: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """What may be chosen. ``allowed`` are the micro-batches, ascending; ``None``: any up to ``most_batch``."""
+
+    sequences: tuple[int, ...]
+    most_batch: int
+    allowed: tuple[int, ...] | None = None
+
+    def ladder(self) -> tuple[int, ...]:
+        """Micro-batches to climb: each about twice the one before."""
+        if self.allowed is None:
+            doubled = (1 << power for power in range(self.most_batch.bit_length()))
+            return tuple(dict.fromkeys([*doubled, self.most_batch]))
+        rungs = [self.allowed[0]]
+        for batch in self.allowed[1:]:
+            if batch >= 2 * rungs[-1] or batch == self.allowed[-1]:
+                rungs.append(batch)
+        return tuple(rungs)
+
+    def between(self, low: int, high: int) -> int | None:
+        """A micro-batch halfway between two, or none."""
+        if self.allowed is None:
+            return (low + high) // 2 if high - low > 1 else None
+        inner = [batch for batch in self.allowed if low < batch < high]
+        return inner[len(inner) // 2] if inner else None
+
+
+@dataclass(slots=True)
+class Search:
+    """One search; ``found`` keeps everything that was evaluated."""
+
+    space: Space
+    evaluator: Evaluate
+    budget_bytes: int
+    most_solves: int = MOST_SOLVES
+    found: dict[Shape, FitPoint] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Evaluate what is worth knowing, sequence by sequence with an equal share of the solves."""
+        sequences: Sequence[int] = self.space.sequences
+        for place, sequence in enumerate(sequences):
+            limit = self.most_solves * (place + 1) // len(sequences)
+            _Climb(self, sequence, limit).run()
+
+    def best(self) -> FitPoint | None:
+        """The point with the most throughput; of equals the one with the lower peak."""
+        fitting = [point for point in self.found.values() if point.does_fit]
+        return max(fitting, key=lambda p: (p.items_per_second, -p.predicted_peak_bytes), default=None)
+
+    def points(self) -> tuple[FitPoint, ...]:
+        """Everything that was evaluated, by sequence and micro-batch."""
+        return tuple(self.found[shape] for shape in sorted(self.found, key=lambda s: (s.sequence, s.batch)))
+
+    def know(self, shape: Shape) -> FitPoint:
+        """The point at a shape, evaluated once."""
+        if shape not in self.found:
+            self.found[shape] = self.evaluator.evaluate(shape)
+        return self.found[shape]
+
+
+@dataclass(slots=True)
+class _Climb:
+    """The search at one sequence."""
+
+    search: Search
+    sequence: int
+    solve_limit: int
+
+    def run(self) -> None:
+        fitting, too_large = self._climb()
+        if fitting is None:
+            return
+        self._refine_unmanaged()
+        if too_large is not None:
+            self._refine_largest(fitting, too_large)
+        self._refine_best()
+
+    def _climb(self) -> tuple[int | None, int | None]:
+        """The largest rung that fits, and the smallest that does not."""
+        fitting = None
+        for batch in self.search.space.ladder():
+            if fitting is not None and self._is_spent():
+                return fitting, None
+            if not self._know(batch).does_fit:
+                return fitting, batch
+            fitting = batch
+        return fitting, None
+
+    def _refine_unmanaged(self) -> None:
+        """The largest micro-batch that fits as it is."""
+        low = max((batch for batch in self._batches() if self._know(batch).is_unmanaged), default=None)
+        high = min((batch for batch in self._batches() if low is not None and batch > low), default=None)
+        if low is None or high is None:
+            return
+        while (middle := self.search.space.between(low, high)) is not None:
+            fits = self.search.evaluator.outlook(self._shape(middle)).unmanaged_peak_bytes <= self.search.budget_bytes
+            low, high = (middle, high) if fits else (low, middle)
+        self._know(low)
+
+    def _refine_largest(self, low: int, high: int) -> None:
+        """Towards the largest micro-batch that fits at all, with a quarter of the solves that are left."""
+        rounds = max(1, (self.solve_limit - self.search.evaluator.solves) // 4)
+        for _ in range(rounds):
+            middle = self.search.space.between(low, high)
+            if middle is None or self._is_spent() or high - low <= _FINEST_SHARE * low:
+                return
+            low, high = (middle, high) if self._know(middle).does_fit else (low, middle)
+
+    def _refine_best(self) -> None:
+        """Halve the gaps beside the best point while something in them could be better."""
+        while not self._is_spent():
+            middle = self._next_beside_best()
+            if middle is None:
+                return
+            self._know(middle)
+
+    def _next_beside_best(self) -> int | None:
+        batches = self._batches()
+        best = max((b for b in batches if self._know(b).does_fit), key=self._speed)
+        place = batches.index(best)
+        below = batches[place - 1] if place else None
+        above = batches[place + 1] if place + 1 < len(batches) else None
+        gaps = [(near, far) for near, far in ((below, above), (above, below)) if near is not None]
+        for near, far in sorted(gaps, key=lambda gap: -abs(gap[0] - best)):
+            low, high = min(near, best), max(near, best)
+            middle = self.search.space.between(low, high)
+            if middle is None or high - low <= _FINEST_SHARE * low:
+                continue
+            if self._most_at(middle, best, far) > _WORTH * self._speed(best):
+                return middle
+        return None
+
+    def _most_at(self, middle: int, best: int, far: int | None) -> float:
+        """What a point beside the best one could reach: no more than without a plan, nor than the slope on its other side."""
+        most = self.search.evaluator.outlook(self._shape(middle)).most_items_per_second
+        if far is None or not self._know(far).does_fit:
+            return most
+        slope = (self._speed(best) - self._speed(far)) / (best - far)
+        return min(most, self._speed(best) + slope * (middle - best))
+
+    def _speed(self, batch: int) -> float:
+        return self._know(batch).items_per_second
+
+    def _batches(self) -> list[int]:
+        return sorted(shape.batch for shape in self.search.found if shape.sequence == self.sequence)
+
+    def _shape(self, batch: int) -> Shape:
+        return Shape(batch, self.sequence)
+
+    def _know(self, batch: int) -> FitPoint:
+        return self.search.know(self._shape(batch))
+
+    def _is_spent(self) -> bool:
+        return self.search.evaluator.solves >= self.solve_limit

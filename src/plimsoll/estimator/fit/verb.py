@@ -1,0 +1,341 @@
+"""A model and a budget in; the micro-batch, the accumulation and the plan with the most throughput out."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.confirmation import Claim
+from plimsoll.artifacts.costs import Costs, CostSource
+from plimsoll.artifacts.fit import Fit, FitChange, FitPoint
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.trace import Category
+from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidOption
+from plimsoll.estimator.fit.changes import find_changes
+from plimsoll.estimator.fit.micro_batches import MicroBatches
+from plimsoll.estimator.fit.point import Shape
+from plimsoll.estimator.fit.search import MOST_SOLVES, Search, Space
+from plimsoll.estimator.fit.single_device import Accumulation, SingleDevice, described
+from plimsoll.estimator.fit.step_family import Training, gradients_in_place
+from plimsoll.estimator.targets.target import TargetOptions, load_target
+from plimsoll.estimator.throughput import ROOFLINE_ERROR
+from plimsoll.planning.costing.devices import find_device
+from plimsoll.session.budgets import resolve_budget
+from plimsoll.session.confirm import Trial, confirmed
+from plimsoll.session.manage import manage
+from plimsoll.session.rendezvous.participants import refuse_several_ranks
+from plimsoll.session.request import (
+    as_patterns,
+    check_count,
+    check_model,
+    explained_loss,
+    refuse_profiler,
+    split_detached,
+)
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.meters.timing import time_in_turns
+from plimsoll.tracing.recorder.calling import Loss
+from plimsoll.tracing.recorder.untouched import untouched
+from plimsoll.units import format_bytes
+
+Progress = Callable[[str, float], None]
+OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+MOST_BATCH = 1024
+_MEASURED_ERROR = 0.1
+"""What seconds of ops timed one by one are usually off by, as a share of the step's."""
+_ROUNDS = 5
+_SETTLINGS = 4
+
+
+def fit(
+    model: nn.Module | str,
+    batch: Any = None,
+    budget: int | str | None = None,
+    *,
+    sequences: Sequence[int] | int | None = None,
+    global_batch: int | None = None,
+    accumulation: int = 1,
+    most_batch: int = MOST_BATCH,
+    loss: Loss | None = None,
+    optimizer: OptimizerLike | None = None,
+    regions: Sequence[str] | None = None,
+    device_profile: str | None = None,
+    most_solves: int = MOST_SOLVES,
+    progress: Progress | None = None,
+) -> Fit:
+    """Choose micro-batch and plan together for the most tokens (or examples) per second under a budget.
+
+    A larger micro-batch spreads fixed costs over more tokens, and recomputation makes room for it at a price: which of the two
+    wins is computed here, point by point. The step is traced at a few sizes; at others its bytes follow exactly from those.
+    The best point is traced itself, solved, and where the device is here its plan is run once and measured.
+
+    Model, gradients, buffers, optimizer and random state are left as they were.
+
+    Args:
+        model: as for ``plimsoll.plan``, or a target in words: a catalogue name, a ``config.json``, ``package.module:function``.
+        batch: a sample, whose examples are repeated or left out as needed, or a function from (examples, sequence) to a batch;
+            a target in words brings its own.
+        budget: as for ``plimsoll.plan``; ``"auto"`` with a device whose memory is known.
+        sequences: tokens per example to choose from; by default the sample's own.
+        global_batch: examples per optimizer step; micro-batches are then its divisors, and the rest is accumulation.
+        accumulation: micro-batches per optimizer step, where no global batch is given.
+        most_batch: no larger micro-batch is looked at.
+        loss: as for ``plimsoll.plan``.
+        optimizer: as for ``plimsoll.plan``, or its class.
+        regions: as for ``plimsoll.plan``.
+        device_profile: fit for a device that is not here, from the catalogue.
+        most_solves: plans that are solved at most, over all sequences.
+        progress: told the stage and the share done.
+
+    Returns:
+        A fit: the best point with its plan, everything that was evaluated, and, where nothing fits, what would change that.
+
+    Raises:
+        InvalidBudget: no budget, or one without a clear unit.
+        InvalidOption: sizes that are no sizes, or contradict each other. Others as for ``plimsoll.plan``.
+
+    Example:
+        >>> import torch, plimsoll
+        >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)])
+        >>> found = plimsoll.fit(
+        ...     model, torch.ones(8, 64), "1MiB", loss=torch.sum, device_profile="H100-SXM", most_batch=64
+        ... )
+        >>> found.best_point.micro_batch
+        64
+
+    Known weakness: without the device seconds are those of a roofline; one device only.
+    """
+    report = progress or (lambda stage, share: None)
+    started = time.monotonic()
+    if isinstance(model, str):
+        model, batch, loss = _loaded(model, batch, loss, _sequences(sequences), is_meta=device_profile is not None)
+    check_model(model)
+    refuse_several_ranks(model, "fit")
+    if callable(optimizer):  # a class, or a function that makes one
+        optimizer = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    check_model(model, optimizer)
+    refuse_profiler(model)
+    training = Training(
+        model=model,
+        batches=MicroBatches(batch, _sequences(sequences)),
+        loss=explained_loss(loss),
+        optimizer=optimizer,
+        regions=as_patterns(regions),
+        device_profile=None if device_profile is None else find_device(device_profile).name,
+    )
+    space, count = _space(training, global_batch, accumulation, most_batch)
+    check_count("most_solves", most_solves, least=1)
+    job = _Job(training, count, report)
+    found = job.fit(budget, space, most_solves)
+    report("done", 1.0)
+    return msgspec.structs.replace(found, total_seconds=time.monotonic() - started)
+
+
+class _Job:
+    """One search, and what becomes of its best point."""
+
+    def __init__(self, training: Training, accumulation: Accumulation, report: Progress) -> None:
+        self._training = training
+        self._accumulation = accumulation
+        self._report = report
+        self._reported = 0
+
+    def fit(self, budget: int | str | None, space: Space, most_solves: int) -> Fit:
+        """Search, settle the best point, measure it."""
+        if budget is None:
+            raise InvalidBudget(
+                "budget= is missing.",
+                why="without a limit the largest micro-batch without a plan is always the best",
+                next='budget="70GiB", or budget="auto" for the memory of the device',
+            )
+        device = SingleDevice(self._training, self._accumulation, 0, self._stage)
+        smallest = Shape(space.ladder()[0], space.sequences[0])
+        first, costs = device.traced(smallest)
+        device.budget_bytes = _resolved(budget, costs)
+        search = Search(space, device, device.budget_bytes, most_solves)
+        search.run()
+        best = self._settled(search, device)
+        measured, plan = None, None
+        if best is not None:
+            shape = Shape(best.micro_batch, best.sequence)
+            plan = device.plans[shape]
+            if not self._training.is_elsewhere:
+                plan, measured = self._measured(device, shape, plan)
+                best = described(best, plan)
+                search.found[shape] = best
+        points = search.points()
+        changes: tuple[FitChange, ...] = ()
+        if best is None:
+            changes = find_changes(self._training, device, points[0])
+        is_measured = costs.source is CostSource.MEASURED
+        return Fit(
+            model=first.model,
+            fingerprint=first.fingerprint,
+            device=first.device,
+            cost_source=costs.source,
+            cost_device=costs.device,
+            budget_bytes=device.budget_bytes,
+            items_name=self._training.batches.items_name,
+            global_batch=self._accumulation.global_batch,
+            points=points,
+            best=None if best is None else points.index(best),
+            plan=plan,
+            measured=measured,
+            changes=changes,
+            seconds_basis=Basis.MODELLED,
+            seconds_error=_seconds_error(measured, is_measured=is_measured),
+            traces=device.traces,
+            solves=device.solves,
+            notes=(*_notes(device, points), *_notes_about_run(measured, device.budget_bytes)),
+        )
+
+    def _settled(self, search: Search, device: SingleDevice) -> FitPoint | None:
+        """The best point whose step was traced itself: where that changes its figures, another may be the best."""
+        for _ in range(_SETTLINGS):
+            best = search.best()
+            if best is None:
+                return None
+            shape = Shape(best.micro_batch, best.sequence)
+            settled = device.settle(shape)
+            search.found[shape] = settled
+            if search.best() is settled:
+                return settled
+        settled_points = [point for point in search.found.values() if point.is_traced and point.does_fit]
+        return max(settled_points, key=lambda point: point.items_per_second, default=None)
+
+    def _measured(self, device: SingleDevice, shape: Shape, plan: Plan) -> tuple[Plan, Claim]:
+        """The plan run once (and solved again where its peak is above the budget), and what it takes."""
+        training = self._training
+        args, kwargs = split_detached(training.batches.of(shape))
+        accumulates = self._accumulation.of(shape.batch) > 1
+        with gradients_in_place(training.model) if accumulates else contextlib.nullcontext():
+            step = TrainingStep(training.model, args, kwargs, loss=training.loss, optimizer=training.optimizer)
+            bounded = msgspec.structs.replace(plan, budget_bytes=device.budget_bytes)
+            try:
+                plan = confirmed(
+                    bounded,
+                    Trial(step),
+                    resolve=lambda excess_bytes, scale: device.resolve(shape, excess_bytes),
+                    max_error=plan.max_error,
+                    progress=lambda stage, share: self._stage(stage),
+                )
+            except BudgetBelowFloor:
+                plan = bounded
+            self._stage("measuring the best point")
+            with untouched(training.model), manage(training.model, plan):
+                peak_bytes = max(step.measure_peak().peak_bytes for _ in range(2))  # a recording step, and a steady one
+                timing = time_in_turns({"best": step.run}, device=step.device, rounds=_ROUNDS)["best"]
+        peak_bytes += step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
+        optimizer = device.optimizer_seconds(shape)
+        return plan, Claim(
+            predicted_peak_bytes=plan.predicted_peak_bytes,
+            measured_peak_bytes=peak_bytes,
+            predicted_seconds=plan.predicted_seconds - optimizer,
+            measured_seconds=timing.median_seconds,
+            measured_spread_seconds=timing.spread_seconds,
+        )
+
+    def _stage(self, stage: str) -> None:
+        """Report a stage; how many will follow is not known, so the share creeps towards the end."""
+        self._reported += 1
+        self._report(stage, 1.0 - 0.93**self._reported)
+
+
+def _resolved(budget: int | str, costs: Costs) -> int:
+    budget_bytes = resolve_budget(budget, costs)
+    assert budget_bytes is not None, "a budget was given"
+    return budget_bytes
+
+
+def _loaded(
+    target: str, batch: Any, loss: Loss | None, sequences: tuple[int, ...] | None, *, is_meta: bool
+) -> tuple[nn.Module, Any, Loss | None]:
+    """A target in words with its own batch and loss.
+
+    Raises:
+        InvalidOption: a batch or a loss was given beside it.
+        InvalidTarget: it does not load.
+    """
+    if batch is not None or loss is not None:
+        raise InvalidOption(
+            f"{'batch=' if batch is not None else 'loss='} has no effect beside the target {target!r}.",
+            why="a target in words brings its own",
+            next="leave it out, or pass the model itself",
+        )
+    longest = None if sequences is None or ":" in target else max(sequences)
+    found = load_target(target, TargetOptions(sequence=longest, is_meta=is_meta))
+    return found.model, found.batch, found.loss
+
+
+def _notes(device: SingleDevice, points: Sequence[FitPoint]) -> Iterator[str]:
+    """What is worth knowing about how the points came about."""
+    predicted = [Shape(point.micro_batch, point.sequence) for point in points if not point.is_traced]
+    inexact_bytes = max(map(device.inexact_bytes, predicted), default=0)
+    if inexact_bytes:
+        yield (
+            f"Up to {format_bytes(inexact_bytes)} of a predicted point's storages are estimates: their sizes are no "
+            "polynomial of micro-batch and sequence."
+        )
+    for shape, why in device.strays().items():
+        yield f"Nothing is predicted from the trace at {shape}, whose step runs other ops ({why})."
+
+
+def _notes_about_run(measured: Claim | None, budget_bytes: int) -> tuple[str, ...]:
+    """Whether the best plan, run, takes more than it may."""
+    if measured is None or measured.measured_peak_bytes <= budget_bytes:
+        return ()
+    over = format_bytes(measured.measured_peak_bytes - budget_bytes)
+    return (
+        f"Run once, the best plan takes {over} more than the budget, and no plan was found that does not: lower it.",
+    )
+
+
+def _seconds_error(measured: Claim | None, *, is_measured: bool) -> float:
+    """What predicted seconds may be off by: as seen at the best point where it was run, else what is usual."""
+    if measured is None:
+        return _MEASURED_ERROR if is_measured else ROOFLINE_ERROR
+    return max(abs(measured.seconds_error), measured.measured_spread_seconds / measured.measured_seconds)
+
+
+def _sequences(sequences: Sequence[int] | int | None) -> tuple[int, ...] | None:
+    """The sequences to choose from, each once, ascending."""
+    if sequences is None:
+        return None
+    given = (sequences,) if isinstance(sequences, int) else tuple(sequences)
+    for sequence in given:
+        check_count("sequences", sequence, least=1)
+    if not given:
+        raise InvalidOption(
+            "sequences= is empty.",
+            why="there is no length to choose",
+            next="leave it out for the length of the sample, or name some",
+        )
+    return tuple(sorted(set(given)))
+
+
+def _space(
+    training: Training, global_batch: int | None, accumulation: int, most_batch: int
+) -> tuple[Space, Accumulation]:
+    """What may be chosen, and how micro-batches make a step."""
+    check_count("most_batch", most_batch, least=1)
+    check_count("accumulation", accumulation, least=1)
+    if global_batch is None:
+        return Space(sequences=training.batches.sequences, most_batch=most_batch), Accumulation(count=accumulation)
+    check_count("global_batch", global_batch, least=1)
+    if accumulation != 1:
+        raise InvalidOption(
+            f"global_batch={global_batch} and accumulation={accumulation} contradict each other.",
+            why="with a global batch the accumulation follows from the micro-batch",
+            next="give one of them",
+        )
+    allowed = tuple(size for size in range(1, min(global_batch, most_batch) + 1) if global_batch % size == 0)
+    space = Space(sequences=training.batches.sequences, most_batch=most_batch, allowed=allowed)
+    return space, Accumulation(global_batch=global_batch)

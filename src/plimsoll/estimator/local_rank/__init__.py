@@ -1,0 +1,1 @@
+"""Turns a model into one rank's part of it under tensor, sequence, context or expert parallelism."""

@@ -1,0 +1,174 @@
+"""Blocks and roles in, the groups that compute together out: column-parallel layers, and the row-parallel one that ends them.
+
+A group is an attention or an MLP. Between its columns and its row every rank works on its own share; at its ends stand
+collectives. Attention is divided by whole heads: how many there are follows from the size of a head and the width of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from plimsoll.errors import InvalidLayout
+from plimsoll.estimator.local_rank.names import QUERY_KEY_VALUE
+from plimsoll.estimator.local_rank.roles import Role, RoleBook, is_conv1d, matrices_of
+
+_HEAD_SIZES = ("v_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Query heads and key-value heads of an attention, and the size of a value's head."""
+
+    queries: int
+    keys: int
+    size: int
+
+    def local_queries(self, tp: int) -> int:
+        """Query heads of one rank."""
+        return self.queries // tp
+
+    def local_keys(self, tp: int) -> int:
+        """Key-value heads of one rank: with fewer of them than ranks, one, which several ranks hold (as in Megatron)."""
+        return max(1, self.keys // tp)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Column-parallel layers by path, the row-parallel layer, what is replicated in between, and where the heads are kept."""
+
+    parent: str
+    """The module that holds the columns."""
+    columns: Mapping[str, nn.Module]
+    row: str
+    row_module: nn.Module
+    latents: tuple[str, ...] = ()
+    heads: Heads | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One repeated block: its groups, and the stacks of experts in it."""
+
+    path: str
+    groups: tuple[Group, ...]
+    experts: Mapping[str, nn.Module]
+    biases: Mapping[str, nn.Module]
+    """Embeddings with one column per head."""
+
+
+def read_block(path: str, block: nn.Module, book: RoleBook) -> Block:
+    """The groups of one block; a block without any is not a block of a transformer (``groups`` is empty).
+
+    Raises:
+        InvalidLayout: a weight that no name tells, or a column-parallel layer without its row-parallel one.
+    """
+    modules = dict(block.named_modules())
+    roles: dict[str, Role] = {}
+    unknown: list[str] = []
+    for name, module in matrices_of(block, path):
+        role = book.role(name, module)
+        if role is None:
+            unknown.append(f"{name} ({type(module).__name__})")
+        else:
+            roles[name] = role
+    divided = {name for name, role in roles.items() if role in (Role.COLUMN, Role.ROW, Role.EXPERTS)}
+    if divided and unknown:
+        raise _unknown(block, path, unknown)
+    at = {name: modules[name.removeprefix(path).removeprefix(".")] for name in roles}
+    return Block(
+        path=path,
+        groups=_groups(roles, at, modules, path),
+        experts={name: at[name] for name, role in roles.items() if role is Role.EXPERTS},
+        biases={name: at[name] for name, role in roles.items() if role is Role.HEADS},
+    )
+
+
+def _groups(
+    roles: Mapping[str, Role], at: Mapping[str, nn.Module], modules: Mapping[str, nn.Module], block: str
+) -> tuple[Group, ...]:
+    columns = [name for name, role in roles.items() if role is Role.COLUMN]
+    rows = [name for name, role in roles.items() if role is Role.ROW]
+    latents = [name for name, role in roles.items() if role is Role.LATENT]
+    order = {name: place for place, name in enumerate(roles)}
+    found: dict[str, list[str]] = {}
+    left = list(columns)
+    for row in rows:  # what stands beside its row belongs to it, in whatever order the two are defined
+        beside = [name for name in columns if _parent(name) == _parent(row)]
+        if beside and sum(_parent(other) == _parent(row) for other in rows) == 1:
+            found[row] = beside
+            left = [name for name in left if name not in beside]
+    for row in rows:  # else what comes before it
+        if row not in found:
+            found[row] = [name for name in left if order[name] < order[row]]
+            left = [name for name in left if name not in found[row]]
+    orphans = left + [row for row, members in found.items() if not members]
+    if orphans:
+        raise _unpaired(orphans)
+    groups = []
+    for row, members in found.items():
+        parent = _parent(members[0])
+        holder = modules[parent.removeprefix(block).removeprefix(".")]
+        groups.append(
+            Group(
+                parent=parent,
+                columns={name: at[name] for name in members},
+                row=row,
+                row_module=at[row],
+                latents=tuple(name for name in latents if _parent(name) == parent),
+                heads=_heads(parent, holder, members, at, at[row]),
+            )
+        )
+    return tuple(groups)
+
+
+def _heads(
+    parent: str, holder: nn.Module, columns: Sequence[str], at: Mapping[str, nn.Module], row: nn.Module
+) -> Heads | None:
+    named = {name.rpartition(".")[2]: at[name] for name in columns}
+    if not named.keys() & QUERY_KEY_VALUE:
+        return None
+    known = {name: value for name, value in vars(holder).items() if isinstance(value, int)}
+    width = widths(row)[0]
+    sizes = [known[name] for name in _HEAD_SIZES if name in known]
+    counts = [known[name] for name in _HEAD_COUNTS if name in known]
+    if not sizes and not counts:
+        raise InvalidLayout(
+            f"unsupported: {parent} does not say how many attention heads it has.",
+            why=f"it has none of the attributes {', '.join((*_HEAD_SIZES, *_HEAD_COUNTS))}, and heads stay whole",
+            next="give it one of them (head_dim, for instance)",
+        )
+    size = sizes[0] if sizes else width // counts[0]
+    keys = next((widths(named[name])[1] // size for name in ("k_proj", "wk") if name in named), width // size)
+    return Heads(queries=width // size, keys=keys, size=size)
+
+
+def widths(module: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    outputs, inputs = weight.shape
+    return (outputs, inputs) if is_conv1d(module) else (inputs, outputs)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _unknown(block: nn.Module, path: str, unknown: Sequence[str]) -> InvalidLayout:
+    return InvalidLayout(
+        f"unsupported: tensor parallelism does not know {', '.join(unknown)} in {path} ({type(block).__name__}).",
+        why="neither the model's own plan nor the field's names say how ranks share it, and half a block is not divided",
+        next=f'say it: roles={{"{unknown[0].split(" ")[0]}": …}} with "colwise" or "rowwise" (linear layers) or "replicate"',
+    )
+
+
+def _unpaired(orphans: Sequence[str]) -> InvalidLayout:
+    return InvalidLayout(
+        f"unsupported: {', '.join(orphans)} has no other half under tensor parallelism.",
+        why="a column-parallel layer needs the row-parallel one that ends it, and the other way round",
+        next='give the roles of both: roles={"…": "colwise", "…": "rowwise"}, or "replicate" for this one',
+    )

@@ -1,0 +1,225 @@
+"""A model and degrees of parallelism in; a block in which the model is that of one rank out, then exactly what it was.
+
+The rank described is the first of every group. Parameters are replaced by local ones, attributes that forward derives shapes
+from (numbers of heads, widths, sizes of the vocabulary) are set to local values, and stand-in collectives are hooked in
+where the ranks of a real run would meet. What runs in the block is then an ordinary step of an ordinary model, so whatever
+traces models traces this one.
+
+Source: the layers of Shoeybi et al. 2019 (tensor parallelism), Korthikanti et al. 2022 (sequence parallelism) and Lepikhin et
+al. 2021 (expert parallelism).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from plimsoll.errors import InvalidLayout
+from plimsoll.estimator.local_rank.boundaries import Boundaries
+from plimsoll.estimator.local_rank.edits import Edits, Shard
+from plimsoll.estimator.local_rank.experts import divide_experts, divide_widths
+from plimsoll.estimator.local_rank.groups import Block, read_block
+from plimsoll.estimator.local_rank.parameters import divide_group, divide_head_biases
+from plimsoll.estimator.local_rank.roles import RoleBook, blocks_of, is_experts, words_of
+from plimsoll.estimator.local_rank.vocabulary import VocabularyLoss, divide_words
+from plimsoll.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalModel:
+    """What was done to the model.
+
+    ``shards`` says how each divided parameter was cut, by name (those that every rank holds are not in it).
+    ``summed_gradients`` names parameters that every rank holds and of whose gradient each makes a part only: their gradients
+    are summed over the tensor-parallel group once a step, before the optimizer. ``notes`` are for the user.
+    """
+
+    shards: Mapping[str, tuple[Shard, ...]]
+    summed_gradients: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def localised(
+    model: nn.Module,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    sequence_parallel: bool = False,
+    roles: Mapping[str, str] | None = None,
+) -> Iterator[LocalModel]:
+    """Let ``model`` be the model of one rank while the block lasts.
+
+    An estimate runs what one rank would run: formulas per layer leave out what they were not written for.
+
+    Args:
+        model: on the meta device, or with real tensors (the local parameters are then copies of the first rank's share).
+        tp: degree of tensor parallelism.
+        ep: degree of expert parallelism; experts are divided by ``tp`` as well.
+        sequence_parallel: the residual stream is divided along the sequence (dimension 1) within the tensor-parallel group.
+        roles: how ranks share weights that neither the model's plan nor the field's names tell: module paths (``*`` stands
+            for one level) to ``colwise``, ``rowwise``, ``vocab`` or ``replicate``.
+
+    Yields:
+        How it was divided.
+
+    Raises:
+        InvalidLayout: heads, widths or experts that the degrees do not divide; a model whose weights are not known;
+            sequence parallelism without tensor parallelism, or in an encoder-decoder.
+
+    Example:
+        >>> class Block(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.fc1, self.fc2 = nn.Linear(4, 16), nn.Linear(16, 4)
+        ...     def forward(self, x):
+        ...         return x + self.fc2(self.fc1(x).relu())
+        >>> model = nn.Sequential(Block(), Block())
+        >>> with localised(model, tp=4) as local:
+        ...     print(model[0].fc1.weight.shape, local.shards["0.fc2.weight"][0].dim)
+        torch.Size([4, 4]) 1
+        >>> model[0].fc1.weight.shape
+        torch.Size([16, 4])
+    """
+    _check_degrees(model, tp, ep, sequence_parallel=sequence_parallel)
+    edits = Edits()
+    with contextlib.ExitStack() as stack:
+        stack.callback(edits.undo)
+        divided = _Division(model, edits)
+        local_classes = divided.divide_tensors(tp, roles, sequence_parallel=sequence_parallel) if tp > 1 else 0
+        if ep > 1:
+            divided.divide_experts(ep)
+        shards = edits.swap_parameters(model)
+        if local_classes:
+            stack.enter_context(VocabularyLoss(local_classes, tp))
+        summed = divided.partial_gradients(shards, sequence_parallel=sequence_parallel)
+        notes = [*divided.notes, *_note_on_sums(model, summed, tp)]
+        yield LocalModel(shards=shards, summed_gradients=summed, notes=tuple(dict.fromkeys(notes)))
+
+
+class _Division:
+    """One model being divided."""
+
+    def __init__(self, model: nn.Module, edits: Edits) -> None:
+        self._model = model
+        self._modules = dict(model.named_modules())
+        self._edits = edits
+        self._blocks: list[Block] = []
+        self._norms: list[str] = []
+        self.notes: list[str] = []
+
+    def divide_tensors(self, tp: int, roles: Mapping[str, str] | None, *, sequence_parallel: bool) -> int:
+        """Tensor parallelism of every block, of embeddings and heads; the classes of the divided head, 0 without one."""
+        model, edits = self._model, self._edits
+        book = RoleBook(model, roles)
+        blocks = blocks_of(model)
+        read = [read_block(path, block, book) for path, block in blocks.items()]
+        self._blocks = [block for block in read if block.groups or block.experts]
+        if not self._blocks:
+            raise _nothing_to_divide(model, blocks)
+        words = words_of(model, {block.path: self._modules[block.path] for block in self._blocks}, book)
+        book.check_all_matched(model)
+        boundaries = Boundaries(self._modules, tp, edits, sequence_parallel=sequence_parallel)
+        for block in self._blocks:
+            for group in block.groups:
+                self.notes += divide_group(group, self._modules[group.parent], tp, edits)
+            divide_head_biases(block.biases, tp, edits)
+            divide_widths(block.experts, tp, edits)
+            boundaries.around_block(block)
+        heads = [path for path, module in words.items() if isinstance(module, nn.Linear)]
+        if sequence_parallel:
+            self._norms = boundaries.around_stream([block.path for block in self._blocks], heads)
+        else:
+            boundaries.around_heads(heads)
+        local = divide_words(words, model, tp, edits)
+        for module in words.values():
+            size = module.get_parameter("weight").shape[0]
+            if size % tp:
+                self.notes.append(f"{size} words on {tp} ranks: the first, which is the one estimated, holds {local}")
+        return local if heads else 0
+
+    def divide_experts(self, ep: int) -> None:
+        """Expert parallelism of every stack of experts."""
+        experts = {path: module for path, module in self._modules.items() if is_experts(module)}
+        if not experts:
+            raise InvalidLayout(
+                f"{type(self._model).__name__} has no experts to divide among {ep} ranks.",
+                why="no module holds its experts' matrices as stacks with a down_proj",
+                next="leave expert parallelism out: ep=1",
+            )
+        divide_experts(experts, ep, self._edits)
+
+    def partial_gradients(self, shards: Mapping[str, object], *, sequence_parallel: bool) -> tuple[str, ...]:
+        """Parameters whole on every rank whose gradient is not."""
+        inside = tuple(f"{scope}." for scope in self._scopes(sequence_parallel=sequence_parallel))
+        groups = [group for block in self._blocks for group in block.groups]
+        whole = tuple(f"{group.row}.bias" for group in groups)
+        whole += tuple(f"{group.parent}." for group in groups if group.latents)
+        return tuple(
+            name
+            for name, _ in self._model.named_parameters()
+            if name not in shards and not name.startswith(whole) and name.startswith(inside)
+        )
+
+    def _scopes(self, *, sequence_parallel: bool) -> Iterator[str]:
+        """Where ranks work on different things: the whole block, or between columns and row only."""
+        yield from self._norms
+        for block in self._blocks:
+            if sequence_parallel:
+                yield block.path
+                continue
+            yield from {path.rpartition(".")[0] for path in block.experts}
+            for group in block.groups:
+                if group.heads is not None and group.parent != block.path:
+                    yield group.parent
+
+
+def _note_on_sums(model: nn.Module, names: Collection[str], tp: int) -> list[str]:
+    """What a trace of one micro-batch does not show: the once-a-step sum of these gradients."""
+    if not names:
+        return []
+    size = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if name in names)
+    return [
+        f"gradients of {len(names)} parameters that all {tp} tensor-parallel ranks hold ({format_bytes(size)}) are summed "
+        "among them once a step, which is not priced"
+    ]
+
+
+def _check_degrees(model: nn.Module, tp: int, ep: int, *, sequence_parallel: bool) -> None:
+    for name, degree in (("tp", tp), ("ep", ep)):
+        if degree < 1:
+            raise InvalidLayout(
+                f"{name}={degree} is no degree of parallelism.",
+                why="a group has one rank at least",
+                next=f"take {name}=1 to leave it out",
+            )
+    if sequence_parallel and tp == 1:
+        raise InvalidLayout(
+            "Sequence parallelism has no effect without tensor parallelism.",
+            why="it divides the residual stream among the ranks of the tensor-parallel group",
+            next="take tp=2 or more, leave sequence_parallel out, or divide the sequence with cp",
+        )
+    if sequence_parallel and _is_encoder_decoder(model):
+        raise InvalidLayout(
+            f"unsupported: sequence parallelism of {type(model).__name__}, an encoder-decoder.",
+            why="its decoder reads the encoder's output at every layer, which would be gathered anew each time",
+            next="leave sequence_parallel out",
+        )
+
+
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    config = vars(model).get("config")
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def _nothing_to_divide(model: nn.Module, blocks: Mapping[str, nn.Module]) -> InvalidLayout:
+    kinds = sorted({type(block).__name__ for block in blocks.values()})
+    found = f"its repeated blocks are {', '.join(kinds)}" if kinds else "it has no repeated blocks"
+    return InvalidLayout(
+        f"unsupported: tensor parallelism of {type(model).__name__}.",
+        why=f"{found}, and none holds a column-parallel layer with its row-parallel one",
+        next='name them: roles={"layers.*.fc_a": "colwise", "layers.*.fc_b": "rowwise"}, or leave tp out',
+    )

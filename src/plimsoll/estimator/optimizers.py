@@ -1,0 +1,304 @@
+"""An optimizer's name and the parameters it updates in, its state and the temporaries of its step out.
+
+Everything is counted from shapes; ``steps`` knows how each step runs. What is counted is compared with torch 2.13's own
+optimizers in the tests, and 8-bit AdamW with bitsandbytes 0.50, Lion with lion-pytorch 0.2.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.optimizer_use import OptimizerUse, StepForm, Temporary
+from plimsoll.artifacts.trace import TraceParameter
+from plimsoll.errors import InvalidOption, UnknownOptimizer
+from plimsoll.estimator import steps
+from plimsoll.estimator.steps import Ledger, Step, Tensor
+
+_COUNTER_BYTES = 4
+_MASTER_ITEM_BYTES = 4
+_FEWEST_8BIT_ELEMENTS = 4096
+_BLOCK_ELEMENTS = 256
+_TABLE_BYTES = 2 * 256 * 4
+_EMBEDDING_OR_HEAD = re.compile(
+    r"(^|[._])(embed\w*|wte|wpe|\w*embeddings?|shared|lm_head|head|heads|classifier|output|score)(\.|$)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recipe:
+    """One optimizer: what it keeps per parameter, how it steps, in which forms, and how it is checked."""
+
+    name: str
+    step: Step
+    state_bytes: Callable[[Tensor], int]
+    forms: tuple[StepForm, ...] = (StepForm.LOOP, StepForm.FOREACH)
+    has_counters: bool = True
+    basis: Basis = Basis.EXACT
+    aliases: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def optimizer_use(
+    name: str,
+    parameters: Sequence[TraceParameter],
+    *,
+    form: StepForm | None = None,
+    has_master_weights: bool = False,
+) -> OptimizerUse:
+    """What an optimizer holds and what its step takes, in the steady state (not the first step, which makes the state).
+
+    Gradients have their parameter's dtype, options are torch's defaults. With master weights every parameter that is not in
+    f32 has a copy in f32 that the optimizer updates in its place; its gradient is cast to f32 for the step.
+
+    Args:
+        name: ``adamw``, ``sgd-momentum``, ``adamw-8bit``, …; case and dashes do not matter, nor torch's module names and
+            transformers' spellings (``adamw_torch_fused``, ``adamw_bnb_8bit``).
+        parameters: those of the rank; under ZeRO, its shards.
+        form: how the step walks over them, where the name does not say; by default as torch does on a GPU.
+        has_master_weights: whether there are copies in f32.
+
+    Raises:
+        UnknownOptimizer: the catalogue lacks it; the error shows the closest names.
+        InvalidOption: the optimizer has no such form.
+
+    Example:
+        >>> weight = TraceParameter(name="w", shape=(64, 32), dtype="f32", bytes=8192, storage=0)
+        >>> use = optimizer_use("AdamW", [weight])
+        >>> use.total_state_bytes, use.temporary_bytes
+        (16384, 8192)
+
+    Source: torch/optim of torch 2.13, bitsandbytes/optim of 0.50, lion_pytorch of 0.2. Known weakness: torch's 8-bit forms
+    (torchao), paged and sparse optimizers are not in the catalogue.
+    """
+    recipe, named_form = _find(name)
+    form = _form(recipe, named_form or form)
+    trained = [each for each in parameters if each.is_trainable and each.bytes]
+    masters = {each.name: _master_bytes(each) for each in trained if has_master_weights and _master_bytes(each)}
+    tensors = [_as_updated(each, has_master=each.name in masters) for each in trained]
+    uses = [_use(part, chosen, form) for part, chosen in _parts(recipe, tensors)]
+    # A module's optimizers step one after the other: their states add up, of their temporaries the highest count.
+    highest = max((use.temporaries for use in uses), key=lambda t: sum(each.bytes for each in t), default=())
+    casts = _casts(masters, form)
+    state_bytes = {owner: bytes_ for use in uses for owner, bytes_ in use.state_bytes.items()}
+    basis, error = _reliability(recipe, casts, sum(state_bytes.values()) + sum(masters.values()))
+    return OptimizerUse(
+        name=recipe.name,
+        form=form,
+        state_bytes=state_bytes,
+        host_state_bytes=sum(use.host_state_bytes for use in uses),
+        master_bytes=masters,
+        temporaries=(*highest, *casts),
+        moved_bytes=sum(use.moved_bytes for use in uses) + sum(_master_traffic(size) for size in masters.values()),
+        flops=sum(use.flops for use in uses),
+        relative_error=error,
+        basis=basis,
+        notes=_notes(recipe, tensors),
+    )
+
+
+def known_optimizers() -> tuple[str, ...]:
+    """The names of the catalogue."""
+    return tuple(recipe.name for recipe in _RECIPES)
+
+
+def _find(name: str) -> tuple[_Recipe, StepForm | None]:
+    key = _key(name)
+    found = _BY_KEY.get(key)
+    if found is not None:
+        return found, None
+    for form in StepForm:
+        if key.endswith(form.value) and key.removesuffix(form.value) in _BY_KEY:
+            return _BY_KEY[key.removesuffix(form.value)], form
+    closest = difflib.get_close_matches(key, _BY_KEY, n=3, cutoff=0.5)
+    close = list(dict.fromkeys(_BY_KEY[each].name for each in closest))
+    raise UnknownOptimizer(
+        f"No optimizer is called {name!r}.",
+        why=f"the catalogue has {', '.join(known_optimizers())}",
+        next=f"try {' or '.join(repr(each) for each in close)}"
+        if close
+        else "pick one of these, or trace the step with the optimizer itself: plimsoll.plan(..., optimizer=)",
+    )
+
+
+def _key(name: str) -> str:
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return "".join(word for word in words if word not in {"torch", "optim", "bnb", "bitsandbytes"})
+
+
+def _form(recipe: _Recipe, form: StepForm | None) -> StepForm:
+    if form is None:
+        return recipe.forms[-1] if StepForm.FOREACH not in recipe.forms else StepForm.FOREACH
+    if form in recipe.forms:
+        return form
+    # A loop is what an optimizer without a multi-tensor form does when it is asked for torch's choice on a GPU.
+    if form is not StepForm.FUSED and len(recipe.forms) == 1:
+        return recipe.forms[0]
+    raise InvalidOption(
+        f"{recipe.name} has no {form.value} form.",
+        why=f"it steps as {' or '.join(each.value for each in recipe.forms)}",
+        next="leave the form out",
+    )
+
+
+def _master_bytes(parameter: TraceParameter) -> int:
+    """Bytes of a copy in f32; 0 for what is in f32 (or wider) already."""
+    bytes_ = prod(parameter.shape) * _MASTER_ITEM_BYTES
+    return bytes_ if parameter.bytes < bytes_ else 0
+
+
+def _as_updated(parameter: TraceParameter, *, has_master: bool) -> Tensor:
+    item_bytes = _MASTER_ITEM_BYTES if has_master else parameter.bytes // prod(parameter.shape)
+    return Tensor(parameter.name, parameter.shape, item_bytes)
+
+
+def _parts(recipe: _Recipe, tensors: Sequence[Tensor]) -> list[tuple[_Recipe, list[Tensor]]]:
+    """What steps together: Muon leaves what is no hidden matrix to AdamW."""
+    if recipe.step is not steps.run_muon:
+        return [(recipe, list(tensors))]
+    matrices = [each for each in tensors if _is_hidden_matrix(each)]
+    others = [each for each in tensors if not _is_hidden_matrix(each)]
+    return [(recipe, matrices), (_BY_KEY["adamw"], others)]
+
+
+def _is_hidden_matrix(tensor: Tensor) -> bool:
+    return len(tensor.shape) == 2 and not _EMBEDDING_OR_HEAD.search(tensor.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    state_bytes: dict[str, int]
+    host_state_bytes: int
+    temporaries: tuple[Temporary, ...]
+    moved_bytes: int
+    flops: int
+
+
+def _use(recipe: _Recipe, tensors: Sequence[Tensor], form: StepForm) -> _Use:
+    ledger = Ledger()
+    if tensors:
+        recipe.step(ledger, tensors, form)
+    counters = _COUNTER_BYTES if recipe.has_counters else 0
+    on_device = counters if form is StepForm.FUSED else 0
+    return _Use(
+        state_bytes={each.name: recipe.state_bytes(each) + on_device for each in tensors},
+        host_state_bytes=(counters - on_device) * len(tensors),
+        temporaries=ledger.temporaries,
+        moved_bytes=ledger.moved_bytes,
+        flops=ledger.flops,
+    )
+
+
+def _casts(masters: dict[str, int], form: StepForm) -> tuple[Temporary, ...]:
+    """Gradients in f32: all of them for a step over all parameters, one at a time in a loop."""
+    sizes = sorted(masters.values())[-1:] if form is StepForm.LOOP else masters.values()
+    return tuple(Temporary(label="gradients in f32", bytes=size) for size in sizes)
+
+
+def _master_traffic(size: int) -> int:
+    """A 16-bit gradient read and written in f32, the master read and the 16-bit weight written."""
+    return size // 2 + size + size + size // 2
+
+
+def _reliability(recipe: _Recipe, casts: Sequence[Temporary], held_bytes: int) -> tuple[Basis, float]:
+    """That mixed-precision optimizers cast all gradients at once is a convention: the error is what it would be without."""
+    cast_bytes = sum(each.bytes for each in casts)
+    if cast_bytes:
+        return Basis.ASSUMED, cast_bytes / (held_bytes + cast_bytes)
+    if recipe.basis is not Basis.EXACT and held_bytes:
+        return recipe.basis, _TABLE_BYTES / held_bytes
+    return Basis.EXACT, 0.0
+
+
+def _notes(recipe: _Recipe, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    if recipe.step is not steps.run_muon:
+        return recipe.notes
+    others = [each.name for each in tensors if not _is_hidden_matrix(each)]
+    if not others:
+        return recipe.notes
+    shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+    return (*recipe.notes, f"AdamW updates {shown}")
+
+
+def _nothing(_: Tensor) -> int:
+    return 0
+
+
+def _one_copy(tensor: Tensor) -> int:
+    return tensor.bytes
+
+
+def _two_copies(tensor: Tensor) -> int:
+    return 2 * tensor.bytes
+
+
+def _factors(tensor: Tensor) -> int:
+    if len(tensor.shape) < 2:
+        return tensor.bytes
+    return (tensor.rows + tensor.columns) * tensor.item_bytes
+
+
+def _two_in_8bit(tensor: Tensor) -> int:
+    """A byte per element and an f32 maximum per block, twice; small tensors stay in f32."""
+    if tensor.elements < _FEWEST_8BIT_ELEMENTS:
+        return 2 * tensor.elements * 4
+    return 2 * (tensor.elements + -(-tensor.elements // _BLOCK_ELEMENTS) * 4)
+
+
+def _step_8bit(ledger: Ledger, tensors: Sequence[Tensor], _: StepForm) -> None:
+    """One kernel per parameter: weight read and written, gradient read, both states read and written."""
+    for each in tensors:
+        ledger.run(3 * each.bytes + 2 * _two_in_8bit(each), 8 * each.elements)
+
+
+_EVERY_FORM = tuple(StepForm)
+_8BIT_NOTES = (
+    "bitsandbytes' block-wise form: states of fewer than 4096 elements stay in f32; embeddings too, if they were registered "
+    "for it (transformers' Trainer does), which is not counted; nor are 2 KiB of tables that all parameters share",
+)
+_RECIPES = (
+    _Recipe(name="sgd", step=steps.SGD, state_bytes=_nothing, forms=_EVERY_FORM, has_counters=False),
+    _Recipe(
+        name="sgd-momentum",
+        step=steps.SGD_MOMENTUM,
+        state_bytes=_one_copy,
+        forms=_EVERY_FORM,
+        has_counters=False,
+        aliases=("momentum",),
+    ),
+    _Recipe(name="adam", step=steps.ADAM, state_bytes=_two_copies, forms=_EVERY_FORM),
+    _Recipe(name="adamw", step=steps.ADAMW, state_bytes=_two_copies, forms=_EVERY_FORM),
+    _Recipe(
+        name="adamw-8bit",
+        step=_step_8bit,
+        state_bytes=_two_in_8bit,
+        forms=(StepForm.FUSED,),
+        has_counters=False,
+        basis=Basis.MODELLED,
+        aliases=("adam8bit", "8bitadamw", "8bitadam"),
+        notes=_8BIT_NOTES,
+    ),
+    _Recipe(name="adafactor", step=steps.run_adafactor, state_bytes=_factors),
+    _Recipe(
+        name="muon",
+        step=steps.run_muon,
+        state_bytes=_one_copy,
+        has_counters=False,
+        notes=("Muon updates matrices; embeddings, heads (told by their names) and all other shapes are AdamW's",),
+    ),
+    _Recipe(
+        name="lion",
+        step=steps.run_lion,
+        state_bytes=_one_copy,
+        forms=(StepForm.LOOP,),
+        has_counters=False,
+        notes=("as lion-pytorch runs it",),
+    ),
+    _Recipe(name="rmsprop", step=steps.run_root, state_bytes=_one_copy),
+    _Recipe(name="adagrad", step=steps.run_adagrad, state_bytes=_one_copy, forms=_EVERY_FORM),
+)
+_BY_KEY = {_key(name): recipe for recipe in _RECIPES for name in (recipe.name, *recipe.aliases)}

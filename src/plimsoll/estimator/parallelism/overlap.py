@@ -1,0 +1,152 @@
+"""The trace of one rank and its costs in, the seconds of a micro-batch with data-parallel collectives overlapped out. No torch.
+
+Two streams: one computes (and runs the collectives of tensor, context and expert parallelism, which its ops wait for), one
+runs the data-parallel collectives, one after the other.
+
+    all_gather, forward    may start when the gather before it was copied out: the host is ahead by a block
+    all_gather, backward   may start where it stands, during the block before the one that needs it
+    either                 is waited for by the copy out that follows it
+    reduce_scatter         starts when its gradients were copied in; the next copy-in waits for it, and the end of backward
+    all_reduce             starts when its bucket is full; the end of the last backward waits
+    all_gather, optimizer  follows the step; nothing hides it
+
+Source: FSDP2 and DDP of torch 2.13. Known weaknesses: collectives take nothing from the kernels beside them (in fact they
+occupy some multiprocessors and bandwidth), gathers and reductions share one stream here and have one each in FSDP2, and the
+host is never the one that is late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.trace import Phase, Trace
+from plimsoll.estimator.parallelism.editing import GROUP
+
+_COPY_OUT = "split_with_sizes_copy"
+_COPY_IN = "chunk_cat"
+_ALL_REDUCE = "all_reduce"
+_ALL_GATHER = "all_gather"
+_REDUCE_SCATTER = "reduce_scatter"
+
+
+@dataclass(frozen=True, slots=True)
+class OverlappedSeconds:
+    """One rank's seconds: forward and backward of one micro-batch, and what comes once per step.
+
+    ``reduction_seconds`` is what the all-reduce of replicated gradients adds to the last micro-batch's backward,
+    ``optimizer_seconds`` the step with the gather that follows it. ``exposed_seconds`` are those of forward and backward in
+    which computing waited for data-parallel collectives, of ``communication_seconds`` that these took.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    reduction_seconds: float
+    optimizer_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+
+    @property
+    def hidden_share(self) -> float:
+        """How much of the collectives of forward and backward is hidden; 1 where there are none."""
+        return 1.0 - self.exposed_seconds / self.communication_seconds if self.communication_seconds else 1.0
+
+
+def overlapped_seconds(trace: Trace, costs: Costs) -> OverlappedSeconds:
+    """Seconds of one rank with its data-parallel collectives running beside its ops.
+
+    Args:
+        trace: of one rank (``rank_trace``).
+        costs: seconds of all of its ops, collectives among them.
+
+    Example:
+        >>> seconds = overlapped_seconds(trace, roofline_costs(trace, device, layout))  # doctest: +SKIP
+        >>> f"{seconds.hidden_share:.0%} of the collectives are hidden"  # doctest: +SKIP
+        '97% of the collectives are hidden'
+    """
+    every, last = _Streams(trace, costs, reduces=False), _Streams(trace, costs, reduces=True)
+    computing = dict.fromkeys(Phase, 0.0)
+    communicating = 0.0
+    for op in trace.ops:
+        seconds = _seconds(costs, op.cost_key)
+        if not _is_shared(trace, op.cost_key):
+            computing[op.phase] += seconds
+        elif op.phase is not Phase.OPTIMIZER and op.name != _ALL_REDUCE:
+            communicating += seconds
+    forward_seconds, backward_seconds = (
+        every.ends[Phase.FORWARD],
+        every.ends[Phase.BACKWARD] - every.ends[Phase.FORWARD],
+    )
+    return OverlappedSeconds(
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
+        reduction_seconds=max(0.0, last.ends[Phase.BACKWARD] - every.ends[Phase.BACKWARD]),
+        optimizer_seconds=every.ends[Phase.OPTIMIZER] - every.ends[Phase.BACKWARD],
+        communication_seconds=communicating,
+        exposed_seconds=max(
+            0.0, forward_seconds + backward_seconds - computing[Phase.FORWARD] - computing[Phase.BACKWARD]
+        ),
+    )
+
+
+def _seconds(costs: Costs, cost_key: str) -> float:
+    cost = costs.ops.get(cost_key)
+    return 0.0 if cost is None else cost.seconds
+
+
+def _is_shared(trace: Trace, cost_key: str) -> bool:
+    spec = trace.specs.get(cost_key)
+    return spec is not None and spec.group == GROUP
+
+
+class _Streams:
+    """Walks through a trace with two clocks. ``ends`` is the time at which each phase is over."""
+
+    def __init__(self, trace: Trace, costs: Costs, *, reduces: bool) -> None:
+        self.now = 0.0
+        self.busy_until = 0.0
+        self.copied_out = 0.0
+        self.gathered: list[float] = []
+        self.scattered = 0.0
+        self.reduced = 0.0
+        self.ends: dict[Phase, float] = {}
+        phase = Phase.FORWARD
+        for op in trace.ops:
+            if op.phase is not phase:
+                self._leave(phase)
+                phase = op.phase
+            seconds = _seconds(costs, op.cost_key)
+            if not _is_shared(trace, op.cost_key):
+                self._compute(op.name, seconds)
+            elif op.name != _ALL_REDUCE or reduces:
+                self._communicate(op.name, phase, seconds)
+        self._leave(phase)
+        for each in Phase:
+            self.ends.setdefault(each, self.now)
+
+    def _compute(self, name: str, seconds: float) -> None:
+        if name == _COPY_OUT and self.gathered:
+            self.now = max(self.now, self.gathered.pop(0))
+        if name == _COPY_IN:
+            self.now = max(self.now, self.scattered)
+        self.now += seconds
+        if name == _COPY_OUT:
+            self.copied_out = self.now
+
+    def _communicate(self, name: str, phase: Phase, seconds: float) -> None:
+        may_start = self.copied_out if name == _ALL_GATHER and phase is Phase.FORWARD else self.now
+        end = self.busy_until = max(may_start, self.busy_until) + seconds
+        if name == _ALL_GATHER and phase is Phase.OPTIMIZER:
+            self.now = end
+        elif name == _ALL_GATHER:
+            self.gathered.append(end)
+        elif name == _REDUCE_SCATTER:
+            self.scattered = end
+        else:
+            self.reduced = end
+
+    def _leave(self, phase: Phase) -> None:
+        """What the end of a phase waits for."""
+        if phase is Phase.BACKWARD:
+            self.now = max(self.now, self.scattered, self.reduced)
+        self.ends[phase] = self.now

@@ -1,0 +1,255 @@
+"""A traced step and a layout in, one trace per pipeline stage out. No torch here.
+
+The region calls are cut into consecutive runs, as even as can be: where they do not divide, the first and the last stage get
+the smaller runs, since they also hold embedding and head. What precedes the regions goes to the first stage, what follows
+them to the last, what lies between two stages' regions to the earlier one.
+
+At a boundary there is one new tensor on each side. What the stage before made and this one reads is *received*: there from
+the stage's first op to the end of its backward. The stage before holds what it *sent*, and then the gradient that it
+receives, to the end of its backward, too: the caller of backward has them (Megatron can let go of the data after sending).
+Made anew by every stage that reads it is what forward computes before the first region: positions, masks, rotary tables.
+
+torch.distributed.pipelining allocates the buffers of both for all micro-batches at once and for good; that is not in here.
+
+Known weakness: ops outside of regions do not say what they read. A value of an early stage that only the head reads is
+recognised by when it dies; gradients at a boundary by their size and life.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.region import RegionGraph, Slot
+from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace
+from plimsoll.errors import InvalidLayout
+from plimsoll.estimator.parallelism.crossing import Crossings, find_crossings
+from plimsoll.estimator.parallelism.members import Membership, assign, even_counts, tied_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class StageTrace:
+    """One stage of a pipeline: its own step as a trace, and what it exchanges with its neighbours per micro-batch.
+
+    ``regions`` are indices of the whole trace's region calls. ``received_bytes`` come from the stage before in forward, and
+    as many go back in backward for what has a gradient; ``sent_bytes`` go to the stage after.
+    """
+
+    index: int
+    trace: Trace
+    regions: tuple[int, ...]
+    has_embedding: bool
+    has_head: bool
+    received_bytes: int
+    sent_bytes: int
+
+
+def split_stages(trace: Trace, layout: Layout, *, counts: Sequence[int] | None = None) -> tuple[StageTrace, ...]:
+    """The step of one micro-batch, stage by stage.
+
+    Args:
+        trace: of the whole model on one micro-batch, without an optimizer step.
+        layout: its ``stages`` (``pp`` times ``virtual_stages``) are what the trace is cut into.
+        counts: region calls per stage; by default as even as can be.
+
+    Returns:
+        The stages in the order of the model. Their ops are those of the trace, each in one stage. With one stage the
+        trace is returned as it is.
+
+    Raises:
+        InvalidLayout: more stages than region calls, or counts that do not add up.
+
+    Example:
+        >>> stages = split_stages(trace, Layout(pp=4))  # doctest: +SKIP
+        >>> [stage.regions for stage in stages]  # doctest: +SKIP
+        [(0, 1), (2, 3), (4, 5), (6, 7)]
+
+    Source: Narayanan et al. 2021, section 2.2; boundaries as schedules.py of Megatron-LM holds them.
+    """
+    if layout.stages == 1:
+        return (StageTrace(0, trace, tuple(range(len(trace.regions))), True, True, 0, 0),)
+    counts = _checked(trace, layout, counts)
+    members = assign(trace, counts)
+    crossings = find_crossings(trace, members)
+    last = members.stages - 1
+    stages = []
+    for index, start in enumerate(members.starts):
+        part = _Stage(trace, members, crossings, index)
+        stages.append(
+            StageTrace(
+                index=index,
+                trace=part.build(),
+                regions=tuple(range(start, start + counts[index])),
+                has_embedding=index == 0,
+                has_head=index == last,
+                received_bytes=sum(trace.storages[s].bytes for s in crossings.received[index]),
+                sent_bytes=sum(trace.storages[s].bytes for s in crossings.received[index + 1]) if index < last else 0,
+            )
+        )
+    return tuple(stages)
+
+
+def _checked(trace: Trace, layout: Layout, counts: Sequence[int] | None) -> tuple[int, ...]:
+    calls = len(trace.regions)
+    if layout.stages > calls:
+        raise InvalidLayout(
+            f"{layout.stages} stages, but {trace.model} has {calls} blocks.",
+            why="a stage holds at least one block",
+            next=f"use {calls} stages or fewer",
+        )
+    if counts is None:
+        return even_counts(calls, layout.stages)
+    if len(counts) != layout.stages or sum(counts) != calls or min(counts) < 1:
+        raise InvalidLayout(
+            f"The split {tuple(counts)} does not cut {calls} blocks into {layout.stages} stages.",
+            why="every stage needs at least one block, and every block one stage",
+            next=f"give {layout.stages} numbers that add up to {calls}, as {even_counts(calls, layout.stages)} do",
+        )
+    return tuple(counts)
+
+
+class _Stage:
+    """Renumbers ticks, storages and regions of one stage."""
+
+    def __init__(self, trace: Trace, members: Membership, crossings: Crossings, index: int) -> None:
+        self.trace = trace
+        self.members = members
+        self.crossings = crossings
+        self.index = index
+        self.before = [0]
+        for stage in members.op_stages:
+            self.before.append(self.before[-1] + (stage == index))
+        self.ops = [op for op, stage in zip(trace.ops, members.op_stages, strict=True) if stage == index]
+        self.forward_ops = sum(op.phase is Phase.FORWARD for op in self.ops)
+        self.first_region = members.starts[index]
+        self.ids: dict[int, int] = {}
+        self.storages: list[Storage] = []
+
+    def tick(self, tick: int) -> int:
+        """The stage's ops before a tick of the whole step; -1 stays -1."""
+        return tick if tick < 0 else self.before[min(tick, len(self.trace.ops))]
+
+    def build(self) -> Trace:
+        """The stage's own trace."""
+        for storage in self.trace.storages:
+            self._add(storage)
+        self._add_received_gradients()
+        self._complete_gradients()
+        calls = [self._region(call) for call in self.trace.regions if self.members.stage_of[call.index] == self.index]
+        keys = {op.cost_key for op in self.ops}
+        return replace(
+            self.trace,
+            ops=tuple(replace(op, region=op.region - self.first_region) if op.region >= 0 else op for op in self.ops),
+            specs={key: spec for key, spec in self.trace.specs.items() if key in keys},
+            timings={key: seconds for key, seconds in self.trace.timings.items() if key in keys},
+            workspaces={key: size for key, size in self.trace.workspaces.items() if key in keys},
+            storages=tuple(self.storages),
+            regions=tuple(calls),
+            notes=(*self.trace.notes, *self._notes()),
+            parameters=tuple(
+                replace(parameter, storage=self.ids.get(parameter.storage, -1))
+                for parameter, stages in zip(self.trace.parameters, self.members.parameter_stages, strict=True)
+                if self.index in stages
+            ),
+        )
+
+    # Storages ---------------------------------------------------------------------------------------------------
+
+    def _keep(self, storage: Storage, **changes: object) -> None:
+        self.ids[storage.id] = len(self.storages)
+        region = storage.region - self.first_region if storage.region >= 0 else -1
+        fields = {"region": region} | changes
+        self.storages.append(replace(storage, id=len(self.storages), **fields))
+
+    def _add(self, storage: Storage) -> None:
+        end = len(self.ops)
+        if storage.born < 0:
+            if self.index in self.members.static_stages[storage.id]:
+                self._keep(storage, dies=self.tick(storage.dies))
+        elif storage.id in self.crossings.received[self.index]:
+            self._keep(storage, label=f"received {storage.label}", region=-1, born=0, dies=end)
+        elif self.members.op_stages[storage.born] == self.index:
+            dies = self.tick(storage.dies)
+            if self.index + 1 < self.members.stages and storage.id in self.crossings.received[self.index + 1]:
+                dies = end
+            self._keep(storage, born=self.tick(storage.born), dies=dies)
+        elif self.index in self.crossings.made_anew.get(storage.id, ()):
+            self._keep(storage, region=-1, born=0, dies=max(1, self.tick(storage.dies)))
+
+    def _add_received_gradients(self) -> None:
+        for sent, gradient in self.crossings.gradients[self.index]:
+            original = self.trace.storages[gradient]
+            self.storages.append(
+                replace(
+                    original,
+                    id=len(self.storages),
+                    label=f"received gradient of {self.trace.storages[sent].label}",
+                    born=self.forward_ops,
+                    dies=len(self.ops),
+                )
+            )
+
+    def _complete_gradients(self) -> None:
+        """A tied parameter has a gradient in every stage that holds it, though the whole step adds them up in one."""
+        tied = [p for p in tied_parameters(self.trace, self.members) if p.is_trainable and p.storage in self.ids]
+        mine = [p for p, s in zip(self.trace.parameters, self.members.parameter_stages, strict=True) if self.index in s]
+        wanted = Counter(p.bytes for p in mine if p.is_trainable)
+        found = Counter(s.bytes for s in self.storages if s.category is Category.GRADIENT)
+        for parameter in tied:
+            if found[parameter.bytes] >= wanted[parameter.bytes]:
+                continue
+            candidates = [
+                s
+                for s in self.storages
+                if s.bytes == parameter.bytes and s.category is Category.TEMPORARY and s.born >= self.forward_ops
+            ]
+            if candidates:
+                chosen = max(candidates, key=lambda s: s.dies)
+                self.storages[chosen.id] = replace(chosen, category=Category.GRADIENT, dies=len(self.ops))
+                found[parameter.bytes] += 1
+
+    # Regions ----------------------------------------------------------------------------------------------------
+
+    def _region(self, call: RegionCall) -> RegionCall:
+        return replace(
+            call,
+            index=call.index - self.first_region,
+            graph=self._graph(call.graph),
+            forward=(self.tick(call.forward[0]), self.tick(call.forward[1])),
+            backward=(self.tick(call.backward[0]), self.tick(call.backward[1])),
+        )
+
+    def _graph(self, graph: RegionGraph) -> RegionGraph:
+        return replace(
+            graph,
+            values=tuple(replace(value, storage=self.ids.get(value.storage, -1)) for value in graph.values),
+            ops=tuple(replace(op, tick=self.tick(op.tick)) for op in graph.ops),
+            slots=tuple(self._slot(slot) for slot in graph.slots),
+        )
+
+    def _slot(self, slot: Slot) -> Slot:
+        return replace(
+            slot,
+            packed=self.tick(slot.packed),
+            unpacked=self.tick(slot.unpacked),
+            released=self.tick(slot.released),
+        )
+
+    def _notes(self) -> list[str]:
+        notes = [f"stage {self.index + 1} of {self.members.stages}"]
+        anew = [s for s, stages in self.crossings.made_anew.items() if self.index in stages]
+        if anew:
+            total = sum(self.trace.storages[s].bytes for s in anew)
+            notes.append(
+                f"{len(anew)} values of {total} bytes that depend on the batch alone are made anew in this stage"
+            )
+        tied = [p.name for p in tied_parameters(self.trace, self.members) if p.storage in self.ids]
+        if tied:
+            notes.append(
+                f"{', '.join(tied)}: tied, a copy in every stage that uses it; their gradients are added up over the stages"
+            )
+        return notes

@@ -1,0 +1,1 @@
+"""Simulates pipeline schedules: which action runs when on which rank, and what each rank holds."""

@@ -1,0 +1,118 @@
+"""The actions of one rank and the bytes of its stages in, the rank's peak and the moment of it out. No torch here.
+
+Between actions a rank holds what its stages hold for good, what every micro-batch in flight holds, and what finished ones
+leave until the step ends (outputs that are returned, tensors that were sent and not let go of). The peak lies in an action:
+what it takes itself comes on top of what waits beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from plimsoll.estimator.pipeline_schedule.orders import Action, Work
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """Bytes of one stage under one plan.
+
+    ``lasting_bytes`` are there for good: parameters, gradients, buffers. One micro-batch takes ``forward_bytes`` while its
+    forward runs, ``held_bytes`` from then to its backward, ``backward_bytes`` while that runs; where backward runs in two
+    halves ``input_gradient_bytes`` while the first one runs and ``between_bytes`` from then to the end of the second; and
+    leaves ``left_bytes`` until the step ends. ``merged_bytes`` are the outputs of all micro-batches as one, made at the end
+    of the step.
+    """
+
+    lasting_bytes: int
+    forward_bytes: int
+    held_bytes: int
+    backward_bytes: int
+    input_gradient_bytes: int = 0
+    between_bytes: int = 0
+    left_bytes: int = 0
+    merged_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankPeak:
+    """The most that a rank holds, and in which action; ``None``: when the outputs are merged at the end."""
+
+    peak_bytes: int
+    action: Action | None
+
+    @property
+    def moment(self) -> str:
+        """The action in words."""
+        if self.action is None:
+            return "merging the outputs"
+        return f"{_NAMES[self.action.work]} of micro-batch {self.action.micro_batch} in stage {self.action.stage}"
+
+
+_NAMES = {
+    Work.FORWARD: "forward",
+    Work.BACKWARD: "backward",
+    Work.INPUT_GRADIENT: "input gradient",
+    Work.WEIGHT_GRADIENT: "weight gradients",
+}
+
+
+def rank_peak(actions: Sequence[Action], stages: Mapping[int, StageMemory], *, beside_bytes: int = 0) -> RankPeak:
+    """The peak of one rank over one step.
+
+    Args:
+        actions: of this rank, in order.
+        stages: its stages by index.
+        beside_bytes: what the rank holds all the time besides: buffers for what is received, optimizer state.
+
+    Example:
+        >>> from plimsoll.artifacts.layout import Layout
+        >>> from plimsoll.estimator.pipeline_schedule.orders import pipeline_orders
+        >>> stage = StageMemory(lasting_bytes=1000, forward_bytes=30, held_bytes=10, backward_bytes=50)
+        >>> found = rank_peak(pipeline_orders(Layout(pp=2, micro_batches=4))[0], {0: stage})
+        >>> found.peak_bytes, found.moment
+        (1060, 'backward of micro-batch 0 in stage 0')
+    """
+    now = beside_bytes + sum(stage.lasting_bytes for stage in stages.values())
+    peak = RankPeak(now, None)
+    for action in actions:
+        stage = stages[action.stage]
+        before, during, after = _effect(action.work, stage)
+        if now - before + during > peak.peak_bytes:
+            peak = RankPeak(now - before + during, action)
+        now += after - before
+    end_bytes = now + sum(stage.merged_bytes for stage in stages.values())
+    return peak if peak.peak_bytes >= end_bytes else RankPeak(end_bytes, None)
+
+
+def _effect(work: Work, stage: StageMemory) -> tuple[int, int, int]:
+    """What the micro-batch of an action holds before it, takes while it runs, and holds after it."""
+    match work:
+        case Work.FORWARD:
+            return 0, stage.forward_bytes, stage.held_bytes
+        case Work.BACKWARD:
+            return stage.held_bytes, stage.backward_bytes, stage.left_bytes
+        case Work.INPUT_GRADIENT:
+            return stage.held_bytes, stage.input_gradient_bytes, stage.between_bytes + stage.left_bytes
+        case Work.WEIGHT_GRADIENT:
+            return stage.between_bytes, stage.between_bytes, 0
+
+
+def most_in_flight(actions: Sequence[Action]) -> dict[int, int]:
+    """By stage of one rank: between forward and the last action of backward at most so many micro-batches.
+
+    Example:
+        >>> from plimsoll.artifacts.layout import Layout
+        >>> from plimsoll.estimator.pipeline_schedule.orders import pipeline_orders
+        >>> most_in_flight(pipeline_orders(Layout(pp=4, micro_batches=8))[1])
+        {1: 3}
+    """
+    now: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for stage, work, _ in actions:
+        if work is Work.FORWARD:
+            now[stage] = now.get(stage, 0) + 1
+            most[stage] = max(most.get(stage, 0), now[stage])
+        elif work is not Work.INPUT_GRADIENT:
+            now[stage] -= 1
+    return most

@@ -1,0 +1,264 @@
+"""The trace of one micro-batch and a setting in; what the ranks of every pipeline stage hold, and how long they take, out.
+
+A rank of an interleaved pipeline holds several stages. Each is planned on its own, as if all micro-batches in flight on the
+rank waited in it, beside what the others hold for good: exact for stages that are alike; ``Rank.waiting_error`` says how alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from plimsoll.artifacts.allocation import AllocationEvent
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.kernels import runs_gpu_kernels
+from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.optimizer_use import OptimizerUse, StepForm
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.trace import Trace, TraceParameter
+from plimsoll.errors import InvalidOption, InvalidStrategy
+from plimsoll.estimator.optimizers import optimizer_use
+from plimsoll.estimator.parallelism.overlap import OverlappedSeconds, overlapped_seconds
+from plimsoll.estimator.parallelism.rank import rank_trace
+from plimsoll.estimator.parallelism.stages import StageTrace
+from plimsoll.estimator.parallelism.units import rank_parameters
+from plimsoll.estimator.seconds import RankSeconds, measure_rank
+from plimsoll.planning.choices import ChoiceSet
+from plimsoll.planning.costing.collectives import Collective, collective_seconds
+from plimsoll.planning.costing.devices import Device
+from plimsoll.planning.costing.roofline import roofline_costs
+from plimsoll.planning.describe import held_bytes
+from plimsoll.planning.simulate import Simulation, choices_of, run_choices
+from plimsoll.planning.solve import Planner, solve
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.strategies import choose_full, choose_none, codecs_of_strategy, strategy_choices, uses_link
+
+AUTO, NOTHING, EVERYTHING = "auto", "none", "full"
+"""Strategies that are known by name here."""
+KnownChoices = dict[Hashable, ChoiceSet]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What an estimate is asked about, apart from the model and its micro-batch. ``optimizer`` is ``None`` without one."""
+
+    device: Device
+    layout: Layout
+    optimizer: str | None
+    has_master_weights: bool
+    strategy: str
+    budget_bytes: int | None
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the device has a caching allocator and runs optimizers over all parameters at once."""
+        return runs_gpu_kernels(self.device.name)
+
+
+def check_setting(setting: Setting) -> None:
+    """Refuse what no model could be asked about, before one is traced.
+
+    Raises:
+        UnknownOptimizer, InvalidOption: no such optimizer, or master weights for none.
+        InvalidStrategy: one that offloads or compresses, of which no estimate knows the seconds.
+        InvalidLayout: ranks on a device of which no link is known.
+    """
+    if setting.optimizer is not None:
+        optimizer_of(setting, ())
+    elif setting.has_master_weights:
+        raise InvalidOption(
+            "Master weights without an optimizer.",
+            why="they are the copies that an optimizer updates, and there is none",
+            next="name an optimizer, or leave master weights out",
+        )
+    if codecs_of_strategy(setting.strategy) or uses_link(setting.strategy):
+        raise InvalidStrategy(
+            f"unsupported: strategy {setting.strategy!r} in an estimate.",
+            why="it offloads or compresses, and seconds of links and codecs have to be measured on the device",
+            next="estimate none, full, every:k, sqrt, selective:… or auto, or plan on the device itself",
+        )
+    if setting.layout.ranks > 1:  # raises for a device without links
+        collective_seconds(Collective.ALL_REDUCE, 1, setting.layout.ranks, setting.device)
+
+
+def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> OptimizerUse | None:
+    """What the setting's optimizer holds and does for the parameters of one rank."""
+    if setting.optimizer is None:
+        return None
+    return optimizer_use(
+        setting.optimizer,
+        parameters,
+        form=None if setting.is_gpu else StepForm.LOOP,
+        has_master_weights=setting.has_master_weights,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A stage under its strategy: the simulated step, and the plan where one was made."""
+
+    simulation: Simulation
+    plan: Plan | None = None
+
+
+class StageOfRank:
+    """One stage as a rank runs it: with its shards, its optimizer and its collectives.
+
+    Args:
+        setting: device, layout, optimizer.
+        stage: from ``split_stages``.
+        in_flight: micro-batches of this rank between their forward and their backward, at most.
+    """
+
+    def __init__(self, setting: Setting, stage: StageTrace, in_flight: int) -> None:
+        self.setting = setting
+        self.stage = stage
+        self.in_flight = in_flight
+
+    @cached_property
+    def optimizer(self) -> OptimizerUse | None:
+        """What the optimizer holds and does for this rank's parameters."""
+        return optimizer_of(self.setting, rank_parameters(self.stage.trace, self.setting.layout))
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The step of one micro-batch on this rank."""
+        return rank_trace(self.stage.trace, self.setting.layout, self.optimizer)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Seconds of its ops on the device."""
+        return roofline_costs(self.trace, self.setting.device, self.setting.layout)
+
+    @cached_property
+    def index(self) -> StepIndex:
+        """The step beside the micro-batches that wait."""
+        return StepIndex(self.trace, self.costs, in_flight=self.in_flight)
+
+    @cached_property
+    def unmanaged(self) -> Simulation:
+        """The step that keeps everything."""
+        return run_choices(self.index, choose_none(self.index, ""))
+
+    @cached_property
+    def recomputed(self) -> Simulation:
+        """The step that keeps only the inputs of its regions."""
+        return run_choices(self.index, choose_full(self.index, ""))
+
+    @cached_property
+    def seconds(self) -> RankSeconds:
+        """Seconds of one micro-batch without recomputation."""
+        return measure_rank(self.trace, self.costs)
+
+    @cached_property
+    def overlap(self) -> OverlappedSeconds:
+        """The same beside data-parallel collectives, which wait and are waited for."""
+        return overlapped_seconds(self.trace, self.costs)
+
+    @property
+    def lasting_bytes(self) -> int:
+        """What it holds for good: parameters, gradients, optimizer state."""
+        return self.index.lasting_bytes
+
+    @property
+    def lasting_classes(self) -> dict[str, int]:
+        """The same by category."""
+        classes: dict[str, int] = {}
+        for storage in self.index.lasting:
+            classes[storage.category.value] = classes.get(storage.category.value, 0) + storage.bytes
+        return classes
+
+    def decide(self, strategy: str, budget_bytes: int | None, known: KnownChoices) -> Decided:
+        """The stage under a strategy.
+
+        Args:
+            strategy: ``auto`` within the budget, or a named one.
+            budget_bytes: what this stage may take; a budget that cannot be met gives the smallest reachable peak.
+            known: choices of regions of other stages; those of this one are added.
+
+        Raises:
+            InvalidStrategy: no such strategy.
+        """
+        if strategy == NOTHING:
+            return Decided(self.unmanaged)
+        if strategy == EVERYTHING:
+            return Decided(self.recomputed)
+        if strategy != AUTO:
+            return Decided(run_choices(self.index, strategy_choices(self.index, strategy)))
+        if budget_bytes is None or self.unmanaged.peak_bytes <= budget_bytes:
+            return Decided(self.unmanaged)
+        planner = Planner(self.trace, self.costs, in_flight=self.in_flight, known_choices=known)
+        plan = solve(self.trace, self.costs, budget_bytes=budget_bytes, raise_below_floor=False, planner=planner)
+        return Decided(run_choices(planner.index, choices_of(planner.index, plan.regions)), plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """The stages of one pipeline rank, each decided; ``tightest`` is the position of the one in whose step the peak lies."""
+
+    stages: tuple[StageOfRank, ...]
+    decided: tuple[Decided, ...]
+
+    @property
+    def peaks(self) -> list[int]:
+        """The rank's peak while each stage runs, the others holding what they hold for good."""
+        return [
+            each.simulation.peak_bytes + self.lasting_beside(position) for position, each in enumerate(self.decided)
+        ]
+
+    @property
+    def tightest(self) -> int:
+        peaks = self.peaks
+        return peaks.index(max(peaks))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that live tensors take."""
+        return max(self.peaks)
+
+    @property
+    def waiting_error(self) -> float:
+        """How far off it may be that all micro-batches wait in the tightest stage, as a share of what they hold there."""
+        held = [held_bytes(each.simulation) for each in self.decided]
+        there = held[self.tightest]
+        return max(abs(each - there) / there for each in held) if there else 0.0
+
+    def lasting_beside(self, position: int) -> int:
+        """What the other stages of the rank hold for good."""
+        return sum(stage.lasting_bytes for other, stage in enumerate(self.stages) if other != position)
+
+    @property
+    def optimizers(self) -> list[OptimizerUse]:
+        """What updates the parameters of each stage; empty without an optimizer."""
+        return [stage.optimizer for stage in self.stages if stage.optimizer is not None]
+
+    def lasting_events(self) -> list[AllocationEvent]:
+        """What the stages beside the tightest one hold for good, as blocks that no step lets go."""
+        others = [stage for position, stage in enumerate(self.stages) if position != self.tightest]
+        storages = [storage for stage in others for storage in stage.index.lasting if storage.bytes]
+        return [
+            AllocationEvent(
+                instant=0,
+                block=-1 - number,
+                bytes=storage.bytes,
+                label=storage.label,
+                category=storage.category,
+                lasts=True,
+            )
+            for number, storage in enumerate(storages)
+        ]
+
+    def peak_under(self, simulations: Sequence[Simulation]) -> int:
+        """The rank's peak if its stages ran otherwise."""
+        return max(s.peak_bytes + self.lasting_beside(position) for position, s in enumerate(simulations))
+
+
+def decide_rank(stages: Sequence[StageOfRank], setting: Setting, known: KnownChoices) -> Rank:
+    """Every stage of a rank under the setting's strategy and budget."""
+    decided = []
+    for position, stage in enumerate(stages):
+        beside = sum(other.lasting_bytes for at, other in enumerate(stages) if at != position)
+        budget_bytes = None if setting.budget_bytes is None else max(setting.budget_bytes - beside, 1)
+        decided.append(stage.decide(setting.strategy, budget_bytes, known))
+    return Rank(tuple(stages), tuple(decided))

@@ -1,0 +1,1 @@
+"""Builds a model and a batch from what a user names: a function, a config.json, a catalogue name."""

@@ -1,0 +1,206 @@
+"""A target in words in, model, batch and loss out: a function to call, a configuration to build, or a catalogue name."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plimsoll.artifacts.precision import Precision
+from plimsoll.errors import InvalidTarget
+from plimsoll.estimator.targets.recipe import find_recipe
+
+if TYPE_CHECKING:
+    import torch
+
+_HERE = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions:
+    """How a target from a configuration is built; a function decides for itself.
+
+    With ``is_meta`` the model's parameters take no memory: enough to plan for a device that is not here. ``precision`` is
+    ``None`` for the configuration's own types.
+    """
+
+    batch: int | None = None
+    sequence: int | None = None
+    device: str = _HERE
+    is_meta: bool = False
+    precision: Precision | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a target stands for. ``batches`` is the stream whose first batch is ``batch``, where there is one.
+
+    With ``is_configured`` the model was built from a configuration, and ``batch`` is random. ``precision`` says under which
+    autocast its step runs; ``notes`` what the target does not show.
+    """
+
+    model: torch.nn.Module
+    batch: Any
+    loss: Callable[[Any], torch.Tensor] | None = None
+    batches: Iterable[Any] | None = None
+    is_configured: bool = False
+    precision: Precision | None = None
+    notes: tuple[str, ...] = ()
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The context of the forward pass: autocast where the precision is mixed, nothing otherwise."""
+        import torch
+
+        name = None if self.precision is None else self.precision.autocast_dtype
+        if name is None:
+            yield
+            return
+        home = next((parameter.device.type for parameter in self.model.parameters()), _HERE)
+        with torch.autocast(_HERE if home == "meta" else home, dtype=getattr(torch, name)):
+            yield
+
+
+def load_target(text: str, options: TargetOptions) -> Target:
+    """Load what the command line names.
+
+    Args:
+        text: ``package.module:function`` (the working directory is importable), the path of a ``config.json``, or a name
+            from the catalogue.
+        options: batch size, sequence length, place and precision for the latter two.
+
+    Raises:
+        InvalidTarget: it does not import, does not exist, or does not return a model and a batch.
+    """
+    recipe = find_recipe(text)
+    if recipe is None:
+        _refuse_sizes(text, options)
+        return _load_function(text, options.precision)
+    from plimsoll.estimator.targets.build import build
+
+    return build(recipe, options)
+
+
+def _refuse_sizes(text: str, options: TargetOptions) -> None:
+    """A function decides about its batch and its place; what would be ignored is refused."""
+    ignored = [
+        name
+        for name, is_given in (
+            ("--batch", options.batch is not None),
+            ("--seq", options.sequence is not None),
+            ("--device", options.device != _HERE),
+            ("--precision", options.precision is not None and not options.precision.is_mixed),
+        )
+        if is_given
+    ]
+    if ignored:
+        raise InvalidTarget(
+            f"{' and '.join(ignored)} would have no effect on {text}.",
+            why="the function itself decides about its batch and its device; these options are for configurations",
+            next=f"leave {'it' if len(ignored) == 1 else 'them'} out, and set sizes and device inside the function",
+        )
+
+
+def _load_function(text: str, precision: Precision | None) -> Target:
+    module_name, _, function_name = text.partition(":")
+    if not module_name or not function_name.isidentifier():
+        raise InvalidTarget(
+            f"{text!r} is no target.",
+            why="it should read package.module:function",
+            next="write for example my_project.training:make_step",
+        )
+    with _importable_working_directory():
+        function = _find_function(text, module_name, function_name)
+        try:
+            made = function()
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # user code may raise anything; whatever it was belongs into the message
+            raise InvalidTarget(
+                f"{text} failed.",
+                why=f"{type(error).__name__}: {error}",
+                next=f"call {function_name}() from Python to see where; it takes no arguments",
+            ) from error
+    return replace(_unpack(text, made), precision=precision)
+
+
+def _find_function(text: str, module_name: str, function_name: str) -> Callable[[], object]:
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # an import runs user code
+        raise InvalidTarget(
+            f"{module_name} does not import.",
+            why=f"{type(error).__name__}: {error}",
+            next=f"run `python -c 'import {module_name}'` here, in {Path.cwd()}",
+        ) from error
+    function: object = getattr(module, function_name, None)
+    if not callable(function):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise InvalidTarget(
+            f"{text} does not exist."
+            if function is None
+            else f"{text} cannot be called: its type is {type(function).__name__}.",
+            why=f"{module_name} has {', '.join(names[:8]) or 'no functions'}",
+            next="name a function without arguments that returns (model, batch) or (model, batch, loss)",
+        )
+    return function
+
+
+def _unpack(text: str, made: object) -> Target:
+    import torch
+
+    if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], torch.nn.Module):
+        return _with_stream(text, made[0], made[1], made[2] if len(made) == 3 else None)
+    found = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"an object of type {type(made).__name__}"
+    raise InvalidTarget(
+        f"{text} returned {found}.",
+        why="a target returns (model, batch) or (model, batch, loss), the model being a torch.nn.Module",
+        next="return model, batch",
+    )
+
+
+def _with_stream(text: str, model: torch.nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> Target:
+    """A batch, or a stream of them: a loader, a list, an iterator, whose first batch is what other commands work with."""
+    import torch
+
+    if isinstance(batch, torch.Tensor | tuple | Mapping) or not isinstance(batch, Iterable):
+        return Target(model=model, batch=batch, loss=loss)
+    batches: Iterable[Any] = batch
+    if isinstance(batch, Iterator):
+        first, batches = _peek(batch)
+    else:
+        first = next(iter(batch), None)
+    if first is None:
+        raise InvalidTarget(
+            f"{text} returned a stream without batches.",
+            why=f"the first pass through the {type(batch).__name__} gave none",
+            next="return at least one batch",
+        )
+    return Target(model=model, batch=first, loss=loss, batches=batches)
+
+
+def _peek(stream: Iterator[Any]) -> tuple[Any, Iterator[Any]]:
+    """The first of a stream that can be passed through only once, and the whole stream."""
+    first = next(stream, None)
+    return first, itertools.chain([first], stream)
+
+
+@contextlib.contextmanager
+def _importable_working_directory() -> Iterator[None]:
+    """Make modules of the working directory importable, as ``python -m`` does."""
+    here = os.getcwd()
+    if here in sys.path or "" in sys.path:
+        yield
+        return
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)

@@ -1,0 +1,140 @@
+"""A collective, its bytes and its group in, its seconds on a device's links out. No torch.
+
+    seconds = share · bytes / (bandwidth · achieved) + hops · latency + launch
+
+``share`` is what each rank sends, per byte of the whole tensor: 2(n-1)/n for an all-reduce, (n-1)/n to gather, scatter or
+exchange, 1 from one rank to another. A group that lies within a node goes over its links. One that spans nodes runs one ring
+per port, so the nodes' ports together are its bandwidth, where the links are not less; an exchange sends over the network
+what goes to other nodes only.
+
+Which groups lie within a node follows from the order of ranks in a layout: ``tp`` fastest, then ``cp``, ``dp``, ``pp``.
+
+Source: the α-β model of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005;
+shares as in nccl-tests (doc/PERFORMANCE.md, "bus bandwidth"). Known weaknesses: contention between groups, messages too
+small for the bandwidth, and switches that reduce (which make an all-reduce up to 1.3 times as fast on eight H100) are not
+modelled. ``RELATIVE_ERROR`` is what these amount to for messages of some MiB and more.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from plimsoll.artifacts.layout import Layout
+from plimsoll.errors import InvalidLayout
+from plimsoll.planning.costing.devices import Device
+
+RELATIVE_ERROR = 0.3
+"""Half the range in which seconds of large collectives are expected, as a share: an assumption, not a measurement."""
+
+_LINK_HOP_SECONDS = 1e-6
+"""Latency of one step between devices of a node."""
+_NETWORK_HOP_SECONDS = 5e-6
+"""Latency of one step between nodes."""
+
+
+class Collective(enum.StrEnum):
+    """What a group does. ``RING_EXCHANGE``: every rank's part passes every rank (ring attention's keys and values)."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    RING_EXCHANGE = "ring_exchange"
+    SEND = "send"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankGroup:
+    """``ranks`` ranks, each ``stride`` after the one before."""
+
+    ranks: int
+    stride: int = 1
+
+    def ranks_in_node(self, device: Device) -> int:
+        """How many of the group share a node, at most."""
+        return max(1, min(self.ranks, device.ranks_per_node // self.stride))
+
+
+def group_of(layout: Layout, dimension: str) -> RankGroup:
+    """The group that a dimension of a layout makes: ``tp``, ``cp``, ``dp``, ``pp``, ``ep`` or ``shards`` (dp · cp, ZeRO's).
+
+    Example:
+        >>> group_of(Layout(tp=4, dp=2, pp=2), "dp")
+        RankGroup(ranks=2, stride=4)
+    """
+    before_dp = layout.tp * layout.cp
+    groups = {
+        "tp": RankGroup(ranks=layout.tp),
+        "cp": RankGroup(ranks=layout.cp, stride=layout.tp),
+        "ep": RankGroup(ranks=layout.ep, stride=layout.tp),
+        "dp": RankGroup(ranks=layout.dp, stride=before_dp),
+        "shards": RankGroup(ranks=layout.shards, stride=layout.tp),
+        "pp": RankGroup(ranks=layout.pp, stride=before_dp * layout.dp),
+    }
+    return groups[dimension]
+
+
+def collective_seconds(
+    kind: Collective,
+    whole_bytes: float,
+    ranks: int,
+    device: Device,
+    *,
+    stride: int = 1,
+) -> float:
+    """Seconds of one collective.
+
+    Args:
+        kind: what is done.
+        whole_bytes: size of the whole tensor on one rank: the gathered one, the one that is reduced, exchanged or sent.
+        ranks: size of the group; with one rank nothing is sent.
+        device: its links and network.
+        stride: distance between neighbours of the group in the order of ranks.
+
+    Raises:
+        InvalidLayout: the device has no links in the catalogue.
+
+    Example:
+        >>> from plimsoll.planning.costing.devices import find_device
+        >>> f"{collective_seconds(Collective.ALL_REDUCE, 2**30, 8, find_device('H100')) * 1e3:.1f} ms"
+        '5.2 ms'
+    """
+    if ranks == 1:
+        return 0.0
+    if not device.link_bytes_per_second:
+        raise InvalidLayout(
+            f"unsupported: {ranks} ranks on {device.name}, of which no link is known.",
+            why="what ranks send each other has no price then",
+            next="take a device of the catalogue with links (A100-80GB, H100-SXM, …), or a layout of one rank",
+        )
+    group = RankGroup(ranks=ranks, stride=stride)
+    within = group.ranks_in_node(device)
+    nodes = math.ceil(ranks / within)
+    return (
+        _transfer_seconds(kind, whole_bytes, group, device) + _hop_seconds(kind, within, nodes) + device.launch_seconds
+    )
+
+
+def _transfer_seconds(kind: Collective, whole_bytes: float, group: RankGroup, device: Device) -> float:
+    ranks, within = group.ranks, group.ranks_in_node(device)
+    link = device.link_bytes_per_second * device.achieved_link
+    network = device.network_bytes_per_second * device.achieved_link
+    if kind is Collective.SEND:
+        return whole_bytes / (link if within > 1 else network)
+    if kind is Collective.ALL_TO_ALL and within < ranks:
+        beyond = whole_bytes * (ranks - within) / ranks / network
+        inside = whole_bytes * (within - 1) / ranks / link
+        return max(beyond, inside)
+    rings = link if within == ranks else min(link if within > 1 else math.inf, network * within)
+    passes = 2 if kind is Collective.ALL_REDUCE else 1
+    return passes * whole_bytes * (ranks - 1) / ranks / rings
+
+
+def _hop_seconds(kind: Collective, within: int, nodes: int) -> float:
+    """Latency of the steps: one by one within a node, by a tree between nodes."""
+    if kind is Collective.SEND:
+        return _LINK_HOP_SECONDS if within > 1 else _NETWORK_HOP_SECONDS
+    one_way = (within - 1) * _LINK_HOP_SECONDS + math.ceil(math.log2(nodes)) * _NETWORK_HOP_SECONDS
+    return 2 * one_way if kind is Collective.ALL_REDUCE else one_way

@@ -1,0 +1,87 @@
+"""A trace and a device's figures in, seconds of every op out: the roofline, for a device that is not here. No torch.
+
+    seconds = max(flops / (peak · achieved), bytes / (bandwidth · achieved)) + launch
+
+Collectives, which have a group, go by the links instead (see ``collectives``).
+
+Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for multicore architectures",
+CACM 2009, eq. 1, with a constant per launch added. Known weakness: small matrix products and attention reach less of the
+peak than large ones, caches make small ops faster than the bandwidth says, and kernels that overlap are counted apart.
+"""
+
+from __future__ import annotations
+
+from plimsoll.artifacts.costs import Costs, CostSource, OpCost
+from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.trace import OpSpec, Trace
+from plimsoll.errors import InvalidLayout
+from plimsoll.planning.costing.collectives import Collective, collective_seconds, group_of
+from plimsoll.planning.costing.devices import Device
+
+_HOST_SLOT_SECONDS = 4e-6
+"""Pack, guard and unpack of one slot in Python, on a 2024 server core with warm caches; hidden where the device is behind."""
+_HOST_REPLAY_SECONDS = 0.5e-6
+"""Python around one replayed op, as measured on a 2024 server core."""
+
+
+def peak_flops_per_second(spec: OpSpec, device: Device) -> float:
+    """The dense peak for one op: that of its dtype, but for convolutions in f32, which run in tf32 where there is one.
+
+    Example:
+        >>> convolution = OpSpec(name="convolution", flops=1, moved_bytes=1, dtype="f32")
+        >>> peak_flops_per_second(convolution, find_device("A100")) / 1e12  # doctest: +SKIP
+        156.0
+    """
+    is_tf32 = spec.dtype == "f32" and "convolution" in spec.name and "tf32" in device.peak_flops_per_second
+    return device.flops_per_second("tf32" if is_tf32 else spec.dtype)
+
+
+def roofline_seconds(spec: OpSpec, device: Device) -> float:
+    """Seconds of one op on ``device``."""
+    arithmetic = spec.flops / (peak_flops_per_second(spec, device) * device.achieved_arithmetic)
+    movement = spec.moved_bytes / (device.bandwidth_bytes_per_second * device.achieved_bandwidth)
+    return max(arithmetic, movement) + device.launch_seconds
+
+
+def roofline_costs(trace: Trace, device: Device, layout: Layout | None = None) -> Costs:
+    """Seconds of every op of ``trace`` on ``device``.
+
+    The spread of every op is 0: a roofline has none, and says nothing about its own error.
+
+    Args:
+        trace: with or without collectives.
+        device: its peaks and links.
+        layout: how many ranks each group has, for the trace of one rank of several.
+
+    Raises:
+        InvalidLayout: the trace has collectives over a group, and no layout says how large that is; no link is known.
+
+    Example:
+        >>> roofline_costs(trace, find_device("H100-SXM"))  # doctest: +SKIP
+    """
+    return Costs(
+        device=device.name,
+        source=CostSource.ROOFLINE,
+        ops={key: OpCost(seconds=_seconds(spec, device, layout)) for key, spec in trace.specs.items()},
+        slot_seconds=_HOST_SLOT_SECONDS,
+        replay_seconds=_HOST_REPLAY_SECONDS,
+        memory_bytes=device.memory_bytes,
+    )
+
+
+def _seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
+    if not spec.group:
+        return roofline_seconds(spec, device)
+    if layout is None:
+        raise InvalidLayout(
+            f"The trace has collectives over the {spec.group} group, whose size nothing says.",
+            why="what ranks send each other depends on how many they are and where they stand",
+            next="pass the layout with which the model was divided",
+        )
+    group = group_of(layout, spec.group)
+    return collective_seconds(_kind(spec), spec.moved_bytes, group.ranks, device, stride=group.stride)
+
+
+def _kind(spec: OpSpec) -> Collective:
+    """``all_reduce`` of ``plimsoll.all_reduce_``, and of whatever namespace."""
+    return Collective(spec.name.rpartition(".")[2].removesuffix("_"))

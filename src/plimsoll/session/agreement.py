@@ -1,0 +1,268 @@
+"""One call on several ranks in, the same facts, budgets, plans and measurements on all of them out.
+
+One process on its own goes the same way: what it is told is what it said, and nothing is sent.
+
+Every decision that changes which steps are run is taken on what all ranks have said. One rank solves: the tightest, whose
+budget leaves the least room. Its plan goes to all as JSON. What the others measure is translated into its frame: a rank that is
+over its own budget by some bytes counts as that rank being over its budget by as many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.store import from_json, to_json
+from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlimsollError, RankFailed
+from plimsoll.session.allowance import Allowance
+from plimsoll.session.rendezvous.conversation import Conversation, differing
+from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
+from plimsoll.session.rendezvous.participants import find_participants
+from plimsoll.session.rendezvous.patience import Patient
+from plimsoll.tracing.recorder.calling import Loss
+
+T = TypeVar("T")
+
+BATCH = "batch, mode and loss"
+"""The name of the fact that the ranks' batches, modes and losses are."""
+_SOLVING_SECONDS = 600.0
+"""Beyond the usual time, ranks wait so long for the one that solves: a solver may use its time limit several times."""
+_PAD = "pad the batches to the same shape, set the same mode and loss, or name the ranks that have the same: ranks="
+
+
+class _Solved(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rank that solves tells the others: a plan's JSON, or that nothing fits."""
+
+    plan: str = ""
+    below_floor: tuple[str, str, str] | None = None
+
+
+class Agreement:
+    """One call (``plan``, ``attach``, …) that ranks make together; a context manager, see ``Conversation``.
+
+    Args:
+        conversation: ``None`` where this process is on its own.
+        topic: the call.
+    """
+
+    def __init__(self, conversation: Conversation | None, topic: str) -> None:
+        self._conversation = conversation
+        self._topic = topic
+        self._below_floor: BudgetBelowFloor | None = None
+        self._solver = 0
+        self._patient: Patient | None = None
+
+    def __enter__(self) -> Agreement:
+        self._below_floor = None
+        if self._conversation is not None:
+            self._conversation.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._conversation is None:
+            return
+        known = self._below_floor
+        if error is None or known is None or known not in (error, error.__cause__):
+            self._conversation.__exit__(kind, error, trace)
+        elif self._solver != self._conversation.world.rank:
+            assert isinstance(error, PlimsollError)
+            raise RankFailed(
+                f"Rank {self._solver} failed in {self._topic!r}: {error.found}",
+                why=f"it has the least room of {self.size} ranks, so it plans for all; {error.why}",
+                next=error.next,
+                ranks=(self._solver,),
+            ) from error
+
+    @property
+    def size(self) -> int:
+        """How many ranks take part."""
+        return 1 if self._conversation is None else self._conversation.world.size
+
+    @property
+    def rank(self) -> int:
+        """This rank, as torch numbers it."""
+        return 0 if self._conversation is None else self._conversation.world.rank
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All that take part."""
+        return (0,) if self._conversation is None else self._conversation.world.ranks
+
+    def all_of(self, what: str, value: T, kind: type[T], *, more_seconds: float = 0.0) -> list[T]:
+        """Everyone's value, in the order of ``ranks``.
+
+        Args:
+            what: where all of them are in the call.
+            value: this rank's, made of what msgspec knows.
+            kind: its type.
+            more_seconds: to wait beyond the usual time.
+
+        Raises:
+            RankFailed, RankMissing, RanksDiffer: see ``Conversation.ask``.
+        """
+        if self._conversation is None:
+            return [value]
+        answers = self._conversation.ask(what, msgspec.msgpack.encode(value), more_seconds=more_seconds)
+        return [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
+
+    def gathered(self, what: str, value: T, kind: type[T]) -> list[T] | None:
+        """Everyone's value, if all ranks come here within a few seconds; else ``None``, on all that come.
+
+        For what may happen on all ranks at once and of which a rank alone knows nothing.
+
+        Args:
+            what: names this occasion, in which a rank comes at most once: it holds the number of the training call.
+            value: this rank's.
+            kind: its type.
+        """
+        if self._conversation is None:
+            return [value]
+        answers = self._conversation.gather(what, msgspec.msgpack.encode(value))
+        return None if answers is None else [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
+
+    def meet(self, what: str) -> None:
+        """Go on once all ranks are here."""
+        self.all_of(what, None, type(None))
+
+    def every(self, what: str, *, holds: bool) -> bool:
+        """Whether something holds on every rank."""
+        return all(self.all_of(what, holds, bool))
+
+    def same(self, what: str, facts: Mapping[str, str]) -> None:
+        """Go on if these facts, and the versions, are the same on all ranks.
+
+        Raises:
+            RanksDiffer: on all ranks, with a table of those that are not.
+        """
+        if self._conversation is None:
+            return
+        mine = {**_versions(), **facts}
+        told = self.all_of(what, mine, dict[str, str])
+        names = dict.fromkeys(name for one in told for name in one)
+        table = {name: [one.get(name, "nothing") for one in told] for name in names}
+        odd = [name for name, values in table.items() if len(set(values)) > 1]
+        if odd:
+            self._conversation.end()
+            raise differing(table, self.ranks, _PAD if odd == [BATCH] else "")
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Run steps with collectives in the block; ranks that wait there for one that failed are released."""
+        if self._conversation is None:
+            yield
+            return
+        with self._conversation.stepping():
+            yield
+            if self._patient is not None:
+                self._patient.raise_failure()
+        self.meet(f"steps of {self._topic}")
+
+    def patient(self, loss: Loss | None) -> Loss | None:
+        """The loss as it is called in steps: where it fails, this rank's step goes on to its end and fails then.
+
+        The other ranks' collectives in backward find their partner, and the process groups stay whole.
+        """
+        if self._conversation is None or loss is None:
+            return loss
+        self._patient = Patient(loss)
+        return self._patient
+
+    def made_by(self, rank: int, what: str, make: Callable[[], Plan]) -> Plan:
+        """A plan that one rank makes, on all ranks.
+
+        Raises:
+            BudgetBelowFloor: on all ranks, nothing fits. Where it leaves the call, other ranks than ``rank`` raise
+                ``RankFailed`` in its place.
+        """
+        if self._conversation is None:
+            return make()
+        mine = _Solved()
+        if rank == self.rank:
+            try:
+                mine = _Solved(plan=to_json(make()))
+            except BudgetBelowFloor as error:
+                self._below_floor = error
+                mine = _Solved(below_floor=(error.found, error.why, error.next))
+        told = self.all_of(what, mine, _Solved, more_seconds=_SOLVING_SECONDS)
+        solved = told[self.ranks.index(rank)]
+        if solved.below_floor is not None:
+            self._solver = rank
+            if rank != self.rank:
+                found, why, next_ = solved.below_floor
+                self._below_floor = BudgetBelowFloor(found, why=why, next=next_)
+            assert self._below_floor is not None
+            raise self._below_floor
+        plan = from_json(solved.plan, source=f"the plan of rank {rank}")
+        assert isinstance(plan, Plan)
+        return plan
+
+    def same_plan(self, plan: Plan) -> None:
+        """Go on if all ranks hold the identical plan.
+
+        Raises:
+            RanksDiffer: on all ranks, with a digest of each.
+        """
+        if self._conversation is not None:
+            self.same("plans", plan_facts(plan))
+
+
+def plan_facts(plan: Plan) -> dict[str, str]:
+    """What tells one plan from another: its strategy, its budget, and a digest of its JSON."""
+    digest = hashlib.blake2s(to_json(plan).encode(), digest_size=6).hexdigest()
+    return {"plan": f"{plan.model} {plan.strategy} {digest}", "plan made for": plan.fingerprint}
+
+
+def agreement_for(
+    model: object,
+    topic: str,
+    *,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Agreement:
+    """The agreement of the ranks that train ``model``; of this process alone where there are no others.
+
+    Args:
+        model: as the user passed it.
+        topic: the call, as errors name it.
+        ranks: global ranks; by default those of the model's own process groups, else all.
+        timeout_seconds: how long ranks wait for each other in every exchange.
+
+    Raises:
+        InvalidOption: ``ranks`` that do not exist or without this one; no time to wait.
+    """
+    if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float) or not timeout_seconds > 0:
+        raise InvalidOption(
+            f"timeout_seconds={timeout_seconds!r} is no time to wait.",
+            why="ranks wait so many seconds for each other before they name the one that is missing",
+            next=f"timeout_seconds={TIMEOUT_SECONDS:g}, or leave it out",
+        )
+    found = find_participants(model, ranks)
+    if found.world is None:
+        return Agreement(None, topic)
+    return Agreement(Conversation(found.world, topic, groups=found.groups, timeout_seconds=timeout_seconds), topic)
+
+
+def described(**options: Any) -> dict[str, str]:
+    """Options as facts: by name, as text."""
+    return {name: repr(value) for name, value in options.items()}
+
+
+def allowed(allowance: Allowance) -> dict[str, str]:
+    """What plans may do, as facts; the host budget may differ from rank to rank, as budgets may."""
+    return described(
+        allow=allowance.allow, max_error=allowance.max_error, overrides=allowance.overrides, link=allowance.link
+    )
+
+
+def _versions() -> dict[str, str]:
+    return {"plimsoll": version("plimsoll"), "torch": str(torch.__version__)}

@@ -1,0 +1,426 @@
+"""A model and a budget in; the model managed from its first training step on, with no batch at hand, out.
+
+The first call of the model in training is traced on the spot and runs under the plan with the lowest peak that there is.
+What that step takes in truth (the user's loss, the optimizer's state) is measured until the next call, and the plan for
+the budget is solved with the difference taken off. Later steps run that plan. A batch that is larger than any before it
+starts this over.
+
+On several ranks all of this is agreed, in the calls in which every rank calibrates. Later calls exchange nothing, unless
+something happens: a larger batch, or an optimizer's first step. The rank that sees it waits a few seconds for the others to
+see it too, in the same call. If all do, and their batches have one shape, they start over together; if not, the plan stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from plimsoll.artifacts.fault import Fault
+from plimsoll.artifacts.plan import Plan
+from plimsoll.engine.apply import Handle
+from plimsoll.errors import BudgetBelowFloor
+from plimsoll.session.agreement import Agreement, agreement_for, allowed, described
+from plimsoll.session.allowance import Allowance, read_allowance
+from plimsoll.session.budgets import resolve_budget
+from plimsoll.session.calibration import MeasuredStep, OptimizerWatch, planned_state_bytes, unseen_bytes
+from plimsoll.session.calls import CallHook, as_batch, refuse_optimizer_above, stand_in_loss
+from plimsoll.session.confirm import error_scale
+from plimsoll.session.making import Maker, make_maker
+from plimsoll.session.manage import manage_together
+from plimsoll.session.matching import step_facts
+from plimsoll.session.plan import trace_and_cost
+from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
+from plimsoll.session.request import as_patterns, check_count, check_model, is_profiled, split_detached
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.recorder.calling import call_tensors
+from plimsoll.tracing.recorder.fingerprint import fingerprint
+from plimsoll.units import format_bytes, parse_bytes
+
+_MOST_TRIES = 3
+"""So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The step that is planned for: what makes its plans, and how much larger than expected errors are.
+
+    Plans are made for ``budget_bytes``, that of the rank which plans for all; this rank has ``own_budget_bytes``.
+    """
+
+    maker: Maker
+    budget_bytes: int
+    own_budget_bytes: int
+    error_scale: float = 1.0
+
+    def solve(self, budget_bytes: int, excess_bytes: int = 0) -> Plan:
+        return self.maker.solve(budget_bytes, excess_bytes=excess_bytes, error_scale=self.error_scale)
+
+
+class _Situation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank is in its calibration: its batch, whether it is the largest so far, and whether a step was measured."""
+
+    signature: str
+    is_larger: bool
+    is_measured: bool
+
+
+class Attachment:
+    """A budget at work on a model. ``plan`` is ``None`` until the first training step has begun, and final after it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budget: int | str,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        regions: Sequence[str] | None,
+        allowance: Allowance,
+        verify_every: int,
+        agreement: Agreement,
+    ) -> None:
+        self.model = model
+        self.plan: Plan | None = None
+        self._budget = budget
+        self._optimizer = optimizer
+        self._regions = regions
+        self._allowance = allowance
+        self._verify_every = verify_every
+        self._agreement = agreement
+        self._calls = 0
+        self._largest_bytes = 0
+        self._has_counted_state = False
+        self._earlier_faults: tuple[Fault, ...] = ()
+        self._step: _Step | None = None
+        self._handle: Handle | None = None
+        self._watch: OptimizerWatch | None = None
+        self._measuring: MeasuredStep | None = None
+        self._measured: MeasuredStep | None = None
+        self._is_calibrating = False
+        self._is_tracing = False
+        self._tries = 0
+        self._excess_bytes = 0
+        self._counted_state_bytes = 0
+        self._hooks: list[Any] = [
+            model.register_forward_pre_hook(CallHook(self._before_forward), with_kwargs=True, prepend=True),
+            model.register_forward_hook(CallHook(self._after_forward), always_call=True),
+        ]
+
+    @property
+    def is_calibrating(self) -> bool:
+        """Whether the plan for the budget is still to come: the model runs at its lowest peak."""
+        return self._is_calibrating
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """What ``verify_every`` has shown so far, under every plan that was at work."""
+        return (*self._earlier_faults, *(() if self._handle is None else self._handle.faults))
+
+    def remove(self) -> None:
+        """Undo everything; harmless when called twice."""
+        self._end_measuring()
+        if self._watch is not None:
+            self._watch.remove()
+        self._drop_handle()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._is_calibrating = False
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_tracing:
+            return
+        self._end_measuring()  # whatever is called now, evaluation too, the step is over
+        if not torch.is_grad_enabled() or not module.training:
+            return
+        try:
+            self._manage(args, kwargs)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._measuring is not None and not self._is_tracing and output is None:  # it raised
+            self._measuring.has_failed = True
+
+    def _manage(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a training call: plan for it, or for what the one before it showed."""
+        self._calls += 1
+        batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in call_tensors(args, kwargs))
+        if self._step is None or self._is_calibrating:
+            with self._agreement:
+                self._calibrate(args, kwargs, batch_bytes)
+        elif batch_bytes > self._largest_bytes:
+            self._grow(args, kwargs, batch_bytes)
+        elif self._has_new_state():
+            self._count_state()
+
+    def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_bytes: int) -> None:
+        """What every rank does in every call until the plan for the budget is there."""
+        facts = step_facts(self.model, as_batch(self.model, args, kwargs), loss=stand_in_loss, optimizer=None)
+        if self._step is None:
+            self._agreement.same("the first batch", facts)
+            self._begin(args, kwargs, batch_bytes)
+            return
+        here = _Situation(
+            signature=str(facts),
+            is_larger=batch_bytes > self._largest_bytes,
+            is_measured=self._measured is not None,
+        )
+        told = self._agreement.all_of("calibrating", here, _Situation)
+        if all(each.is_larger for each in told) and len({each.signature for each in told}) == 1:
+            self._begin(args, kwargs, batch_bytes)
+            return
+        if here.is_larger:
+            self._stay(batch_bytes)
+        if all(each.is_measured for each in told) or self._tries == _MOST_TRIES:
+            self._settle(self._measured)
+        else:
+            self._measure(args, kwargs)
+
+    def _grow(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_bytes: int) -> None:
+        """A larger batch than ever: start over, if all ranks have one, of the same shape."""
+        facts = step_facts(self.model, as_batch(self.model, args, kwargs), loss=stand_in_loss, optimizer=None)
+        told = self._agreement.gathered(f"larger batch in call {self._calls}", str(facts), str)
+        if told is None or len(set(told)) > 1:
+            self._stay(batch_bytes)
+            return
+        with self._agreement:
+            self._begin(args, kwargs, batch_bytes)
+
+    def _stay(self, batch_bytes: int) -> None:
+        """Go on under the plan that all ranks have, although this rank's batch is larger than those that it is for."""
+        self._largest_bytes = batch_bytes
+        warnings.warn(
+            f"plimsoll: the batch of this rank ({format_bytes(batch_bytes)}) is larger than any before it, and not so on "
+            "all ranks alike: the plan at work stays, and may take more than the budget. Pad batches to the same shape, or "
+            "train on the largest one first",
+            stacklevel=6,
+        )
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_bytes: int) -> None:
+        """Trace this very call, and let it run at the lowest peak, measured."""
+        self._drop_handle()
+        if is_profiled():
+            warnings.warn(
+                "plimsoll: this training call is traced, which takes torch's profiler: yours records nothing of it",
+                stacklevel=6,
+            )
+        self._is_tracing = True
+        try:
+            self._step = self._plan_for(as_batch(self.model, args, kwargs))
+        finally:
+            self._is_tracing = False
+        self._largest_bytes = batch_bytes
+        # Once for the budget itself: where it is below the floor, this step must not begin.
+        floor_bytes = self._step.solve(self._step.budget_bytes).floor_bytes
+        self._run(self._step.solve(floor_bytes))
+        self._is_calibrating, self._tries, self._has_counted_state = True, 0, False
+        self._measure(args, kwargs)
+
+    def _plan_for(self, batch: Any) -> _Step:
+        """Trace the step, look for other forms of its values where they are allowed, and see how far off errors are."""
+        with self._agreement.stepping():
+            trace, costs = trace_and_cost(
+                self.model, batch, loss=stand_in_loss, optimizer=self._optimizer, regions=self._regions
+            )
+        own_budget_bytes = resolve_budget(self._budget, costs)
+        assert own_budget_bytes is not None
+
+        def step() -> TrainingStep:
+            args, kwargs = split_detached(batch)
+            return TrainingStep(self.model, args, kwargs, loss=stand_in_loss)
+
+        maker = make_maker(
+            trace, costs, self._allowance, own_budget_bytes, step, lambda stage, share: None, self._agreement
+        )
+        assert maker.budget_bytes is not None
+        made = _Step(maker, maker.budget_bytes, own_budget_bytes)
+        if maker.gradients is None:
+            return made
+        scale = error_scale(made.solve(made.budget_bytes), maker.trial(step()))
+        return dataclasses.replace(made, error_scale=scale)
+
+    def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._tries += 1
+        self._measured = None
+        if self._watch is not None:
+            self._watch.remove()
+        self._measuring = step = MeasuredStep(self.model, args, kwargs)
+        self._watch = OptimizerWatch(self.model.parameters(), self._optimizer, step.note_optimizer)
+
+    def _settle(self, measured: MeasuredStep | None) -> None:
+        """The first step is over: the plan for the budget, with what the trace did not see taken off."""
+        assert self.plan is not None
+        assert self._watch is not None
+        assert self._step is not None
+        self._counted_state_bytes = max(self._watch.bytes_after, planned_state_bytes(self.plan))
+        self._has_counted_state = self._watch.has_stepped
+        if measured is None:
+            warnings.warn(
+                "plimsoll: the first steps could not be measured (they failed, or a profiler was running); the plan "
+                "relies on its trace alone",
+                stacklevel=5,
+            )
+            self._excess_bytes = self._counted_state_bytes - planned_state_bytes(self.plan)
+        else:
+            refuse_optimizer_above(
+                self._step.own_budget_bytes, measured.optimizer_peak_bytes + self._watch.bytes_before
+            )
+            self._excess_bytes = unseen_bytes(measured, self._watch, self.plan)
+        self._run(self._solve(0))
+        self._is_calibrating = False
+
+    def _solve(self, more_bytes: int) -> Plan:
+        """The plan for the budget less what was measured on any rank, and less ``more_bytes`` from now on."""
+        assert self._step is not None
+        self._excess_bytes += more_bytes
+        self._counted_state_bytes += more_bytes
+        excess_bytes = self._step.maker.frame.excess_bytes(self._excess_bytes)
+        try:
+            return self._step.solve(self._step.budget_bytes, excess_bytes)
+        except BudgetBelowFloor as error:
+            raise BudgetBelowFloor(
+                error.found,
+                why=f"{error.why}; the first step ran at the lowest peak and was measured to take "
+                f"{format_bytes(excess_bytes)} more than its trace (the loss, the optimizer's state, gradients "
+                "that stay)",
+                next=error.next,
+            ) from error
+
+    def _has_new_state(self) -> bool:
+        """Whether an optimizer has made its first step since the plan was made."""
+        return self._watch is not None and self._watch.has_stepped and not self._has_counted_state
+
+    def _count_state(self) -> None:
+        """Take optimizer state that has come up off the budget, where all ranks have seen their optimizer step."""
+        assert self._watch is not None
+        self._has_counted_state = True
+        new_bytes = max(0, self._watch.bytes_after - self._counted_state_bytes)
+        told = self._agreement.gathered(f"first step of the optimizer before call {self._calls}", new_bytes, int)
+        if told is None:
+            warnings.warn(
+                f"plimsoll: the optimizer of this rank has stepped ({format_bytes(new_bytes)} of new state), and not on all "
+                "ranks: the plan at work stays, and does not count that state. Pass optimizer= to plimsoll.attach",
+                stacklevel=5,
+            )
+        elif any(told):
+            with self._agreement:
+                self._run(self._solve(new_bytes))
+
+    def _run(self, plan: Plan) -> None:
+        self._drop_handle()
+        self._handle = manage_together(self._agreement, self.model, plan, verify_every=self._verify_every)
+        self.plan = plan
+        self._handle.begin_step()
+
+    def _drop_handle(self) -> None:
+        self._earlier_faults = self.faults
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _end_measuring(self) -> None:
+        """Stop the meter, if it runs; the step counts if it was measured from its forward to its end."""
+        step, self._measuring = self._measuring, None
+        if step is not None and step.end():
+            self._measured = step
+
+
+def attach(
+    model: nn.Module,
+    budget: int | str,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    regions: Sequence[str] | None = None,
+    allow: Collection[str] | str = ("recompute",),
+    max_error: float | str = 0.0,
+    host_budget: int | str | None = None,
+    overrides: Sequence[str] = (),
+    link: str | None = None,
+    verify_every: int = 0,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Attachment:
+    """Keep the training of ``model`` under ``budget`` without a batch at hand.
+
+    The first training step calibrates at the lowest memory that the engine can reach; from the second on the model runs
+    the plan that is cheapest under the budget. Evaluation (``model.eval()`` or no gradients) is left alone. A batch that
+    is larger than every one before it is traced and calibrated anew.
+
+    On several ranks (torchrun) all attach alike, and every rank runs the identical plan. The first batches have to have one
+    shape. A later batch that is larger on all ranks, and of one shape, is planned for anew; one that is larger on some ranks
+    only is run under the plan that is there, with a warning.
+
+    Args:
+        model: the model as it will be trained.
+        budget: as for ``plimsoll.plan``.
+        optimizer: lets the plan count its state before it exists; without it the first step measures it.
+        regions: as for ``plimsoll.plan``.
+        allow: as for ``plimsoll.plan``; and so are ``max_error``, ``host_budget``, ``overrides`` and ``link``. Where they
+            open other forms, the first training call takes one or two more steps' time to try them.
+        max_error: the relative error of the gradient; expectations are scaled to what one trial step measures.
+        host_budget: bytes at the other end of the link.
+        overrides: decisions by pattern.
+        link: ``host`` or ``disk``.
+        verify_every: as for ``plimsoll.apply``.
+        ranks: as for ``plimsoll.plan``.
+        timeout_seconds: as for ``plimsoll.plan``.
+
+    Returns:
+        An attachment with ``plan``, ``faults`` and ``remove()``; also a context manager.
+
+    Raises:
+        InvalidBudget, InvalidModel, InvalidOption: at once.
+        BudgetBelowFloor, InvalidRegions, …: in the training call that shows it (the first, or the second, when the first
+            step has been measured), with the model unmanaged and unchanged.
+        RanksDiffer, RankFailed, RankMissing: as for ``plimsoll.plan``, at once or in a training call.
+
+    Example:
+        >>> handle = plimsoll.attach(model, budget="8GiB")  # doctest: +SKIP
+        >>> for batch in batches:  # doctest: +SKIP
+        ...     loss = model(**batch).loss
+        ...     loss.backward()
+    """
+    with agreement_for(model, "attach", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
+        check_model(model, optimizer)
+        check_count("verify_every", verify_every, least=0)
+        if budget != "auto":
+            parse_bytes(budget)
+        allowance = read_allowance(
+            allow=allow, max_error=max_error, host_budget=host_budget, overrides=overrides, link=link
+        )
+        patterns = as_patterns(regions)
+        agreement.same(
+            "what to attach",
+            {
+                "model": fingerprint(model),
+                "optimizer": type(optimizer).__name__,
+                **allowed(allowance),
+                **described(regions=patterns, verify_every=verify_every),
+            },
+        )
+        return Attachment(
+            model,
+            budget,
+            optimizer=optimizer,
+            regions=patterns,
+            allowance=allowance,
+            verify_every=verify_every,
+            agreement=agreement,
+        )

@@ -1,0 +1,170 @@
+"""A solved plan in; the same plan run once and measured, or one solved again because of what was measured, out.
+
+The bound certifies the model of the machine, not the machine. So the plan runs: the recording step and a steady one. What
+the measured peak exceeds the budget by is taken off the budget, and the plan is solved again. Where values are held in
+lossy forms, the gradient of the steady step is compared with the unmanaged one's: if it errs by more than is allowed, or by
+so much less that a cheaper plan may do, expectations are scaled to what was measured, and the plan is solved again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import torch
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.trace import Category
+from plimsoll.errors import BudgetBelowFloor
+from plimsoll.session.compare_tensors import relative_error
+from plimsoll.session.manage import manage
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.recorder.untouched import untouched
+from plimsoll.units import format_bytes
+
+MAX_ATTEMPTS = 6
+_ERROR_MARGIN = 0.95
+"""The share of the allowed error that plans aim at once the scale of their expectation is known."""
+_WORTH_LOOSENING = 0.7
+"""A plan that errs by less than this share of what is allowed may be cheaper."""
+_MOST_LOOSENING = 4.0
+
+Gradients = Mapping[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a plan took when it was run: bytes, and the relative error of the gradient (``None``: not compared).
+
+    ``note`` says it where it was not this process alone.
+    """
+
+    peak_bytes: int
+    error: float | None
+    note: str = ""
+
+
+class Trials(Protocol):
+    """Runs plans and measures them."""
+
+    def measure(self, plan: Plan) -> Measured:
+        """Run a plan."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How to run the step, and what its gradients are without a plan (``None``: they need not be compared)."""
+
+    step: TrainingStep
+    gradients: Gradients | None = None
+
+    def measure(self, plan: Plan) -> Measured:
+        """Run a plan: the larger peak of the recording step and a steady one, and the gradient's error.
+
+        Optimizer state that is not there yet is added to the peak.
+        """
+        error = None
+        step = self.step
+        with untouched(step.model), manage(step.model, plan):
+            recording = step.measure_peak()
+            steady = step.measure_peak()
+            if self.gradients is not None and not plan.is_lossless:
+                error = relative_error(self.gradients, step.gradients())
+        absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
+        return Measured(max(recording.peak_bytes, steady.peak_bytes) + absent_bytes, error)
+
+
+def confirmed(
+    plan: Plan,
+    trial: Trials,
+    *,
+    resolve: Callable[[int, float], Plan],
+    max_error: float | None,
+    progress: Callable[[str, float], None],
+) -> Plan:
+    """Run the plan and solve again with what was measured, until it keeps to its budget and to its error.
+
+    Args:
+        plan: the plan as solved.
+        trial: runs it.
+        resolve: solves again with so many bytes taken off the budget, and with errors expected so many times larger;
+            raises ``BudgetBelowFloor`` where nothing fits any more.
+        max_error: the relative error of the gradient that is allowed; ``None``: any.
+        progress: told the stage and the share done.
+    """
+    excess_bytes, scale = 0, 1.0
+    best: Plan | None = None
+    for attempt in range(MAX_ATTEMPTS):
+        progress("running the plan once", attempt / MAX_ATTEMPTS)
+        measured = trial.measure(plan)
+        over_bytes = 0 if plan.budget_bytes is None else measured.peak_bytes - plan.budget_bytes
+        is_wrong = max_error is not None and measured.error is not None and measured.error > max_error
+        if over_bytes <= 0 and not is_wrong:
+            if best is None or plan.predicted_seconds < best.predicted_seconds:
+                best = _with_measured(plan, measured, scale)
+            looser = None if max_error is None else _looser(plan, measured, scale, max_error)
+            if looser is None or attempt + 1 == MAX_ATTEMPTS:
+                return best
+            scale = looser
+        elif is_wrong:
+            scale = max(scale, _scale_of(plan, measured)) / _ERROR_MARGIN
+        if over_bytes > 0:
+            # Plans are discrete: less than what this one was off by may give the same plan again.
+            excess_bytes = max(excess_bytes + over_bytes, measured.peak_bytes - plan.predicted_peak_bytes)
+        progress("solving again", (attempt + 0.5) / MAX_ATTEMPTS)
+        try:
+            plan = resolve(excess_bytes, scale)
+        except BudgetBelowFloor:
+            if best is None:
+                raise
+            return best
+        if best is not None and plan.predicted_seconds >= best.predicted_seconds:
+            return best
+    if best is not None:
+        return best
+    return _with_note(
+        plan,
+        f"after {MAX_ATTEMPTS} rounds the measured peak or error still exceeded what is allowed; verify the plan before you "
+        "rely on it",
+    )
+
+
+def error_scale(plan: Plan, trial: Trials) -> float:
+    """How many times larger than expected the errors of a plan are, run once, with a margin; 1 for a lossless one."""
+    if plan.is_lossless or not plan.predicted_error:
+        return 1.0
+    return _scale_of(plan, trial.measure(plan)) / _ERROR_MARGIN
+
+
+def _looser(plan: Plan, measured: Measured, scale: float, max_error: float) -> float | None:
+    """The scale at which a cheaper plan may be found; ``None`` if errors are not what holds this plan back."""
+    if measured.error is None or not plan.predicted_error:
+        return None
+    is_binding = plan.predicted_error * scale >= _WORTH_LOOSENING * max_error
+    if not is_binding or measured.error >= _WORTH_LOOSENING * max_error:
+        return None
+    return max(_scale_of(plan, measured) / _ERROR_MARGIN, scale / _MOST_LOOSENING)
+
+
+def _scale_of(plan: Plan, measured: Measured) -> float:
+    """How many times larger the measured error is than the expected one."""
+    assert measured.error is not None
+    if not math.isfinite(measured.error):
+        return 2 * _MOST_LOOSENING
+    return measured.error / plan.predicted_error
+
+
+def _with_measured(plan: Plan, measured: Measured, scale: float) -> Plan:
+    note = measured.note or f"run once: the measured peak was {format_bytes(measured.peak_bytes)}"
+    if measured.error is not None:
+        note += f", the gradient's relative error {measured.error:.2%}"
+    plan = msgspec.structs.replace(plan, measured_error=measured.error, predicted_error=plan.predicted_error * scale)
+    return _with_note(plan, note)
+
+
+def _with_note(plan: Plan, note: str) -> Plan:
+    return msgspec.structs.replace(plan, notes=(*plan.notes, note))

@@ -1,0 +1,288 @@
+"""A traced step in; the forms that its values may take, with bytes, seconds and noise measured on this machine, out.
+
+One step runs at the lowest memory, watched by a sensor; its gradients are those of the unmanaged model and are kept as the
+reference for what lossy plans cause. Codecs are tried on the first, the middle and the last call of every kind of region,
+and calls of one kind share what was found: the largest payload, the root mean square of noise and sensitivity.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.forms import Form, Forms, LinkCost, RegionForms, ValueForms
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.region import Origin, RegionGraph
+from plimsoll.artifacts.trace import RegionCall, Trace
+from plimsoll.engine.codecs.registry import find_codec, lossless_codecs
+from plimsoll.engine.codecs.timing import measure_codec
+from plimsoll.engine.offload.measure import LinkSpeed, measure_link
+from plimsoll.engine.offload.open import default_link_name, open_link
+from plimsoll.engine.sensing import RegionKey, Seen, Sensor
+from plimsoll.engine.stored_forms import READS_SIGN_ONLY
+from plimsoll.errors import TracingFailed
+from plimsoll.planning.step import StepIndex
+from plimsoll.session.allowance import Allowance
+from plimsoll.session.attention import made_into_scores, score_inputs
+from plimsoll.session.compare_tensors import copies
+from plimsoll.session.manage import manage
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.recorder.untouched import untouched
+
+LOSSY = ("bf16", "int8:unrotated", "int8", "int4:unrotated", "int4")
+"""Lossy codecs that ``auto`` chooses from."""
+_LEAST_BYTES = 4096
+"""Smaller values are not worth another form."""
+_LEAST_LINK_BYTES = 1 << 16
+"""Below it a transfer is mostly its own overhead."""
+_STATISTIC_SHARE = 8
+"""An op's output that is this many times smaller than what it reads is a statistic (a norm's mean, a softmax's
+logarithm): backward needs it exactly."""
+_SLACK = 1.1
+"""Payloads whose size depends on the data may grow by this much before the value is kept instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sensed:
+    """The forms, and the gradients of the step that was watched (on the CPU)."""
+
+    forms: Forms
+    gradients: dict[str, torch.Tensor | None]
+
+
+def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, allowance: Allowance) -> Sensed:
+    """Run one step under the plan with the lowest peak, and measure in which forms its values could be held.
+
+    Args:
+        step: the training step, on the unmanaged model, which is left as it was.
+        trace: of this step, on the device.
+        costs: seconds of its ops.
+        lowest: keeps and recomputes, nothing else.
+        allowance: which forms are wanted.
+
+    Raises:
+        TracingFailed: the trace is of a device that is not here.
+    """
+    if trace.is_fake:
+        raise TracingFailed(
+            "Compression and offloading cannot be planned from a fake trace.",
+            why="what a codec takes and loses depends on the values, and what a link carries on the machine",
+            next="plan with allow='recompute' for a device that is not here, or plan on the device",
+        )
+    sensor = Sensor(_codecs(allowance), _sampled(trace), wants_sensitivity=allowance.wants_lossy)
+    with untouched(step.model):
+        with manage(step.model, lowest, sensor=sensor):
+            try:
+                step.run()
+            finally:
+                sensor.close()
+        gradients = {name: None if g is None else g.to("cpu") for name, g in copies(step.gradients()).items()}
+    link, speed = _measure_link(allowance, step.device)
+    maker = _FormMaker(trace, costs, sensor, gradients, link, speed, str(step.device), _wished(allowance))
+    return Sensed(maker.make(), gradients)
+
+
+def _wished(allowance: Allowance) -> tuple[str, ...]:
+    """Codecs that strategies and overrides ask for by name."""
+    by_override = {find_codec(o.form).name for o in allowance.overrides if o.decision is Decision.COMPRESS and o.form}
+    return (*allowance.codecs, *sorted(by_override))
+
+
+def _codecs(allowance: Allowance) -> tuple[str, ...]:
+    if not allowance.may_compress:
+        return ()
+    lossy = LOSSY if allowance.max_error > 0 else ()
+    lossless = tuple(codec.name for codec in lossless_codecs())
+    return tuple(dict.fromkeys((*lossless, *lossy, *_wished(allowance))))
+
+
+def _sampled(trace: Trace) -> frozenset[RegionKey]:
+    """The first, the middle and the last call of every kind."""
+    kinds: dict[str, list[RegionKey]] = {}
+    for call in trace.regions:
+        kinds.setdefault(call.kind, []).append((call.name, call.call))
+    return frozenset(calls[i] for calls in kinds.values() for i in (0, len(calls) // 2, -1))
+
+
+def _measure_link(allowance: Allowance, device: torch.device) -> tuple[LinkCost | None, LinkSpeed | None]:
+    if not allowance.may_offload:
+        return None, None
+    name = allowance.link or default_link_name(device)
+    with open_link(name, device, host_budget=allowance.host_budget_bytes, directory=None) as link:
+        speed = measure_link(link, device)
+    cost = LinkCost(
+        name=name,
+        out_bytes_per_second=speed.out_bytes_per_second,
+        in_bytes_per_second=speed.in_bytes_per_second,
+        latency_seconds=speed.latency_seconds,
+    )
+    return cost, speed
+
+
+class _FormMaker:
+    """Turns what a sensor saw into forms."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        costs: Costs,
+        sensor: Sensor,
+        gradients: Mapping[str, torch.Tensor | None],
+        link: LinkCost | None,
+        speed: LinkSpeed | None,
+        device: str,
+        wished: Collection[str],
+    ) -> None:
+        self._trace = trace
+        self._index = StepIndex(trace, costs)
+        self._sensor = sensor
+        self._device = device
+        self._wished = wished
+        self._link = link
+        self._speed = speed
+        self._energy = {
+            n: float(torch.linalg.vector_norm(g.float())) ** 2 for n, g in gradients.items() if g is not None
+        }
+        self._total = sum(self._energy.values())
+
+    def make(self) -> Forms:
+        by_kind: dict[str, list[RegionCall]] = {}
+        for call in self._trace.regions:
+            by_kind.setdefault(call.kind, []).append(call)
+        regions = []
+        for calls in by_kind.values():
+            shared = {name: self._value(name, calls) for name in self._names(calls)}
+            for call in calls:
+                can_offload = self._index.neighbour(call.index) is not None
+                values = tuple(self._with_link(entry, call) if can_offload else entry for entry in shared.values())
+                regions.append(RegionForms(name=call.name, call=call.call, values=values))
+        return Forms(regions=tuple(regions), link=self._link)
+
+    def _names(self, calls: Sequence[RegionCall]) -> list[str]:
+        return [name for name in self._seen(calls[0]) if any(v.name == name for v in calls[0].graph.values)]
+
+    def _seen(self, call: RegionCall) -> Mapping[str, Seen]:
+        return self._sensor.seen.get((call.name, call.call), {})
+
+    def _value(self, name: str, calls: Sequence[RegionCall]) -> ValueForms:
+        seen = [(call, self._seen(call)[name]) for call in calls if name in self._seen(call)]
+        sampled = [(call, entry) for call, entry in seen if entry.trials]
+        sensitivity = self._sensitivity(name, sampled)
+        readers = frozenset().union(*(entry.readers for _, entry in seen))
+        forms: list[Form] = []
+        refused: list[tuple[str, str]] = []
+        for codec_name in dict.fromkeys(codec for _, entry in sampled for codec in entry.trials):
+            found = self._form(codec_name, calls[0].graph, name, [e for _, e in sampled], readers)
+            if isinstance(found, str):
+                refused.append((codec_name, found))
+            else:
+                forms.append(found)
+        forms = _worthwhile(forms, self._wished)
+        return ValueForms(value=name, sensitivity=sensitivity, forms=tuple(forms), refused=tuple(refused))
+
+    def _form(
+        self, codec_name: str, graph: RegionGraph, name: str, seen: Sequence[Seen], readers: frozenset[str]
+    ) -> Form | str:
+        """One codec for one value, or why not."""
+        codec = find_codec(codec_name)
+        trials = [entry.trials[codec_name] for entry in seen if codec_name in entry.trials]
+        value = next(v for v in graph.values if v.name == name)
+        if value.bytes < _LEAST_BYTES:
+            return "it is too small to be worth another form"
+        if any(trial.payload_bytes is None for trial in trials):
+            return f"{codec_name}: the data are not finite, or would not get smaller"
+        if codec.keeps_sign_only and not (readers and readers <= READS_SIGN_ONLY):
+            return f"{codec_name}: not only ReLU reads it"
+        if not codec.is_lossless and _is_statistic(graph, name):
+            return f"{codec_name}: backward needs a statistic exactly"
+        if not codec.is_lossless and name in made_into_scores(graph):
+            return f"{codec_name}: fused attention's backward would see its error as an exponent"
+        count, dtype = seen[0].count, seen[0].dtype
+        exact = codec.payload_bytes(count, dtype)
+        held = exact if exact is not None else int(_SLACK * max(t.payload_bytes or 0 for t in trials))
+        if held >= value.bytes:
+            return f"{codec_name}: the data would not get smaller"
+        seconds = measure_codec(codec_name, dtype, count, self._device)
+        return Form(
+            name=codec_name,
+            decision=Decision.COMPRESS,
+            held_bytes=held,
+            encode_seconds=seconds.encode,
+            decode_seconds=seconds.decode,
+            noise=_root_mean_square([trial.noise for trial in trials]),
+            workspace_bytes=codec.workspace_bytes(count, dtype),
+            is_private=codec.keeps_sign_only,
+        )
+
+    def _sensitivity(self, name: str, sampled: Sequence[tuple[RegionCall, Seen]]) -> float:
+        """Relative error of the whole gradient per unit of noise; infinite for what has to be exact.
+
+        That is what is no floating-point number, and queries and keys: whatever they are rebuilt from.
+        """
+        if not sampled or not self._total:
+            return 0.0
+        if not sampled[0][1].dtype.is_floating_point:
+            return math.inf
+        if any(name in score_inputs(call.graph) for call, _ in sampled):
+            return math.inf
+        squares = [
+            (entry.parameter_error + entry.flow_error * self._upstream(call)) / self._total for call, entry in sampled
+        ]
+        return math.sqrt(statistics.fmean(squares))
+
+    def _upstream(self, call: RegionCall) -> float:
+        """Squared norm of the gradients further up: of the regions before, and of what is in none (an embedding)."""
+        others = {f"{other.name}." for other in self._trace.regions if other.index >= call.index}
+        return sum(energy for name, energy in self._energy.items() if not name.startswith(tuple(others)))
+
+    def _with_link(self, entry: ValueForms, call: RegionCall) -> ValueForms:
+        value = next(v for v in call.graph.values if v.name == entry.value)
+        link, speed = self._link, self._speed
+        if link is None or speed is None or value.bytes < _LEAST_LINK_BYTES or value.origin is Origin.PARAMETER:
+            return entry
+        form = Form(
+            name=link.name,
+            decision=Decision.OFFLOAD,
+            held_bytes=0,
+            encode_seconds=self._copy_seconds(value.bytes, speed.out_cpu_seconds_per_byte),
+            decode_seconds=self._copy_seconds(value.bytes, speed.in_cpu_seconds_per_byte),
+            link_bytes=value.bytes,
+        )
+        return ValueForms(
+            value=entry.value, sensitivity=entry.sensitivity, forms=(*entry.forms, form), refused=entry.refused
+        )
+
+    def _copy_seconds(self, bytes_: int, cpu_seconds_per_byte: float) -> float:
+        """What one transfer takes of the processor: nothing of a GPU, whose copy engines do it."""
+        if self._device != "cpu" or self._speed is None:
+            return 0.0
+        return self._speed.latency_seconds + bytes_ * cpu_seconds_per_byte
+
+
+def _is_statistic(graph: RegionGraph, name: str) -> bool:
+    value = next(v for v in graph.values if v.name == name)
+    if value.producer < 0:
+        return False
+    reads = [graph.values[read].bytes for read in graph.ops[value.producer].reads]
+    return value.bytes * _STATISTIC_SHARE <= max(reads, default=0)
+
+
+def _worthwhile(forms: Sequence[Form], wished: Collection[str]) -> list[Form]:
+    """Forms that no other one beats in bytes, seconds and noise at once, and those that were asked for by name."""
+
+    def beats(one: Form, other: Form) -> bool:
+        pairs = ((one.held_bytes, other.held_bytes), (one.seconds, other.seconds), (one.noise, other.noise))
+        is_private = one.is_private and not other.is_private
+        return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs) and not is_private
+
+    return [form for form in forms if form.name in wished or not any(beats(other, form) for other in forms)]
+
+
+def _root_mean_square(numbers: Sequence[float]) -> float:
+    return math.sqrt(statistics.fmean(n * n for n in numbers)) if numbers else 0.0

@@ -1,0 +1,302 @@
+"""Model and batch in, a plan out; a plan in, the managed model out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.store import load_plan
+from plimsoll.artifacts.trace import Trace
+from plimsoll.engine.apply import Handle
+from plimsoll.planning.costing.devices import find_device
+from plimsoll.planning.costing.roofline import roofline_costs
+from plimsoll.session.agreement import Agreement, agreement_for, allowed, described
+from plimsoll.session.allowance import Allowance, read_allowance
+from plimsoll.session.budgets import read_budget, resolve_budget
+from plimsoll.session.confirm import confirmed
+from plimsoll.session.engine_cost import measure_engine
+from plimsoll.session.making import make_maker
+from plimsoll.session.manage import manage_together
+from plimsoll.session.matching import refuse_other_model, step_facts
+from plimsoll.session.measured_costs import measured_costs
+from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
+from plimsoll.session.request import (
+    as_patterns,
+    check_count,
+    check_model,
+    check_module,
+    check_plan,
+    detached,
+    explained_loss,
+    refuse_profiler,
+    split_detached,
+)
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.recorder.calling import Loss
+from plimsoll.tracing.trace import trace as trace_step
+
+Progress = Callable[[str, float], None]
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    budget: int | str | None = None,
+    *,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    strategy: str = "auto",
+    regions: Sequence[str] | None = None,
+    device_profile: str | None = None,
+    allow: Collection[str] | str = ("recompute",),
+    max_error: float | str = 0.0,
+    host_budget: int | str | None = None,
+    overrides: Sequence[str] = (),
+    link: str | None = None,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    progress: Progress | None = None,
+) -> Plan:
+    """Decide for every saved activation what to do with it until backward, so that the training step fits ``budget``.
+
+    One step is traced on the model's own device at the lowest memory (with fake tensors for a model on the meta device or
+    a ``device_profile``); with a budget and a real device the plan is then run once, and solved again with less where it
+    takes more than predicted. Where ``allow`` opens other forms, one more step shows what they take and lose. Model,
+    gradients, buffers, optimizer and random state are left as they were.
+
+    On several ranks (torchrun) all call this alike. They run the steps together, the rank with the least room solves, and
+    all return its plan, or all raise.
+
+    Args:
+        model: any eager PyTorch model, on its device, in the mode in which it trains.
+        batch: a tensor (one argument), a tuple (positional) or a dict (keywords).
+        budget: bytes, as an int or as text with a unit (``"70GiB"``); bounds the peak of everything that the training step
+            allocates on the device. ``"auto"``: the device's memory less 8%. ``None``: no limit (for a named strategy).
+        loss: from the model's output to a scalar; by default ``output.loss``, or the output itself if it is a scalar.
+        optimizer: with it the budget also holds its state and its step; without it, forward, backward and gradients.
+        strategy: ``auto`` (the budgeted optimum), or ``none``, ``full``, ``every:k``, ``sqrt``, ``input-only``,
+            ``selective:attention|mlp|norm|<op list>``, ``int8``, ``int4``, ``fp8``, ``offload``, ``hybrid:N,k``.
+        regions: module paths, ``*`` for one level (``"model.layers.*"``); by default the repeated blocks.
+        device_profile: plan for a device that is not here, from the catalogue (``"H100-SXM"``).
+        allow: what the plan may do besides keeping: ``recompute``, ``compress`` (codecs), ``offload`` (to pinned host memory
+            from a GPU, else to disk).
+        max_error: the relative error ‖Δg‖ / ‖g‖ that lossy codecs may cause in the gradient (``0.01`` or ``"1%"``); 0
+            allows lossless codecs only. It is measured before the plan is returned.
+        host_budget: bytes that offloaded values may take at the other end of the link.
+        overrides: decisions by pattern that ``auto`` respects: ``"layers.*.mlp::silu=compress:int8"``, ``"*attn*=keep"``.
+        link: ``host`` or ``disk``; by default what the device calls for.
+        ranks: global ranks that plan together; by default those of the model's process groups (DDP, FSDP2, DTensor), or
+            all where it shows none.
+        timeout_seconds: how long ranks wait for each other whenever they exchange something.
+        progress: told the stage and the share done.
+
+    Returns:
+        A plan: printable, savable, with the status, the predicted peak and seconds, the lower bound and both gaps.
+
+    Raises:
+        BudgetBelowFloor: no plan fits; says the floor, who holds it, and what to do. Others as named in ``errors``:
+        InvalidBudget, BudgetAboveDevice, InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, InvalidStrategy,
+        UnknownDevice, TracingFailed. On several ranks also RankFailed (another rank raised), RankMissing and RanksDiffer
+        (models, batch shapes, options or versions).
+
+    Example:
+        >>> import torch, plimsoll
+        >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)])
+        >>> plimsoll.plan(model, torch.randn(32, 64), loss=lambda y: y.square().mean()).status.value
+        'OPTIMAL'
+
+    Known weakness: bounds and costs are those of a model of the machine; only measurements speak of the machine itself.
+    """
+    report = progress or (lambda stage, share: None)
+    with agreement_for(model, "plan", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
+        check_model(model, optimizer)
+        refuse_profiler(model)
+        read_budget(budget)
+        allowance = read_allowance(
+            strategies=(strategy,),
+            allow=allow,
+            max_error=max_error,
+            host_budget=host_budget,
+            overrides=overrides,
+            link=link,
+        )
+        patterns, explained = as_patterns(regions), explained_loss(loss)
+        agreement.same(
+            "what to plan",
+            {
+                **step_facts(model, batch, loss=explained, optimizer=optimizer),
+                **allowed(allowance),
+                **described(
+                    strategy=strategy, regions=patterns, device_profile=device_profile, has_budget=budget is not None
+                ),
+            },
+        )
+        job = _Job(model, batch, agreement.patient(explained), optimizer, report, agreement)
+        made = job.plan(budget, strategy, patterns, device_profile, allowance)
+        agreement.same_plan(made)
+        report("done", 1.0)
+        return made
+
+
+class _Job:
+    """One step that is planned: traced, costed, solved, run once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss | None,
+        optimizer: torch.optim.Optimizer | None,
+        report: Progress,
+        agreement: Agreement,
+    ) -> None:
+        self._model = model
+        self._batch = batch
+        self._loss = loss
+        self._optimizer = optimizer
+        self._report = report
+        self._agreement = agreement
+
+    def plan(
+        self,
+        budget: int | str | None,
+        strategy: str,
+        regions: tuple[str, ...] | None,
+        device_profile: str | None,
+        allowance: Allowance,
+    ) -> Plan:
+        agreement = self._agreement
+        with agreement.stepping():
+            traced, costs = trace_and_cost(
+                self._model,
+                self._batch,
+                loss=self._loss,
+                optimizer=self._optimizer,
+                regions=regions,
+                device_profile=device_profile,
+                progress=part_of(self._report, 0.0, 0.5),
+            )
+        own_bytes = resolve_budget(budget, costs)
+        maker = make_maker(traced, costs, allowance, own_bytes, self._step, part_of(self._report, 0.5, 0.7), agreement)
+        budget_bytes = maker.budget_bytes
+        solved = maker.solve(budget_bytes, strategy)
+        if traced.is_fake or not solved.status.is_usable or (budget_bytes is None and maker.gradients is None):
+            return solved
+
+        def resolve(excess_bytes: int, error_scale: float) -> Plan:
+            return maker.solve(budget_bytes, strategy, excess_bytes=excess_bytes, error_scale=error_scale)
+
+        return confirmed(
+            solved,
+            maker.trial(self._step()),
+            resolve=resolve,
+            max_error=allowance.most_error(strategy),
+            progress=part_of(self._report, 0.7, 1.0),
+        )
+
+    def _step(self) -> TrainingStep:
+        args, kwargs = split_detached(self._batch)
+        return TrainingStep(self._model, args, kwargs, loss=self._loss, optimizer=self._optimizer)
+
+
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    sentinel_every: int = 1,
+    verify_every: int = 0,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Handle:
+    """Manage ``model`` as ``plan`` says, until ``handle.remove()`` or the end of the ``with`` block.
+
+    The model's code, parameters and ``state_dict`` stay as they are; a region that keeps everything is not touched at
+    all. The first call of each managed region records and verifies it (about three times the forward), later calls run
+    with two hooks and a guard. On several ranks all apply the identical plan, or none does.
+
+    Args:
+        model: the model that the plan was made for.
+        plan: a plan with a usable status.
+        sentinel_every: rebuilt values are compared with samples from forward in every n-th call of a region; larger
+            numbers cost less on models that are bound by launches.
+        verify_every: in every n-th training call of the model one region, in turn, is verified bit for bit: what its
+            dropped tensors were goes to the disk (from a GPU to host memory) and is compared with what comes back. A
+            mismatch is warned of and noted in ``handle.faults``; backward gets the true tensor, and the region is served
+            without recipes from then on. 0: never.
+        ranks: as for ``plan``.
+        timeout_seconds: as for ``plan``.
+
+    Returns:
+        A handle; also a context manager.
+
+    Raises:
+        PlanMismatch: the plan was made for another model (both fingerprints are shown), or one is at work already.
+        PlanNotUsable: it is no plan, or its status says that there is nothing to apply.
+        InvalidOption: ``sentinel_every`` below 1, or ``verify_every`` below 0.
+        RanksDiffer: another rank has another plan; RankFailed: it could not apply it; RankMissing: it did not come.
+
+    Example:
+        >>> with plimsoll.apply(model, plan):  # doctest: +SKIP
+        ...     for batch in batches:
+        ...         model(**batch).loss.backward()
+    """
+    with agreement_for(model, "apply", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
+        check_module(model)
+        check_plan(plan)
+        check_count("sentinel_every", sentinel_every, least=1)
+        check_count("verify_every", verify_every, least=0)
+        refuse_other_model(model, plan)
+        agreement.same_plan(plan)
+        return manage_together(agreement, model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
+
+
+def load(path: str | Path) -> Plan:
+    """Read a plan that ``plan.save`` wrote. Plans hold decisions, never code; loading one runs nothing.
+
+    Raises:
+        PlanFileError: not a plan, truncated, or written by a newer version.
+    """
+    return load_plan(path)
+
+
+def trace_and_cost(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None,
+    optimizer: torch.optim.Optimizer | None,
+    regions: Sequence[str] | None,
+    device_profile: str | None = None,
+    progress: Progress | None = None,
+) -> tuple[Trace, Costs]:
+    """One step traced and costed, for as many plans as are wanted.
+
+    Raises:
+        UnknownDevice, InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: as named.
+    """
+    report = progress or (lambda stage, share: None)
+    device = None if device_profile is None else find_device(device_profile)
+    traced = trace_step(
+        model,
+        detached(batch),
+        loss=loss,
+        optimizer=optimizer,
+        regions=regions,
+        device_name=None if device is None else device.name,
+        progress=part_of(report, 0.0, 0.9),
+    )
+    report("costing", 0.9)
+    if traced.is_fake:
+        return traced, roofline_costs(traced, device or find_device("CPU"))
+    return traced, measured_costs(traced, measure_engine(traced))
+
+
+def part_of(report: Progress, start: float, end: float) -> Progress:
+    """Map a stage's own progress into a share of the whole."""
+    return lambda stage, share: report(stage, start + (end - start) * share)

@@ -1,0 +1,1 @@
+"""How the ranks that train one model find each other and agree."""

@@ -1,0 +1,228 @@
+"""What ranks do together in one call in, answers of all of them, or one error on all of them, out.
+
+A conversation is a row of exchanges in the same order on every rank. A rank that raises in between says so in its next turn,
+whichever that is: the others are there already, or come there, and raise ``RankFailed``. So no rank waits for one that has
+given up, and nothing is left over that the next conversation could trip over.
+
+Between exchanges the ranks may run steps with collectives in them. A rank that fails in the middle of one would leave the
+others in a collective for ever; where the model's process groups are known it releases them (``ranks.release``), and they say
+which rank it was. That costs the groups, which are out of step by then: the job has to start anew.
+
+Not covered: collectives of groups that the model does not show (they end by torch's own time-out), and a rank whose step does
+not come to an end. A rank that dies ends torchrun's job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+import msgspec
+import torch.distributed as dist
+
+from plimsoll.errors import PlimsollError, RankError, RankFailed, RankMissing, RanksDiffer
+from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS, Meeting, exchange
+from plimsoll.session.rendezvous.release import release
+from plimsoll.session.rendezvous.world import World
+
+_GRACE_SECONDS = 3.0
+"""So long a rank that failed waits for the others to come out of the step by themselves."""
+_GATHERING_SECONDS = 5.0
+"""So long ranks wait for others that may have nothing to say."""
+_RELEASED = "released"
+_ANEW = "; then start the job anew, as the model's process groups were closed to end the wait for that rank"
+_WHY = "one plan is for ranks that run the same step of the same model, with the same options and versions"
+
+
+class _Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """An error in words: what was found, why, and what to do next.
+
+    It may be an echo: what torch raises in a collective when another rank has failed and let go of its connections.
+    """
+
+    found: str
+    why: str
+    next: str
+    may_be_echo: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Failure:
+        if isinstance(error, PlimsollError):
+            return cls(found=error.found, why=error.why, next=error.next, may_be_echo=False)
+        may_be_echo = type(error) is RuntimeError or isinstance(error, dist.DistError)
+        return cls(found=f"{type(error).__name__}: {error}", why="", next="see its traceback", may_be_echo=may_be_echo)
+
+
+class _Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a rank says in one exchange: where it is, its message, and what it found if it failed."""
+
+    step: str
+    message: bytes = b""
+    failure: _Failure | None = None
+
+
+class Conversation:
+    """Exchanges of one call. Use it as a context manager: what leaves the block as an error is told to the other ranks.
+
+    Args:
+        world: the ranks that take part.
+        topic: the call, as errors name it.
+        groups: the process groups of the model's collectives, to be released if this rank fails in a step.
+        timeout_seconds: how long to wait for the others in every exchange.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        topic: str,
+        *,
+        groups: Sequence[dist.ProcessGroup] = (),
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        self.world = world
+        self._topic = topic
+        self._groups = tuple(groups)
+        self._timeout_seconds = timeout_seconds
+        self._step = ""
+        self._is_over = False
+        self._is_stepping = False
+
+    def __enter__(self) -> Conversation:
+        self._step, self._is_over, self._is_stepping = "", False, False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self._is_over:
+            self._give_up(error)
+
+    def ask(self, step: str, message: bytes = b"", *, more_seconds: float = 0.0) -> tuple[bytes, ...]:
+        """Give a message and get those of all ranks, in the order of ``world.ranks``.
+
+        Args:
+            step: where this rank is; all have to be in the same place.
+            message: any bytes.
+            more_seconds: to wait beyond the usual time, because one rank has work to do before it answers.
+
+        Raises:
+            RankFailed: another rank has raised since the last exchange.
+            RankMissing: another rank did not come in time.
+            RanksDiffer: another rank is somewhere else.
+        """
+        turn = msgspec.msgpack.encode(_Turn(step=step, message=message))
+        timeout_seconds = self._timeout_seconds + more_seconds
+        try:
+            answers = Meeting.arrive(self.world, self._topic, turn, timeout_seconds).collect()
+        except RankError:
+            self._is_over = True
+            raise
+        turns = [msgspec.msgpack.decode(answer, type=_Turn) for answer in answers]
+        failures = {rank: turn for rank, turn in zip(self.world.ranks, turns, strict=True) if turn.failure is not None}
+        if failures:
+            self._is_over = True
+            rank, first = next(iter(failures.items()))
+            raise self._failed(rank, first, tuple(failures))
+        if any(turn.step != step for turn in turns):
+            self._is_over = True
+            raise differing({"step": [turn.step for turn in turns]}, self.world.ranks)
+        self._step = step
+        return tuple(turn.message for turn in turns)
+
+    def gather(self, occasion: str, message: bytes) -> tuple[bytes, ...] | None:
+        """Outside of a conversation: everyone's message if all ranks come within a few seconds, else ``None``.
+
+        Args:
+            occasion: of its own for every time; a rank comes to it once or not at all.
+            message: any bytes.
+        """
+        seconds = min(self._timeout_seconds, _GATHERING_SECONDS)
+        try:
+            return exchange(self.world, f"{self._topic}/{occasion}", message, timeout_seconds=seconds)
+        except RankMissing:
+            return None
+
+    def end(self) -> None:
+        """All ranks know of the error that is on its way: nothing has to be told."""
+        self._is_over = True
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Run steps with collectives: if this rank fails in the block, ranks that wait for it there are released."""
+        self._is_stepping = True
+        yield
+        self._is_stepping = False
+
+    def _give_up(self, error: BaseException) -> None:
+        """Tell the others; where they cannot hear it, end what they wait for."""
+        turn = _Turn(step=self._step, failure=_Failure.of(error))
+        self._is_over = True
+        try:
+            meeting = Meeting.arrive(self.world, self._topic, msgspec.msgpack.encode(turn), self._timeout_seconds)
+        except dist.DistError:  # the store is gone, and the job with it: this rank's error is what is to be seen
+            return
+        if not self._is_stepping or not self._groups:
+            return
+        culprit = meeting.noted(_RELEASED)
+        if not culprit:
+            if meeting.is_complete_within(_GRACE_SECONDS):
+                self._name_cause(meeting, error)
+                return
+            culprit = meeting.note(_RELEASED, str(self.world.rank))
+        release(self._groups)  # also by a rank that was released itself: others may wait for this one
+        rank = int(culprit)
+        if rank != self.world.rank:
+            first = msgspec.msgpack.decode(meeting.message_of(rank), type=_Turn)
+            raise self._failed(rank, first, (rank,), _ANEW) from error
+
+    def _name_cause(self, meeting: Meeting, error: BaseException) -> None:
+        """All ranks have failed: where this one may only have lost its connection to another, raise what that one met."""
+        if not _Failure.of(error).may_be_echo:
+            return
+        for rank in filter(meeting.has_come, self.world.ranks):
+            turn = msgspec.msgpack.decode(meeting.message_of(rank), type=_Turn)
+            if turn.failure is not None and not turn.failure.may_be_echo:
+                raise self._failed(rank, turn, (rank,), _ANEW) from error
+
+    def _failed(self, rank: int, turn: _Turn, ranks: tuple[int, ...], advice: str = "") -> RankFailed:
+        assert turn.failure is not None
+        more = "" if len(ranks) == 1 else f" (and {len(ranks) - 1} more)"
+        place = f" after {turn.step!r}" if turn.step else ""
+        why = f": {turn.failure.why}" if turn.failure.why else ""
+        return RankFailed(
+            f"Rank {rank}{more} failed in {self._topic!r}{place}: {turn.failure.found}",
+            why=f"all ranks go on together or none does{why}",
+            next=f"on rank {rank}: {turn.failure.next}{advice}",
+            ranks=ranks,
+        )
+
+
+def differing(facts: dict[str, list[str]], ranks: Sequence[int], next_: str = "", *, why: str = _WHY) -> RanksDiffer:
+    """The error for facts that should be the same on all ranks, as a table: what, and which rank has which.
+
+    Args:
+        facts: by name, one per rank; those that are the same everywhere are left out.
+        ranks: whose they are.
+        next_: the advice, where there is a better one than the general.
+        why: they have to be the same.
+    """
+    rows, odd = [], set[int]()
+    for name, values in facts.items():
+        by_value: dict[str, list[int]] = {}
+        for rank, value in zip(ranks, values, strict=True):
+            by_value.setdefault(value, []).append(rank)
+        if len(by_value) > 1:
+            rows.append(f"{name}: " + "; ".join(f"{_named(who)} {value}" for value, who in by_value.items()))
+            most = max(by_value.values(), key=len)
+            odd.update(rank for who in by_value.values() if who is not most for rank in who)
+    return RanksDiffer(
+        "The ranks are not doing the same:\n" + "\n".join(f"    {row}" for row in rows),
+        why=why,
+        next=next_ or "give all ranks the same, or name the ranks that do the same: ranks=",
+        ranks=tuple(sorted(odd)),
+    )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,172 @@
+"""A model, a batch and a loss in; one training step that can be run again from the same state, and its traces, out.
+
+The step is the usual loop's: ``output = model(...)``, ``loss = ...``, ``loss.backward()``, with ``output`` held until
+backward has ended. The optimizer does not step, so every run starts from the same parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, ValuesView
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.errors import InvalidOption
+from plimsoll.tracing.ddp import Twins, bucket_bytes, inner_module
+from plimsoll.tracing.fsdp2 import release_gathered, waiting_gradients
+from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
+from plimsoll.tracing.recorder.calling import Loss, scalar_loss
+from plimsoll.tracing.recorder.untouched import KeptBuffers, private_copy
+
+Context = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPeaks:
+    """Bytes on the device in one step: what was there before, and the most that was alive at once (both included)."""
+
+    static_bytes: int
+    peak_bytes: int
+
+
+class TrainingStep:
+    """One step, repeatable: ``run`` starts from the random state and the buffers that were there when it was made.
+
+    Under ``DistributedDataParallel`` it is the step of the model inside, which the reducer does not see: gradients are those of
+    this process alone. ``context`` makes what is entered anew around every forward and backward (an offloading context of the
+    training loop).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        loss: Loss | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        context: Context = contextlib.nullcontext,
+    ) -> None:
+        self.model = inner_module(model)
+        self._wrapped = model
+        self._twins = Twins(model)
+        self.device = next(model.parameters()).device
+        self._args = args
+        self._kwargs = kwargs
+        self._loss = loss
+        self._optimizer = optimizer
+        self._context = context
+        self._accumulates = [parameter.grad is not None for parameter in model.parameters()]
+        self._random = torch.get_rng_state()
+        self._cuda_random = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        self._buffers = KeptBuffers(model)
+
+    def run(self) -> float:
+        """Forward, loss and backward from the starting state; the loss's value."""
+        self.rewind()
+        return self.go_on()
+
+    def go_on(self) -> float:
+        """Forward, loss and backward from wherever the random state and the buffers are now."""
+        self.clear_gradients()
+        return self._forward_and_backward(*private_copy((self._args, self._kwargs)))
+
+    def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        with self._twins.in_place(), self._entered():
+            output = self.model(*args, **kwargs)
+            loss = scalar_loss(output, self._loss)
+            loss.backward()
+            value = float(loss.detach())
+            del output, loss
+        return value
+
+    def _entered(self) -> contextlib.AbstractContextManager[object]:
+        made: object = self._context()
+        if not isinstance(made, contextlib.AbstractContextManager):
+            raise InvalidOption(
+                f"context= made a {type(made).__name__}, which is no context.",
+                why="it is called before every step for a new context to run that step in",
+                next="context=lambda: torch.autograd.graph.save_on_cpu(), or any function that returns a context",
+            )
+        return made
+
+    def forward_loss(self) -> float:
+        """The loss from the starting state, without backward; autograd is on, as in a training step."""
+        self.rewind()
+        args, kwargs = private_copy((self._args, self._kwargs))
+        try:
+            with self._twins.in_place(), self._entered():
+                return float(scalar_loss(self.model(*args, **kwargs), self._loss).detach())
+        finally:
+            release_gathered(self.model)
+
+    def draws_random_numbers(self) -> bool:
+        """Whether forward moves torch's generator."""
+        self.forward_loss()
+        if self._cuda_random is not None:
+            return not torch.equal(torch.cuda.get_rng_state(self.device), self._cuda_random)
+        return not torch.equal(torch.get_rng_state(), self._random)
+
+    def rewind(self) -> None:
+        """Put the random state and the buffers back."""
+        torch.set_rng_state(self._random)
+        if self._cuda_random is not None:
+            torch.cuda.set_rng_state(self._cuda_random, self.device)
+        self._buffers.put_back()
+
+    def clear_gradients(self) -> None:
+        """No gradients, or zeros where the step accumulates into existing ones."""
+        for parameter, accumulates in zip(self.model.parameters(), self._accumulates, strict=True):
+            if not accumulates:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def measure_peak(self) -> StepPeaks:
+        """The step's peak, exactly: allocator events on a CPU, the allocator's statistics on CUDA."""
+        self.rewind()
+        self.clear_gradients()
+        gc.collect()  # garbage is not among the static bytes: if it died within the step, it would be taken off the peak
+        static_bytes = self.static_bytes()
+        args, kwargs = private_copy((self._args, self._kwargs))
+        with self._twins.moving_gradients(keeps=True), PeakMeter(self.device) as meter:
+            self._forward_and_backward(args, kwargs)
+        return StepPeaks(static_bytes, static_bytes + meter.peak_bytes)
+
+    def static_bytes(self) -> int:
+        """Parameters, buffers, batch, gradients, a reducer's buckets and optimizer state that are there before the step."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        batch = list(_tensors_in((self._args, self._kwargs)))
+        waiting = [gradient for _, gradient in waiting_gradients(self.model)]
+        held = [*self.model.parameters(), *self.model.buffers(), *gradients, *waiting, *batch]
+        return storage_bytes(held, self.device) + bucket_bytes(self._wrapped) + self.optimizer_bytes()
+
+    def optimizer_bytes(self) -> int:
+        """Optimizer state that exists already."""
+        return 0 if self._optimizer is None else storage_bytes(_tensors_in(self._optimizer.state.values()), self.device)
+
+    def absent_state_bytes(self, expected_bytes: int) -> int:
+        """How much optimizer state does not exist yet (or is not known here), of so much that a plan counts."""
+        return max(0, expected_bytes - self.optimizer_bytes())
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """The gradients of the last run, by parameter name (aliases, not copies)."""
+        return {name: parameter.grad for name, parameter in self.model.named_parameters()}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers as they are now, by name (aliases, not copies)."""
+        return dict(self.model.named_buffers())
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple | ValuesView):
+        return []
+    return [tensor for item in tree for tensor in _tensors_in(item)]

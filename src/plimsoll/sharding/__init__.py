@@ -1,1 +1,0 @@
-"""A model in, the model of one rank out: local shapes and stand-in collectives."""

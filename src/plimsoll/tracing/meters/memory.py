@@ -1,0 +1,338 @@
+"""A block of code in, the bytes that it had alive at once out: exact on the CPU, the allocator's own peak on CUDA.
+
+On the CPU every allocation and release is logged by torch's profiler, in the thread that entered the meter: bytes as they
+were asked for, no sampling and no rounding. Memory from before the meter is not in that log when it is let go, so the
+storages that exist at the start are watched through weak references. Storages that only C++ holds at the start (tensors
+saved by an autograd graph that is already there) cannot be found; when they are let go inside, peaks read too high, never
+too low. Memory that libraries take from the system behind torch's allocator (oneDNN's packed weights) is not seen.
+
+On CUDA the figures come from the caching allocator's statistics, which round every block up to 512 bytes. The meter resets
+the device's peak counters.
+
+While the CPU meter runs no other profiler may. The allocator warns once a second on stderr about the releases that its log
+lacks; start Python with ``TORCH_CPP_LOG_LEVEL=ERROR`` to silence it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._profiler import RecordScope, _ExtraFields_Allocation
+from torch.autograd.profiler import profile
+from torch.nn.parameter import is_lazy
+
+from plimsoll.errors import PlimsollError
+from plimsoll.tracing.local_tensors import dense_parts, is_wrapper
+
+_KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
+_KINETO_SILENT = "99"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What happened between the mark ``name`` and the next one, in bytes above the start of the meter."""
+
+    name: str
+    peak_bytes: int
+    resident_bytes: int
+    """Alive when the window ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """One allocation (positive) or release (negative); ``address`` is 0 for memory from before the meter."""
+
+    at_ns: int
+    bytes: int
+    address: int
+
+
+class MeasurementLost(PlimsollError):
+    """A meter has nothing to say: its profiler was ended by somebody else."""
+
+
+class PeakMeter:
+    """Measures memory on one device while it is entered.
+
+    Args:
+        device: where to measure; other devices are not looked at.
+
+    Example:
+        >>> with PeakMeter("cpu") as meter:
+        ...     meter.mark("forward")
+        ...     rows = torch.zeros(1024, 256)
+        >>> meter.peak_bytes
+        1048576
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.start_bytes = 0
+        self.peak_bytes = 0
+        """The most that was alive at once above what was alive at the start."""
+        self.resident_bytes = 0
+        """Alive at the end above the start; negative where the block let go of more than it made."""
+        self.windows: tuple[Window, ...] = ()
+        """From each mark to the next; the first window starts with the meter and is called ``start``."""
+        self._meter: _CpuMeter | _CudaMeter = _CudaMeter(self.device) if self.device.type == "cuda" else _CpuMeter()
+
+    def __enter__(self) -> PeakMeter:
+        self._meter.start()
+        return self
+
+    def mark(self, name: str) -> None:
+        """Start a window called ``name`` here."""
+        self._meter.mark(name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop measuring.
+
+        Raises:
+            MeasurementLost: another profiler ended the one that measured.
+        """
+        self.windows = self._meter.stop()
+        self.peak_bytes = max(window.peak_bytes for window in self.windows)
+        self.resident_bytes = self.windows[-1].resident_bytes
+
+    @property
+    def timeline(self) -> tuple[tuple[int, int], ...]:
+        """``(nanoseconds of the Unix epoch, bytes above the start)`` after every change; on CUDA only at the marks."""
+        return self._meter.timeline
+
+    def window(self, name: str) -> Window:
+        """The window that the mark ``name`` started (the last of that name)."""
+        return next(window for window in reversed(self.windows) if window.name == name)
+
+    def peak_bytes_without(self, tensors: Iterable[torch.Tensor]) -> int:
+        """The peak if the storages of ``tensors``, made inside and still alive, did not count. Only on the CPU.
+
+        This is how activations are told from gradients: ``meter.peak_bytes_without(p.grad for p in parameters)``.
+        """
+        addresses = {part.untyped_storage().data_ptr() for tensor in tensors for part in dense_parts(tensor)}
+        return self._meter.peak_bytes_without(addresses)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | None = None) -> int:
+    """Bytes of the storages of this process behind ``tensors``, each counted once; only those on ``device`` if given."""
+    kind = None if device is None else torch.device(device).type
+    sizes: dict[int, int] = {}
+    for tensor in (part for whole in tensors for part in dense_parts(whole)):
+        if kind is None or tensor.device.type == kind:
+            storage = tensor.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+class _CpuMeter:
+    """Allocator events of this thread, and the deaths of storages that were there before."""
+
+    def __init__(self) -> None:
+        self.timeline: tuple[tuple[int, int], ...] = ()
+        self._events: list[_Event] = []
+        self._deaths: list[_Event] = []
+        self._watched: list[weakref.ref[torch.UntypedStorage]] = []
+        self._marks: list[tuple[int, str]] = []
+        self._end_ns = 0
+
+    def start(self) -> None:
+        self._watch_live_storages()
+        session = profile(use_kineto=True, profile_memory=True)
+        self._activities = session.kineto_activities
+        before = os.environ.get(_KINETO_LOG_LEVEL)
+        os.environ.setdefault(_KINETO_LOG_LEVEL, _KINETO_SILENT)  # read once, when the first profiler starts
+        try:
+            _prepare_profiler(session.config(create_trace_id=True), self._activities)
+            # Nothing of ours runs in this scope, so nothing but memory is logged: a tenth of the time and of the log.
+            scopes = {RecordScope.STATIC_RUNTIME_MODEL}
+            _enable_profiler(session.config(), self._activities, scopes)  # type: ignore[call-arg]  # the stub lacks it
+        finally:
+            if before is None:
+                del os.environ[_KINETO_LOG_LEVEL]
+        torch.empty(1)  # the first event of the log: it tells which thread this is
+        self._marks.append((time.time_ns(), "start"))
+
+    def mark(self, name: str) -> None:
+        self._marks.append((time.time_ns(), name))
+
+    def stop(self) -> tuple[Window, ...]:
+        self._end_ns = time.time_ns()
+        result = _disable_profiler()
+        self._watched.clear()
+        found = [
+            event
+            for event in _flatten(result.experimental_event_tree())
+            if isinstance(event.extra_fields, _ExtraFields_Allocation) and event.extra_fields.device.type == "cpu"
+        ]
+        if not found:
+            raise MeasurementLost(
+                "Nothing was measured: the log of allocations is empty.",
+                why="torch has one profiler, which measures memory on a CPU, and another one ended it meanwhile",
+                next="measure again, without a profiler or a PeakMeter inside",
+            )
+        first = min(found, key=lambda event: event.start_time_ns)
+        logged = [
+            _Event(event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr)
+            for event in found
+            if event.extra_fields.alloc_size < 0 or (event.start_tid == first.start_tid and event is not first)
+        ]
+        self._events = _merge(logged, self._deaths)
+        self.timeline = _running_sum(self._events)
+        return _windows(self.timeline, self._marks)
+
+    def peak_bytes_without(self, addresses: set[int]) -> int:
+        last = {event.address: i for i, event in enumerate(self._events) if event.bytes > 0}
+        skipped = {last[address] for address in addresses if address in last}
+        kept = [event for i, event in enumerate(self._events) if i not in skipped]
+        return max(0, *(bytes_ for _, bytes_ in _running_sum(kept)), 0)
+
+    def _watch_live_storages(self) -> None:
+        seen: set[int] = set()
+        for tensor in _live_tensors():
+            storage = tensor.untyped_storage()
+            if storage._cdata in seen or not storage.nbytes():
+                continue
+            seen.add(storage._cdata)
+            self._watched.append(weakref.ref(storage, _DeathNote(self._deaths, storage.nbytes())))
+
+
+class _DeathNote:
+    """Writes down when a storage died; holds its size, not the storage."""
+
+    __slots__ = ("bytes", "deaths")
+
+    def __init__(self, deaths: list[_Event], bytes_: int) -> None:
+        self.deaths = deaths
+        self.bytes = bytes_
+
+    def __call__(self, _: object) -> None:
+        self.deaths.append(_Event(time.time_ns(), -self.bytes, 0))
+
+
+class _CudaMeter:
+    """The caching allocator's counters; peaks per window by resetting the peak at every mark."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.timeline: tuple[tuple[int, int], ...] = ()
+        self._start_bytes = 0
+        self._name = "start"
+        self._windows: list[Window] = []
+
+    def start(self) -> None:
+        self._start_bytes = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def mark(self, name: str) -> None:
+        self._close()
+        self._name = name
+
+    def stop(self) -> tuple[Window, ...]:
+        self._close()
+        return tuple(self._windows)
+
+    def peak_bytes_without(self, addresses: set[int]) -> int:
+        raise PlimsollError(
+            f"Peaks without some tensors cannot be measured on {self.device}.",
+            why="the allocator's counters do not tell storages apart",
+            next="measure the whole peak, or on the CPU",
+        )
+
+    def _close(self) -> None:
+        peak_bytes = torch.cuda.max_memory_allocated(self.device) - self._start_bytes
+        resident_bytes = torch.cuda.memory_allocated(self.device) - self._start_bytes
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._windows.append(Window(self._name, peak_bytes, resident_bytes))
+        self.timeline = (*self.timeline, (time.time_ns(), resident_bytes))
+
+
+def _live_tensors() -> list[torch.Tensor]:
+    """Dense CPU tensors with memory of their own that Python knows, and the gradients that hang on them."""
+    found: list[torch.Tensor] = []
+    kinds = _with_subclasses(torch.Tensor)
+    # `isinstance` would run the code of proxy objects; looking types up costs less where objects are many.
+    for thing in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+        if not _has_cpu_memory(thing):
+            continue
+        found.append(thing)
+        gradient = _gradient_of(thing)
+        if gradient is not None and _has_cpu_memory(gradient):
+            found.append(gradient)
+    return found
+
+
+def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return tensor.grad if tensor.requires_grad and tensor.is_leaf else None
+    except RuntimeError:  # a view whose base was written in a way that autograd forbids (FSDP1): it may not be asked
+        return None
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
+
+
+def _has_cpu_memory(tensor: torch.Tensor) -> bool:
+    if is_lazy(tensor):  # a lazy module's parameter, before the first forward
+        return False
+    if is_wrapper(tensor):  # what it is made of is among the live tensors itself
+        return False
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and torch._C._has_storage(tensor)
+
+
+def _flatten(events: Iterable[Any]) -> Iterator[Any]:
+    pending = list(events)
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        yield event
+
+
+def _merge(logged: list[_Event], deaths: list[_Event]) -> list[_Event]:
+    """Both in order of time, without releases of what was not made inside.
+
+    The log has some of those too, with the size that the address had when an earlier profiler last saw it: wrong where
+    it has been used again since.
+    """
+    alive: dict[int, int] = {}
+    inside: list[_Event] = []
+    for event in sorted(logged, key=lambda event: event.at_ns):
+        if event.bytes > 0:
+            alive[event.address] = event.bytes
+            inside.append(event)
+        elif alive.pop(event.address, 0):
+            inside.append(event)
+    return sorted([*inside, *deaths], key=lambda event: event.at_ns)
+
+
+def _running_sum(events: Iterable[_Event]) -> tuple[tuple[int, int], ...]:
+    alive_bytes = 0
+    timeline = []
+    for event in events:
+        alive_bytes += event.bytes
+        timeline.append((event.at_ns, alive_bytes))
+    return tuple(timeline)
+
+
+def _windows(timeline: tuple[tuple[int, int], ...], marks: list[tuple[int, str]]) -> tuple[Window, ...]:
+    windows: list[Window] = []
+    alive_bytes, position = 0, 0
+    ends = [at_ns for at_ns, _ in marks[1:]]
+    for (_, name), end_ns in zip(marks, [*ends, None], strict=True):
+        peak_bytes = alive_bytes
+        while position < len(timeline) and (end_ns is None or timeline[position][0] < end_ns):
+            alive_bytes = timeline[position][1]
+            peak_bytes = max(peak_bytes, alive_bytes)
+            position += 1
+        windows.append(Window(name, peak_bytes, alive_bytes))
+    return tuple(windows)

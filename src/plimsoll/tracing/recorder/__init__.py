@@ -1,0 +1,1 @@
+"""Records ATen calls as ops over versions of storages: the log behind traces and recipes."""

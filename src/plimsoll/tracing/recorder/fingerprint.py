@@ -1,0 +1,104 @@
+"""A model in, a short text that names its structure out; a call in, a short text that names its signature out.
+
+Neither looks at values: two models with equal fingerprints run the same program, two calls with equal signatures take the
+same path through it (as far as shapes, types and flags decide that).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from plimsoll.tracing.ddp import inner_module
+from plimsoll.tracing.recorder.opkey import dtype_name
+from plimsoll.tracing.recorder.shards import layout_of
+
+_HASH_LENGTH = 12
+
+
+def fingerprint(model: nn.Module, regions: Iterable[str] = ()) -> str:
+    """``LlamaForCausalLM-1a2b3c4d5e6f``: the model's class, and a hash of its structure.
+
+    The structure is the class of every submodule, and name, shape, dtype and ``requires_grad`` of every parameter and
+    buffer (a tied parameter under each of its names), and the names of the regions. Of a DTensor it is the global shape, with
+    placements and mesh shape: the same on every rank. ``DistributedDataParallel`` around the model does not count.
+    """
+    model = inner_module(model)
+    digest = hashlib.sha256()
+    for name, module in model.named_modules(remove_duplicate=False):
+        digest.update(f"module {name} {type(module).__module__}.{type(module).__qualname__}\n".encode())
+    first: dict[int, str] = {}
+    for kind, named in (
+        ("parameter", model.named_parameters(remove_duplicate=False)),
+        ("buffer", model.named_buffers(remove_duplicate=False)),
+    ):
+        for name, tensor in named:
+            twin = first.setdefault(id(tensor), name)
+            shape = "x".join(map(str, tensor.shape))
+            line = (
+                f"{kind} {name} {twin} {dtype_name(tensor.dtype)}[{shape}]{_laid_out(tensor)} {tensor.requires_grad}\n"
+            )
+            digest.update(line.encode())
+    for region in regions:
+        digest.update(f"region {region}\n".encode())
+    return f"{type(model).__name__}-{digest.hexdigest()[:_HASH_LENGTH]}"
+
+
+def signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss: Any = None) -> str:
+    """``input_ids=i64[2x512]; labels=i64[2x512]; training; loss: output``: what decides the path of a step.
+
+    Args:
+        model: for its training flags and whether gradients are there already (accumulation).
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        loss: the callable that makes the loss, ``None`` if the model does.
+    """
+    parts = [_describe(value) for value in args]
+    parts += [f"{name}={_describe(kwargs[name])}" for name in sorted(kwargs)]
+    model = inner_module(model)
+    parts.append(_training(model))
+    parts += _autocast()
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        parts.append("accumulating")
+    parts.append("loss: " + ("output" if loss is None else getattr(loss, "__qualname__", type(loss).__qualname__)))
+    return "; ".join(parts)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        text = f"{dtype_name(value.dtype)}[{'x'.join(map(str, value.shape))}]{_laid_out(value)}"
+        return text + "*" if value.requires_grad else text
+    if isinstance(value, bool | int | float | str) or value is None:
+        return repr(value)
+    leaves, _ = tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return type(value).__name__
+    return f"{type(value).__name__}({', '.join(map(_describe, leaves))})"
+
+
+def _laid_out(tensor: torch.Tensor) -> str:
+    layout = layout_of(tensor)
+    return f" {layout}" if layout else ""
+
+
+def _training(model: nn.Module) -> str:
+    training = [name for name, module in model.named_modules() if module.training]
+    count = sum(1 for _ in model.modules())
+    if len(training) == count:
+        return "training"
+    if not training:
+        return "evaluation"
+    return f"training {len(training)}/{count} {hashlib.sha256(' '.join(training).encode()).hexdigest()[:6]}"
+
+
+def _autocast() -> list[str]:
+    return [
+        f"autocast {device} {dtype_name(torch.get_autocast_dtype(device))}"
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    ]

@@ -1,0 +1,143 @@
+"""A stretch of the op log and its saved slots in, a torch-free ``RegionGraph`` with local ids out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
+from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue
+
+
+@dataclass(slots=True)
+class SlotRecord:
+    """One saved tensor as the hooks saw it; ``value`` is an id of the log, ``-1`` for what is not managed."""
+
+    value: int
+    storage: int = -1
+    packed: int = -1
+    unpacked: int = -1
+    released: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class LocalIds:
+    """How ids of the log and ids of the region graph correspond."""
+
+    to_local: dict[int, int]
+    to_log: tuple[int, ...]
+
+
+def build_region_graph(
+    values: Sequence[RecordedValue],
+    ops: Sequence[RecordedOp],
+    slots: Sequence[SlotRecord],
+    outputs: Sequence[int],
+    backward_order: Sequence[int],
+    leaves: Mapping[int, tuple[Origin, str]],
+    prefix: str,
+) -> tuple[RegionGraph, LocalIds]:
+    """Cut a region out of the log.
+
+    Args:
+        values: all values of the log.
+        ops: the region's ops, in order.
+        slots: the tensors saved while the region ran, in order.
+        outputs: log ids of what the region returned.
+        backward_order: slot indices as backward read them (reverse order of saving if not known).
+        leaves: origin and name of values that the region did not make (inputs, parameters, buffers), in an order that is
+            the same in every region of one kind.
+        prefix: the region's module path; it is cut off names, so that equal blocks have equal graphs.
+    """
+    made = {write: op for op in ops for write in op.writes}
+    obstacles = _external_writes(values, ops)
+    storable = {slot.value for slot in slots if slot.value >= 0}
+    used = dict.fromkeys(value for op in ops for value in (*op.reads, *op.writes))
+    used.update(dict.fromkeys(slot.value for slot in slots if slot.value >= 0))
+    used.update(dict.fromkeys(leaves))
+    rank = {log_id: position for position, log_id in enumerate(leaves)}
+    order = sorted(used, key=lambda v: (v in made, rank.get(v, len(rank)), v))
+    local = {log_id: position for position, log_id in enumerate(order)}
+    op_ids = {op.id: position for position, op in enumerate(ops)}
+    graph = RegionGraph(
+        values=tuple(
+            _value(values[log_id], position, made.get(log_id), op_ids, leaves.get(log_id), storable, prefix)
+            for position, log_id in enumerate(order)
+        ),
+        ops=tuple(_op(op, position, local, obstacles) for position, op in enumerate(ops)),
+        slots=tuple(
+            Slot(
+                index=index,
+                value=local.get(slot.value, -1),
+                packed=slot.packed,
+                unpacked=slot.unpacked,
+                released=slot.released,
+            )
+            for index, slot in enumerate(slots)
+        ),
+        outputs=tuple(local[v] for v in outputs if v in local),
+        backward_order=tuple(backward_order),
+    )
+    return graph, LocalIds(to_local=local, to_log=tuple(order))
+
+
+def _op(op: RecordedOp, position: int, local: Mapping[int, int], obstacles: Mapping[int, str]) -> RegionOp:
+    return RegionOp(
+        id=position,
+        name=op.name,
+        reads=tuple(local[v] for v in op.reads),
+        writes=tuple(local[v] for v in op.writes),
+        cost_key=op.cost_key,
+        tick=op.id,
+        obstacle=op.obstacle or obstacles.get(op.id, ""),
+        is_random=op.is_random,
+    )
+
+
+def _value(
+    value: RecordedValue,
+    position: int,
+    producer: RecordedOp | None,
+    op_ids: Mapping[int, int],
+    leaf: tuple[Origin, str] | None,
+    storable: set[int],
+    prefix: str,
+) -> Value:
+    if producer is not None:
+        origin, name = Origin.OP, relative_name(value.name, prefix)
+    else:
+        origin, name = leaf or (Origin.EXTERNAL, "external")
+    return Value(
+        id=position,
+        name=name,
+        bytes=value.bytes,
+        storage=value.storage,
+        origin=origin,
+        producer=-1 if producer is None else op_ids[producer.id],
+        is_storable=value.id in storable or origin is Origin.INPUT,
+    )
+
+
+def _external_writes(values: Sequence[RecordedValue], ops: Sequence[RecordedOp]) -> dict[int, str]:
+    """Why ops that touch memory from outside the region, which the region itself overwrites, cannot run again."""
+    made_here = {storage for op in ops for storage in op.births}
+    overwritten = {values[w].storage for op in ops for w in op.writes} - made_here
+    obstacles: dict[int, str] = {}
+    for op in ops:
+        if any(values[w].storage in overwritten for w in op.writes):
+            obstacles[op.id] = "writes to memory from outside the region"
+        elif any(values[r].storage in overwritten for r in op.reads):
+            obstacles[op.id] = "reads memory from outside that the region overwrites"
+    return obstacles
+
+
+def relative_name(name: str, prefix: str) -> str:
+    """``mlp.act_fn::silu#0`` from ``model.layers.3.mlp.act_fn::silu#0`` and ``model.layers.3``."""
+    if not prefix:
+        return name
+    return name.removeprefix(prefix + "::").removeprefix(prefix + ".")
+
+
+def default_order(slots: Sequence[SlotRecord]) -> tuple[int, ...]:
+    """The order in which backward will probably read the slots, before any backward was seen: last saved, first read."""
+    return tuple(reversed(range(len(slots))))

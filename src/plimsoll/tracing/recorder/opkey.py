@@ -1,0 +1,138 @@
+"""An op call in, its cost key and its arithmetic out.
+
+The key holds the op, the dtype, sizes and strides of its tensors, and its constants: calls with equal keys cost the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from plimsoll.artifacts.trace import OpSpec
+from plimsoll.tracing.recorder.collectives import group_arguments, group_text
+
+_LONGEST_KEY = 512
+_COLLECTIVES = "plimsoll"
+"""The namespace of our stand-ins for collectives; each has an argument ``group``."""
+
+_SHORT = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``f32`` for ``torch.float32``; the dtype's own name for rare ones."""
+    return _SHORT.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        sizes = "x".join(map(str, value.shape))
+        layout = "" if value.is_contiguous() else "s" + ",".join(map(str, value.stride()))
+        return f"{dtype_name(value.dtype)}[{sizes}]{layout}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_describe(item) for item in value) + "]"
+    if isinstance(value, int | float | bool | str) or value is None:
+        return repr(value)
+    return type(value).__name__
+
+
+def op_name(func: torch._ops.OpOverload) -> str:
+    """``mm`` for ``aten.mm.default``; other namespaces keep theirs (``mylib.scan``)."""
+    namespace, name = func._schema.name.split("::")
+    return name if namespace == "aten" else f"{namespace}.{name}"
+
+
+def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The text under which the op's seconds are kept; the long ones (lists of hundreds of tensors) end in a hash."""
+    groups = _groups(func)
+    named = "".join(
+        f";{name}={group_text(value) if name in groups else _describe(value)}"
+        for name, value in kwargs.items()
+        if value is not None
+    )
+    listed = (
+        group_text(value) if name in groups else _describe(value)
+        for name, value in zip(_argument_names(func), args, strict=False)
+    )
+    text = f"{func}({';'.join(listed)}{named})"
+    if len(text) <= _LONGEST_KEY:
+        return text
+    return f"{text[: _LONGEST_KEY // 2]}…{hashlib.sha256(text.encode()).hexdigest()[:16]})"
+
+
+@functools.cache
+def _argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+@functools.cache
+def _groups(func: torch._ops.OpOverload) -> frozenset[str]:
+    return group_arguments(func)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, list | tuple):
+        return [tensor for item in tree for tensor in _tensors(item)]
+    return []
+
+
+def _grouped_flops(rows: torch.Tensor, weights: torch.Tensor) -> int:
+    """Of a grouped product, which torch has no formula for: every row meets the weights of one group."""
+    groups = rows.shape[0] if rows.dim() == weights.dim() == 3 else 1
+    return 2 * groups * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
+
+
+def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpSpec:
+    """Arithmetic (torch's own flop formulas) and bytes moved (every tensor read or written once).
+
+    Of a collective: no arithmetic, the size of the whole tensor, and the group it runs over.
+    """
+    inputs = _tensors(args) + _tensors(list(kwargs.values()))
+    outputs = _tensors(out)
+    if func.namespace == _COLLECTIVES:
+        return _collective_spec(func, args, kwargs, inputs + outputs)
+    count = flop_registry.get(func._overloadpacket)
+    if func is torch.ops.aten._grouped_mm.default:
+        flops = _grouped_flops(args[0], args[1])
+    elif count is not None:
+        flops = int(count(*args, **kwargs, out_val=out))
+    else:
+        flops = sum(math.prod(tensor.shape) for tensor in outputs)
+    moved = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in inputs + outputs)
+    floats = [tensor.dtype for tensor in inputs + outputs if tensor.dtype.is_floating_point]
+    return OpSpec(
+        name=op_name(func),
+        flops=flops,
+        moved_bytes=moved,
+        dtype=dtype_name(floats[0]) if floats else "i64",
+    )
+
+
+def _collective_spec(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+) -> OpSpec:
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return OpSpec(
+        name=op_name(func),
+        flops=0,
+        moved_bytes=max(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors),
+        dtype=dtype_name(tensors[0].dtype),
+        group=named["group"],
+    )

@@ -1,0 +1,352 @@
+"""ATen calls in, ops over storage versions out: the log from which both the trace and the recipes are made.
+
+Every storage has a current *value*. An op that writes to it (as its schema declares) makes a new value; a view makes none.
+So the log is in static single assignment form: each value has one producer, and views cost nothing.
+
+Tensors that are DTensors turn their ops into ops on local shards and collectives by themselves; the log has those. What a
+collective returns is a value, and what waiting for it returns is a later version of the same storage.
+
+Source: the idea of functionalising in-place ops on storages is that of torch's functorch ``FunctionalTensor``; this log
+keeps the original ops and only numbers the versions. Known weakness: writes that a schema does not declare are invisible
+here; the runtime's verifying recorder finds them by comparing contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plimsoll.artifacts.region import Origin
+from plimsoll.tracing.recorder.collectives import (
+    IS_COLLECTIVE,
+    IS_ROUTING,
+    is_collective,
+    is_repeatable_collective,
+    is_routing,
+    is_wait,
+    masks_of,
+    undeclared_writes,
+)
+from plimsoll.tracing.recorder.geometry import Geometry, has_lazy_bits, is_plain
+from plimsoll.tracing.recorder.opkey import cost_key, op_name
+from plimsoll.tracing.recorder.shards import dispatches_itself, local_of
+from plimsoll.tracing.recorder.storages import StorageTable
+
+_UNINITIALISED = frozenset(
+    {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized"}
+)
+_NOT_OF_THE_STEP = frozenset({"profiler", "prim"})
+"""Namespaces of ops that only mark a range or ask a tensor subclass for its device."""
+_READS_A_VALUE = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor argument of a recorded op: a value seen through a geometry."""
+
+    value: int
+    geometry: Geometry
+
+
+@dataclass(slots=True)
+class RecordedValue:
+    """One version of one storage."""
+
+    id: int
+    storage: int
+    bytes: int
+    origin: Origin
+    name: str
+    base: Geometry
+    producer: int = -1
+    is_undefined: bool = False
+
+
+@dataclass(slots=True)
+class RecordedOp:
+    """One op call: what it was called with (tensors as ``Ref``) and what it read, wrote and returned."""
+
+    id: int
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: tuple[int, ...]
+    name: str
+    module: str
+    cost_key: str
+    writes: tuple[int, ...] = ()
+    outputs: tuple[Ref | None, ...] = ()
+    is_random: bool = False
+    obstacle: str = ""
+    births: tuple[int, ...] = ()
+    random_point: tuple[int, int] | None = None
+    """For a random op that can be repeated: which generator, and the point in the region at which its state is taken."""
+    scratch: frozenset[int] = frozenset()
+    """Buffers that the op writes without declaring it; running it again needs copies of them."""
+    undeclared: tuple[int, ...] = ()
+    """Other storages that it writes without declaring it: each gets a new version, like any write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What an op's schema says about it."""
+
+    written_positions: tuple[int, ...]
+    written_names: tuple[str, ...]
+    is_random: bool
+    is_view: bool
+    is_uninitialised: bool
+    is_value_read: bool
+    is_collective: bool
+    is_wait: bool
+    is_routing: bool
+
+
+def read_schema(func: torch._ops.OpOverload) -> Signature:
+    """Which arguments the op writes, and whether it draws random numbers, only makes a view, or leaves memory unset."""
+    written = [
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    name = func._schema.name.split("::")[1]
+    return Signature(
+        written_positions=tuple(position for position, _ in written),
+        written_names=tuple(argument for _, argument in written),
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        is_view=func.is_view,
+        is_uninitialised=name in _UNINITIALISED,
+        is_value_read=name in _READS_A_VALUE,
+        is_collective=is_collective(func),
+        is_wait=is_wait(func),
+        is_routing=is_routing(func),
+    )
+
+
+class OpRecorder(TorchDispatchMode):
+    """Logs the ops that run while it is active.
+
+    Subclasses override ``execute`` to time, watch or verify the call itself, and ``current_module`` tells them where it
+    happens. ``suspended`` lets the engine run ops of its own unseen.
+
+    Args:
+        current_module: the path of the module that runs now.
+        repeats_collectives: whether ops that talk to other ranks may be run again, by all ranks alike.
+    """
+
+    supports_higher_order_operators = True
+    """Operators that take functions (flexible attention, scans) run as they are; what they make comes from outside the log."""
+
+    def __init__(self, current_module: Callable[[], str] = lambda: "", *, repeats_collectives: bool = False) -> None:
+        super().__init__()
+        self._repeats_collectives = repeats_collectives
+        self._on_the_way: set[int] = set()
+        self.table = StorageTable()
+        self.values: list[RecordedValue] = []
+        self.ops: list[RecordedOp] = []
+        self.current: dict[int, int] = {}
+        self.suspended = False
+        self.value_reads = 0
+        self._current_module = current_module
+        self._occurrences: dict[tuple[str, str], int] = {}
+        self._signatures: dict[torch._ops.OpOverload, Signature] = {}
+
+    def add_leaf(self, tensor: torch.Tensor, origin: Origin, name: str) -> int:
+        """Make the tensor's storage known as something that was there before; the first name given stays."""
+        local = local_of(tensor)
+        storage = self.table.add(local)
+        known = self.current.get(storage)
+        if known is not None:
+            return known
+        return self._new_value(storage, local, origin, name, producer=-1)
+
+    def value_of(self, tensor: torch.Tensor) -> int:
+        """The id of the value that the tensor shows now, ``-1`` if its storage is unknown."""
+        local = local_of(tensor)
+        return self.current.get(self.table.find(local), -1) if is_plain(local) else -1
+
+    def is_on_the_way(self, args: tuple[Any, ...]) -> bool:
+        """Whether a collective is still filling some of these tensors: their contents change by themselves."""
+        return bool(self._on_the_way) and any(
+            self.table.find(tensor) in self._on_the_way for tensor in flat_tensors(args)
+        )
+
+    def forget_names(self) -> None:
+        """Count occurrences of (module, op) from zero again, as at the start of a region."""
+        self._occurrences = {}
+
+    def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
+        """Run the op. ``op`` is not in the log yet: whether it is a view shows in what it returns."""
+        return op.func(*args, **kwargs)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)
+        if self.suspended or func.namespace in _NOT_OF_THE_STEP:
+            return func(*args, **kwargs)
+        if dispatches_itself(types):
+            return NotImplemented
+        signature = self._signatures.get(func)
+        if signature is None:
+            signature = self._signatures[func] = read_schema(func)
+        if signature.is_view:
+            for tensor in flat_tensors(args):
+                self._known(tensor)
+            return func(*args, **kwargs)
+        if signature.is_value_read:
+            self.value_reads += 1
+        op = self._open(func, args, kwargs, signature)
+        out = self.execute(op, args, kwargs, signature)
+        self._close(op, out, args, kwargs, signature)
+        return out
+
+    def _known(self, tensor: torch.Tensor) -> int:
+        if not is_plain(tensor):
+            return -1
+        return self.add_leaf(tensor, Origin.EXTERNAL, "external")
+
+    def _open(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
+    ) -> RecordedOp:
+        reads: list[int] = []
+        obstacles: list[str] = []
+
+        def template(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                known = self._known(value)
+                if known < 0:
+                    obstacles.append(f"reads a {type(value).__name__} that is not a plain dense tensor")
+                    return None
+                if has_lazy_bits(value):
+                    obstacles.append("reads a lazily conjugated or negated tensor")
+                reads.append(known)
+                return Ref(known, Geometry.of(value))
+            if isinstance(value, list | tuple):
+                return type(value)(template(item) for item in value)
+            if isinstance(value, torch.Generator):
+                obstacles.append("draws from a generator of its own")
+            return value
+
+        if signature.is_collective and not (self._repeats_collectives and is_repeatable_collective(func)):
+            obstacles.append(IS_COLLECTIVE)
+        if signature.is_routing:
+            obstacles.append(IS_ROUTING)
+        self._keep_masks(func, args)
+        op_args = tuple(template(value) for value in args)
+        op_kwargs = {name: template(value) for name, value in kwargs.items()}
+        return RecordedOp(
+            id=len(self.ops),
+            func=func,
+            args=op_args,
+            kwargs=op_kwargs,
+            reads=tuple(dict.fromkeys(reads)),
+            name=op_name(func),
+            module=self._current_module(),
+            cost_key=cost_key(func, args, kwargs),
+            is_random=signature.is_random,
+            obstacle=obstacles[0] if obstacles else "",
+        )
+
+    def _keep_masks(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+        """What an op selects rows by is made once: the op that made it must not run again."""
+        for mask in masks_of(func, args):
+            producer = self.values[value].producer if (value := self.value_of(mask)) >= 0 else -1
+            if producer >= 0:
+                self.ops[producer].obstacle = self.ops[producer].obstacle or IS_ROUTING
+
+    def _written(
+        self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
+    ) -> list[torch.Tensor]:
+        """The arguments whose contents are others after the op."""
+        written: list[Any] = [args[i] for i in signature.written_positions if i < len(args)]
+        written += [kwargs[name] for name in signature.written_names if name in kwargs]
+        if signature.is_collective:
+            written += undeclared_writes(op.func, args)
+        if signature.is_wait:
+            written += [tensor for tensor in flat_tensors(args) if self.table.find(tensor) in self._on_the_way]
+        return [tensor for tensor in flat_tensors(written) if is_plain(tensor)]
+
+    def _close(
+        self, op: RecordedOp, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
+    ) -> None:
+        occurrence_key = (op.module, op.name)
+        outputs = flat_tensors(out)
+        written_storages = {self.table.add(t) for t in self._written(op, args, kwargs, signature)}.union(op.undeclared)
+        fresh = [t for t in outputs if is_plain(t) and self.table.find(t) < 0]
+        if not written_storages and not fresh and all(is_plain(t) for t in outputs) and outputs:
+            return
+        op.id = len(self.ops)
+        self.ops.append(op)
+        count = self._occurrences.get(occurrence_key, 0)
+        self._occurrences[occurrence_key] = count + 1
+        stem = f"{op.module}::{op.name}#{count}" if op.module else f"{op.name}#{count}"
+        writes: list[int] = []
+        for storage in sorted(written_storages):
+            old = self.values[self.current[storage]]
+            is_only_write = len(written_storages) == 1 and not fresh
+            writes.append(self._new_version(old, stem if is_only_write else f"{stem}!{len(writes)}", op.id))
+        births: list[int] = []
+        for position, tensor in enumerate(outputs):
+            if not is_plain(tensor):
+                op.obstacle = op.obstacle or f"makes a {type(tensor).__name__} that is not a plain dense tensor"
+                continue
+            storage = self.table.find(tensor)
+            if storage < 0:
+                storage = self.table.add(tensor)
+                name = stem if len(outputs) == 1 else f"{stem}.{position}"
+                value = self._new_value(storage, tensor, Origin.OP, name, op.id)
+                self.values[value].is_undefined = signature.is_uninitialised
+                writes.append(value)
+                births.append(storage)
+        op.writes, op.births = tuple(writes), tuple(births)
+        op.outputs = tuple(
+            Ref(self.value_of(tensor), Geometry.of(tensor)) if is_plain(tensor) else None for tensor in outputs
+        )
+        if signature.is_wait:
+            self._on_the_way -= written_storages
+        elif signature.is_collective:
+            self._on_the_way |= written_storages.union(births)
+
+    def _new_version(self, old: RecordedValue, name: str, producer: int) -> int:
+        value = RecordedValue(
+            id=len(self.values),
+            storage=old.storage,
+            bytes=old.bytes,
+            origin=Origin.OP,
+            name=name,
+            base=old.base,
+            producer=producer,
+        )
+        self.values.append(value)
+        self.current[old.storage] = value.id
+        return value.id
+
+    def _new_value(self, storage: int, tensor: torch.Tensor, origin: Origin, name: str, producer: int) -> int:
+        value = RecordedValue(
+            id=len(self.values),
+            storage=storage,
+            bytes=tensor.untyped_storage().nbytes(),
+            origin=origin,
+            name=name,
+            base=Geometry.of(tensor),
+            producer=producer,
+        )
+        self.values.append(value)
+        self.current[storage] = value.id
+        return value.id
+
+
+def flat_tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, list | tuple):
+        return [tensor for item in tree for tensor in flat_tensors(item)]
+    return []

@@ -1,0 +1,85 @@
+"""A model and a batch in, the same model and batch after whatever was run on them: what a step changes is put back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from plimsoll.tracing.fsdp2 import KeptShards, sharded_parameters
+from plimsoll.tracing.recorder.geometry import is_plain
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Leave the model as it was: gradients, buffers, training flags and the random state are put back at the end.
+
+    A model under ``fully_shard`` is ready for its next step, also where this one failed on the way. Gradients that exist
+    are replaced by zeros of their shape while the block runs (so that accumulating into them costs what it will cost), and
+    are never written.
+    """
+    parameters = list(dict.fromkeys([*model.parameters(), *sharded_parameters(model)]))
+    gradients = [parameter.grad for parameter in parameters]
+    buffers = KeptBuffers(model)
+    shards = KeptShards(model)
+    flags = [(module, module.training) for module in model.modules()]
+    devices = sorted({parameter.device.index or 0 for parameter in parameters if parameter.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            for parameter in parameters:
+                parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
+            yield
+        finally:
+            shards.put_back()
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            for module, flag in flags:
+                module.training = flag
+            buffers.put_back()
+
+
+class KeptBuffers:
+    """What a model's buffers are and hold now, to be put back later: also where a step binds new tensors in their places."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (module._buffers, name, buffer, buffer.detach().clone(), buffer._version)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def put_back(self) -> None:
+        """The same tensors in their places, with the contents that they had; those that nobody wrote are not touched."""
+        with torch.no_grad():
+            for holder, name, buffer, copy, version in self._kept:
+                if holder.get(name) is not buffer:
+                    holder[name] = buffer
+                if buffer._version != version or not _same_bits(buffer, copy):
+                    buffer.copy_(copy)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal, where NaN equals NaN: a write that no version counter shows (batch norm's) must not go unnoticed."""
+    return one.is_meta or torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
+
+
+def private_copy(batch: Any) -> Any:
+    """The batch on storages of its own, so that a model may write to its inputs; what shared a storage still does."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if not is_plain(tensor) or tensor.is_meta or not tensor.is_leaf:
+            return tensor
+        source = tensor.untyped_storage()
+        if source._cdata not in storages:
+            storages[source._cdata] = source.clone()
+        fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        fresh.set_(storages[source._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+        return fresh.requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(torch.Tensor, copy, batch)

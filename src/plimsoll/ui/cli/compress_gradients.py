@@ -1,0 +1,150 @@
+"""``plimsoll compress-gradients TARGET``: does sending fewer bytes of gradients pay here? Under torchrun, on every rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from plimsoll.errors import InvalidOption
+from plimsoll.ui.cli import options, ranks, terminal
+from plimsoll.ui.cli.progress import show_progress
+
+if TYPE_CHECKING:
+    from plimsoll.ui.cli.work import Loaded
+
+MethodsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--methods",
+        metavar="LIST",
+        help="powersgd:RANK, topk:SHARE, randomk:SHARE, sign, int8; separated by commas. By default powersgd:4 (not under "
+        "FSDP2), topk:1%, randomk:1%, sign, int8.",
+    ),
+]
+RoundsOption = Annotated[
+    int,
+    typer.Option(
+        "--steps",
+        min=0,
+        metavar="N",
+        help="Rounds in which every method takes real steps; 0: predict only (not under FSDP2).",
+    ),
+]
+ValidateOption = Annotated[
+    int,
+    typer.Option(
+        "--validate", min=0, metavar="STEPS", help="Train so many steps with and without, and compare held-out loss."
+    ),
+]
+OrdersOption = Annotated[
+    int, typer.Option("--orders", min=1, metavar="N", help="Orders of the data in which validation trains.")
+]
+HeldOutOption = Annotated[
+    int | None,
+    typer.Option("--held-out", min=0, metavar="N", help="Batches at the end of the data that are kept for evaluation."),
+]
+BucketOption = Annotated[
+    str | None,
+    typer.Option("--bucket", metavar="BYTES", help="Size of a bucket of gradients, with its unit; torch's by default."),
+]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of everything random.")]
+
+
+def compress_gradients(
+    target: options.TargetArgument,
+    *,
+    methods: MethodsOption = None,
+    steps: RoundsOption = 5,
+    validate: ValidateOption = 0,
+    orders: OrdersOption = 2,
+    held_out: HeldOutOption = None,
+    bucket: BucketOption = None,
+    seed: SeedOption = 0,
+    optimizer: options.OptimizerOption = options.OptimizerName.ADAMW,
+    device: options.DeviceOption = "cpu",
+    batch: options.BatchOption = None,
+    seq: options.SequenceOption = None,
+    output: options.OutputOption = None,
+    json: options.JsonOption = False,
+) -> None:
+    """Say whether compressing gradients pays here, from the measured link, step and methods, and from held-out loss.
+
+    Started by torchrun on every rank; the first one prints. The target's model is put under DistributedDataParallel,
+    unless the target has sharded it with fully_shard. A refusal is an answer: exit code 0.
+
+    Example: torchrun --nproc-per-node 2 -m plimsoll compress-gradients llama-tiny --validate 200
+    """
+    with ranks.exit_codes(is_json=json) as crew:
+        _check_several(crew)
+        from plimsoll.distributed.comm_cost.advise_compression import advise_compression
+        from plimsoll.estimator.targets.target import TargetOptions
+        from plimsoll.ui.cli import work
+        from plimsoll.ui.cli.probe import optimizer_factory
+        from plimsoll.ui.cli.probe_data import data_for
+        from plimsoll.ui.traffic_terminal import render_traffic
+
+        how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device))
+
+        def load() -> work.Loaded:
+            _check_optimizer(optimizer)
+            _bytes_of(bucket)
+            return _at_home(work.load(target, how, options.OptimizerName.NONE))
+
+        loaded = crew.load(load).target
+        data = data_for(loaded)
+        with show_progress(terminal.progress()) as report:
+            traffic = advise_compression(
+                loaded.model,
+                data.batches,
+                methods=None if methods is None else [name for name in methods.split(",") if name.strip()],
+                loss=loaded.loss,
+                optimizer=optimizer_factory(optimizer),
+                measure_rounds=steps,
+                validate_steps=validate,
+                orders=orders,
+                held_out=held_out,
+                bucket_bytes=_bytes_of(bucket),
+                seed=seed,
+                data=data.description,
+                progress=report,
+            )
+        if not crew.speaks:
+            return
+        if output is not None:
+            traffic.save(output)
+        terminal.print_result(traffic, render_traffic(traffic), is_json=json, saved_to=output)
+
+
+def _bytes_of(bucket: str | None) -> int | None:
+    from plimsoll.units import parse_bytes
+
+    return None if bucket is None else parse_bytes(bucket)
+
+
+def _at_home(loaded: Loaded) -> Loaded:
+    """Make the target's GPU this process's own: collectives without a tensor of theirs run there."""
+    import torch
+
+    home = next((parameter.device for parameter in loaded.target.model.parameters()), None)
+    if home is not None and home.type == "cuda":
+        torch.cuda.set_device(home)
+    return loaded
+
+
+def _check_several(crew: ranks.Crew) -> None:
+    if not crew.is_several:
+        raise InvalidOption(
+            "There is one rank only: no gradients are exchanged, so there is nothing to compress.",
+            why="torchrun did not start this process, or started it alone",
+            next="torchrun --nproc-per-node 2 -m plimsoll compress-gradients TARGET",
+        )
+
+
+def _check_optimizer(name: options.OptimizerName) -> None:
+    if name is options.OptimizerName.NONE:
+        raise InvalidOption(
+            "--optimizer none takes no steps.",
+            why="the optimizer's step is part of what compression is held against, and validation trains with it",
+            next="leave --optimizer out for AdamW, or give sgd",
+        )

@@ -1,0 +1,91 @@
+"""``plimsoll demo``: train a small Llama on Python's own source, without and with a memory budget, and compare."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from plimsoll.ui.cli import ranks, terminal
+from plimsoll.ui.demo.story import BUDGET
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from plimsoll.ui.demo.story import OnStep
+
+_LINES_PER_RUN = 6
+DemoBudgetOption = Annotated[
+    str, typer.Option("--budget", "-b", metavar="BYTES", help="Peak of the step; plain training takes about 422 MiB.")
+]
+DemoStepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps, with and without.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of weights and batches.")]
+
+
+def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed: SeedOption = 0) -> None:
+    """Train a small Llama on Python's own source text, plainly and under a memory budget, and compare.
+
+    Takes a few minutes on a laptop. Exits with 1 if gradients, losses or weights differ anywhere.
+    """
+    from plimsoll.estimator.targets.hugging_face import quiet_transformers
+    from plimsoll.ui.cli.progress import show_progress
+    from plimsoll.ui.demo import story
+    from plimsoll.ui.demo.training import Setup
+    from plimsoll.ui.demo_terminal import render_introduction, render_preparation, render_story
+
+    console = terminal.stdout()
+    with ranks.one_process("demo"):
+        quiet_transformers()
+        setup = Setup(steps=steps, seed=seed)
+        console.print(render_introduction(setup))
+        with show_progress(terminal.stderr()) as report:
+            ready = story.prepare(setup, budget, report)
+        console.print(render_preparation(ready))
+        with _show_steps(console, ("plain PyTorch", "with Plimsoll"), steps) as (plainly, managed):
+            told = story.compare_training(setup, ready, plainly, managed)
+        console.print(render_story(told))
+        if not told.is_success:
+            raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _show_steps(console: Console, names: tuple[str, ...], steps: int) -> Iterator[tuple[OnStep, ...]]:
+    """One bar per training with loss and step time; without a terminal a few lines per training instead."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    if not console.is_terminal:
+        yield tuple(_line_per_steps(console, name, steps) for name in names)
+        return
+    columns = (
+        TextColumn("{task.description:14}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield tuple(_bar_per_step(progress, name, steps) for name in names)
+
+
+def _bar_per_step(progress: Progress, name: str, steps: int) -> OnStep:
+    task = progress.add_task(name, total=steps, start=False, figures="")
+
+    def on_step(step: int, loss: float, step_seconds: float) -> None:
+        if step == 0:
+            progress.start_task(task)
+        progress.update(task, completed=step + 1, figures=f"loss {loss:.4f}  {step_seconds * 1e3:4.0f} ms a step")
+
+    return on_step
+
+
+def _line_per_steps(console: Console, name: str, steps: int) -> OnStep:
+    def on_step(step: int, loss: float, step_seconds: float) -> None:
+        if (step + 1) % max(1, steps // _LINES_PER_RUN) == 0:
+            console.print(
+                f"{name:14} step {step + 1:3} of {steps}  loss {loss:.4f}  {step_seconds * 1e3:4.0f} ms a step"
+            )
+
+    return on_step

@@ -1,0 +1,117 @@
+"""``plimsoll explain TARGET|PLAN``: where the peak of a step is, who holds it, and what would lower it, by how much."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.store import load_any
+from plimsoll.errors import InvalidStrategy
+from plimsoll.ui.cli import options, ranks, terminal
+
+ExplainedArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET|PLAN",
+        help="package.module:function, a Hugging Face config.json or a name from the catalogue; or a saved plan.",
+        show_default=False,
+    ),
+]
+StrategyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--strategy",
+        "-s",
+        help="Explain the step under none, full, every:K, sqrt, input-only or selective:…; without one, as it is.",
+    ),
+]
+PlanOption = Annotated[
+    Path | None, typer.Option("--plan", "-p", metavar="FILE", help="Explain the step under a saved plan.")
+]
+_OF_A_PLAN = ("--json", "--output")
+"""Options that mean something where a saved plan is explained by itself."""
+
+
+def explain(
+    context: typer.Context,
+    target: ExplainedArgument,
+    *,
+    strategy: StrategyOption = None,
+    plan: PlanOption = None,
+    regions: options.RegionsOption = None,
+    optimizer: options.OptimizerOption = options.OptimizerName.ADAMW,
+    device_profile: options.DeviceProfileOption = None,
+    device: options.DeviceOption = "cpu",
+    batch: options.BatchOption = None,
+    seq: options.SequenceOption = None,
+    output: options.OutputOption = None,
+    json: options.JsonOption = False,
+) -> None:
+    """Say why a step's peak is what it is: what is resident, what recomputation holds, what would lower it.
+
+    Example: plimsoll explain llama-tiny --strategy full
+    """
+    with ranks.one_process("explain", is_json=json):
+        if _is_saved(target):
+            _explain_saved(context, target, output, is_json=json)
+            return
+        import plimsoll
+        from plimsoll.estimator.targets.target import TargetOptions
+        from plimsoll.ui.cli import work
+        from plimsoll.ui.cli.progress import show_progress
+        from plimsoll.ui.explanation_terminal import render_explanation
+
+        if strategy is not None and plan is not None:
+            raise InvalidStrategy(
+                "--strategy and --plan exclude each other.",
+                why="a step is explained under one of them",
+                next="leave one of them out",
+            )
+        how = TargetOptions(batch=batch, sequence=seq, device=device, is_meta=device_profile is not None)
+        loaded = work.load(target, how, optimizer, () if strategy is None else (strategy,))
+        with show_progress(terminal.stderr()) as report:
+            explanation = plimsoll.explain(
+                loaded.target.model,
+                loaded.target.batch,
+                strategy or work.load_saved(plan),
+                loss=loaded.target.loss,
+                optimizer=loaded.optimizer,
+                regions=tuple(regions) if regions else None,
+                device_profile=device_profile,
+                progress=report,
+            )
+        if output is not None:
+            explanation.save(output)
+        terminal.print_result(explanation, render_explanation(explanation), is_json=json, saved_to=output)
+
+
+def _is_saved(target: str) -> bool:
+    """Whether the argument is a file that Plimsoll wrote, not a configuration."""
+    path = Path(target)
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return b'"plimsoll"' in file.read(256)
+
+
+def _explain_saved(context: typer.Context, target: str, output: Path | None, *, is_json: bool) -> None:
+    artifact = load_any(target)
+    if not isinstance(artifact, Plan):
+        raise InvalidStrategy(
+            f"{target} holds a {artifact.KIND}, not a plan.",
+            why="only a plan has decisions to explain",
+            next=f"plimsoll show {target}",
+        )
+    ignored = [name for name in options.given(context) if name not in _OF_A_PLAN]
+    if ignored:
+        raise InvalidStrategy(
+            f"{' and '.join(ignored)} would have no effect on a saved plan.",
+            why="its reasons are in the file",
+            next=f"plimsoll explain TARGET --plan {target} replays it on a target",
+        )
+    if output is not None:
+        artifact.save(output)
+    terminal.print_result(artifact, artifact.explain(), is_json=is_json, saved_to=output)

@@ -1,0 +1,227 @@
+"""A command that torchrun has started on several ranks in, one voice and one exit code for all of them out.
+
+The ranks join a process group once the target is loaded, unless the target has made one itself. One rank prints and writes
+files: the first. An error is printed by the first rank whose own it is. In the end all wait for each other, so that nobody
+is stopped by torchrun before the error is out; for a rank that is missing already they do not wait.
+
+A command that is work of one process says so on the first rank, before it loads anything; the others say nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import typer
+
+from plimsoll.errors import InvalidOption, PlimsollError, RankError, RankMissing
+from plimsoll.ui.cli import terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from plimsoll.session.rendezvous.world import World
+    from plimsoll.ui.cli.work import Loaded
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells every process."""
+_RUN = "TORCHELASTIC_RUN_ID"
+"""By this torch knows a process that torchrun started; other launchers set some of the above for whole machines."""
+_LOADING_SECONDS = 600.0
+"""Ranks may build the same model at very different speeds; they wait so long for each other to have done it."""
+_PARTING_SECONDS = 30.0
+_LOADED = "loaded"
+"""Below it a rank notes in torchrun's store that it has loaded the target, or failed to."""
+
+
+class _Farewell(msgspec.Struct, frozen=True, kw_only=True):
+    """How a command ended on one rank."""
+
+    has_own_error: bool
+
+
+@dataclass(slots=True)
+class Crew:
+    """The ranks of one command, as one of them sees it; without torchrun, this process alone."""
+
+    is_several: bool
+    has_joined: bool = False
+    _launched: World | None = None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank prints results and writes files."""
+        return not self.is_several or os.environ["RANK"] == "0"
+
+    def device(self, name: str) -> str:
+        """The device of this rank: ``cuda`` is one GPU for each process of a machine."""
+        own = os.environ.get("LOCAL_RANK")
+        return f"cuda:{own}" if self.is_several and name == "cuda" and own is not None else name
+
+    def load(self, load: Callable[[], Loaded]) -> Loaded:
+        """Load the target on every rank and join the others; all go on, or none does.
+
+        Args:
+            load: makes the target, and refuses options; it may make the process group.
+        """
+        if not self.is_several:
+            return load()
+        from plimsoll.session.rendezvous.conversation import Conversation
+        from plimsoll.session.rendezvous.world import current_world
+
+        loaded: Loaded | None = None
+        failure: PlimsollError | None = None
+        try:
+            loaded = load()
+        except PlimsollError as error:
+            failure = error
+        try:
+            self._join(None if loaded is None else loaded.target.model)
+        except RankMissing as error:
+            raise (failure or error) from error.__cause__
+        world = current_world()
+        assert world is not None
+        with Conversation(world, "load", timeout_seconds=_LOADING_SECONDS) as conversation:
+            if failure is not None:
+                raise failure
+            conversation.ask("loaded")
+        assert loaded is not None
+        return loaded
+
+    def part(self, error: PlimsollError | None) -> bool:
+        """Wait for the others at the end; whether this rank is to print the error, if there is one."""
+        from plimsoll.session.rendezvous.exchange import exchange
+        from plimsoll.session.rendezvous.world import current_world
+
+        world = (current_world() or self._launched) if self.is_several else None
+        if world is None:
+            return True
+        topic = "end"
+        if isinstance(error, RankMissing):
+            if world.rank in error.ranks:
+                return False  # those that missed this rank have said so
+            topic = f"end without {', '.join(map(str, error.ranks))}"
+            world = replace(world, ranks=tuple(rank for rank in world.ranks if rank not in error.ranks))
+        own = _Farewell(has_own_error=error is not None and not isinstance(error, RankError))
+        try:
+            told = exchange(world, topic, msgspec.json.encode(own), timeout_seconds=_PARTING_SECONDS)
+        except RankError:
+            return True
+        failed = [
+            rank
+            for rank, farewell in zip(world.ranks, told, strict=True)
+            if msgspec.json.decode(farewell, type=_Farewell).has_own_error
+        ]
+        return world.rank == (failed[0] if failed else world.ranks[0])
+
+    def leave(self) -> None:
+        """Leave the process group that ``load`` has joined."""
+        if self.has_joined:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+            self.has_joined = False
+
+    def _join(self, model: torch.nn.Module | None) -> None:
+        import torch.distributed as dist
+
+        from plimsoll.session.rendezvous.world import launched_world
+
+        if dist.is_initialized():
+            return
+        kinds = set() if model is None else {parameter.device.type for parameter in model.parameters()}
+        try:
+            self._launched = launched_world(_LOADING_SECONDS)
+            if self._launched is not None:
+                self._launched.store.set(f"{_LOADED}/{self._launched.rank}", "")
+            dist.init_process_group(
+                "nccl" if "cuda" in kinds else "gloo", timeout=datetime.timedelta(seconds=_LOADING_SECONDS)
+            )
+        except dist.DistStoreError as error:
+            raise self._not_loaded() from error
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            raise InvalidOption(
+                f"The ranks cannot meet: {type(error).__name__}: {error}",
+                why=f"{', '.join(_VARIABLES)} say that there are {os.environ['WORLD_SIZE']} ranks",
+                next="start the command with torchrun, or without these variables",
+            ) from error
+        self.has_joined = True
+
+    def _not_loaded(self) -> RankMissing:
+        """Names who is missing, where torchrun's own store knows it."""
+        count, missing = os.environ["WORLD_SIZE"], tuple[int, ...]()
+        if self._launched is not None:
+            ranks, store = self._launched.ranks, self._launched.store
+            missing = tuple(rank for rank in ranks if not store.check([f"{_LOADED}/{rank}"]))
+        named = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {count}"
+        return RankMissing(
+            f"{named if missing else f'Some of {count} ranks'} did not load the target within {_LOADING_SECONDS:g} s.",
+            why="the ranks meet when each has built its model, and this one has",
+            next="look at what the missing ranks are doing; a target that takes longer may call init_process_group itself, "
+            "with a longer timeout",
+            ranks=missing,
+        )
+
+
+@contextlib.contextmanager
+def exit_codes(*, is_json: bool = False) -> Iterator[Crew]:
+    """As ``terminal.exit_codes``, for a command that may run on several ranks.
+
+    Args:
+        is_json: write the error as JSON to stdout instead of text to stderr.
+
+    Raises:
+        typer.Exit: with the code of the error, on every rank.
+    """
+    is_told = all(name in os.environ for name in _VARIABLES)
+    crew = Crew(is_told and os.environ["WORLD_SIZE"] != "1")
+    try:
+        with terminal.exit_codes(is_json=is_json):
+            try:
+                yield crew
+            except PlimsollError as error:
+                if crew.part(error):
+                    raise
+                raise typer.Exit(error.exit_code) from error
+            except typer.Exit:
+                crew.part(None)
+                raise
+            crew.part(None)
+    finally:
+        crew.leave()
+
+
+@contextlib.contextmanager
+def one_process(command: str, *, is_json: bool = False) -> Iterator[None]:
+    """As ``terminal.exit_codes``, for a command that several ranks have no use for.
+
+    The ranks need not meet for that: the others end without an error, and wait for nothing, so torchrun ends when the first
+    has said what is wrong, with its error.
+
+    Args:
+        command: its name, as typed.
+        is_json: write the error as JSON to stdout instead of text to stderr.
+
+    Raises:
+        typer.Exit: with the code of the error; on ranks other than the first under torchrun, with 0.
+    """
+    ranks = os.environ.get("WORLD_SIZE", "1") if _RUN in os.environ else "1"
+    with terminal.exit_codes(is_json=is_json):
+        if ranks != "1":
+            if os.environ.get("RANK") != "0":
+                raise typer.Exit
+            raise InvalidOption(
+                f"plimsoll {command} is work of one process, and torchrun started {ranks}.",
+                why="each would do all of it again, print it again and write the same files; ranks share the work of plan, "
+                "verify, compare and compress-gradients only",
+                next=f"plimsoll {command} without torchrun; below a process that torchrun started, without {_RUN} in the "
+                "environment",
+            )
+        yield

@@ -1,0 +1,1 @@
+"""Trains a small Llama on real text with and without a memory budget, through the public interface."""

@@ -1,0 +1,162 @@
+"""Traces that cannot be read, and pairs that do not belong together: each error says what was found."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+import plimsoll
+from analysis.diagnose.builders import ChromeBuilder, NsysBuilder
+from plimsoll.errors import InvalidTrace
+
+
+def forward(ops: int = 20, *, steps: int = 1, name: str = "aten::mm", is_marked: bool = True) -> ChromeBuilder:
+    trace = ChromeBuilder()
+    for number in range(steps):
+        start = 1000 * number
+        if is_marked:
+            trace.step(number, start, start + 1000)
+        for index in range(ops):
+            trace.op(name, start + 10 * index, start + 10 * index + 5, sequence=index)
+    return trace
+
+
+def refusal(baseline: Path, plan: Path) -> InvalidTrace:
+    with pytest.raises(InvalidTrace) as caught:
+        plimsoll.diagnose(baseline, plan)
+    assert caught.value.why
+    assert caught.value.next
+    return caught.value
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return forward().write(tmp_path / "good.json")
+
+
+BROKEN = {
+    "empty": (b"", "is empty"),
+    "blank": (b" \n", "is empty"),
+    "foreign": (b'{"plimsoll": "plan"}', "no trace of torch.profiler"),
+    "a number": (b"3", "no trace of torch.profiler"),
+    "no events": (b'{"traceEvents": []}', "holds no operations"),
+    "only metadata": (b'[{"ph": "M", "name": "process_name"}]', "holds no operations"),
+    "binary": (b"\x00\xff\xfe", "is not whole JSON"),
+    "cut gzip": (gzip.compress(b'{"traceEvents": []}' * 50)[:40], "cannot be read"),
+    "damaged database": (b"SQLite format 3\x00" + b"\xff" * 200, "damaged database"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_trace_is_refused_by_what_is_wrong(kind: str, tmp_path: Path, good: Path):
+    content, words = BROKEN[kind]
+    path = tmp_path / "broken"
+    path.write_bytes(content)
+    other = path if kind == "damaged database" else good
+    assert words in refusal(path, other).found
+    assert "broken" in str(refusal(other, path))
+
+
+def test_a_truncated_trace_is_refused(tmp_path: Path, good: Path):
+    content = good.read_bytes()
+    path = tmp_path / "cut.json"
+    path.write_bytes(content[: len(content) // 2])
+    assert "is not whole JSON" in refusal(path, good).found
+
+
+def test_a_missing_trace_is_refused(tmp_path: Path, good: Path):
+    assert "cannot be read" in refusal(good, tmp_path / "absent.json").found
+
+
+def test_a_database_of_another_program_is_refused(tmp_path: Path):
+    path = tmp_path / "foreign.sqlite"
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("CREATE TABLE customers (id INTEGER)")
+    error = refusal(path, path)
+    assert "no export of Nsight Systems" in error.found
+    assert "customers" in error.why
+
+
+def test_an_export_without_a_timeline_is_refused_with_its_version(tmp_path: Path):
+    path = NsysBuilder().write(tmp_path / "export.sqlite")
+    error = refusal(path, path)
+    assert "no timeline" in error.found
+    assert "3.15.0" in error.why
+
+
+def test_one_trace_of_each_kind_is_refused(tmp_path: Path, good: Path):
+    export = NsysBuilder()
+    export.kernel(0, 10, 20)
+    assert "two kinds" in refusal(good, export.write(tmp_path / "export.sqlite")).found
+
+
+def test_another_model_is_refused_with_numbers(tmp_path: Path, good: Path):
+    other = forward(name="aten::bmm").write(tmp_path / "other.json")
+    error = refusal(good, other)
+    assert "0% of the forward operations" in error.found
+    assert "of 20 per step 20 are missing" in error.why
+    assert "20 × aten::mm" in error.why
+
+
+def test_another_number_of_steps_is_refused_where_nothing_marks_them(tmp_path: Path):
+    three = forward(steps=3, is_marked=False).write(tmp_path / "three.json")
+    five = forward(steps=5, is_marked=False).write(tmp_path / "five.json")
+    assert "1.67 times as often" in refusal(three, five).found
+
+
+def test_another_number_of_steps_is_fine_where_they_are_marked(tmp_path: Path):
+    three = forward(steps=3).write(tmp_path / "three.json")
+    finding = plimsoll.diagnose(three, forward(steps=5).write(tmp_path / "five.json"))
+    assert (finding.baseline.steps, finding.plan.steps) == (3, 5)
+    assert finding.overhead_seconds == pytest.approx(0.0)
+
+
+def test_another_batch_shows_in_the_shapes(tmp_path: Path):
+    def trace(rows: int) -> ChromeBuilder:
+        built = ChromeBuilder()
+        for index in range(5):
+            sizes = {"Input Dims": [[rows, 8]], "Input type": ["float"]}
+            built.op("aten::relu", 10 * index, 10 * index + 5, sequence=index, **sizes)
+        built.step(0, 0, 100)
+        return built
+
+    small = trace(2).write(tmp_path / "small.json")
+    assert "0% of the forward operations" in refusal(small, trace(4).write(tmp_path / "large.json")).found
+
+
+def test_traces_without_device_activity_are_compared_by_cpu_ops(good: Path):
+    finding = plimsoll.diagnose(good, good)
+    assert finding.unit == "CPU ops"
+    assert any("no device activity" in note for note in finding.notes)
+
+
+def test_device_activity_on_one_side_alone_is_said(tmp_path: Path, good: Path):
+    with_device = forward()
+    with_device.launch(1, 6, 9)
+    finding = plimsoll.diagnose(good, with_device.write(tmp_path / "device.json"))
+    assert finding.unit == "CPU ops"
+    assert any("good.json has no device activity" in note for note in finding.notes)
+
+
+def test_a_list_of_events_and_a_packed_trace_are_read(tmp_path: Path, good: Path):
+    events = json.loads(good.read_bytes())["traceEvents"]
+    packed = tmp_path / "packed.json.gz"
+    packed.write_bytes(gzip.compress(json.dumps(events).encode()))
+    assert plimsoll.diagnose(good, packed).overhead_seconds == 0.0
+
+
+def test_one_trace_alone_is_refused(good: Path):
+    with pytest.raises(InvalidTrace):
+        plimsoll.diagnose(good, None)  # type: ignore[call-overload]
+    with pytest.raises(InvalidTrace):
+        plimsoll.diagnose(3, 4)  # type: ignore[call-overload]
+
+
+def test_options_of_profiling_are_refused_beside_traces(tmp_path):
+    with pytest.raises(plimsoll.PlimsollError, match="loss= has no effect on traces"):
+        plimsoll.diagnose(tmp_path / "one.json", tmp_path / "two.json", loss=lambda output: output)

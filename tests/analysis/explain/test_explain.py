@@ -1,0 +1,308 @@
+"""Explanations of real steps against measured memory: where the peak is, and what changes to the step take off it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import plimsoll
+from plimsoll.analysis.explain.changing import half_of
+from plimsoll.analysis.explain.places import by_place, place_of
+from plimsoll.artifacts.explained import Explanation
+from plimsoll.artifacts.plan import Holder
+from plimsoll.artifacts.store import from_json, load_any, to_json
+from plimsoll.chunked import chunk_loss
+from plimsoll.errors import InvalidModel, InvalidOption, InvalidStrategy
+from plimsoll.planning.costing.devices import find_device
+from plimsoll.planning.costing.roofline import roofline_costs
+from plimsoll.planning.lowest import find_extremes
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.recorder.calling import split_batch
+from plimsoll.tracing.trace import trace
+from unchanged import unchanged
+
+VOCABULARY = 6000
+WITHIN = 0.02
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def tokens() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(2, VOCABULARY, (2, 160))
+    return {"input_ids": ids, "labels": ids}
+
+
+def measured(model: nn.Module, batch: Any) -> int:
+    """The peak of a warm step without an optimizer."""
+    model.zero_grad(set_to_none=True)
+    step = TrainingStep(model, *split_batch(batch))
+    step.measure_peak()
+    found = step.measure_peak().peak_bytes
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def change(explanation: Explanation, name: str) -> Any:
+    return next(entry for entry in explanation.changes if entry.name == name)
+
+
+def checkpointing() -> nn.Module:
+    """The model as transformers checkpoints it."""
+    model = llama()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+@pytest.fixture(scope="module")
+def explanation() -> Explanation:
+    """A real step that checkpoints every block."""
+    model, batch = checkpointing(), tokens()
+    with unchanged(model):
+        return plimsoll.explain(model, batch)
+
+
+@pytest.fixture(scope="module")
+def checkpointed_bytes() -> int:
+    """The measured peak of that step."""
+    return measured(checkpointing(), tokens())
+
+
+def test_both_peaks_are_the_measured_ones(explanation: Explanation, checkpointed_bytes: int):
+    assert explanation.peak.bytes == pytest.approx(checkpointed_bytes, rel=0.005)
+    assert explanation.plain_peak is not None
+    assert explanation.plain_peak.bytes == pytest.approx(measured(llama(), tokens()), rel=0.002)
+    assert sum(holder.bytes for holder in explanation.peak.holders) == explanation.peak.bytes
+    assert sum(holder.bytes for holder in explanation.resident) == explanation.resident_bytes
+
+
+def test_strategies_are_predicted_where_checkpointing_then_measures(explanation: Explanation, checkpointed_bytes: int):
+    assert explanation.plain_peak is not None
+    full, none = change(explanation, "strategy full"), change(explanation, "strategy none")
+    assert full.predicted_peak_bytes == pytest.approx(checkpointed_bytes, rel=WITHIN)
+    assert none.predicted_peak_bytes == pytest.approx(explanation.plain_peak.bytes, rel=0.001)
+
+
+def test_the_chunked_loss_takes_off_what_it_is_said_to(explanation: Explanation, checkpointed_bytes: int):
+    model = checkpointing()
+    with chunk_loss(model):
+        after = measured(model, tokens())
+    chunked = change(explanation, "chunked loss")
+    assert chunked.lowers_bytes == pytest.approx(checkpointed_bytes - after, rel=WITHIN)
+    assert "chunk_loss(model)" in chunked.how
+
+
+def test_half_the_batch_takes_off_what_it_is_said_to(explanation: Explanation):
+    half = {name: tensor[:1] for name, tensor in tokens().items()}
+    predicted = change(explanation, "half the micro-batch").predicted_peak_bytes
+    assert predicted == pytest.approx(measured(checkpointing(), half), rel=WITHIN)
+
+
+def test_freeing_the_output_takes_off_what_it_is_said_to(explanation: Explanation):
+    class Alone(nn.Module):
+        """Returns the loss and nothing else."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = checkpointing()
+
+        def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+            return self.inner(**batch).loss
+
+    freed = change(explanation, "output freed before backward")
+    assert freed.lowers_bytes > 0
+    assert freed.predicted_peak_bytes == pytest.approx(measured(Alone(), tokens()), rel=WITHIN)
+
+
+def test_a_peak_that_does_not_move_is_explained(explanation: Explanation):
+    assert explanation.setup == "torch.utils.checkpoint (2 times a step)"
+    assert explanation.plain_resident_bytes is not None
+    assert explanation.resident_bytes < explanation.plain_resident_bytes
+    assert "chunked loss" in explanation.verdict
+    best = explanation.helpful[0]
+    assert best.name == "chunked loss"
+    assert best.lowers_bytes > 0.5 * explanation.peak.bytes
+    assert {part.place for part in explanation.recomputed} == {f"model.layers.{n}" for n in range(2)}
+    assert all(part.most_bytes > 0 and part.ops > 10 for part in explanation.recomputed)
+
+
+class Rows(nn.Module):
+    """A stack that may checkpoint its blocks, offload, or do nothing, without a head."""
+
+    def __init__(self, run: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda block, x: block(x)) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.run(block, x)
+        return x.square().mean()
+
+
+def test_a_strategy_is_explained_without_being_run():
+    model, x = Rows(), torch.randn(256, 64)
+    plain_bytes = measured(model, x)
+    explanation = plimsoll.explain(model, x, "every:2")
+    assert explanation.setup == "strategy every:2, by Plimsoll"
+    assert explanation.plain_peak is not None
+    assert explanation.plain_peak.bytes == pytest.approx(plain_bytes, rel=0.001)
+    assert explanation.plain_resident_bytes is not None
+    assert explanation.resident_bytes < explanation.plain_resident_bytes
+    assert {part.place for part in explanation.recomputed} == {"blocks.0", "blocks.2"}
+    assert {"strategy full", "strategy none"} < {entry.name for entry in explanation.changes}
+
+
+class Classifier(Rows):
+    """A head and a cross-entropy that ``chunk_loss`` does not know, too small to matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+def test_changes_are_ones_that_can_be_made_and_not_what_is_done_already():
+    batch = (torch.randn(8, 64, device="meta"), torch.zeros(8, dtype=torch.int64, device="meta"))
+    model = Classifier().to("meta")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    explanation = plimsoll.explain(model, batch, "full", optimizer=optimizer)
+    names = {entry.name for entry in explanation.changes}
+    assert "strategy none" in names
+    assert "strategy full" not in names
+    assert "optimizer with foreach=False" in names
+    assert "optimizer with fused=True" not in names
+    assert change(explanation, "chunked loss").how.startswith("plimsoll.chunked.linear_cross_entropy(")
+    assert not any(name.startswith("chunked loss and") for name in names)
+
+
+@pytest.fixture(scope="module")
+def checkpointed() -> Explanation:
+    """A stack whose blocks are checkpointed one by one."""
+    return plimsoll.explain(Rows(lambda block, x: checkpoint(block, x, use_reentrant=False)), torch.randn(128, 64))
+
+
+def test_fake_tensors_explain_what_real_ones_would(checkpointed: Explanation):
+    with torch.device("meta"):
+        model = Rows(lambda block, x: checkpoint(block, x, use_reentrant=False))
+        fake = plimsoll.explain(model, torch.randn(128, 64))
+    assert fake.is_fake
+    assert fake.peak.bytes == pytest.approx(checkpointed.peak.bytes, rel=0.005)
+    assert fake.resident_bytes == checkpointed.resident_bytes
+
+
+def test_both_forms_of_checkpointing_are_watched(checkpointed: Explanation):
+    model = Rows(lambda block, x: checkpoint(block, x, use_reentrant=True))
+    reentrant = plimsoll.explain(model, torch.randn(128, 64, requires_grad=True))
+    for explanation in (checkpointed, reentrant):
+        assert "torch.utils.checkpoint" in explanation.setup
+        assert {part.place for part in explanation.recomputed} == {f"blocks.{n}" for n in range(4)}
+        assert explanation.plain_resident_bytes is not None
+        assert explanation.resident_bytes < 0.7 * explanation.plain_resident_bytes
+
+
+def test_optimizer_gradients_and_offloading_belong_to_the_step():
+    model = Rows()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    explanation = plimsoll.explain(
+        model, (torch.randn(8, 64),), optimizer=optimizer, context=torch.autograd.graph.save_on_cpu
+    )
+    state_bytes = 2 * sum(p.numel() * 4 for p in model.parameters())
+    assert explanation.setup == "torch.autograd.graph.save_on_cpu (1 times a step)"
+    assert explanation.optimizer == "AdamW"
+    assert explanation.peak.moment.startswith("optimizer")
+    assert change(explanation, "optimizer with foreach=False").lowers_bytes > 0.2 * state_bytes
+    assert change(explanation, "optimizer with fused=True").lowers_bytes > 0.2 * state_bytes
+    assert change(explanation, "optimizer state in 8 bits").lowers_bytes == pytest.approx(0.74 * state_bytes, rel=0.03)
+    assert change(explanation, "gradients set to None").lowers_bytes >= 0
+    assert "chunked loss" in {entry.name for entry in explanation.unsupported}
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not optimizer.state
+
+
+def test_set_to_none_takes_off_the_gradients_that_forward_meets():
+    model, x = Rows(), torch.randn(512, 64)
+    without = measured(model, x)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    found = change(plimsoll.explain(model, x), "gradients set to None")
+    assert found.predicted_peak_bytes == pytest.approx(without, rel=0.001)
+
+
+def test_it_says_plainly_when_nothing_moves_the_peak():
+    model = nn.Sequential(nn.Linear(256, 1))
+    explanation = plimsoll.explain(model, torch.randn(1, 256), loss=lambda y: y.sum())
+    assert not explanation.helpful
+    assert explanation.verdict.endswith("Nothing of what was tried lowers it.")
+    assert "nothing of what was tried moves it" in str(explanation)
+
+
+def test_explanations_round_trip_and_read_well(explanation: Explanation, tmp_path: Any):
+    assert from_json(to_json(explanation)) == explanation
+    explanation.save(tmp_path / "explanation.json")
+    assert load_any(tmp_path / "explanation.json") == explanation
+    text = str(explanation)
+    for part in ("set-up", "Resident after forward", "Made again in backward", "What would lower it", "chunked loss"):
+        assert part in text
+    alone = msgspec.structs.replace(explanation, plain_peak=None, plain_resident_bytes=None)
+    assert "everything kept" not in str(alone)
+
+
+def test_what_cannot_be_replayed_is_refused():
+    model, x = Rows(), torch.randn(4, 64)
+    for strategy in ("int8", "offload", "hybrid:2,2", "auto"):
+        with pytest.raises(InvalidStrategy, match="cannot be replayed"):
+            plimsoll.explain(model, x, strategy)
+    with pytest.raises(InvalidStrategy):
+        plimsoll.explain(model, x, "evry:2")
+    with pytest.raises(InvalidStrategy, match="int is not a strategy"):
+        plimsoll.explain(model, x, 3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match="cannot be called"):
+        plimsoll.explain(model, x, context=torch.autograd.graph.save_on_cpu())  # type: ignore[arg-type]
+    with pytest.raises(InvalidModel):
+        plimsoll.explain("model", x)  # type: ignore[arg-type]
+
+
+def test_a_saved_plan_explains_the_step_that_it_was_made_for():
+    model, x = Rows(), torch.randn(256, 64)
+    traced = trace(model, x, repeats=1)
+    plan = find_extremes(traced, roofline_costs(traced, find_device("CPU"))).lowest
+    assert plimsoll.explain(model, x, plan).peak.bytes == plan.predicted_peak_bytes
+
+
+def test_places_are_regions_then_modules_then_labels():
+    regions = ["layers.1", "layers.10"]
+    assert place_of("layers.10.mlp::mm#0", regions) == "layers.10"
+    assert place_of("head::mm#0", regions) == "head"
+    summed = by_place([Holder(label="layers.1::a", bytes=1), Holder(label="layers.1.b::c", bytes=2)], regions)
+    assert summed == (Holder(label="layers.1", bytes=3),)
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(()), torch.zeros(1, 4), {"scale": 2.0}])
+def test_a_batch_that_cannot_be_halved_is_not(batch: Any):
+    assert half_of(batch) is None

@@ -1,0 +1,203 @@
+"""Whole probes of real models: good plans pass, bad ones are caught, and what a verdict says is what was logged."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import plimsoll
+from analysis.probe.sample_job import make_batches, make_model, make_plan, read_log
+from plimsoll.analysis.probe.step import Blocks, Trainer
+from plimsoll.analysis.probe.stream import Call
+from plimsoll.artifacts.store import from_json, to_json
+from plimsoll.artifacts.verdict import WHOLE_MODEL, Outcome, Ruling
+from plimsoll.ui.demo.corpus import VOCABULARY, Batches, read_corpus
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Iterator[ModuleType]:
+    """The benchmark's plans with codecs that harm."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        codecs = importlib.import_module("benchmarks.bad_codecs")
+        with codecs.registered():
+            yield importlib.import_module("benchmarks.probe_verdicts")
+
+
+def tiny_llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+@functools.cache
+def texts() -> list[dict[str, torch.Tensor]]:
+    draws = Batches(read_corpus(), batch=4, sequence=32, seed=0)
+    return [draws.draw() for _ in range(68)]
+
+
+@functools.cache
+def int8_plan() -> plimsoll.Plan:
+    return plimsoll.plan(tiny_llama(), texts()[0], strategy="int8")
+
+
+@pytest.mark.parametrize(
+    ("form", "rulings"),
+    [
+        ("int8", {Ruling.GOOD}),
+        ("sign-only", {Ruling.RECOMPUTE_INSTEAD}),
+        ("stale-scale", {Ruling.RECOMPUTE_INSTEAD}),
+    ],
+)
+def test_good_plans_pass_and_bad_ones_are_caught(form: str, rulings: set[Ruling], benchmark: ModuleType):
+    plan = benchmark.in_other_form(int8_plan(), form)
+    verdict = plimsoll.probe(tiny_llama(), texts(), plan, steps=60, chunk_steps=6, held_out=8)
+    assert verdict.ruling in rulings, str(verdict)
+    assert verdict.ruling.is_pass == (verdict.exit_code == 0)
+    assert verdict.gradients[0].relative_error > 0
+
+
+def test_a_lossless_plan_is_identical_and_stops_after_the_stated_number_of_steps():
+    verdict = plimsoll.probe(make_model(), make_batches(), make_plan("full"), steps=300)
+    assert verdict.ruling is Ruling.IDENTICAL
+    assert (verdict.steps, verdict.is_early) == (100, True)
+    assert verdict.curves.baseline_losses == verdict.curves.plan_losses
+    assert all(entry.shift.value == 0 for entry in verdict.comparisons)
+
+
+def test_the_log_and_the_verdict_say_the_same(tmp_path: Path):
+    batches = make_batches()
+    verdict = plimsoll.probe(
+        make_model(), batches, make_plan(), steps=20, chunk_steps=10, held_out=4, run=tmp_path, early=False
+    )
+    steps = [line for line in read_log(tmp_path, "plan") if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(20))
+    assert tuple(line["loss"] for line in steps) == verdict.curves.plan_losses
+    assert tuple(line["gradient_norm"] for line in steps) == verdict.curves.plan_norms
+    for line in steps:
+        assert line["gradient_norm"] == pytest.approx(math.hypot(*line["block_norms"]))
+    assert verdict.comparisons[0].block == WHOLE_MODEL
+    assert [entry.block for entry in verdict.comparisons[1:]] == ["blocks.0", "blocks.1", "elsewhere"]
+    lines = [json.loads(line) for line in (tmp_path / "plan.jsonl").read_text().splitlines()]
+    assert sum("gradient" in line for line in lines) == 2
+    peaks = [line["peak_bytes"] for line in lines if line.get("peak_bytes")]
+    assert verdict.plan.measured_peak_bytes == max(peaks)
+    assert verdict.plan.measured_peak_bytes < verdict.baseline.measured_peak_bytes
+
+
+def test_the_losses_are_those_of_an_ordinary_training_loop():
+    batches = make_batches()
+    verdict = plimsoll.probe(
+        make_model(), batches, make_plan(), steps=3, held_out=0, optimizer=functools.partial(torch.optim.SGD, lr=0.1)
+    )
+    model = make_model()
+    for block in model.blocks:  # what is random differs by seed; dropout is the only such thing here
+        block.drop.p = 0.0
+    quiet = make_model()
+    for block in quiet.blocks:
+        block.drop.p = 0.0
+    again = plimsoll.probe(
+        quiet,
+        batches,
+        plimsoll.plan(quiet, batches[0], strategy="full"),
+        steps=3,
+        held_out=0,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for batch in batches[:3]:
+        optimizer.zero_grad()
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    assert again.curves.baseline_losses == tuple(expected)
+    assert verdict.curves.baseline_losses != tuple(expected)
+
+
+@pytest.mark.parametrize(("threads", "counts_waiting"), [(1, False), (2, True)])
+def test_seconds_on_several_threads_are_those_that_pass(threads: int, counts_waiting: bool):
+    model = nn.Linear(2, 1)
+
+    def slow(output: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        return output.sum()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        record = Trainer(model, slow, Blocks(model, ())).step(0, Call((torch.ones(1, 2),), {}), optimizer)
+    finally:
+        torch.set_num_threads(before)
+    assert record.seconds is not None
+    assert (record.seconds >= 0.1) is counts_waiting
+
+
+def test_one_fixed_batch_is_allowed_and_the_verdict_says_what_that_means():
+    verdict = plimsoll.probe(make_model(), make_batches(1)[0], make_plan(), steps=6, chunk_steps=3)
+    assert verdict.data == "one fixed batch"
+    assert "overfit the one batch" in verdict.notes[0]
+    assert verdict.plan.perplexity is None
+    assert next(rule for rule in verdict.rules if rule.name == "held-out").outcome is Outcome.NOT_MEASURED
+
+
+def test_a_target_that_diverges_is_told_from_a_plan_that_does():
+    batches = make_batches()
+    batches[4] = {"x": batches[4]["x"] * math.inf, "y": batches[4]["y"]}
+    verdict = plimsoll.probe(make_model(), batches, make_plan(), steps=20, chunk_steps=4)
+    assert verdict.ruling is Ruling.BASELINE_DIVERGED
+    assert verdict.exit_code == 1
+    assert "step 5" in verdict.reason
+    assert from_json(to_json(verdict)) == verdict
+
+
+def test_a_verdict_reads_well_and_comes_back_from_json():
+    verdict = plimsoll.probe(make_model(), make_batches(), make_plan(), steps=20, chunk_steps=5, early=False)
+    text = str(verdict)
+    for part in (
+        str(verdict.ruling),
+        verdict.ruling.advice,
+        "held-out loss",
+        "perplexity",
+        "at equal parameters",
+        "peak",
+    ):
+        assert part in text
+    assert from_json(to_json(verdict)) == verdict
+
+
+def test_every_ruling_knows_its_advice():
+    assert all(ruling.advice.endswith(".") for ruling in Ruling)
+    assert {ruling for ruling in Ruling if ruling.is_pass} == {Ruling.GOOD, Ruling.IDENTICAL}
+
+
+def test_the_statistics_need_no_torch():
+    script = "import sys, plimsoll.analysis.probe.rules, plimsoll.analysis.probe.summary; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "False"

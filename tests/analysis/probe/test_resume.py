@@ -1,0 +1,220 @@
+"""An interrupted probe goes on where it was and gives what an uninterrupted one gives; nothing of the user's is lost."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+import plimsoll
+from analysis.probe.sample_job import WIDTH, make_batches, make_model, make_plan, read_log
+from plimsoll.artifacts.verdict import Verdict
+from plimsoll.errors import InvalidProbe, PlanMismatch, ProbeRunMismatch, ProbeRunUnusable
+from unchanged import unchanged
+
+STEPS, CHUNK = 18, 6
+HERE = Path(__file__).parent
+
+
+def probe(run: Path | None, *, progress: Callable[[str, float], None] | None = None, **changes: object) -> Verdict:
+    given = {"steps": STEPS, "chunk_steps": CHUNK, "held_out": 4, "run": run, "progress": progress, "early": False}
+    return plimsoll.probe(make_model(), make_batches(), make_plan(), **(given | changes))
+
+
+def stop_at(step: int, *, turn: int = 2) -> Callable[[str, float], None]:
+    """Interrupt as Ctrl-C does when an arm has taken this step: the baseline's turn is the first, the plan's the second."""
+    turns = itertools.count(1)
+
+    def report(stage: str, share: float) -> None:
+        if stage.startswith(f"step {step} of") and next(turns) == turn:
+            raise KeyboardInterrupt
+
+    return report
+
+
+def without_clock(verdict: Verdict) -> Verdict:
+    def timeless(arm: object) -> object:
+        return msgspec.structs.replace(
+            arm, seconds_to_target=None, measured_step_seconds=None, items_per_second=None, measured_peak_bytes=None
+        )
+
+    return msgspec.structs.replace(verdict, baseline=timeless(verdict.baseline), plan=timeless(verdict.plan))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Verdict]:
+    """A run that nobody interrupted."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    return run, probe(run)
+
+
+@pytest.mark.parametrize(("step", "turn"), [(8, 2), (15, 1)])
+def test_an_interrupted_probe_gives_the_bits_of_an_uninterrupted_one(
+    step: int, turn: int, whole: tuple[Path, Verdict], tmp_path: Path
+):
+    with pytest.raises(KeyboardInterrupt):
+        probe(tmp_path, progress=stop_at(step, turn=turn))
+    kept = read_log(tmp_path, "plan")
+    assert 0 < sum("loss" in line for line in kept) < STEPS
+    resumed = probe(tmp_path)
+    assert without_clock(resumed) == without_clock(whole[1])
+    for arm in ("baseline", "plan"):
+        assert read_log(tmp_path, arm) == read_log(whole[0], arm)
+
+
+def test_a_killed_process_loses_at_most_the_chunk_that_it_was_in(whole: tuple[Path, Verdict], tmp_path: Path):
+    script = (
+        "import sys; sys.path[:0] = sys.argv[3:]\n"
+        "from pathlib import Path; import time\n"
+        "from plimsoll.artifacts.store import load_plan\n"
+        "from analysis.probe import test_resume\n"
+        "test_resume.make_plan = lambda: load_plan(sys.argv[2])\n"
+        "test_resume.probe(Path(sys.argv[1]), progress=lambda stage, share: time.sleep(0.02))\n"
+    )
+    run, plan = tmp_path / "run", tmp_path / "plan.json"
+    make_plan().save(plan)
+    paths = [str(HERE.parents[1])]
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(run), str(plan), *paths], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    deadline = time.monotonic() + 60
+    while not (run / "plan.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (run / "verdict.json").exists()
+    assert without_clock(probe(run)) == without_clock(whole[1])
+    assert read_log(run, "plan") == read_log(whole[0], "plan")
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"step":5,"lo'])
+def test_a_damaged_log_is_written_again_from_the_last_whole_chunk(
+    damage: bytes, whole: tuple[Path, Verdict], tmp_path: Path
+):
+    with pytest.raises(KeyboardInterrupt):
+        probe(tmp_path, progress=stop_at(15))
+    log = tmp_path / "plan.jsonl"
+    log.write_bytes(log.read_bytes()[:40] + damage)
+    probe(tmp_path)
+    assert read_log(tmp_path, "plan") == read_log(whole[0], "plan")
+
+
+def test_a_damaged_state_is_named(tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt):
+        probe(tmp_path, progress=stop_at(15))
+    state = tmp_path / "plan.pt"
+    state.write_bytes(state.read_bytes()[:1000])
+    with pytest.raises(ProbeRunUnusable) as caught:
+        probe(tmp_path)
+    assert str(state) in caught.value.found
+
+
+def test_a_finished_run_gives_its_verdict_without_a_step(whole: tuple[Path, Verdict]):
+    stages: list[str] = []
+    assert probe(whole[0], progress=lambda stage, share: stages.append(stage)) == whole[1]
+    assert not [stage for stage in stages if stage.startswith("step")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"steps": STEPS + 1}, "settings"),
+        ({"seed": 5}, "settings"),
+        ({"held_out": 5}, "held-out data"),
+        ({"optimizer": torch.optim.SGD}, "optimizer"),
+    ],
+)
+def test_another_probe_is_refused_with_what_differs(changes: dict[str, object], part: str, whole: tuple[Path, Verdict]):
+    with pytest.raises(ProbeRunMismatch) as caught:
+        probe(whole[0], **changes)
+    assert part in caught.value.found
+    assert ", not " in caught.value.why
+
+
+def test_other_weights_and_plans_are_other_probes(whole: tuple[Path, Verdict]):
+    model = make_model()
+    given = {"steps": STEPS, "chunk_steps": CHUNK, "held_out": 4, "run": whole[0], "early": False}
+    with pytest.raises(ProbeRunMismatch, match="not full"):
+        plimsoll.probe(model, make_batches(), make_plan("full"), **given)
+    with torch.no_grad():
+        model.head.bias.add_(1.0)
+    with pytest.raises(ProbeRunMismatch, match="weights"):
+        plimsoll.probe(model, make_batches(), make_plan(), **given)
+
+
+def test_data_that_has_changed_since_is_refused(tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt):
+        probe(tmp_path, progress=stop_at(15))
+    model, batches = make_model(), make_batches()
+    batches[3]["x"][0, 0] += 1
+    given = {"steps": STEPS, "chunk_steps": CHUNK, "held_out": 4, "run": tmp_path, "early": False}
+    with pytest.raises(ProbeRunMismatch, match="batches have changed"):
+        plimsoll.probe(model, batches, make_plan(), **given)
+
+
+def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ProbeRunMismatch, match="thesis"):
+        probe(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_run_directory_that_cannot_be_made_is_an_error_for_people(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ProbeRunUnusable):
+        probe(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("fails_at", [None, 3, 15])
+def test_model_optimizer_and_random_state_are_as_they_were(fails_at: int | None):
+    model, batches = make_model(), make_batches()
+    plan = make_plan()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(**batches[0])["loss"].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    given = {"steps": STEPS, "chunk_steps": CHUNK, "held_out": 4}
+    with unchanged(model, optimizer):
+        if fails_at is None:
+            plimsoll.probe(model, batches, plan, **given)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                plimsoll.probe(model, batches, plan, progress=stop_at(fails_at), **given)
+
+
+def test_a_graph_from_before_the_probe_can_still_go_backward():
+    model, batches = make_model(), make_batches()
+    plan = make_plan()
+    expected = torch.autograd.grad(model(**batches[0])["loss"], model.head.weight)
+    model = make_model()
+    loss = model(**batches[0])["loss"]
+    plimsoll.probe(model, batches, plan, steps=4)
+    torch.testing.assert_close(torch.autograd.grad(loss, model.head.weight), expected, rtol=0, atol=0)
+
+
+def test_an_error_in_training_leaves_the_model_alone():
+    model, batches = make_model(), make_batches()
+    plan = make_plan()
+    batches[7] = {"x": torch.randn(64, WIDTH + 1), "y": torch.randn(64)}
+    with unchanged(model), pytest.raises(RuntimeError):
+        plimsoll.probe(model, batches, plan, steps=STEPS, chunk_steps=CHUNK)
+
+
+@pytest.mark.parametrize("changes", [{"steps": 0}, {"steps": -3}, {"chunk_steps": 0}])
+def test_no_steps_are_refused(changes: dict[str, int]):
+    with pytest.raises(InvalidProbe, match="no number of steps"):
+        probe(None, **changes)
+
+
+def test_a_plan_for_another_model_is_refused():
+    with pytest.raises(PlanMismatch, match="another model"):
+        plimsoll.probe(torch.nn.Linear(2, 2), [torch.zeros(1, 2)], make_plan())

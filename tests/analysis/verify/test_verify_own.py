@@ -1,0 +1,346 @@
+"""Verification without a plan: other people's checkpointing, and what verify looks at besides gradients."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy, create_selective_checkpoint_contexts
+
+import plimsoll
+from plimsoll.analysis.verify.repeated_ops import RepeatedOps
+from plimsoll.artifacts.fault import Cause
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.receipt import OWN, Verdict
+from plimsoll.artifacts.store import from_json, to_json
+from plimsoll.errors import InvalidOption
+from steps import CheckpointedStack, Stack, mean_square
+
+
+@pytest.fixture
+def checkpointed():
+    torch.manual_seed(0)
+    return CheckpointedStack(), torch.randn(64, 32)
+
+
+def step_of_two() -> tuple[Stack, torch.Tensor]:
+    torch.manual_seed(0)
+    return Stack(2), torch.randn(16, 32)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """Every block of ``step_of_two`` recomputed."""
+    model, batch = step_of_two()
+    return plimsoll.plan(model, batch, strategy="full", loss=mean_square)
+
+
+def test_the_receipt_says_what_was_found_at_work_and_what_it_saves(checkpointed):
+    model, batch = checkpointed
+    receipt = plimsoll.verify(model, batch, loss=mean_square, steps=2)
+    assert receipt.strategy == OWN
+    assert receipt.method == "torch.utils.checkpoint (3 times a step)"
+    assert receipt.verdict is Verdict.VERIFIED
+    assert receipt.measured_peak_bytes < receipt.measured_baseline_peak_bytes
+    assert receipt.predicted_peak_bytes is None
+    assert receipt.slope.is_conclusive
+    assert receipt.slope.measured == pytest.approx(receipt.slope.expected, rel=1e-3)
+    assert "Receipt for torch.utils.checkpoint (3 times a step)" in str(receipt)
+    assert from_json(to_json(receipt)) == receipt
+
+
+def test_everything_that_was_patched_is_put_back_and_the_model_is_as_it_was(checkpointed):
+    model, batch = checkpointed
+    before = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    plimsoll.verify(model, batch, loss=mean_square, steps=1, intermediates="blocks.*", curve_steps=2)
+    assert (saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__) == before
+    assert torch.utils.checkpoint.CheckpointFunction is CheckpointFunction
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_step_that_fails_is_put_back_too():
+    torch.manual_seed(0)
+    model, batch = Stack(1), torch.randn(4, 32)
+    before = saved_tensors_hooks.__enter__
+
+    def broken(packed):
+        raise RuntimeError("lost")
+
+    with pytest.raises(plimsoll.PlimsollError) as caught:
+        plimsoll.verify(model, batch, loss=mean_square, context=lambda: saved_tensors_hooks(lambda t: None, broken))
+    assert "RuntimeError: lost" in caught.value.found
+    assert "with everything kept it runs" in caught.value.why
+    assert saved_tensors_hooks.__enter__ is before
+
+
+def test_a_model_that_saves_nothing_has_nothing_to_verify():
+    with pytest.raises(plimsoll.PlimsollError) as caught:
+        plimsoll.verify(Stack(1), torch.randn(4, 32), loss=mean_square)
+    assert "keeps everything by itself" in caught.value.found
+    assert "gradient_checkpointing_enable" in caught.value.next
+
+
+def test_lossy_hooks_may_be_allowed_their_error():
+    torch.manual_seed(0)
+    model, batch = Stack(2), torch.randn(16, 32)
+
+    def context():
+        return saved_tensors_hooks(lambda t: (t.detach().bfloat16(), t.dtype), lambda packed: packed[0].to(packed[1]))
+
+    strict = plimsoll.verify(model, batch, loss=mean_square, context=context, steps=1)
+    assert strict.verdict is Verdict.GRADIENTS_DIFFER
+    assert strict.faults[0].cause is Cause.TRANSFER
+    allowed = plimsoll.verify(model, batch, loss=mean_square, context=context, steps=1, max_error="2%")
+    assert allowed.verdict is Verdict.WITHIN_ERROR
+    assert 0 < allowed.gradient_error <= 0.02
+
+
+def test_a_model_that_replaces_gradients_on_purpose_raises_no_alarm():
+    class StraightThrough(CheckpointedStack):
+        def forward(self, x):
+            y = super().forward(x)
+            return y + (2 * y).detach()
+
+    torch.manual_seed(0)
+    receipt = plimsoll.verify(StraightThrough(), torch.randn(16, 32), loss=mean_square, steps=1)
+    assert receipt.verdict is Verdict.VERIFIED
+    assert receipt.slope is None
+    assert "straight-through" in receipt.notes[0]
+
+
+def test_an_allowed_error_is_not_held_against_the_slope():
+    def shrinking():
+        return saved_tensors_hooks(lambda t: t.detach() * 0.95, lambda packed: packed)
+
+    torch.manual_seed(0)
+    receipt = plimsoll.verify(
+        Stack(2), torch.randn(16, 32), loss=mean_square, context=shrinking, steps=1, max_error="50%"
+    )
+    assert receipt.slope.disagrees
+    assert receipt.verdict is Verdict.WITHIN_ERROR
+
+
+def test_a_slope_in_low_precision_is_not_conclusive():
+    torch.manual_seed(0)
+    model, batch = CheckpointedStack().half(), torch.randn(16, 32).half()
+    receipt = plimsoll.verify(model, batch, loss=mean_square, steps=1)
+    assert not receipt.slope.is_conclusive
+    assert receipt.verdict is Verdict.VERIFIED
+
+
+def test_every_step_runs_in_a_context_of_its_own():
+    alive, made = [], []
+
+    class Once(saved_tensors_hooks):
+        def __init__(self):
+            super().__init__(lambda tensor: tensor.detach(), lambda packed: packed)
+
+        def __enter__(self):
+            alive.append(self)
+            made.append(self)
+            assert alive == [self]
+            return super().__enter__()
+
+        def __exit__(self, *args):
+            alive.remove(self)
+            return super().__exit__(*args)
+
+    torch.manual_seed(0)
+    receipt = plimsoll.verify(Stack(1), torch.randn(8, 32), loss=mean_square, context=Once, steps=2)
+    assert receipt.verdict is Verdict.VERIFIED
+    assert len(made) == len(set(made)) > 10
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"context": saved_tensors_hooks(lambda t: t, lambda t: t)}, "context= is a saved_tensors_hooks"),
+        ({"context": lambda: 3}, "context= made a int"),
+        ({"curve_steps": -1}, "curve_steps=-1"),
+        ({"curve_steps": 1.5}, "curve_steps=1.5"),
+        ({"intermediates": 3}, "intermediates=3"),
+        ({"intermediates": ["blocks.0", None]}, "names no modules"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(checkpointed, options, found):
+    model, batch = checkpointed
+    with pytest.raises(InvalidOption) as caught:
+        plimsoll.verify(model, batch, loss=mean_square, steps=1, **options)
+    assert found in caught.value.found
+
+
+@pytest.mark.parametrize("options", [{"verify_every": -1}, {"verify_every": "10"}, {"sentinel_every": 0}])
+def test_apply_refuses_numbers_of_steps_that_mean_nothing(options, plan):
+    model, _ = step_of_two()
+    with pytest.raises(InvalidOption, match="is no count"):
+        plimsoll.apply(model, plan, **options)
+    assert "forward" not in model.blocks[0].__dict__
+
+
+def test_attach_refuses_numbers_of_steps_that_mean_nothing():
+    with pytest.raises(InvalidOption, match="verify_every=-1"):
+        plimsoll.attach(Stack(1), "1GiB", verify_every=-1)
+
+
+def test_a_model_in_evaluation_mode_is_told_so():
+    with pytest.raises(plimsoll.PlimsollError) as caught:
+        plimsoll.verify(Stack(1).eval(), torch.randn(4, 32), loss=mean_square)
+    assert "evaluation mode" in caught.value.why
+    assert "model.train()" in caught.value.next
+
+
+@pytest.mark.parametrize("option", [{"context": save_on_cpu}, {"max_error": 0.1}])
+def test_what_has_no_effect_on_a_plan_is_refused(option, plan):
+    model, batch = step_of_two()
+    with pytest.raises(plimsoll.PlimsollError, match="has no effect on a plan"):
+        plimsoll.verify(model, batch, plan, loss=mean_square, **option)
+
+
+def test_intermediates_of_both_runs_are_compared_bit_for_bit(plan):
+    model, batch = step_of_two()
+    receipt = plimsoll.verify(
+        model, batch, plan, loss=mean_square, steps=1, intermediates=("blocks.*.up", "blocks.1.norm")
+    )
+    names = {(each.module, each.is_gradient) for each in receipt.intermediates}
+    assert names == {
+        (name, is_gradient) for name in ("blocks.0.up", "blocks.1.up", "blocks.1.norm") for is_gradient in (False, True)
+    }
+    assert all(each.is_bit_equal for each in receipt.intermediates)
+    assert receipt.compared_tensors > 0
+    assert "gradient of blocks.1.up" in str(receipt)
+
+
+def test_an_intermediate_that_differs_is_named_with_its_distance():
+    torch.manual_seed(0)
+
+    class Bad(Stack):
+        def forward(self, x):
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            return x
+
+    receipt = plimsoll.verify(Bad(), torch.randn(16, 32), loss=mean_square, steps=1, intermediates="blocks.0")
+    output, gradient = receipt.intermediates
+    assert output.is_bit_equal
+    assert not gradient.is_bit_equal
+    assert gradient.max_relative_difference > 0.01
+
+
+def test_gradients_that_reentrant_checkpointing_hides_are_left_out():
+    class Reentrant(CheckpointedStack):
+        is_reentrant = True
+
+        def forward(self, x):
+            return super().forward(x.clone().requires_grad_())
+
+    torch.manual_seed(0)
+    receipt = plimsoll.verify(Reentrant(), torch.randn(16, 32), loss=mean_square, steps=1, intermediates="blocks.*")
+    assert receipt.verdict is Verdict.VERIFIED
+    assert {each.is_gradient for each in receipt.intermediates if each.module == "blocks.0"} == {False}
+
+
+def test_selective_checkpointing_does_not_meet_the_ops_of_the_watch():
+    def policy(ctx, op, *args, **kwargs):
+        seen.append(op)
+        return CheckpointPolicy.PREFER_SAVE
+
+    class Selective(Stack):
+        def forward(self, x):
+            for block in self.blocks:
+                contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            return x
+
+    seen: list[object] = []
+    torch.manual_seed(0)
+    model, batch = Selective(1), torch.randn(16, 32)
+    model.blocks[0].dropout.p = 0.0
+    model(batch).sum().backward()
+    own = set(seen)
+    seen.clear()
+    receipt = plimsoll.verify(model, batch, loss=mean_square, steps=1)
+    assert receipt.verdict is Verdict.VERIFIED
+    assert receipt.compared_tensors > 0
+    assert set(seen) == own
+
+
+def test_a_pattern_that_matches_no_module_names_some_that_exist(checkpointed):
+    model, batch = checkpointed
+    with pytest.raises(plimsoll.PlimsollError) as caught:
+        plimsoll.verify(model, batch, loss=mean_square, intermediates="layers.*")
+    assert "blocks" in caught.value.why
+
+
+def test_curves_of_both_runs_agree_and_the_optimizer_is_left_as_it_was():
+    torch.manual_seed(0)
+    model, batch = Stack(2), torch.randn(16, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = {p: {k: v.clone() for k, v in of_one.items()} for p, of_one in optimizer.state.items()}
+    plan = plimsoll.plan(model, batch, strategy="full", loss=mean_square, optimizer=optimizer)
+    receipt = plimsoll.verify(model, batch, plan, loss=mean_square, optimizer=optimizer, steps=1, curve_steps=6)
+    assert any("of the optimizer's step; measured ones are those of forward and backward" in n for n in receipt.notes)
+    assert receipt.baseline_curve == receipt.plan_curve
+    assert len(receipt.plan_curve) == 6
+    assert receipt.plan_curve[-1] < receipt.plan_curve[0]
+    for parameter, of_one in optimizer.state.items():
+        assert all(torch.equal(of_one[key], state[parameter][key]) for key in of_one)
+
+
+def test_a_curve_leaves_the_parameters_of_a_loss_and_the_state_tensors_themselves():
+    torch.manual_seed(0)
+    model, batch, scale = CheckpointedStack(), torch.randn(16, 32), torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.AdamW([*model.parameters(), scale], lr=1e-2)
+
+    def loss(output):
+        return (output * scale).square().mean()
+
+    loss(model(batch)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    moments = {parameter: of_one["exp_avg"] for parameter, of_one in optimizer.state.items()}
+    before, copies = scale.detach().clone(), {parameter: moment.clone() for parameter, moment in moments.items()}
+    plimsoll.verify(model, batch, loss=loss, optimizer=optimizer, steps=1, curve_steps=2)
+    assert torch.equal(scale, before)
+    for parameter, moment in moments.items():
+        assert optimizer.state[parameter]["exp_avg"] is moment
+        assert torch.equal(moment, copies[parameter])
+
+
+def test_repeated_ops_watch_nothing_in_a_step_that_recomputes_nothing():
+    from plimsoll.tracing.recorder.modules import ModuleStack
+
+    model = Stack(1)
+    stack = ModuleStack()
+    with stack.watch(model), RepeatedOps(model, stack) as ops:
+        model(torch.randn(4, 32)).sum().backward()
+    assert list(ops.faults()) == []
+
+
+def test_a_buffer_that_is_bound_anew_in_every_step_is_put_back():
+    class Counter(CheckpointedStack):
+        def __init__(self):
+            super().__init__(2)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return super().forward(x) * (1 + 0.1 * self.calls)
+
+    torch.manual_seed(0)
+    model = Counter()
+    buffer = model.calls
+    receipt = plimsoll.verify(model, torch.randn(16, 32), loss=mean_square, steps=1)
+    assert receipt.verdict is Verdict.VERIFIED
+    assert model.calls is buffer
+    assert buffer == 0

@@ -1,0 +1,110 @@
+"""A method is taken if it saves time and held-out loss stands it; else not, and it says what is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from plimsoll.artifacts.traffic import TrafficRuling
+from plimsoll.artifacts.verdict import Estimate, Outcome
+from plimsoll.distributed.comm_cost.judging import judge_all, judge_method
+from plimsoll.distributed.comm_cost.validating import differences, validate
+from traffic_samples import make_method, make_validation
+
+FAST = Estimate(value=0.2, low=0.15, high=0.25)
+UNCLEAR = Estimate(value=0.05, low=-0.05, high=0.15)
+SLOW = Estimate(value=-0.2, low=-0.3, high=-0.1)
+
+
+@pytest.mark.parametrize(
+    ("saved", "outcome", "ruling"),
+    [
+        (FAST, Outcome.CLEAR, TrafficRuling.KEEP),
+        (FAST, Outcome.BROKEN, TrafficRuling.REFUSE),
+        (FAST, Outcome.OPEN, TrafficRuling.UNDECIDED),
+        (FAST, Outcome.NOT_MEASURED, TrafficRuling.UNDECIDED),
+        (FAST, None, TrafficRuling.UNDECIDED),
+        (UNCLEAR, Outcome.CLEAR, TrafficRuling.UNDECIDED),
+        (UNCLEAR, Outcome.BROKEN, TrafficRuling.REFUSE),
+        (SLOW, Outcome.CLEAR, TrafficRuling.REFUSE),
+        (SLOW, None, TrafficRuling.REFUSE),
+    ],
+)
+def test_time_and_held_out_loss_decide(saved: Estimate, outcome: Outcome | None, ruling: TrafficRuling):
+    validation = None if outcome is None else make_validation(outcome)
+    assert judge_method("powersgd:4", saved, validation)[0] is ruling
+
+
+def test_the_fastest_of_the_methods_that_are_worth_it_is_the_best():
+    methods = [
+        make_method("none", saved=0.0, ruling=TrafficRuling.UNDECIDED),
+        make_method("int8", saved=0.1, ruling=TrafficRuling.KEEP),
+        make_method("powersgd:4", saved=0.2, ruling=TrafficRuling.KEEP),
+        make_method("topk:1%", saved=0.3, ruling=TrafficRuling.REFUSE),
+    ]
+    ruling, reason, best, missing = judge_all(methods)
+    assert (ruling, best, missing) == (TrafficRuling.KEEP, "powersgd:4", ())
+    assert "powersgd:4" in reason
+
+
+def test_what_is_undecided_says_what_is_missing():
+    ruling, _, best, missing = judge_all(
+        [
+            make_method("none", saved=0.0, ruling=TrafficRuling.UNDECIDED),
+            make_method("int8", saved=0.1, ruling=TrafficRuling.UNDECIDED),
+        ]
+    )
+    assert ruling is TrafficRuling.UNDECIDED
+    assert best is None
+    assert any("--validate" in each for each in missing)
+
+
+def test_a_validation_that_could_not_be_judged_is_no_missing_one_and_says_what_it_lacks():
+    validation = make_validation(Outcome.NOT_MEASURED)
+    assert validation.found in judge_method("int8", FAST, validation)[1]
+    method = make_method("int8", saved=0.1, ruling=TrafficRuling.UNDECIDED, validation=validation)
+    *_, missing = judge_all([make_method("none", saved=0.0, ruling=TrafficRuling.UNDECIDED), method])
+    assert len(missing) == 1
+    assert "three held-out batches" in missing[0]
+
+
+def test_where_all_are_refused_the_fastest_one_is_named():
+    _, reason, best, _ = judge_all(
+        [
+            make_method("none", saved=0.0, ruling=TrafficRuling.UNDECIDED),
+            make_method("int8", saved=-0.5, ruling=TrafficRuling.REFUSE),
+            make_method("sign", saved=-0.1, ruling=TrafficRuling.REFUSE),
+        ]
+    )
+    assert best is None
+    assert "sign" in reason
+
+
+def around(value: float) -> Estimate:
+    return Estimate(value=value, low=value - 0.01, high=value + 0.01)
+
+
+@pytest.mark.parametrize(
+    ("difference", "outcome"),
+    [(0.0, Outcome.CLEAR), (0.025, Outcome.OPEN), (0.1, Outcome.BROKEN), (-0.5, Outcome.CLEAR)],
+)
+def test_a_held_out_loss_may_be_worse_by_a_percent(difference: float, outcome: Outcome):
+    rows = [[2.0, 3.0, 2.5]]
+    assert validate(rows, rows, around(difference), steps=10).outcome is outcome
+
+
+def test_it_may_be_worse_by_as_much_as_uncompressed_runs_lie_apart():
+    baseline = [[2.0, 3.0], [2.4, 3.4]]
+    found = validate(baseline, baseline, around(0.2), steps=10)
+    assert found.seed_spread == pytest.approx(0.2828, abs=1e-4)
+    assert found.outcome is Outcome.CLEAR
+
+
+def test_a_run_that_goes_to_nan_breaks_the_rule_and_one_whose_baseline_does_says_nothing():
+    fine, nan = [[2.0, 3.0]], [[2.0, None]]
+    assert validate(fine, nan, None, steps=10).outcome is Outcome.BROKEN
+    assert validate(nan, fine, None, steps=10).outcome is Outcome.NOT_MEASURED
+    assert differences(fine, nan) is None
+
+
+def test_differences_are_taken_batch_by_batch_and_averaged_over_orders():
+    assert differences([[1.0, 2.0], [1.0, 2.0]], [[1.5, 2.0], [1.0, 3.0]]) == [0.25, 0.5]

@@ -1,0 +1,52 @@
+"""Links by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from plimsoll.engine.offload.bounce import BounceLink
+from plimsoll.engine.offload.disk import DiskLink
+from plimsoll.engine.offload.open import default_link_name, open_link
+from plimsoll.errors import OffloadFailed
+
+CPU = torch.device("cpu")
+
+
+def test_disk_for_cpu_tensors_is_the_disk_itself(tmp_path: Path):
+    with open_link("disk", CPU, host_budget=None, directory=str(tmp_path)) as link:
+        assert isinstance(link, DiskLink)
+        assert link.directory == str(tmp_path)
+
+
+def test_disk_for_tensors_of_a_device_bounces(tmp_path: Path):
+    with open_link("disk", torch.device("cuda:0"), host_budget=10**6, directory=str(tmp_path)) as link:
+        assert isinstance(link, BounceLink)
+
+
+def test_host_memory_is_no_link_for_what_lies_in_host_memory():
+    with pytest.raises(OffloadFailed) as failure:
+        open_link("host", CPU, host_budget=None, directory=None)
+    assert "already" in failure.value.why
+    assert "disk" in failure.value.next
+
+
+def test_an_unknown_link_is_told_the_known_ones():
+    with pytest.raises(OffloadFailed) as failure:
+        open_link("tape", CPU, host_budget=None, directory=None)
+    assert "disk, host" in failure.value.why
+
+
+def test_a_link_that_is_refused_leaves_no_file_open(tmp_path: Path):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OffloadFailed):
+        open_link("disk", CPU, host_budget=None, directory=str(tmp_path / "missing"))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("device", "name"), [("cpu", "disk"), ("cuda:1", "host"), ("mps", "disk")])
+def test_every_device_has_a_default(device: str, name: str):
+    assert default_link_name(torch.device(device)) == name

@@ -1,0 +1,318 @@
+"""Calls that are not what was recorded: guards notice, sentinels catch what guards cannot, the result is always right."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from contracts.harness import (
+    Block,
+    Stack,
+    assert_unchanged,
+    batch,
+    differences,
+    manage,
+    plain_step,
+    stack_of,
+    train,
+    weigh,
+)
+from plimsoll.artifacts.decision import Engine
+from plimsoll.engine.region import MAX_SIGNATURES
+from plimsoll.errors import ReplayMismatch
+
+
+class Experts(nn.Module):
+    """Routes rows to experts with shapes that depend on data, without reading a value on the host."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.router = nn.Linear(width, 3)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        choice = self.router(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = torch.nonzero(choice == index, as_tuple=True)[0]
+            out = out.index_add(0, rows, expert(x[rows]).tanh())
+        return out * self.router(x).softmax(-1).amax(-1, keepdim=True)
+
+
+class ListedExperts(Experts):
+    """The same, with sizes that leave through ``tolist``."""
+
+    def forward(self, x):
+        order = self.router(x).argmax(-1)
+        counts = torch.bincount(order, minlength=3).tolist()
+        rows = order.argsort(stable=True)
+        parts = x[rows].split(counts)
+        made = torch.cat([expert(part).tanh() for expert, part in zip(self.experts, parts, strict=True)])
+        return torch.zeros_like(x).index_copy(0, rows, made)
+
+
+@pytest.mark.parametrize("kind", [Experts, ListedExperts])
+def test_shapes_that_depend_on_data_stay_right(kind):
+    def step(model, index):
+        loss = weigh(model(batch(index, 9, 8)))
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = assert_unchanged(stack_of(kind), step, steps=7, engine=None)
+    assert Engine.RERUN in report.engines
+
+
+class Branch(nn.Module):
+    def forward(self, x):
+        if x.mean().item() > 0:
+            return x.exp().tanh() * x
+        return x.sigmoid() * x * 2
+
+
+def test_a_branch_on_data_is_rerun_with_one_warning():
+    torch.manual_seed(0)
+    plain = stack_of(Branch, count=1)()
+    managed = copy.deepcopy(plain)
+    expected = train(plain, plain_step, 5)
+    with manage(managed) as handle:
+        with pytest.warns(UserWarning, match="re-run as a whole") as caught:
+            found = train(managed, plain_step, 5)
+        assert {outcome.engine for outcome in handle.outcomes()} == {Engine.RERUN}
+        assert "branch on data" in handle.outcomes()[0].reason
+    assert differences(expected, found) == []
+    assert len([warning for warning in caught if "plimsoll" in str(warning.message)]) == 1
+
+
+def test_a_branch_on_data_through_numpy_is_rerun():
+    class Branching(nn.Module):
+        def forward(self, x):
+            return x.exp().tanh() if x.detach().numpy().mean() > 0 else x.sigmoid() * x
+
+    report = assert_unchanged(stack_of(Branching), plain_step, steps=5, engine=None)
+    assert report.engines == {Engine.RERUN}
+
+
+class Flagged(nn.Module):
+    def forward(self, x):
+        if FLAGS["wide"]:
+            return x.exp().tanh() * x
+        return x.sigmoid().sin()
+
+
+FLAGS = {"wide": False, "scale": 1.0}
+
+
+def test_a_global_flag_that_changes_the_ops_is_noticed_by_guards():
+    def step(model, index):
+        FLAGS["wide"] = index % 3 == 1
+        return plain_step(model, index)
+
+    assert_unchanged(stack_of(Flagged), step, steps=8, engine=None)
+
+
+class Scheduled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x):
+        return (x * self.scale).exp().sigmoid() * self.scale
+
+
+def test_a_float_attribute_that_a_schedule_changes_stays_right_and_is_rerun_after_some_signatures():
+    def step(model, index):
+        for block in model.blocks:
+            block.inner.scale = 1.0 - index * 0.05
+        return plain_step(model, index)
+
+    few = assert_unchanged(stack_of(Scheduled), step, steps=4)
+    assert len(few.outcomes) == 3 * 4
+    many = assert_unchanged(stack_of(Scheduled), step, steps=MAX_SIGNATURES + 4, engine=None)
+    assert many.engines == {Engine.RECIPE, Engine.RERUN}
+
+
+class Closed(nn.Module):
+    def forward(self, x):
+        return (x * FLAGS["scale"]).exp().sigmoid() * 2
+
+
+@pytest.mark.parametrize("boundaries", [(), (1,)])
+def test_a_global_constant_that_changes_is_caught_before_the_optimizer(boundaries):
+    torch.manual_seed(0)
+    plain = stack_of(Closed, count=2)()
+    managed = copy.deepcopy(plain)
+    FLAGS["scale"] = 1.0
+    with manage(managed, boundaries=boundaries) as handle:
+        first = train(managed, plain_step, 2)
+        before = {name: parameter.clone() for name, parameter in managed.named_parameters()}
+        FLAGS["scale"] = 0.5
+        try:
+            with pytest.raises(ReplayMismatch) as caught:
+                plain_step(managed, 2)
+            assert "blocks." in caught.value.found
+            assert "inner::" in caught.value.found
+            assert "op '" in caught.value.why
+            assert all(torch.equal(before[name], p) for name, p in managed.named_parameters())
+            later = []
+            for _ in range(3):
+                managed.zero_grad()
+                try:
+                    later = train(managed, lambda model, index: plain_step(model, index + 2), 2)
+                    break
+                except ReplayMismatch:
+                    continue
+            assert Engine.RERUN in {outcome.engine for outcome in handle.outcomes()}
+            FLAGS["scale"] = 1.0
+            expected = train(plain, plain_step, 2)
+            FLAGS["scale"] = 0.5
+            expected_later = train(plain, lambda model, index: plain_step(model, index + 2), 2)
+        finally:
+            FLAGS["scale"] = 1.0
+    assert differences(expected, first) == []
+    assert differences(expected_later, later) == []
+
+
+def test_thinned_sentinels_still_catch_a_changed_constant_within_their_round():
+    torch.manual_seed(0)
+    model = stack_of(Closed, count=1)()
+    FLAGS["scale"] = 1.0
+    try:
+        with manage(model, sentinel_every=3):
+            plain_step(model, 0)
+            FLAGS["scale"] = 0.5
+            with pytest.raises(ReplayMismatch):
+                train(model, plain_step, 3)
+    finally:
+        FLAGS["scale"] = 1.0
+
+
+def test_changing_lengths_and_batch_sizes_record_once_each_and_are_rerun_after_some():
+    def step(model, index):
+        shapes = [(3, 8), (5, 8), (2, 3, 8), (3, 8), (1, 8)]
+        loss = weigh(model(batch(index, *shapes[index % len(shapes)])))
+        loss.backward()
+        return loss
+
+    report = assert_unchanged(stack_of(lambda: nn.Dropout(0.2)), step, steps=10, boundaries=(2,))
+    assert len(report.outcomes) == 3 * 4
+
+    def growing(model, index):
+        loss = weigh(model(batch(index, index + 2, 8)))
+        loss.backward()
+        return loss
+
+    report = assert_unchanged(
+        stack_of(lambda: nn.Dropout(0.2)), growing, steps=MAX_SIGNATURES + 3, engine=None, boundaries=(2,)
+    )
+    assert report.engines == {Engine.RECIPE, Engine.RERUN}
+
+
+def test_arguments_that_are_python_numbers_are_part_of_the_signature():
+    class Scaled(Block):
+        def forward(self, x, scale=1.0, power=2):
+            return super().forward((x * scale) ** power)
+
+    class Model(Stack):
+        def forward(self, x, scale, power):
+            x = self.entrance(x)
+            for block in self.blocks:
+                x = block(x, scale, power=power)
+            return self.head(x)
+
+    def step(model, index):
+        loss = weigh(model(batch(index), 1.0 + index % 2, 2 + index % 3))
+        loss.backward()
+        return loss
+
+    assert_unchanged(lambda: Model(*(Scaled(nn.Tanh()) for _ in range(2))), step, steps=7)
+
+
+def test_freezing_and_thawing_parameters_is_part_of_the_signature():
+    def step(model, index):
+        for block in model.blocks[: index % 2 + 1]:
+            block.up.weight.requires_grad_(index % 3 > 0)
+        return plain_step(model, index)
+
+    assert_unchanged(stack_of(nn.Tanh), step, steps=9)
+
+
+def test_training_and_evaluation_modes_alternate():
+    def step(model, index):
+        model.train(index % 2 == 0)
+        return plain_step(model, index)
+
+    assert_unchanged(stack_of(lambda: nn.Dropout(0.3)), step, steps=5)
+
+
+def test_evaluation_without_gradients_in_between_changes_nothing():
+    def step(model, index):
+        model.eval()
+        with torch.no_grad():
+            first = model(batch(index + 90))
+        with torch.inference_mode():
+            second = model(batch(index + 91)).clone()
+        model.train()
+        return plain_step(model, index), first, torch.tensor(second.tolist())
+
+    assert_unchanged(stack_of(lambda: nn.Dropout(0.3)), step, boundaries=(1,))
+
+
+def test_no_grad_sections_and_detached_parts_inside_a_region_keep_every_bit():
+    class Partly(nn.Module):
+        def forward(self, x):
+            with torch.no_grad():
+                scale = x.exp().mean()
+            return x.sigmoid() * scale + (x.detach() * 2).tanh() * x
+
+    assert_unchanged(stack_of(Partly), plain_step)
+
+
+class Fragile(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.is_broken = [False]
+
+    def forward(self, x):
+        y = F.dropout(x.exp(), 0.3)
+        if self.is_broken[0]:
+            raise LookupError("broken")
+        return y.tanh() * F.dropout(x, 0.2)
+
+
+@pytest.mark.parametrize("broken_steps", [(0,), (1, 2), (0, 2)])
+@pytest.mark.parametrize("boundaries", [(), (1,)])
+def test_an_error_in_forward_leaves_everything_usable_and_the_generator_as_it_would_be(broken_steps, boundaries):
+    def step(model, index):
+        state = None
+        if index in broken_steps:
+            model.blocks[1].inner.is_broken[0] = True
+            with pytest.raises(LookupError):
+                model(batch(index))
+            model.blocks[1].inner.is_broken[0] = False
+            state = torch.get_rng_state()
+        return plain_step(model, index), state
+
+    assert_unchanged(stack_of(Fragile), step, steps=4, boundaries=boundaries)
+
+
+def test_an_error_that_the_region_itself_handles_stays_right():
+    class Handles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Fragile()
+            self.inner.is_broken[0] = True
+
+        def forward(self, x):
+            try:
+                return self.inner(x)
+            except LookupError:
+                return x.sigmoid() * x
+
+    assert_unchanged(stack_of(Handles), plain_step)

@@ -1,0 +1,262 @@
+"""One region, every n steps, is compared bit for bit: what it finds, what it names, and that the step's gradients are right."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from contracts.harness import manage
+from plimsoll.artifacts.fault import Cause
+from plimsoll.artifacts.receipt import Engine
+from plimsoll.engine.frame import Frame
+from plimsoll.engine.offload.simulated import SimulatedLink
+from plimsoll.engine.reference_copy import PIECE_BYTES, Witness
+from plimsoll.tracing.recorder.bits import same_bits
+from steps import Block, Stack
+
+
+class Dial:
+    """Holds a number where no guard looks."""
+
+    def __init__(self) -> None:
+        self.number = 2.0
+
+
+class Scaled(nn.Module):
+    """A block whose op gets a constant that no guard sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(32, dropout=0.0)
+        self.dial = Dial()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(self.inner(x)) * self.dial.number
+        return torch.tanh(y) * torch.cos(y)
+
+
+def model_of(*blocks: nn.Module) -> Stack:
+    model = Stack(0)
+    model.blocks = nn.ModuleList(blocks)
+    return model
+
+
+def gradients(model: nn.Module, seed: int = 3) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    model(torch.randn(16, 32)).square().sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_nothing_is_inspected_unless_asked_for():
+    torch.manual_seed(0)
+    model = Stack()
+    with manage(model) as handle:
+        for _ in range(4):
+            gradients(model)
+        assert handle.inspected_calls == 0
+
+
+def test_regions_take_turns_and_clean_training_shows_no_fault():
+    torch.manual_seed(0)
+    model = Stack()
+    expected = gradients(model)
+    with warnings.catch_warnings(), manage(model, verify_every=2) as handle:
+        warnings.simplefilter("error")
+        for step in range(1, 9):
+            assert equal(expected, gradients(model))
+            assert handle.inspected_calls == step // 2
+        assert handle.faults == ()
+
+
+def test_an_evaluation_in_between_is_no_step():
+    torch.manual_seed(0)
+    model = Stack()
+    with manage(model, verify_every=2) as handle:
+        for _ in range(4):
+            gradients(model)
+            with torch.no_grad():
+                model(torch.randn(4, 32))
+        assert handle.inspected_calls == 2
+
+
+def test_a_changed_constant_is_named_and_training_goes_on_with_right_gradients():
+    torch.manual_seed(0)
+    model = model_of(Scaled(), Scaled())
+    with manage(model) as handle:
+        gradients(model)
+        model.blocks[1].dial.number = 3.0
+        with handle.paused():
+            expected = gradients(model)
+        with handle.inspecting(), pytest.warns(UserWarning, match=r"region 'blocks.1' \(op 'mul'\)"):
+            found = gradients(model)
+        assert equal(expected, found)
+        (fault,) = handle.faults
+        assert (fault.region, fault.op, fault.cause) == ("blocks.1", "mul", Cause.UNKNOWN)
+        assert fault.differing_elements > 0
+        assert fault.max_absolute_difference > 0
+        assert equal(expected, gradients(model))
+        assert handle.engines()["blocks.1"][0] is Engine.RERUN
+        assert handle.engines()["blocks.0"][0] is Engine.RECIPE
+
+
+def test_random_state_that_was_not_put_back_is_named(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    model = Stack(1)
+    expected = gradients(model)
+    with manage(model, verify_every=1) as handle:
+        gradients(model)
+        start = Frame._start
+
+        def forgetful(self: Frame, task: int) -> None:
+            self.states = {point: torch.Generator().manual_seed(99).get_state() for point in self.states}
+            start(self, task)
+
+        monkeypatch.setattr(Frame, "_start", forgetful)
+        with pytest.warns(UserWarning, match="RANDOM_STATE"):
+            assert equal(expected, gradients(model))
+        assert handle.faults[0].cause is Cause.RANDOM_STATE
+        assert "bernoulli" in handle.faults[0].op or "dropout" in handle.faults[0].op or handle.faults[0].op == "div_"
+
+
+def test_wrong_random_numbers_are_named_themselves_and_not_what_they_are_made_into(monkeypatch: pytest.MonkeyPatch):
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Block(32, dropout=0.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.inner(x) * torch.rand(16, 32))
+
+    torch.manual_seed(0)
+    model = model_of(Noisy())
+    with manage(model, verify_every=1) as handle:
+        gradients(model)
+        start = Frame._start
+
+        def forgetful(self: Frame, task: int) -> None:
+            self.states = {point: torch.Generator().manual_seed(99).get_state() for point in self.states}
+            start(self, task)
+
+        monkeypatch.setattr(Frame, "_start", forgetful)
+        with pytest.warns(UserWarning, match="RANDOM_STATE"):
+            gradients(model)
+        assert handle.faults[0].cause is Cause.RANDOM_STATE
+        assert handle.faults[0].op in ("rand", "uniform_")
+
+
+def test_an_op_that_never_repeats_itself_is_named(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    model = model_of(Block(32, dropout=0.0))
+    expected = gradients(model)
+    run = Frame._run
+
+    def noisy(self: Frame, segment, leaves, env):
+        value = run(self, segment, leaves, env)
+        return value + random.random() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    with manage(model, verify_every=1) as handle:
+        gradients(model)
+        monkeypatch.setattr(Frame, "_run", noisy)
+        with pytest.warns(UserWarning, match="NON_DETERMINISTIC"):
+            assert equal(expected, gradients(model))
+        assert handle.faults[0].cause is Cause.NON_DETERMINISTIC
+
+
+def test_a_write_behind_autograds_back_is_named():
+    torch.manual_seed(0)
+    model = model_of(Scaled())
+    with manage(model, kept=("sin",), verify_every=1) as handle:
+        gradients(model)
+        torch.manual_seed(3)
+        loss = model(torch.randn(16, 32)).square().sum()
+        kept = [cell for cell in _cells(loss) if getattr(cell, "tensor", None) is not None]
+        for cell in kept:
+            cell.tensor.data.add_(1.0)
+        with pytest.warns(UserWarning, match="IN_PLACE_WRITE"):
+            loss.backward()
+        assert handle.faults[0].cause is Cause.IN_PLACE_WRITE
+
+
+def _cells(loss: torch.Tensor) -> list[object]:
+    """What autograd holds in the places of saved tensors."""
+    import gc
+
+    from plimsoll.engine.cells import Cell
+
+    return [thing for thing in gc.get_objects() if type(thing) is Cell]
+
+
+def test_a_full_link_leaves_the_call_uninspected_with_a_warning(monkeypatch: pytest.MonkeyPatch):
+    from plimsoll.engine import inspection
+    from plimsoll.errors import OffloadFailed
+
+    def full(*args, **kwargs):
+        raise OffloadFailed("The disk is full.", why="no space", next="make room")
+
+    monkeypatch.setattr(inspection, "open_link", full)
+    torch.manual_seed(0)
+    model = Stack(1)
+    expected = gradients(model)
+    with manage(model, verify_every=1) as handle:
+        gradients(model)
+        with pytest.warns(UserWarning, match="could not be inspected: The disk is full"):
+            assert equal(expected, gradients(model))
+        assert handle.faults == ()
+        assert handle.inspected_calls == 0
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(7, 5),
+        torch.randn(6, 4).t(),
+        torch.randn(3, 1).expand(3, 4),
+        torch.randn(2, PIECE_BYTES // 2),
+        torch.randn(2, PIECE_BYTES // 2).t(),
+        torch.zeros(0, 3),
+        torch.tensor(4.0),
+        torch.tensor([True, False]),
+        torch.arange(5),
+        torch.tensor([float("nan"), float("inf"), -0.0]),
+        torch.randn(9).to(torch.bfloat16),
+        torch.randn(4, dtype=torch.complex64),
+    ],
+    ids=lambda t: f"{tuple(t.shape)}-{t.dtype}",
+)
+def test_a_witness_knows_the_tensor_and_brings_it_back(tensor: torch.Tensor):
+    with SimulatedLink(1e12) as link:
+        witness = Witness(tensor, link)
+        assert witness.compare(tensor) is None
+        back = witness.bring_back()
+        assert back.dtype is tensor.dtype
+        assert same_bits(back.contiguous(), tensor.contiguous())
+
+
+def test_a_witness_counts_elements_with_other_bits_and_how_far_they_are():
+    tensor = torch.randn(300, PIECE_BYTES // 512)
+    other = tensor.clone()
+    other[0, 0] += 2.0
+    other[299, 7] = -0.0
+    other[150, 3] += 0.5
+    tensor[150, 4] = other[150, 4] = float("nan")
+    with SimulatedLink(1e12) as link:
+        difference = Witness(tensor, link).compare(other)
+    assert difference.differing_elements == 3
+    assert difference.elements == tensor.numel()
+    assert difference.max_absolute == pytest.approx(max(2.0, float(tensor[299, 7].abs())))
+
+
+def test_a_witness_sees_another_layout():
+    tensor = torch.randn(4, 4)
+    with SimulatedLink(1e12) as link:
+        difference = Witness(tensor, link).compare(tensor.t().contiguous().t())
+    assert difference.differing_elements == 0

@@ -1,0 +1,281 @@
+"""Applying, copying, saving and removing: the model is the user's, and afterwards it is what it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from contracts.harness import Block, Drops, Stack, differences, manage, plain_step, stack_of, train
+from plimsoll.artifacts.plan import RegionPlan
+from plimsoll.engine.apply import apply_plan
+from plimsoll.engine.region import ManagedRegion
+from plimsoll.errors import PlanMismatch
+from samples import make_plan
+
+
+def build():
+    torch.manual_seed(0)
+    return stack_of(lambda: nn.Dropout(0.2))()
+
+
+def snapshot(model):
+    """The instance dictionary of every module, with the contents of the dictionaries in it."""
+    return {
+        name: {key: (value, dict(value) if isinstance(value, dict) else None) for key, value in module.__dict__.items()}
+        for name, module in model.named_modules()
+    }
+
+
+def assert_same_dictionaries(before, after):
+    assert before.keys() == after.keys()
+    for name in before:
+        assert list(before[name]) == list(after[name]), name
+        for key, (value, contents) in before[name].items():
+            found, found_contents = after[name][key]
+            assert found is value, f"{name}.{key}"
+            assert contents is None or found_contents.keys() == contents.keys(), f"{name}.{key}"
+            assert contents is None or all(found_contents[k] is v for k, v in contents.items()), f"{name}.{key}"
+
+
+def test_removing_restores_every_instance_dictionary_exactly():
+    model = build()
+    own = model.blocks[1].forward
+    model.blocks[1].forward = own
+    model.blocks[2].register_forward_hook(lambda module, args, output: output)
+    before = snapshot(model)
+    handle = manage(model, boundaries=(1,))
+    plain_step(model, 0)
+    assert isinstance(model.blocks[0].__dict__["forward"], ManagedRegion)
+    handle.remove()
+    model.zero_grad()
+    assert_same_dictionaries(before, snapshot(model))
+    assert model.blocks[1].__dict__["forward"] is own
+    handle.remove()
+    assert_same_dictionaries(before, snapshot(model))
+
+
+def test_an_error_inside_the_block_restores_everything_too():
+    model = build()
+    before = snapshot(model)
+    with pytest.raises(ZeroDivisionError), manage(model):
+        raise ZeroDivisionError
+    assert_same_dictionaries(before, snapshot(model))
+
+
+def test_a_wrapper_that_somebody_put_around_ours_survives_removal_and_runs_the_plain_forward():
+    model, plain = build(), build()
+    handle = manage(model)
+    managed = model.blocks[0].forward
+    calls = []
+
+    def wrapper(*args, **kwargs):
+        calls.append(1)
+        return managed(*args, **kwargs)
+
+    model.blocks[0].forward = wrapper
+    train(model, plain_step, 1)
+    handle.remove()
+    assert model.blocks[0].forward is wrapper
+    services = dict(managed.services)
+    found = train(model, plain_step, 1)
+    assert managed.services == services
+    train(plain, plain_step, 1)
+    assert differences(train(plain, plain_step, 1), found) == []
+    assert len(calls) == 2
+
+
+def test_pausing_runs_the_plain_model_and_resuming_does_not_record_again():
+    model, plain = build(), build()
+    with manage(model) as handle:
+        found = train(model, plain_step, 1)
+        before = [id(s.program) for region in handle.regions.values() for s in region.services.values()]
+        with handle.paused():
+            assert all("forward" not in block.__dict__ for block in model.blocks)
+            found += train(model, plain_step, 1)
+        found += train(model, plain_step, 1)
+        after = [id(s.program) for region in handle.regions.values() for s in region.services.values()]
+    expected = [record for _ in range(3) for record in train(plain, plain_step, 1)]
+    assert differences(expected, found) == []
+    assert before == after
+
+
+def test_a_deep_copy_of_a_managed_model_is_a_plain_model_with_the_same_results():
+    model, plain = build(), build()
+    with manage(model, boundaries=(1,)):
+        train(model, plain_step, 1)
+        copied = copy.deepcopy(model)
+        expected = train(model, plain_step, 2)
+        assert not any(isinstance(block.forward, ManagedRegion) for block in copied.blocks)
+        assert all(block.forward.__self__ is block for block in copied.blocks)
+        assert copied.blocks[0].up.weight is not model.blocks[0].up.weight
+        found = train(copied, plain_step, 2)
+        twice = copy.deepcopy(copied)
+        assert all(block.forward.__self__ is block for block in twice.blocks)
+    assert differences(expected, found) == []
+    train(plain, plain_step, 1)
+    assert differences(train(plain, plain_step, 2), found) == []
+
+
+def test_a_copy_can_be_managed_itself():
+    model = build()
+    with manage(model):
+        train(model, plain_step, 1)
+        copied = copy.deepcopy(model)
+        with manage(copied) as handle:
+            found = train(copied, plain_step, 2)
+            assert all(outcome.dropped_bytes for outcome in handle.outcomes())
+    assert differences(train(model, plain_step, 2), found) == []
+
+
+def test_a_saved_module_loads_as_a_plain_module_with_the_same_results():
+    model = build()
+    with manage(model, boundaries=(1,)):
+        train(model, plain_step, 1)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        expected = train(model, plain_step, 2)
+    assert not any(isinstance(block.forward, ManagedRegion) for block in loaded.blocks)
+    assert differences(expected, train(loaded, plain_step, 2)) == []
+
+
+def test_a_forward_of_the_instance_survives_copying():
+    model = build()
+    model.blocks[0].forward = types.MethodType(lambda self, x: Block.forward(self, x) * 2, model.blocks[0])
+    plain = copy.deepcopy(model)
+    with manage(model):
+        found = train(model, plain_step, 2)
+        copied = copy.deepcopy(model)
+        later = train(copied, plain_step, 2)
+    assert differences(train(plain, plain_step, 2) + train(plain, plain_step, 2), found + later) == []
+
+
+def test_the_state_of_a_managed_model_is_that_of_the_plain_one():
+    model = build()
+    names = list(model.state_dict())
+    with manage(model):
+        plain_step(model, 0)
+        state = model.state_dict()
+        assert list(state) == names
+        fresh = build()
+        fresh.load_state_dict(state)
+        model.load_state_dict(fresh.state_dict())
+        assert [name for name, _ in model.named_modules()] == [name for name, _ in build().named_modules()]
+
+
+def test_moving_a_managed_model_to_another_dtype_keeps_it_managed_and_right():
+    model, plain = build(), build()
+
+    def step(subject, index):
+        return plain_step(subject, index) if index < 1 else double_step(subject, index)
+
+    def double_step(subject, index):
+        from contracts.harness import batch, weigh
+
+        loss = weigh(subject(batch(index).double()))
+        loss.backward()
+        return loss
+
+    with manage(model) as handle:
+        found = train(model, plain_step, 1)
+        model.double()
+        found += train(model, double_step, 2)
+        assert all(outcome.dropped_bytes for outcome in handle.outcomes())
+    expected = train(plain, plain_step, 1)
+    plain.double()
+    assert differences(expected + train(plain, double_step, 2), found) == []
+
+
+def regions_that_keep(*names):
+    return tuple(
+        RegionPlan(name=name, call=0, kind="block", decisions=(), retained_bytes=0, replay_seconds=0.0)
+        for name in names
+    )
+
+
+def test_a_plan_that_keeps_everything_installs_no_hook_and_no_wrapper():
+    model = build()
+    before = snapshot(model)
+    plan = make_plan(regions=regions_that_keep("blocks.0", "blocks.1", "blocks.2"))
+    handle = apply_plan(model, plan)
+    assert_same_dictionaries(before, snapshot(model))
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    handle.remove()
+    assert_same_dictionaries(before, snapshot(model))
+
+
+def test_a_region_that_keeps_everything_beside_one_that_does_not_is_untouched():
+    model = build()
+    with manage(model, ["blocks.1"]):
+        assert "forward" not in model.blocks[0].__dict__
+        assert not model.blocks[0]._forward_hooks
+        plain_step(model, 0)
+        assert "forward" not in model.blocks[0].__dict__
+
+
+def test_recording_leaves_no_hook_on_submodules():
+    model = build()
+    before = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.blocks.modules()]
+    with manage(model):
+        plain_step(model, 0)
+        assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.blocks.modules()] == before
+
+
+def test_a_region_that_the_model_does_not_have_is_refused_and_nothing_is_installed():
+    model = build()
+    before = snapshot(model)
+    with pytest.raises(PlanMismatch, match=r"blocks\.7"):
+        apply_plan(model, make_plan(regions=regions_that_keep("blocks.0", "blocks.7")))
+    assert_same_dictionaries(before, snapshot(model))
+
+
+def test_two_plans_at_once_are_refused():
+    model = build()
+    with manage(model):
+        regions = regions_that_keep("blocks.0")
+        dropping = RegionPlan(
+            name="blocks.0",
+            call=0,
+            kind="block",
+            decisions=(),
+            retained_bytes=0,
+            replay_seconds=0.0,
+            is_boundary_dropped=True,
+        )
+        with pytest.raises(PlanMismatch, match="managed"):
+            apply_plan(model, make_plan(regions=(dropping, *regions[1:])))
+
+
+def test_calls_of_one_region_follow_their_own_plans():
+    """The k-th call within one forward of the model has the k-th plan, in every step."""
+
+    class Twice(Stack):
+        def forward(self, x):
+            x = self.entrance(x)
+            return self.head(self.blocks[0](self.blocks[0](x)))
+
+    torch.manual_seed(0)
+    plain = Twice(Block(nn.Tanh()))
+    model = copy.deepcopy(plain)
+    with manage(model, ["blocks.0"]) as handle:
+        region = handle.regions["blocks.0"]
+        region._plans = (Drops(), Drops(is_untouched=True))
+        found = train(model, plain_step, 3)
+        assert [outcome.call for outcome in handle.outcomes()] == [0]
+    assert differences(train(plain, plain_step, 3), found) == []
+
+
+def test_the_signature_of_a_managed_forward_is_still_that_of_the_module():
+    import inspect
+
+    model = build()
+    expected = inspect.signature(model.blocks[0].forward)
+    with manage(model):
+        assert inspect.signature(model.blocks[0].forward) == expected

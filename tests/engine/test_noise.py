@@ -1,0 +1,195 @@
+"""Noise that is followed through backward: what is expected of one lossy value is about what it does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import steps
+from contracts.harness import weigh
+from engine.watching import CODECS, Watched, gradients_of, watch
+from plimsoll.engine import noise
+
+WIDTH, ROWS = 64, 128
+
+
+class Mlp(nn.Module):
+    """A residual pair of linear layers around a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, x):
+        return x + self.down(self.function(self.up(x)))
+
+
+class SwiGlu(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2 * WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.line(self.norm(x))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = (t.reshape(2, -1, 4, WIDTH // 4).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(seen.transpose(1, 2).reshape(x.shape))
+
+
+class Around(nn.Module):
+    """One region between an entrance and a head."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.entrance = nn.Linear(8, WIDTH)
+        self.block = block
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        return self.head(self.block(self.entrance(x)))
+
+
+BLOCKS = {
+    "linear": lambda: Mlp(nn.Identity()),
+    "gelu": lambda: Mlp(F.gelu),
+    "silu": lambda: Mlp(F.silu),
+    "tanh": lambda: Mlp(torch.tanh),
+    "softmax": lambda: Mlp(lambda x: x.softmax(-1)),
+    "silu * up": SwiGlu,
+    "layer norm": Normed,
+    "attention": Attention,
+}
+
+
+def step(model):
+    weigh(model(torch.randn(ROWS, 8))).backward()
+
+
+def around(block) -> Watched:
+    torch.manual_seed(0)
+    return watch(Around(block), ["block"], step)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_error_of_one_lossy_value_is_about_what_is_expected(name):
+    watched = around(BLOCKS[name]())
+    for codec in CODECS:
+        values = watched.lossy(codec)
+        assert values
+        for packed in values:
+            ratio = watched.expected(*packed, codec) / watched.measured([packed], codec)
+            assert 1 / 3 < ratio < 3, (packed, codec, ratio)
+
+
+@pytest.mark.parametrize("make", [steps.llama, steps.gpt2, steps.vit])
+def test_the_error_of_a_whole_model_is_about_the_sum_of_what_is_expected(make):
+    model, batch, _ = make()
+    pattern = ("layers", "h", "layer")
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    listed = next(name for name in names if name.rpartition(".")[2] in pattern)
+    regions = [f"{listed}.{index}" for index in range(len(model.get_submodule(listed)))]
+    watched = watch(model, regions, lambda subject: subject(**batch).loss.backward())
+    for codec in ("int8", "int4"):
+        packed = watched.lossy(codec)
+        assert len(packed) > 10
+        expected = sum(watched.expected(*one, codec) ** 2 for one in packed) ** 0.5
+        ratio = expected / watched.measured(packed, codec)
+        assert 1 / 2 < ratio < 2, (codec, ratio)
+
+
+class Exponent(torch.autograd.Function):
+    """Counts how often its backward runs."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Exponent.runs += 1
+        return gradient * ctx.saved_tensors[0]
+
+
+def test_a_backward_of_the_user_s_own_is_run_once_and_what_it_reads_must_be_exact():
+    torch.manual_seed(0)
+    model = Around(Mlp(Exponent.apply))
+    gradients_of(model, step)
+    Exponent.runs = 0
+    watched = watch(model, ["block"], step)
+    assert Exponent.runs == 2  # once unmanaged, once watched
+    assert all(torch.equal(watched.plain[name], watched.seen[name]) for name in watched.plain)
+    found = {value: watched.sensitivity("block", entry) for value, entry in watched.values("block").items()}
+    read = [value for value, entry in watched.values("block").items() if "ExponentBackward" in entry.readers]
+    assert read
+    assert all(found[value] == float("inf") for value in read)
+    assert all(found[value] < float("inf") for value in found.keys() - set(read))
+
+
+def test_what_a_node_reads_that_refuses_to_run_twice_must_be_exact(monkeypatch):
+    def run(node, gradients):
+        if node.name() == "GeluBackward0":
+            node(*gradients)
+            raise RuntimeError("once is enough")
+        return original(node, gradients)
+
+    original = noise._run
+    monkeypatch.setattr(noise, "_run", run)
+    watched = around(Mlp(F.gelu))
+    assert all(torch.equal(watched.plain[name], watched.seen[name]) for name in watched.plain)
+    found = {value: watched.sensitivity("block", entry) for value, entry in watched.values("block").items()}
+    assert found.pop("up::addmm#0") == float("inf")
+    assert all(sensitivity < float("inf") for sensitivity in found.values())
+
+
+def test_what_flows_past_a_branch_dilutes_its_noise():
+    """The same block with and without its residual connection: less of the gradient that leaves is noise."""
+
+    class Straight(Mlp):
+        def forward(self, x):
+            return self.down(self.function(self.up(x)))
+
+    flows = []
+    for kind in (Mlp, Straight):
+        watched = around(kind(F.gelu))
+        flows.append(watched.values("block")["up::addmm#0"].flow_error)
+    assert 0 < flows[0] < flows[1] / 2
+
+
+def test_a_value_whose_noise_reaches_nothing_costs_nothing():
+    """A frozen layer's weight gradient is not computed, so what only that would read is not even saved."""
+    torch.manual_seed(0)
+    model = Around(Mlp(F.gelu))
+    model.block.down.weight.requires_grad_(False)
+    watched = watch(model, ["block"], step)
+    assert "gelu#0" not in watched.values("block")
+    entry = watched.values("block")["up::addmm#0"]
+    assert watched.sensitivity("block", entry) > 0

@@ -1,0 +1,669 @@
+"""Values that are packed: lossless forms change no bit, lossy ones are close and repeatable, and what goes wrong is said."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+from contracts.harness import Block, Stack, batch, differences, manage, plain_step, train, weigh
+from plimsoll.artifacts.decision import Decision, Engine
+from plimsoll.artifacts.plan import RegionPlan, ValueDecision
+from plimsoll.engine import stored_forms as runtime_packed
+from plimsoll.engine.apply import apply_plan
+from plimsoll.engine.codecs.protocol import Codec, Payload
+from plimsoll.engine.codecs.registry import find_codec
+from plimsoll.engine.offload.disk import DiskLink
+from plimsoll.engine.offload.simulated import SimulatedLink
+from plimsoll.engine.stored_forms import Packer, Refused, Sent
+from plimsoll.errors import ReplayMismatch, SavedTensorModified
+from plimsoll.session.compare_tensors import relative_error
+from samples import make_plan
+
+
+@dataclass
+class Exact(Codec):
+    """Holds a copy; counts, and lies on request."""
+
+    is_lossless = True
+    keeps_sign_only = False
+    name: str = "exact"
+    lies: bool = False
+    encoded: int = 0
+    decoded: int = 0
+    limits: list[int | None] = field(default_factory=list)
+    autocast: list[bool] = field(default_factory=list)
+
+    def accepts(self, dtype):
+        return True
+
+    def payload_bytes(self, count, dtype):
+        return None
+
+    def workspace_bytes(self, count, dtype):
+        return 0
+
+    def encode(self, tensor, *, seed=0, most_bytes=None):
+        self.encoded += 1
+        self.limits.append(most_bytes)
+        self.autocast.append(torch.is_autocast_enabled("cpu"))
+        return Payload((tensor.clone(),), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def decode(self, payload):
+        self.decoded += 1
+        tensor = payload.parts[0].clone()
+        if self.lies:
+            tensor.view(-1)[:1].add_(1)
+        return tensor
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """A codec of that name that every region can use."""
+    codec = Exact()
+    monkeypatch.setattr(runtime_packed, "find_codec", lambda name: codec if name == "exact" else find_codec(name))
+    return codec
+
+
+@dataclass
+class Log:
+    """What was packed: (form, seed, what is held) in order."""
+
+    entries: list = field(default_factory=list)
+
+    def count(self, form, kind=object):
+        return sum(name == form and isinstance(held, kind) for name, _, held in self.entries)
+
+    @property
+    def seeds(self):
+        return [seed for _, seed, _ in self.entries]
+
+
+@pytest.fixture
+def log(monkeypatch):
+    log, pack = Log(), Packer.pack
+
+    def spied(self, source, form, *, seed, most_bytes):
+        held = pack(self, source, form, seed=seed, most_bytes=most_bytes)
+        log.entries.append((form, seed, held))
+        return held
+
+    monkeypatch.setattr(Packer, "pack", spied)
+    return log
+
+
+@pytest.fixture(params=["simulated", "disk"])
+def link(request, tmp_path):
+    with SimulatedLink(1e12) if request.param == "simulated" else DiskLink(str(tmp_path)) as link:
+        yield link
+
+
+class Pool(nn.Module):
+    """Saves indices of a pooling, and an activation that is mostly zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 64)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x):
+        pooled = nn.functional.max_pool1d(torch.relu(self.up(x) - 0.8).unsqueeze(1), 2).squeeze(1)
+        return x + self.down(pooled)
+
+
+class Twice(Stack):
+    """The first block runs again after the last."""
+
+    def forward(self, x):
+        x = self.entrance(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(x)
+
+
+def mixed_blocks():
+    return Block(nn.Dropout(0.3)), Pool(), Block(nn.Sequential(nn.ReLU(), nn.Dropout(0.2)))
+
+
+def shared():
+    model = Stack(*mixed_blocks())
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+    return model
+
+
+def autocast(model, index):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = weigh(model(batch(index)))
+    loss.backward()
+    return loss
+
+
+def accumulation(model, index):
+    return [plain_step(model, 10 * index + part) for part in range(3)]
+
+
+def retained(model, index):
+    loss = weigh(model(batch(index)))
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    return [loss, *first]
+
+
+def double_backward(model, index):
+    x = batch(index).requires_grad_()
+    gradients = torch.autograd.grad(weigh(model(x)), [x, *model.parameters()], create_graph=True)
+    loss = sum(gradient.square().sum() for gradient in gradients)
+    loss.backward()
+    return [loss, x.grad]
+
+
+def two_forwards(model, index):
+    losses = [weigh(model(batch(10 * index + part))) for part in range(2)]
+    for loss in losses:
+        loss.backward()
+    return losses
+
+
+def two_forwards_backwards(model, index):
+    losses = [weigh(model(batch(10 * index + part))) for part in range(2)]
+    for loss in reversed(losses):
+        loss.backward()
+    return losses
+
+
+def evaluation(model, index):
+    loss = weigh(model(batch(index)))
+    model.eval()
+    with torch.no_grad():
+        seen = model(batch(77))
+    with_gradients = model(batch(78)).sum()
+    model.train()
+    loss.backward()
+    return [loss, seen, with_gradients]
+
+
+def failure(model, index):
+    hook = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch(index))
+    hook.remove()
+    return plain_step(model, index)
+
+
+STEPS = {
+    "plain": (Stack, plain_step),
+    "autocast": (Stack, autocast),
+    "accumulation": (Stack, accumulation),
+    "shared weights": (shared, plain_step),
+    "a region twice": (Twice, plain_step),
+    "retained": (Stack, retained),
+    "double backward": (Stack, double_backward),
+    "two forwards": (Stack, two_forwards),
+    "two forwards, backwards": (Stack, two_forwards_backwards),
+    "evaluation in between": (Stack, evaluation),
+    "a failure": (Stack, failure),
+}
+
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
+
+
+def assert_no_bit_changes(build, step, **settings):
+    """Three steps with and without; every region must be served by recipes."""
+    torch.manual_seed(0)
+    plain = build() if build is shared else build(*mixed_blocks())
+    model = copy.deepcopy(plain)
+    expected = train(plain, step, 3)
+    with manage(model, BLOCKS, **settings) as handle:
+        found = train(model, step, 3)
+        outcomes = handle.outcomes()
+    assert differences(expected, found) == []
+    assert {outcome.engine for outcome in outcomes} == {Engine.RECIPE}, outcomes
+
+
+@pytest.mark.parametrize("circumstances", STEPS)
+def test_lossless_codecs_beside_recomputation_change_no_bit(circumstances, log):
+    packs = {"div_": "bits", "max_pool": "narrow", "relu": "zeros"}
+    assert_no_bit_changes(*STEPS[circumstances], packs=packs, kept=("addmm",))
+    assert log.count("bits") > log.count("bits", Refused)
+    assert log.count("narrow") > log.count("narrow", Refused)
+    assert log.count("zeros") > log.count("zeros", Refused)
+
+
+@pytest.mark.parametrize("circumstances", STEPS)
+def test_everything_over_a_link_changes_no_bit(circumstances, link, log):
+    assert_no_bit_changes(*STEPS[circumstances], packs={"": link.name}, link=link)
+    assert log.count(link.name, Sent) > 20
+
+
+@pytest.mark.parametrize("circumstances", STEPS)
+def test_a_link_a_codec_recomputation_and_keeping_together_change_no_bit(circumstances, link, log):
+    packs = {"div_": "bits", "norm": link.name, "input": link.name}
+    assert_no_bit_changes(*STEPS[circumstances], packs=packs, kept=("relu",), link=link)
+    assert log.count("bits")
+    assert log.count(link.name)
+
+
+@pytest.mark.parametrize("boundaries", [(1,), (1, 2)])
+def test_a_dropped_boundary_beside_packed_values_changes_no_bit(boundaries, link):
+    for packs in ({"": link.name}, {"addmm": link.name}, {"div_": "bits"}):
+        assert_no_bit_changes(Stack, retained, packs=packs, boundaries=boundaries, link=link)
+
+
+def test_a_packed_value_that_recipes_read_is_decoded_once_per_backward(exact):
+    torch.manual_seed(0)
+    model = Stack(*(Block(nn.Identity()) for _ in range(3)))
+    with manage(model, packs={"up::addmm": "exact"}):
+        plain_step(model, 0)
+        loss = weigh(model(batch(1)))
+        assert exact.encoded == 6
+        exact.decoded = 0
+        loss.backward(retain_graph=True)
+        assert exact.decoded == 3
+        loss.backward()
+        assert exact.decoded == 6
+
+
+def test_a_packed_region_input_frees_the_input(exact):
+    torch.manual_seed(0)
+    seen = []
+    plain = Stack(*(Block(nn.Tanh()) for _ in range(3)))
+    model = copy.deepcopy(plain)
+    with manage(model, packs={"input": "exact"}):
+        plain_step(model, 0)
+        hook = model.blocks[1].register_forward_pre_hook(
+            lambda _, args: seen.append(torch.multiprocessing.reductions.StorageWeakRef(args[0].untyped_storage()))
+        )
+        loss = weigh(model(batch(1)))
+        assert seen[0].expired()
+        hook.remove()
+        loss.backward()
+        model.zero_grad()
+        found = train(model, retained, 2)
+    assert differences(train(plain, retained, 2), found) == []
+
+
+class Views(nn.Module):
+    """One value that backward reads transposed, sliced, expanded, as other numbers and whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x):
+        y = self.up(x).exp()
+        turned = (y.t() * y.t().sin()).t()
+        part = y[:, 4:20] * y[:, :1].expand(-1, 16)
+        return x + self.down(turned).mul(0.1) + part * y.view(-1, 2, 16)[:, 1]
+
+
+@pytest.mark.parametrize("packs", [{"exp": "exact"}, {"up": "exact"}, {"exp": "simulated"}, {"": "simulated"}])
+def test_a_packed_value_under_several_views_changes_no_bit(packs, exact):
+    torch.manual_seed(0)
+    plain = Stack(Views(), Views())
+    model = copy.deepcopy(plain)
+    with manage(model, packs=packs, link=SimulatedLink(1e12)):
+        found = train(model, retained, 3)
+    assert differences(train(plain, retained, 3), found) == []
+
+
+class InPlace(nn.Module):
+    """Writes in place to copies of what is packed."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x):
+        y = self.up(x).exp()
+        z = torch.cat([y[:, :16], y[:, 16:]], 1).mul_(2)
+        z[:, 3:7] = 1.0
+        return x + self.down(z.add_(y).sigmoid_() * y)
+
+
+@pytest.mark.parametrize("form", ["exact", "simulated"])
+def test_in_place_steps_of_a_replay_leave_the_payload_alone(form, exact):
+    torch.manual_seed(0)
+    plain = Stack(InPlace(), InPlace())
+    model = copy.deepcopy(plain)
+    with manage(model, packs={"exp": form}, link=SimulatedLink(1e12)):
+        found = train(model, retained, 3)
+    assert differences(train(plain, retained, 3), found) == []
+
+
+class Writes(Stack):
+    """Writes to what the first block returned, after the second one has saved it."""
+
+    after = 1
+
+    def forward(self, x):
+        x = self.entrance(x)
+        for index, block in enumerate(self.blocks):
+            y = block(x)
+            if index == self.after:
+                x.detach().add_(1)
+            x = y
+        return self.head(x)
+
+
+class Nan(Exact):
+    """Refuses everything, as a codec does with NaN."""
+
+    def encode(self, tensor, *, seed=0, most_bytes=None):
+        return None
+
+
+def test_a_write_to_a_value_that_was_refused_is_found_as_in_the_unmanaged_model(monkeypatch):
+    monkeypatch.setattr(runtime_packed, "find_codec", lambda name: Nan())
+    torch.manual_seed(0)
+    model = Writes(*(Block(nn.Tanh()) for _ in range(3)))
+    with pytest.raises(RuntimeError):
+        plain_step(model, 0)
+    with manage(model, packs={"input": "exact"}), pytest.raises(SavedTensorModified):
+        plain_step(model, 0)
+
+
+def test_a_write_to_a_value_that_is_still_on_its_way_out_is_found():
+    torch.manual_seed(0)
+    model = Writes(*(Block(nn.Tanh()) for _ in range(3)))
+    for after in (1, 2):
+        model.after = after
+        with (
+            manage(model, packs={"input": "simulated"}, link=SimulatedLink(1e12)),
+            pytest.raises(SavedTensorModified),
+        ):
+            plain_step(model, 0)
+
+
+def test_a_write_to_a_value_that_is_away_does_not_matter():
+    class Later(Stack):
+        """Writes to the first block's output when the second's tensors have arrived at the link."""
+
+        def forward(self, x):
+            first = self.blocks[0](self.entrance(x))
+            x = self.blocks[2](self.blocks[1](first))
+            first.detach().zero_()
+            return self.head(x)
+
+    torch.manual_seed(0)
+    plain = Later(*(Block(nn.Tanh()) for _ in range(3)))
+    model = copy.deepcopy(plain)
+    untouched = Stack(*plain.blocks)
+    untouched.entrance, untouched.head = plain.entrance, plain.head
+    with manage(model, packs={"input": "simulated"}, link=SimulatedLink(1e12)):
+        found = train(model, plain_step, 2)
+    assert differences(train(untouched, plain_step, 2), found) == []
+
+
+class Outside(nn.Module):
+    """Reads two tensors that are nobody's parameters: one and the same at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(16, 16)
+        self.scales = [torch.full((5, 16), 2.0)] * 2
+
+    def forward(self, x):
+        return x + (self.line(x) * self.scales[0]).tanh() * self.scales[1]
+
+
+def test_tensors_from_outside_that_stop_being_one_tensor_are_not_taken_for_one(exact):
+    torch.manual_seed(0)
+    plain = Stack(Outside(), Outside())
+    model = copy.deepcopy(plain)
+
+    def step(subject, index):
+        if index:
+            for block in subject.blocks:
+                block.scales = [torch.full((5, 16), 2.0), torch.full((5, 16), 3.0)]
+        return plain_step(subject, index)
+
+    with manage(model, packs={"external": "exact"}):
+        found = train(model, step, 3)
+        assert exact.encoded
+    assert differences(train(plain, step, 3), found) == []
+
+
+# Lossy forms.
+
+
+def spacious(inner=nn.Identity, seed=0):
+    torch.manual_seed(seed)
+    return Stack(*(Block(inner(), 64) for _ in range(3)), width=64)
+
+
+def big(index):
+    return batch(index, 128, 8)
+
+
+def gradients_of(model, index=0, data=big):
+    model.zero_grad()
+    weigh(model(data(index))).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("codec", "most"), [("bf16", 0.005), ("int8", 0.01), ("int8:stochastic", 0.02), ("int4", 0.15), ("fp8", 0.05)]
+)
+def test_lossy_forms_are_close_and_the_same_step_gives_the_same_bits(codec, most, log):
+    plain, model = spacious(), spacious()
+    expected = [gradients_of(plain, index) for index in range(3)]
+    runs = []
+    for _ in range(2):
+        with manage(model, packs={"up::": codec, "gelu": codec}):
+            runs.append([gradients_of(model, index) for index in range(3)])
+    assert all(torch.equal(a[n], b[n]) for a, b in zip(*runs, strict=True) for n in a)
+    errors = [relative_error(want, got) for want, got in zip(expected, runs[0], strict=True)]
+    assert all(0 < error < most for error in errors), errors
+    assert not log.count(codec, Refused)
+
+
+def test_every_call_and_every_value_rounds_with_a_seed_of_its_own(log):
+    model = spacious()
+    with manage(model, packs={"up::": "int8:stochastic", "gelu": "int8:stochastic"}):
+        for _ in range(3):
+            gradients_of(model)
+    assert len(log.seeds) == len(set(log.seeds)) == 3 * 3 * 2
+
+
+def test_calls_of_one_region_with_plans_of_their_own_round_differently(log):
+    torch.manual_seed(0)
+    model = Twice(*(Block(nn.Identity(), 64) for _ in range(2)), width=64)
+    regions = [compressing("blocks.0", "up::addmm#0", "int8:stochastic", call=call) for call in range(2)]
+    with apply_plan(model, make_plan(regions=tuple(regions))):
+        gradients_of(model)
+    assert len(log.seeds) == len(set(log.seeds)) == 2
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "bf16", "fp8", "int8:stochastic"])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_what_is_not_finite_is_kept_and_the_outcome_names_the_codec(codec, poison):
+    def data(index):
+        rows = big(index)
+        rows[3, 2] = poison
+        return rows
+
+    plain, model = spacious(), spacious()
+    with manage(model, packs={"up::": codec}) as handle:
+        for index in range(2):
+            expected, found = gradients_of(plain, index, data), gradients_of(model, index, data)
+            assert differences([expected], [found]) == []
+        assert all(codec in outcome.reason and "up::addmm" in outcome.reason for outcome in handle.outcomes())
+        assert relative_error(gradients_of(plain), gradients_of(model)) < 0.2
+
+
+def test_a_codec_that_does_not_take_the_dtype_leaves_the_value_as_it_is():
+    plain, model = (
+        Stack(*(Block(nn.Dropout(0.2)) for _ in range(2))).double(),
+        Stack(*(Block(nn.Dropout(0.2)) for _ in range(2))).double(),
+    )
+    model.load_state_dict(plain.state_dict())
+
+    def step(subject, index):
+        loss = weigh(subject(batch(index).double()))
+        loss.backward()
+        return loss
+
+    with manage(model, packs={"": "narrow"}):
+        found = train(model, step, 2)
+    assert differences(train(plain, step, 2), found) == []
+
+
+class Rectified(nn.Module):
+    """Nobody but ReLU itself reads what ReLU makes, unless asked to."""
+
+    def __init__(self, also=None):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+        self.also = also
+
+    def forward(self, x):
+        y = torch.relu(self.up(x))
+        return x + (y if self.also is None else self.also(y))
+
+
+@pytest.mark.parametrize("step", [plain_step, retained])
+def test_signs_are_exact_where_only_relu_reads(step, log):
+    torch.manual_seed(0)
+    plain = Stack(Rectified(), Rectified())
+    model = copy.deepcopy(plain)
+    with manage(model, packs={"relu": "sign"}):
+        found = train(model, step, 3)
+    assert differences(train(plain, step, 3), found) == []
+    assert log.count("sign") == 6
+
+
+@pytest.mark.parametrize("also", [torch.square, nn.Linear(16, 16)])
+def test_signs_are_refused_to_a_node_that_reads_more(also):
+    model = Stack(Rectified(also), Rectified(also))
+    before = copy.deepcopy(model.state_dict())
+    with manage(model, packs={"relu": "sign"}), pytest.raises(ReplayMismatch, match=r"relu.*signs alone.*Backward0"):
+        plain_step(model, 0)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_signs_are_refused_to_thresholds_because_those_compare_with_another_number():
+    class Threshold(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return x + nn.functional.threshold(self.up(x), 0.5, 0.0)
+
+    model = Stack(Threshold(), Threshold())
+    with manage(model, packs={"up": "sign"}), pytest.raises(ReplayMismatch):
+        plain_step(model, 0)
+
+
+def test_nothing_is_rebuilt_from_signs():
+    torch.manual_seed(0)
+    plain = Stack(Rectified(torch.exp), Rectified(torch.exp))
+    model = copy.deepcopy(plain)
+    with manage(model, packs={"relu": "sign"}) as handle:
+        found = train(model, plain_step, 3)
+        assert "sign" in handle.obstacles()["blocks.0"]["exp#0"]
+    assert differences(train(plain, plain_step, 3), found) == []
+
+
+# What comes back wrong.
+
+
+LIES = {
+    "a value that only its slot reads": ({"tanh": "exact"}, ("norm", "addmm")),
+    "a value that recipes read": ({"up::addmm": "exact"}, ()),
+    "the region's input": ({"input": "exact"}, ("norm", "addmm", "gelu", "mul")),
+    "an input that recipes read": ({"input": "exact"}, ()),
+    "a value beside lossy ones": ({"norm::native_layer_norm#0.1": "exact", "input": "int8"}, ()),
+}
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_an_exact_form_that_comes_back_wrong_is_found_before_the_optimizer(case, exact):
+    packs, kept = LIES[case]
+    torch.manual_seed(0)
+    plain = Stack(*(Block(nn.Tanh()) for _ in range(3)))
+    model = copy.deepcopy(plain)
+    with manage(model, packs=packs, kept=kept) as handle:
+        plain_step(model, 0)
+        model.zero_grad()
+        exact.lies = True
+        with pytest.raises(ReplayMismatch, match="exact"):
+            plain_step(model, 1)
+        model.zero_grad()
+        exact.lies = False
+        if "int8" not in packs.values():
+            found = train(model, plain_step, 2)
+            assert differences(train(plain, plain_step, 2), found) == []
+        assert Engine.RERUN in {outcome.engine for outcome in handle.outcomes()} or "int8" in packs.values()
+
+
+def test_lossy_forms_trip_no_sentinel():
+    model = spacious()
+    with manage(model, packs={"up::": "int4", "input": "int4"}) as handle:
+        for index in range(3):
+            gradients_of(model, index)
+        assert {outcome.engine for outcome in handle.outcomes()} == {Engine.RECIPE}
+
+
+# Plans.
+
+
+def compressing(region, value, form, *, nbytes=1 << 15, held=1 << 13, decision=Decision.COMPRESS, call=0):
+    choice = ValueDecision(value=value, decision=decision, bytes=nbytes, form=form, held_bytes=held)
+    return RegionPlan(name=region, call=call, kind="block", decisions=(choice,), retained_bytes=0, replay_seconds=0.0)
+
+
+def test_payloads_of_a_larger_batch_may_be_larger_in_proportion(exact):
+    model = spacious()
+    nbytes = 128 * 128 * 4
+    plan = make_plan(regions=(compressing("blocks.0", "up::addmm#0", "exact", nbytes=nbytes, held=nbytes // 4),))
+    with apply_plan(model, plan):
+        for rows in (128, 256, 32):
+            weigh(model(batch(0, rows, 8))).backward()
+    assert exact.limits == [nbytes // 4, nbytes // 2, nbytes // 16]
+
+
+def test_a_larger_batch_than_planned_is_still_compressed(log):
+    model = spacious()
+    plan = make_plan(regions=(compressing("blocks.0", "up::addmm#0", "int8", nbytes=128 * 128 * 4, held=17000),))
+    with apply_plan(model, plan) as handle:
+        weigh(model(batch(0, 512, 8))).backward()
+        assert handle.outcomes()[0].reason == ""
+    assert log.count("int8") == 1
+    assert not log.count("int8", Refused)
+
+
+def test_a_plan_for_one_link_runs_over_another(log):
+    plain, model = spacious(), spacious()
+    region = compressing("blocks.0", "up::addmm#0", "disk", held=0, decision=Decision.OFFLOAD)
+    plan = make_plan(regions=(region, compressing("blocks.1", "up::addmm#0", "zeros")), link="disk")
+    with apply_plan(model, plan, link=SimulatedLink(1e12)):
+        assert differences([gradients_of(plain)], [gradients_of(model)]) == []
+    assert log.count("disk", Sent) == 1
+
+
+def test_codecs_compute_outside_of_autocast(exact):
+    model = spacious()
+    with manage(model, packs={"up::": "exact"}):
+        for index in range(2):
+            autocast(model, index)
+    assert len(exact.autocast) >= 6
+    assert not any(exact.autocast)
+
+
+def test_of_every_value_one_thing_is_held(log):
+    """No value is packed twice in one call, whatever number of slots shows it."""
+    torch.manual_seed(0)
+    model = Stack(Views(), Views())
+    with manage(model, packs={"exp": "simulated"}, link=SimulatedLink(1e12)):
+        plain_step(model, 0)
+    assert Counter(form for form, _, _ in log.entries) == {"simulated": 2}

@@ -1,0 +1,57 @@
+"""Comparisons that wait for the end of backward, as on a GPU, driven here on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plimsoll.engine.sentinels import DeferredChecks, must_defer
+
+
+class Checked(torch.autograd.Function):
+    """Adds flags to deferred checks while backward runs, then goes on."""
+
+    @staticmethod
+    def forward(ctx, tensor, checks, flags, log):
+        ctx.work = checks, flags, log
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        checks, flags, log = ctx.work
+
+        def fail():
+            raise RuntimeError("the second value differs")
+
+        for position, flag in enumerate(flags):
+            checks.add(torch.tensor(flag), fail if position == 1 else lambda: log.append("wrong one"))
+        log.append("backward went on")
+        return gradient, None, None, None
+
+
+def run(flags: list[bool], checks: DeferredChecks) -> list[str]:
+    log: list[str] = []
+    leaf = torch.ones(3, requires_grad=True)
+    Checked.apply(leaf * 2, checks, flags, log).sum().backward()
+    return log
+
+
+def test_a_set_flag_stops_the_step_when_backward_ends_and_names_the_right_value():
+    with pytest.raises(RuntimeError, match="the second value differs"):
+        run([False, True], DeferredChecks())
+
+
+def test_clear_flags_let_the_step_go_on():
+    assert run([False, False], DeferredChecks()) == ["backward went on"]
+
+
+def test_checks_start_anew_after_a_step_that_failed():
+    checks = DeferredChecks()
+    with pytest.raises(RuntimeError):
+        run([False, True], checks)
+    assert run([False, False], checks) == ["backward went on"]
+
+
+def test_only_a_gpu_in_backward_defers():
+    assert not must_defer("cpu")
+    assert not must_defer("cuda")

@@ -1,0 +1,237 @@
+"""What users do around a training step: caches, frozen parts, anomaly detection, removal while a graph is in flight."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from contracts.harness import (
+    Block,
+    Stack,
+    assert_unchanged,
+    batch,
+    differences,
+    manage,
+    plain_step,
+    stack_of,
+    train,
+    weigh,
+)
+from plimsoll.artifacts.decision import Engine
+from plimsoll.engine.region import MAX_SIGNATURES
+
+
+class Cache:
+    """An opaque argument that a block appends to, as key-value caches of language models are."""
+
+    def __init__(self):
+        self.rows = []
+
+
+class Remembering(Block):
+    def forward(self, x, cache):
+        cache.rows.append(x)
+        return super().forward(torch.cat(cache.rows[-2:])[: len(x)])
+
+
+class Cached(Stack):
+    def forward(self, x):
+        x = self.entrance(x)
+        for block in self.blocks:
+            x = block(x, Cache())
+        return self.head(x)
+
+
+def test_a_region_that_writes_to_an_object_of_its_caller_is_never_rerun():
+    def step(model, index):
+        loss = weigh(model(batch(index, index + 2, 8)))
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = assert_unchanged(
+            lambda: Cached(Remembering(nn.Tanh()), Remembering(nn.Tanh())), step, steps=MAX_SIGNATURES + 2, engine=None
+        )
+    assert report.engines == {Engine.RECIPE, Engine.KEEP}
+
+
+def test_a_region_that_counts_its_calls_in_an_attribute_is_never_rerun():
+    class Counting(Block):
+        def __init__(self):
+            super().__init__(nn.Tanh())
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x * (1 + 0.01 * self.calls))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = assert_unchanged(
+            lambda: Stack(Counting(), Counting()), plain_step, steps=MAX_SIGNATURES + 3, engine=None
+        )
+    assert Engine.RERUN not in report.engines
+
+
+def test_tensors_outside_that_were_one_while_recording_are_told_apart_later():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(32, 32)
+            self.scales = [torch.linspace(0, 1, 32)] * 2
+
+        def forward(self, x):
+            first, second = self.scales
+            return self.line((x * first).exp().tanh()) * (x * second).sigmoid().sin()
+
+    def step(model, index):
+        if index == 1:
+            for block in model.blocks:
+                block.inner.scales = [torch.linspace(0, 1, 32), torch.linspace(1, 2, 32)]
+        return plain_step(model, index)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_unchanged(stack_of(Listed), step, steps=5, engine=None)
+
+
+def test_frozen_first_blocks_keep_every_bit():
+    def build():
+        model = stack_of(lambda: nn.Dropout(0.2), count=4)()
+        for part in (model.entrance, model.blocks[0], model.blocks[1]):
+            part.requires_grad_(False)
+        return model
+
+    assert_unchanged(build, plain_step)
+    assert_unchanged(build, plain_step, boundaries=(1, 2, 3))
+
+
+def test_removing_the_plan_while_a_graph_is_in_flight_leaves_backward_right():
+    torch.manual_seed(0)
+    plain = stack_of(lambda: nn.Dropout(0.2))()
+    model = copy.deepcopy(plain)
+    handle = manage(model, boundaries=(1,))
+
+    def step(subject, index):
+        loss = weigh(subject(batch(index)))
+        if subject is model and index == 1:
+            handle.remove()
+        loss.backward()
+        return loss
+
+    assert differences(train(plain, step, 3), train(model, step, 3)) == []
+
+
+def test_anomaly_detection_changes_nothing():
+    def step(model, index):
+        with torch.autograd.set_detect_anomaly(index != 1):
+            return plain_step(model, index)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_unchanged(stack_of(lambda: nn.Dropout(0.2)), step)
+
+
+def test_deterministic_mode_that_fills_new_memory_changes_nothing():
+    def step(model, index):
+        torch.use_deterministic_algorithms(True)
+        try:
+            return plain_step(model, index)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    assert_unchanged(stack_of(lambda: nn.Dropout(0.2)), step)
+
+
+def test_two_forwards_before_backward_in_batch_norm_keep_every_bit():
+    def build():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2)))
+
+    def step(model, index):
+        loss = weigh(model(batch(index)), model(batch(index + 50)))
+        loss.backward()
+        return loss
+
+    assert_unchanged(build, step)
+
+
+def test_hooks_on_modules_and_tensors_inside_a_region_see_and_change_what_they_would():
+    seen = {}
+
+    def build():
+        model = stack_of(nn.Tanh)()
+        for block in model.blocks:
+            block.up.register_forward_hook(lambda module, args, output: output * 1.5)
+            block.inner.register_full_backward_hook(lambda module, grads, outputs: (grads[0] * 0.5,))
+            block.norm.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        return model
+
+    def step(model, index):
+        x = batch(index).requires_grad_()
+        y = model.entrance(x)
+        y.register_hook(lambda gradient: seen.__setitem__(id(model), gradient.clone()))
+        for block in model.blocks:
+            y = block(y)
+        loss = weigh(model.head(y))
+        loss.backward()
+        return loss, x.grad, seen[id(model)]
+
+    assert_unchanged(build, step)
+
+
+def test_spectral_and_weight_normalised_layers_keep_every_bit():
+    def build():
+        model = stack_of(nn.Tanh)()
+        for block in model.blocks:
+            nn.utils.parametrizations.weight_norm(block.up)
+            nn.utils.parametrizations.spectral_norm(block.down)
+        return model
+
+    assert_unchanged(build, plain_step, engine=None)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True),
+        lambda: nn.TransformerDecoderLayer(16, 2, 32, dropout=0.1, batch_first=True),
+    ],
+    ids=["encoder", "decoder"],
+)
+def test_layers_of_torch_itself_keep_every_bit(layer):
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(layer() for _ in range(2))
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x, x) if isinstance(block, nn.TransformerDecoderLayer) else block(x)
+            return self.head(x)
+
+    def step(model, index):
+        loss = weigh(model(batch(index, 2, 5, 16)))
+        loss.backward()
+        return loss
+
+    report = assert_unchanged(Layers, step)
+    assert report.dropped_share > 0.9, report.obstacles
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_keep_every_bit(kind):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = kind(32, 32, batch_first=True)
+
+        def forward(self, x):
+            return self.cell(x[None])[0][0]
+
+    assert_unchanged(stack_of(Recurrent), plain_step, engine=None)

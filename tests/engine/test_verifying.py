@@ -1,0 +1,295 @@
+"""The verifying recorder: an op is repeated later only if it was shown to give the same bits, and reports say why not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from contracts.harness import assert_unchanged, plain_step, stack_of
+from plimsoll.engine.randomness import RandomPoints
+from plimsoll.engine.verifying import VerifyingRecorder
+from plimsoll.tracing.recorder.bits import fingerprint, same_bits
+
+CALLS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def library():
+    """Ops that misbehave in the ways in which real kernels do."""
+    lib = torch.library.Library("plimsolltest", "DEF")
+    lib.define("undeclared(Tensor x, Tensor y) -> Tensor")
+    lib.define("restless(Tensor x) -> Tensor")
+    lib.define("secretly_random(Tensor x) -> Tensor")
+    lib.define("once(Tensor x) -> Tensor")
+    lib.define("leftovers(Tensor x) -> Tensor")
+    lib.define("alias(Tensor x) -> Tensor")
+    lib.define("with_workspace(Tensor x) -> (Tensor, Tensor, Tensor)")
+
+    def undeclared(x, y):
+        result = x * y
+        y.view(-1)[0] += 1.0
+        return result
+
+    def restless(x):
+        return x + 0.001 * next(CALLS)
+
+    def secretly_random(x):
+        return x + torch.rand_like(x)
+
+    def once(x):
+        if next(CALLS) % 2:
+            raise RuntimeError("only every second call works")
+        return x * 2
+
+    def leftovers(x):
+        return torch.empty_like(x).copy_(x)
+
+    for name, function in {
+        "undeclared": undeclared,
+        "restless": restless,
+        "secretly_random": secretly_random,
+        "once": once,
+        "leftovers": leftovers,
+        "alias": lambda x: x,
+        "with_workspace": lambda x: (x.exp(), torch.full((64,), next(CALLS), dtype=torch.uint8), torch.tensor(1)),
+    }.items():
+        lib.impl(name, function, "CPU")
+    yield torch.ops.plimsolltest
+    lib._destroy()
+
+
+@pytest.fixture(autouse=True)
+def _count_from_zero():
+    global CALLS
+    CALLS = itertools.count()
+
+
+class Opaque(torch.autograd.Function):
+    """Runs an op without a formula; its gradient uses what the op made."""
+
+    @staticmethod
+    def forward(ctx, op, *args):
+        result = op(*args)
+        ctx.save_for_backward(result, *args)
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        result, *args = ctx.saved_tensors
+        return (None, *(gradient * result.sigmoid() * arg.tanh() for arg in args))
+
+
+def record(function, *tensors):
+    """The recorder after ``function(*tensors)`` ran under it; the tensors count as outside memory."""
+    recorder = VerifyingRecorder(lambda: "", RandomPoints((torch.default_generator,)))
+    from plimsoll.artifacts.region import Origin
+
+    for index, tensor in enumerate(tensors):
+        recorder.add_leaf(tensor, Origin.INPUT, f"input:{index}")
+    recorder.mark_outside()
+    with torch.no_grad(), recorder:
+        function(*tensors)
+    return recorder
+
+
+def obstacles(recorder):
+    return {op.name: op.obstacle for op in recorder.ops}
+
+
+def test_plain_ops_have_no_obstacle():
+    recorder = record(lambda x: torch.softmax(x @ x.T, -1).exp(), torch.randn(4, 4))
+    assert set(obstacles(recorder).values()) == {""}
+
+
+def test_an_op_that_writes_to_outside_memory_without_declaring_it_is_never_repeated(library):
+    recorder = record(lambda x, y: library.undeclared(x, y).exp(), torch.randn(4), torch.randn(4))
+    found = obstacles(recorder)
+    assert "without declaring it" in found["plimsolltest.undeclared"]
+    assert found["exp"] == ""
+
+
+def test_an_op_that_writes_to_memory_of_the_region_without_declaring_it_makes_a_new_version(library):
+    recorder = record(lambda x: library.undeclared(x, x.exp()), torch.randn(4))
+    write = next(op for op in recorder.ops if op.name == "plimsolltest.undeclared")
+    assert "without declaring it" in write.obstacle
+    made = next(op for op in recorder.ops if op.name == "exp")
+    storages = [recorder.values[value].storage for value in write.writes]
+    assert recorder.values[made.writes[0]].storage in storages
+
+
+def test_a_nondeterministic_op_is_never_repeated_and_the_obstacle_says_why(library):
+    recorder = record(lambda x: library.restless(x).exp(), torch.randn(4))
+    assert "other bits" in obstacles(recorder)["plimsolltest.restless"]
+
+
+def test_outputs_that_an_op_leaves_unset_are_never_rebuilt_but_its_others_are(library):
+    def uses(x):
+        made, workspace, seed = library.with_workspace(x)
+        return made.sin(), workspace + 1, seed * 2
+
+    recorder = record(uses, torch.randn(64))
+    by_name = {op.name: op for op in recorder.ops}
+    op = by_name["plimsolltest.with_workspace"]
+    assert op.obstacle == ""
+    made, workspace, seed = (ref.value for ref in op.outputs)
+    assert made not in recorder.not_rebuildable
+    assert workspace in recorder.not_rebuildable
+    assert seed not in recorder.not_rebuildable
+    assert by_name["sin"].obstacle == by_name["mul"].obstacle == ""
+    assert by_name["add"].obstacle == "reads memory that was not wholly written"
+
+
+def test_an_op_that_draws_without_saying_so_moves_the_generator_once(library):
+    torch.manual_seed(3)
+    x = torch.randn(4)
+    state = torch.get_rng_state()
+    library.secretly_random(x)
+    expected = torch.get_rng_state()
+    torch.set_rng_state(state)
+    recorder = record(lambda x: library.secretly_random(x), x)
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert "random" in obstacles(recorder)["plimsolltest.secretly_random"]
+
+
+def test_an_op_that_fails_when_it_is_repeated_does_not_fail_the_forward(library):
+    recorder = record(lambda x: library.once(x), torch.randn(4))
+    assert "RuntimeError" in obstacles(recorder)["plimsolltest.once"]
+
+
+def test_what_is_read_from_memory_that_nobody_wrote_is_never_rebuilt():
+    def reads_unset(x):
+        half = torch.empty_like(x)
+        half[:2] = x[:2]
+        return (half * 2).nan_to_num(0.0)
+
+    recorder = record(reads_unset, torch.randn(4))
+    by_name = {op.name: op for op in recorder.ops}
+    assert by_name["mul"].obstacle == "reads memory that was not wholly written"
+    unwritten = {recorder.values[value].name for value in recorder.not_rebuildable}
+    assert {"empty_like#0", "copy_#0"} <= {name.removeprefix("::") for name in unwritten}
+
+
+def test_leftovers_of_freed_memory_do_not_verify_by_accident():
+    """The allocator hands the same memory out again, with the right contents already in it."""
+
+    def lucky(x):
+        for _ in range(3):
+            made = torch.empty_like(x)
+            made[: x.shape[0] // 2] = x[: x.shape[0] // 2]
+            made = None
+        made = torch.empty_like(x)
+        made[: x.shape[0] // 2] = x[: x.shape[0] // 2]
+        return made
+
+    recorder = record(lucky, torch.randn(64, 64))
+    writes = [op for op in recorder.ops if op.name == "copy_"]
+    assert all(value in recorder.not_rebuildable for op in writes for value in op.writes)
+
+
+def test_memory_that_is_wholly_written_in_parts_can_be_rebuilt():
+    def parts(x):
+        made = torch.empty_like(x)
+        made[:2] = x[:2]
+        made[2:] = x[2:] * 2
+        return made.exp()
+
+    recorder = record(parts, torch.randn(4))
+    final = [op for op in recorder.ops if op.name == "copy_"][-1].writes[0]
+    assert final not in recorder.not_rebuildable
+    assert set(obstacles(recorder).values()) == {""}
+
+
+def test_recording_moves_the_generator_as_the_plain_ops_do():
+    def draws(x):
+        return torch.nn.functional.dropout(x, 0.3) + torch.rand_like(x).bernoulli_()
+
+    x = torch.randn(8, 8)
+    torch.manual_seed(5)
+    expected = draws(x)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    results = []
+    record(lambda x: results.append(draws(x)), x)
+    assert torch.equal(results[0], expected)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_inputs_are_the_same_bits_after_recording():
+    x = torch.randn(8, 8)
+    before = x.clone()
+    record(lambda x: torch.nn.functional.batch_norm(x, torch.zeros(8), torch.ones(8), training=True).exp_(), x)
+    assert torch.equal(x, before)
+
+
+class Uses(nn.Module):
+    def __init__(self, op, count):
+        super().__init__()
+        self.op = op
+        self.count = count
+
+    def forward(self, x):
+        args = (x.sin(), x.cos())[: self.count]
+        return Opaque.apply(getattr(torch.ops.plimsolltest, self.op), *args).tanh() * x
+
+
+@pytest.mark.parametrize(("op", "count"), [("undeclared", 2), ("secretly_random", 1), ("leftovers", 1), ("alias", 1)])
+def test_training_with_a_misbehaving_op_keeps_every_bit(library, op, count):
+    report = assert_unchanged(stack_of(lambda: Uses(op, count)), plain_step)
+    if op in ("undeclared", "secretly_random"):
+        assert any(op in why for found in report.obstacles.values() for why in found.values())
+
+
+def test_an_undeclared_write_to_an_input_of_the_region_keeps_every_bit(library):
+    class Region(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(8, 8)
+
+        def forward(self, x, y):
+            early = (y + 1).exp()
+            made = Opaque.apply(torch.ops.plimsolltest.undeclared, x, y)
+            return self.line(early * made.tanh()) * (y + 2).sigmoid()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.entrance = nn.Linear(8, 8)
+            self.block = Region()
+
+        def forward(self, x):
+            return self.block(self.entrance(x), self.entrance(x) * 2)
+
+    assert_unchanged(Model, plain_step, regions=["block"], engine=None)
+
+
+def test_same_bits_tells_zeros_apart_and_takes_any_nan_for_any_other():
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert same_bits(torch.tensor([float("nan"), 1.0]), torch.tensor([-float("nan"), 1.0]))
+    assert not same_bits(torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64))
+    assert not same_bits(torch.zeros(2, 3), torch.zeros(3, 2))
+    assert same_bits(torch.zeros(0), torch.zeros(0))
+    assert not same_bits(torch.zeros(2), None)
+    assert same_bits(torch.tensor([1 + 2j]), torch.tensor([1 + 2j]))
+    assert not same_bits(torch.tensor([1 + 2j]), torch.tensor([1 - 2j]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int8])
+def test_a_fingerprint_changes_with_any_element(dtype):
+    tensor = torch.ones(7, 3).to(dtype)
+    before = fingerprint(tensor)
+    assert fingerprint(tensor.clone()) == before
+    tensor[5, 1] = 0
+    assert fingerprint(tensor) != before
+
+
+def test_a_fingerprint_changes_when_elements_change_places():
+    for count in (2, 64, 100_000, 300_001):
+        tensor = torch.randn(count, dtype=torch.float64)
+        swapped = tensor.clone()
+        swapped[[0, count - 1]] = tensor[[count - 1, 0]]
+        assert fingerprint(tensor) != fingerprint(swapped)
+        assert fingerprint(tensor) != fingerprint(tensor.flip(0))
+    assert fingerprint(torch.zeros(0)) == 0

@@ -1,0 +1,153 @@
+"""The trace at an untraced shape, held against the step really traced there."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from plimsoll.artifacts.costs import Costs, CostSource, OpCost
+from plimsoll.artifacts.trace import Trace
+from plimsoll.estimator.fit.family import Family
+from plimsoll.estimator.fit.point import Shape
+from plimsoll.estimator.fit.structure import find_difference
+from plimsoll.planning.simulate import run_choices
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.strategies import choose_full, choose_none
+from plimsoll.tracing.trace import trace
+from steps import llama, mean_square
+
+TRACED = (Shape(2, 32), Shape(3, 32), Shape(4, 32))
+HELD_OUT = Shape(7, 32)
+LENGTHS = (Shape(2, 16), Shape(4, 16), Shape(2, 32), Shape(3, 32), Shape(2, 64), Shape(4, 64))
+LONG = Shape(5, 80)
+NO_COSTS = Costs(device="cpu", source=CostSource.ROOFLINE, ops={})
+
+
+class Attention(nn.Module):
+    """Attention with its scores written out: sizes with the square of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1]).tril().log()
+        return x + torch.softmax(self.q(x) @ self.k(x).transpose(1, 2) + mask, dim=-1) @ self.v(x)
+
+
+def trace_at(model: torch.nn.Module, shape: Shape) -> Trace:
+    tokens = torch.randint(0, 128, shape)
+    return trace(model, {"input_ids": tokens, "labels": tokens}, device_name="laptop-CPU")
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[Shape, Trace]:
+    model = llama()[0]
+    return {shape: trace_at(model, shape) for shape in (*TRACED, HELD_OUT, Shape(1, 32))}
+
+
+@pytest.fixture(scope="module")
+def family(traces: dict[Shape, Trace]) -> Family:
+    return Family({shape: traces[shape] for shape in (*TRACED, Shape(1, 32))})
+
+
+@pytest.fixture(scope="module")
+def lengths() -> dict[Shape, Trace]:
+    model = nn.Sequential(Attention())
+    return {
+        shape: trace(model, torch.randn(*shape, 8), loss=mean_square, regions=["0"], device_name="laptop-CPU")
+        for shape in (*LENGTHS, LONG)
+    }
+
+
+def assert_exact(family: Family, shape: Shape, real: Trace) -> None:
+    predicted = family.at(shape)
+    assert family.covers(shape)
+    assert family.is_checked
+    assert family.inexact_bytes(shape) == 0
+    assert [s.bytes for s in predicted.storages] == [s.bytes for s in real.storages]
+    for ours, theirs in zip(predicted.regions, real.regions, strict=True):
+        assert [v.bytes for v in ours.graph.values] == [v.bytes for v in theirs.graph.values]
+    for mine, their in zip(predicted.ops, real.ops, strict=True):
+        ours_spec, real_spec = predicted.specs[mine.cost_key], real.specs[their.cost_key]
+        assert (ours_spec.flops, ours_spec.moved_bytes) == (real_spec.flops, real_spec.moved_bytes)
+
+
+def test_every_size_and_the_arithmetic_of_a_llama_at_a_held_out_batch_are_exact(family: Family, traces):
+    assert_exact(family, HELD_OUT, traces[HELD_OUT])
+
+
+def test_every_size_and_the_arithmetic_of_attention_at_a_held_out_sequence_are_exact(lengths):
+    assert_exact(Family({shape: lengths[shape] for shape in LENGTHS}), LONG, lengths[LONG])
+
+
+@pytest.mark.parametrize("choose", [choose_none, choose_full])
+def test_the_peak_of_a_plan_at_a_held_out_shape_is_that_of_the_step_traced_there(family, traces, choose):
+    peaks = []
+    for step in (family.at(HELD_OUT), traces[HELD_OUT]):
+        index = StepIndex(step, NO_COSTS)
+        peaks.append(run_choices(index, choose(index, "")).peak_bytes)
+    assert peaks[0] == peaks[1]
+
+
+def test_a_batch_of_one_whose_step_runs_other_ops_is_named_and_left_out(family: Family, traces):
+    alone = Shape(1, 32)
+    assert alone in family.strays
+    assert "ops against" in family.strays[alone]
+    assert alone not in family.shapes
+    assert family.at(alone) is traces[alone]
+
+
+def test_a_traced_shape_comes_back_as_it_was_traced(family: Family, traces):
+    assert family.at(TRACED[0]) is traces[TRACED[0]]
+
+
+def test_equal_blocks_of_a_predicted_trace_are_still_of_one_kind(family: Family):
+    assert len({region.kind for region in family.at(HELD_OUT).regions}) == 1
+
+
+def test_two_sequences_do_not_tell_a_third_one(lengths):
+    few = Family({shape: lengths[shape] for shape in LENGTHS if shape.sequence != 32})
+    assert few.covers(Shape(8, 16))
+    assert not few.covers(Shape(2, 48))
+    assert not few.covers(Shape(1, 16))
+
+
+def test_a_difference_is_found_in_ops_lives_and_graphs(traces):
+    step = traces[TRACED[0]]
+    assert find_difference(step, step) == ""
+    replace = msgspec.structs.replace
+    renamed = replace(step, ops=(replace(step.ops[0], name="other"), *step.ops[1:]))
+    shorter = replace(step, storages=(replace(step.storages[0], dies=1), *step.storages[1:]))
+    region = step.regions[0]
+    fewer = replace(step, regions=(replace(region, graph=replace(region.graph, outputs=())), *step.regions[1:]))
+    wider = replace(step, specs={key: replace(spec, dtype="f64") for key, spec in step.specs.items()})
+    assert "op 0 is" in find_difference(step, renamed)
+    assert "storages" in find_difference(step, shorter)
+    assert "graph of model.layers.0" in find_difference(step, fewer)
+    assert "another dtype" in find_difference(step, wider)
+
+
+def test_seconds_between_two_measured_shapes_lie_between_theirs_and_grow_beyond(traces):
+    small, large = Shape(2, 32), Shape(4, 32)
+    known = {
+        shape: Costs(
+            device="cpu",
+            source=CostSource.MEASURED,
+            ops={key: OpCost(seconds=1.0 + spec.flops) for key, spec in traces[shape].specs.items()},
+        )
+        for shape in (small, large)
+    }
+
+    def seconds(family: Family, shape: Shape) -> float:
+        step = family.at(shape)
+        costs = known[shape] if shape in known else family.seconds_at(shape, known)
+        assert {op.cost_key for op in step.ops} <= set(costs.ops)
+        return StepIndex(step, costs).base_seconds
+
+    few = Family({shape: traces[shape] for shape in (small, large)})
+    middle = seconds(few, Shape(3, 32))
+    assert seconds(few, small) < middle < seconds(few, large) < seconds(few, Shape(6, 32))
+    assert middle == pytest.approx((seconds(few, small) + seconds(few, large)) / 2, rel=0.01)

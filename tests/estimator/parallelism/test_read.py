@@ -1,0 +1,120 @@
+"""Layouts written as text: what is read, and what is refused with which advice."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plimsoll.artifacts.layout import Layout, PipelineSchedule
+from plimsoll.artifacts.model_facts import ModelFacts
+from plimsoll.errors import InvalidLayout
+from plimsoll.estimator.parallelism.check import check_layout
+from plimsoll.estimator.parallelism.read import layout_notes, read_layout
+
+LLAMA = ModelFacts(
+    name="llama-3-8b", architecture="LlamaForCausalLM", sequence=8192, layers=32, heads=32, kv_heads=8,
+    intermediate=14336, vocabulary=128256, parameters=8_030_261_248,
+)  # fmt: skip
+
+
+def test_every_part_of_a_layout_is_read_in_any_order_and_with_spaces():
+    text = " pp=16 ,tp=8, sp,cp=1,ep=4,dp=8,zero=1 , virtual=2,schedule=interleaved,micro-batches=64"
+    assert read_layout(text) == Layout(
+        dp=8, tp=8, pp=16, ep=4, zero=1, sequence_parallel=True, schedule=PipelineSchedule.INTERLEAVED,
+        virtual_stages=2, micro_batches=64,
+    )  # fmt: skip
+
+
+def test_nothing_is_one_rank():
+    assert read_layout("") == Layout()
+
+
+@given(
+    st.builds(
+        Layout, dp=st.integers(2, 8), tp=st.integers(1, 8), zero=st.integers(0, 3), micro_batches=st.integers(1, 9)
+    )
+)
+def test_what_a_layout_prints_is_read_back(layout: Layout):
+    assert read_layout(str(layout)) == layout == read_layout(layout)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dq=2", "no 'dq'.*\n.*\n.*try dp"),
+        ("fsdp=2", "no 'fsdp'.*\n.*\n.*try dp"),
+        ("microbatches=2", "try micro-batches"),
+        ("banana=2", "A layout has no 'banana'"),
+        ("dp=2,,tp=2", "empty entry"),
+        ("dp=0", "dp=0 is too small"),
+        ("tp=-1", "tp=-1 is no degree"),
+        ("tp=two", "tp=two is no degree"),
+        ("tp", "tp= is no degree"),
+        ("tp=2,tp=4", "tp is given twice"),
+        ("sp=no,tp=2", "sp=no means nothing"),
+        ("sp", "sp without tp"),
+        ("pp=2,schedule=1b1f", "No schedule is called '1b1f'.*\n.*\n.*try 1f1b"),
+        ("schedule=gpipe", "no pipeline"),
+        ("schedule=1f1b", "no pipeline"),
+        ("virtual=2", "no pipeline"),
+        ("pp=2,virtual=2", "virtual=2 with schedule=1f1b"),
+        ("pp=2,schedule=interleaved", "one stage per rank"),
+        ("pp=4,schedule=interleaved,virtual=2,micro-batches=10", "write micro-batches=8 or 12"),
+        ("zero=2", "zero=2 with one data-parallel rank"),
+        ("zero=4,dp=2", "zero=4 does not exist"),
+        ("dp=4,cp=3,ep=5", "ep=5 does not divide the 12 data-parallel ranks.*\n.*\n.*ep=2 or 3 or 4 or 6 or 12"),
+    ],
+)
+def test_layouts_that_mean_nothing_are_refused(text: str, message: str):
+    with pytest.raises(InvalidLayout, match=message):
+        read_layout(text)
+
+
+def test_a_layout_made_by_hand_is_checked_as_well():
+    with pytest.raises(InvalidLayout, match="sp without tp"):
+        read_layout(Layout(sequence_parallel=True))
+
+
+def test_sharded_parameters_in_a_pipeline_are_allowed_and_noted():
+    (note,) = layout_notes(read_layout("dp=2,zero=3,pp=2,micro-batches=8"))
+    assert "8 times a step" in note
+    assert layout_notes(read_layout("dp=2,zero=3")) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pp=64", "64 stages .pp=64., but llama-3-8b has 32 blocks.*\n.*\n.*pp=32"),
+        ("pp=8,schedule=interleaved,virtual=8,micro-batches=8", "64 stages .pp=8 x virtual=8.*\n.*\n.*pp=4"),
+        ("tp=3", "tp=3 does not divide the attention heads of llama-3-8b, 32.*\n.*\n.*32 divides by 2, 4, 8, 16, 32"),
+        ("dp=2,ep=2", "llama-3-8b has no experts"),
+        ("cp=3", "cp=3 does not divide the sequence of llama-3-8b, 8192"),
+        ("cp=512,tp=32,sp", "cp=512 x tp=32 .sp. does not divide the sequence"),
+    ],
+)
+def test_layouts_that_the_model_rules_out_are_refused_with_the_degrees_that_would_do(text: str, message: str):
+    with pytest.raises(InvalidLayout, match=message):
+        check_layout(read_layout(text), LLAMA)
+
+
+def test_a_vocabulary_need_not_divide():
+    check_layout(read_layout("tp=8"), ModelFacts(name="gpt", architecture="A", heads=96, vocabulary=50257))
+
+
+def test_key_value_heads_are_split_or_replicated():
+    check_layout(read_layout("tp=32"), LLAMA)
+    six = ModelFacts(name="six", architecture="A", heads=24, kv_heads=6)
+    with pytest.raises(InvalidLayout, match="6 key-value heads"):
+        check_layout(read_layout("tp=4"), six)
+
+
+def test_experts_divide_by_the_expert_parallel_ranks():
+    mixtral = ModelFacts(name="mixtral", architecture="A", experts=8)
+    check_layout(read_layout("dp=8,ep=8"), mixtral)
+    with pytest.raises(InvalidLayout, match="ep=6 does not divide the experts of mixtral, 8"):
+        check_layout(read_layout("dp=6,ep=6"), mixtral)
+
+
+def test_a_size_that_is_not_known_rules_nothing_out():
+    check_layout(read_layout("tp=7,pp=99,cp=5,dp=3,ep=3"), ModelFacts(name="x", architecture="A"))

@@ -1,0 +1,293 @@
+"""Estimates of small catalogue models, traced with fake tensors: parts add up, layouts divide, wrong questions are refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+
+import plimsoll
+from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.estimate import Estimate
+from plimsoll.artifacts.store import from_json, load_any, to_json
+from plimsoll.errors import (
+    InvalidLayout,
+    InvalidOption,
+    InvalidStrategy,
+    InvalidTarget,
+    UnknownDevice,
+    UnknownOptimizer,
+)
+from plimsoll.estimator import estimate as estimating
+from plimsoll.ui.estimate_terminal import render_estimate
+from plimsoll.units import format_bytes
+
+SIZES: dict[str, Any] = {"sequence": 256}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A cache of its own for these tests, so that each question is traced once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLIMSOLL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def on_gpu(**how: Any) -> Estimate:
+    return plimsoll.estimate("llama-tiny", 1, **(SIZES | {"device": "H100"} | how))
+
+
+def bytes_of(estimate: Estimate, name: str, stage: int = 0) -> int:
+    return next((item.bytes or 0 for item in estimate.stages[stage].items if item.name == name), 0)
+
+
+def test_items_add_up_to_what_the_allocator_reserves_and_what_lies_outside_of_it():
+    stage = on_gpu().stages[0]
+    outside = sum(item.bytes or 0 for item in stage.items if item.name not in INSIDE)
+    assert stage.reserved_bytes is not None
+    assert stage.total_bytes == stage.reserved_bytes + outside
+    live = sum(item.bytes or 0 for item in stage.items if item.name in INSIDE - {"allocator rounding", "fragmentation"})
+    assert live == stage.allocated_bytes
+    assert all(item.relative_error > 0 for item in stage.items if item.basis is not Basis.EXACT and item.bytes)
+
+
+INSIDE = {
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "master weights",
+    "activations",
+    "activations of other micro-batches",
+    "temporaries",
+    "communication",
+    "buffers",
+    "batch",
+    "allocator rounding",
+    "fragmentation",
+}
+
+
+def test_a_cpu_has_no_caching_allocator_and_no_framework():
+    stage = plimsoll.estimate("llama-tiny", 1, device="laptop-CPU", **SIZES).stages[0]
+    assert stage.reserved_bytes is None
+    assert stage.total_bytes == stage.allocated_bytes
+
+
+def test_state_divides_as_zero_says():
+    whole = on_gpu()
+    layouts = {zero: on_gpu(layout=f"dp=4,zero={zero},micro-batches=2") for zero in (1, 2, 3)}
+    state = bytes_of(whole, "optimizer state")
+    for found in layouts.values():
+        assert bytes_of(found, "optimizer state") == pytest.approx(state / 4, rel=0.01)
+    gradients = [bytes_of(layouts[zero], "gradients") for zero in (1, 2, 3)]
+    assert gradients[0] > 1.5 * gradients[1]
+    assert bytes_of(layouts[3], "parameters") < bytes_of(layouts[1], "parameters")
+
+
+def test_early_stages_hold_more_micro_batches_and_all_stages_all_parameters():
+    found = on_gpu(layout="pp=2,micro-batches=8", optimizer="none")
+    assert [stage.in_flight for stage in found.stages] == [2, 1]
+    assert bytes_of(found, "activations of other micro-batches", 0) > 0
+    assert bytes_of(found, "activations of other micro-batches", 1) == 0
+    whole = bytes_of(on_gpu(), "parameters")
+    assert sum(bytes_of(found, "parameters", stage) for stage in (0, 1)) == whole
+    assert [stage.regions for stage in found.stages] == ["model.layers.0–1", "model.layers.2–3"]
+    assert found.throughput.step_seconds > sum(
+        found.stages[0].seconds.forward_seconds + found.stages[0].seconds.backward_seconds for _ in range(8)
+    )
+
+
+def test_interleaved_stages_of_a_rank_are_counted_together():
+    plain = on_gpu(layout="pp=2,micro-batches=4")
+    interleaved = on_gpu(layout="pp=2,schedule=interleaved,virtual=2,micro-batches=4")
+    for name in ("parameters", "optimizer state"):
+        both = [sum(bytes_of(each, name, stage) for stage in (0, 1)) for each in (plain, interleaved)]
+        assert both[0] == both[1], name
+    assert interleaved.stages[0].regions == "model.layers.0,2"
+    assert interleaved.throughput.step_seconds < plain.throughput.step_seconds
+
+
+def test_micro_batches_of_unlike_stages_of_a_rank_have_a_wider_error():
+    found = on_gpu(layout="pp=2,schedule=interleaved,virtual=2,micro-batches=4")
+    error = [error_of(found, "activations of other micro-batches", stage) for stage in (0, 1)]
+    held = [bytes_of(found, "activations", stage) for stage in (0, 1)]
+    assert held[1] > held[0], "the head's stage holds the logits"
+    assert error[1] > 0.1 + error[0]
+
+
+def error_of(estimate: Estimate, name: str, stage: int) -> float:
+    return next(item.relative_error for item in estimate.stages[stage].items if item.name == name)
+
+
+def test_tensor_parallel_ranks_hold_their_share():
+    whole, half = on_gpu(optimizer="none"), on_gpu(layout="tp=2,sp", optimizer="none")
+    assert bytes_of(half, "parameters") == pytest.approx(bytes_of(whole, "parameters") / 2, rel=0.05)
+    assert bytes_of(half, "activations") < 0.75 * bytes_of(whole, "activations")
+    assert half.stages[0].seconds.communication_seconds > 0
+    assert half.facts.parameters == whole.facts.parameters
+
+
+def test_a_budget_gives_every_stage_a_plan_that_keeps_to_it(tmp_path: Path):
+    layout = "pp=2,micro-batches=4"
+    free, full = on_gpu(layout=layout), on_gpu(layout=layout, strategy="full")
+    low, high = max(stage.allocated_bytes for stage in full.stages), free.stages[0].allocated_bytes
+    budget = (low + high) // 2
+    found = on_gpu(layout=layout, budget=budget)
+    assert found.strategy == "auto"
+    assert all(stage.allocated_bytes <= budget for stage in found.stages)
+    plan = found.stages[0].plans[0]
+    assert plan.in_flight == 2
+    assert plan.predicted_peak_bytes == found.stages[0].allocated_bytes
+    assert free.throughput.step_seconds < found.throughput.step_seconds
+    found.save(tmp_path / "estimate.json")
+    assert load_any(tmp_path / "estimate.json") == found
+
+
+def test_a_budget_that_nothing_reaches_is_said_not_to_fit():
+    found = on_gpu(budget="2MiB")
+    assert found.does_fit is False
+    assert "does not fit" in str(found)
+
+
+def test_too_close_to_call_is_neither_yes_nor_no():
+    found = on_gpu()
+    error = found.tightest.error_bytes
+    assert error > 0
+    total = found.tightest.total_bytes
+    at = {size: msgspec.structs.replace(found, device_bytes=size).does_fit for size in (total, total * 3, total // 3)}
+    assert at == {total: None, total * 3: True, total // 3: False}
+
+
+def test_a_model_with_its_batch_is_estimated_like_a_name():
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(4)])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = plimsoll.estimate(model, torch.randn(8, 32), device="cpu", loss=lambda y: y.square().mean())
+    parameters = sum(p.numel() * 4 for p in model.parameters())
+    assert bytes_of(found, "parameters") == parameters
+    assert bytes_of(found, "optimizer state") == 2 * parameters
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_text_names_verdict_items_peak_and_speed():
+    text = str(on_gpu(layout="pp=4,micro-batches=4"))
+    for part in ("fits,", "parameters", "Peak of live tensors", "Stages", "tokens/s", "MFU", "± "):
+        assert part in text, part
+
+
+def test_a_narrow_terminal_shows_every_number_of_every_stage_whole():
+    found = on_gpu(layout="pp=4,micro-batches=4", strategy="full")
+    text = io.StringIO()
+    screen = Console(file=text, width=80, color_system=None)
+    screen.print(render_estimate(found))
+    shown = text.getvalue()
+    for stage in found.stages:
+        for size in (stage.total_bytes, stage.allocated_bytes, stage.unmanaged_bytes, stage.recomputed_bytes):
+            assert f" {format_bytes(size)} " in shown.partition("Stages")[2]
+    assert "…" not in shown
+    assert "Stages of model.layers" in shown
+
+
+def test_what_sharding_is_taken_to_do_is_said():
+    assert any(note.startswith("FSDP2's defaults") for note in on_gpu(layout="dp=4,zero=3").notes)
+
+
+def test_a_total_that_leaves_something_out_says_so_in_the_verdict():
+    assert "without device context, library workspaces, of" in str(on_gpu(device="MI300X"))
+
+
+def test_the_sequence_is_that_of_the_sample_and_of_the_rank():
+    assert "256 tokens (128 on a rank)" in str(on_gpu(layout="cp=2"))
+
+
+def test_an_estimate_survives_json():
+    found = on_gpu()
+    assert from_json(to_json(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ({"layout": "tp=3"}, InvalidLayout, "attention heads"),
+        ({"layout": "pp=5,micro-batches=8"}, InvalidLayout, "4 blocks"),
+        ({"layout": "sp"}, InvalidLayout, "sp without tp"),
+        ({"layout": "xp=2"}, InvalidLayout, "'xp'"),
+        ({"device": "H1000"}, UnknownDevice, "H100"),
+        ({"optimizer": "adamv"}, UnknownOptimizer, "adamw"),
+        ({"strategy": "everything"}, InvalidStrategy, "everything"),
+        ({"strategy": "int8"}, InvalidStrategy, "unsupported"),
+        ({"strategy": "hybrid:2,2"}, InvalidStrategy, "unsupported"),
+        ({"precision": "fp8"}, InvalidOption, "unsupported"),
+        ({"optimizer": "none", "has_master_weights": True}, InvalidOption, "Master weights without"),
+        ({"layout": "dp=2,ep=2"}, InvalidLayout, "no experts"),
+        ({"layout": "dp=2", "device": "cpu"}, InvalidLayout, "no link"),
+        ({"sequence": 255, "layout": "cp=2,dp=1"}, InvalidLayout, "255"),
+    ],
+)
+def test_wrong_questions_are_refused_with_what_would_do(how: dict[str, Any], error: type[Exception], words: str):
+    with pytest.raises(error, match=words):
+        plimsoll.estimate("llama-tiny", 1, **(SIZES | {"device": "H100"} | how))
+
+
+def test_a_question_that_no_model_could_answer_is_refused_before_one_is_traced(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(estimating, "trace_target", lambda *_, **__: pytest.fail("traced"))
+    with pytest.raises(UnknownOptimizer, match="adamv"):
+        plimsoll.estimate("llama-3-405b", optimizer="adamv")
+
+
+def test_the_form_in_an_optimizers_name_holds_on_a_cpu_too():
+    names = {
+        name: plimsoll.estimate("llama-tiny", 1, device="cpu", optimizer=name, **SIZES).optimizer for name in FORMS
+    }
+    assert names == FORMS
+
+
+FORMS = {"adamw": "adamw (loop)", "adamw-fused": "adamw (fused)"}
+
+
+def test_convolutions_in_f32_are_measured_against_the_peak_that_they_run_at():
+    model = torch.nn.Sequential(*[torch.nn.Conv2d(64, 64, 3) for _ in range(3)])
+    found = plimsoll.estimate(model, torch.randn(2, 64, 32, 32), device="H100", loss=lambda y: y.square().mean())
+    flops = 2 * 2 * 64 * 64 * 9 * (3 * (30**2 + 28**2 + 26**2) - 30**2)  # the batch has no gradient
+    assert found.throughput.mfu == pytest.approx(flops / found.throughput.step_seconds / 494.7e12, rel=0.02)
+
+
+@pytest.mark.parametrize("target", ["vit-tiny", "clip-tiny", "whisper-tiny"])
+def test_a_sequence_that_is_not_known_is_not_split(target: str):
+    with pytest.raises(InvalidLayout, match="unsupported: cp=2"):
+        plimsoll.estimate(target, layout="cp=2")
+
+
+def test_a_sequence_is_divided_among_context_parallel_ranks_once():
+    found = on_gpu(sequence=66, layout="cp=2", optimizer="none")
+    assert found.facts.sequence == 33
+    assert found.throughput.tokens_per_second == pytest.approx(66 / found.throughput.step_seconds)
+    with pytest.raises(InvalidLayout, match="does not divide the sequence of the batch, 66"):
+        on_gpu(sequence=66, layout="cp=2,tp=2,sp")
+
+
+def test_targets_that_are_none_are_refused():
+    with pytest.raises(InvalidTarget, match="llama-tiney"):
+        plimsoll.estimate("llama-tiney", 1)
+    with pytest.raises(InvalidOption, match="no number of samples"):
+        plimsoll.estimate("llama-tiny", torch.zeros(1))
+
+
+def test_a_large_vocabulary_is_told_what_a_chunked_loss_would_take_off(tmp_path: Path):
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = plimsoll.estimate(str(tmp_path / "config.json"), 1, device="laptop-CPU", sequence=128)
+    assert any("plimsoll.chunked.chunk_loss" in note for note in found.notes)

@@ -1,0 +1,86 @@
+"""What a process takes beside its tensors: figures with sources, or the word unsupported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.layout import Layout
+from plimsoll.estimator.framework import framework_items
+from plimsoll.planning.costing.devices import find_device, known_devices
+from plimsoll.units import MIB
+
+
+@dataclass(frozen=True)
+class Unknown:
+    name: str = "TPU-v7"
+    ranks_per_node: int = 8
+
+
+def buffers(layout: Layout, device: str = "A100") -> dict[str, int]:
+    """MiB of every communicator."""
+    items = framework_items(find_device(device), layout)
+    return {item.name[14:-1]: (item.bytes or 0) // MIB for item in items if item.name.startswith("NCCL")}
+
+
+@pytest.mark.parametrize("device", known_devices(), ids=lambda device: device.name)
+def test_every_figure_names_its_source_and_error_or_says_that_it_is_unsupported(device):
+    items = framework_items(device, Layout(dp=2, tp=2, pp=2))
+    for item in items:
+        assert item.note
+        assert (item.bytes is None) == (item.basis is Basis.UNSUPPORTED)
+        assert (item.relative_error == 0) == (item.basis in (Basis.EXACT, Basis.UNSUPPORTED))
+    if device.name.endswith("CPU"):
+        assert items == ()
+    else:
+        assert len(items) >= 5
+
+
+@pytest.mark.parametrize("device", [find_device("MI300X"), Unknown()], ids=lambda device: device.name)
+def test_devices_without_published_figures_are_not_guessed(device):
+    items = framework_items(device, Layout(tp=2))
+    assert {item.basis for item in items} == {Basis.UNSUPPORTED}
+    assert [item.name for item in items] == ["device context", "library workspaces", "buffers (tp)"]
+    assert all(device.name in item.note for item in items)
+
+
+@pytest.mark.parametrize(
+    ("device", "bytes_"), [("A100", 2 * 8_519_680), ("RTX-4090", 2 * 8_519_680), ("H100", 64 * MIB)]
+)
+def test_workspaces_are_those_that_recorded_training_steps_hold(device: str, bytes_: int):
+    # Blocks of 8519680 or 33554432 bytes, two of them: public snapshots of training steps (docs/allocator.md).
+    workspaces = next(i for i in framework_items(find_device(device), Layout()) if i.name == "cuBLAS workspaces")
+    assert (workspaces.bytes, workspaces.basis) == (bytes_, Basis.EXACT)
+
+
+def test_one_rank_has_no_communicator():
+    assert buffers(Layout(micro_batches=4)) == {}
+
+
+def test_groups_of_two_take_less_than_larger_ones():
+    assert buffers(Layout(tp=2)) == {"tp": 544}
+    assert buffers(Layout(tp=4, dp=2)) == {"tp": 688, "dp": 544}
+
+
+def test_sharding_and_context_parallel_ranks_reduce_together():
+    assert buffers(Layout(dp=2, cp=2, zero=3)) == {"cp": 544, "dp and cp": 688}
+
+
+def test_neighbours_in_a_pipeline_cost_more_within_a_node_than_over_the_network():
+    assert buffers(Layout(pp=2)) == {"pp": 447}
+    assert buffers(Layout(pp=4)) == {"pp": 894}
+    assert buffers(Layout(tp=8, pp=4)) == {"tp": 688, "pp": 80}
+
+
+def test_an_all_to_all_takes_buffers_for_every_peer():
+    assert buffers(Layout(dp=8, ep=8), "H100")["ep"] == 7 * 447
+    assert buffers(Layout(dp=16, ep=16), "H100")["ep"] == 7 * 447 + 8 * 40
+
+
+def test_fewer_channels_over_pcie_take_less_and_are_less_certain():
+    fast = framework_items(find_device("H100-SXM"), Layout(dp=8))[-1]
+    slow = framework_items(find_device("H100-PCIe"), Layout(dp=8))[-1]
+    assert slow.bytes < fast.bytes
+    assert slow.relative_error > fast.relative_error

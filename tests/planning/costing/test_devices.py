@@ -1,0 +1,55 @@
+"""The catalogue: names, figures, sources."""
+
+import pytest
+
+from plimsoll.errors import UnknownDevice
+from plimsoll.planning.costing.devices import find_device, known_devices
+from plimsoll.units import GIB
+
+
+@pytest.mark.parametrize("device", known_devices(), ids=lambda device: device.name)
+def test_every_device_is_complete_and_names_its_source(device):
+    assert len(device.source) > 20
+    assert 10 * GIB < device.memory_bytes < 300 * GIB
+    assert 0 < device.achieved_arithmetic <= 1
+    assert 0 < device.achieved_bandwidth <= 1
+    assert device.launch_seconds > 0
+    peaks = device.peak_flops_per_second
+    assert peaks["f64"] <= peaks["f32"] <= device.flops_per_second("bf16")
+    assert peaks["f32"] > device.bandwidth_bytes_per_second
+    assert find_device(device.name) is device
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("h100-sxm", "H100-SXM"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("cpu", "laptop-CPU"),
+    ],
+)
+def test_devices_are_found_by_what_drivers_call_them(text, name):
+    assert find_device(text).name == name
+
+
+def test_unknown_device_shows_the_closest_names():
+    with pytest.raises(UnknownDevice) as caught:
+        find_device("H10")
+    assert "'H100-SXM'" in caught.value.next
+    assert "MI300X" in caught.value.why
+
+
+def test_unknown_device_far_from_all_names_shows_them_all():
+    with pytest.raises(UnknownDevice) as caught:
+        find_device("???")
+    assert "RTX-4090" in caught.value.why
+
+
+def test_dtypes_without_a_peak_of_their_own_run_like_f32():
+    h100 = find_device("H100")
+    assert h100.flops_per_second("i64") == h100.flops_per_second("f32")
+    assert h100.flops_per_second("float8_e4m3fn") > h100.flops_per_second("bf16")

@@ -1,0 +1,144 @@
+"""What the engine itself takes: read from laps made by hand, and measured on regions that it manages in truth."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from planning.builders import StepBuilder
+from plimsoll.artifacts.trace import OpSpec, Phase, Trace, TraceOp
+from plimsoll.planning.choice import Choice
+from plimsoll.planning.costing.engine_overhead import ChainLaps, EngineOverhead, overhead_of
+from plimsoll.planning.simulate import engine_seconds, run_choices
+from plimsoll.planning.step import StepIndex
+from plimsoll.session.engine_cost import measure_engine
+
+MIB = 2**20
+REBUILT = (1, 2, 5, 6)
+
+
+def trace_of(moved_bytes: int, device: str = "cpu") -> Trace:
+    """A step of one op."""
+    return Trace(
+        model="m",
+        fingerprint="f",
+        signature="s",
+        device=device,
+        is_fake=False,
+        ops=(TraceOp(name="add", module="", phase=Phase.FORWARD, cost_key="add"),),
+        specs={"add": OpSpec(name="add", flops=1, moved_bytes=moved_bytes, dtype="f32")},
+        storages=(),
+        regions=(),
+        timings={"add": (1.0,)},
+        workspaces={},
+    )
+
+
+def laps(links: int, *, is_managed: bool = True, pause: float = 0.0) -> ChainLaps:
+    """Ops take 2 and 4; the engine 7 on entry, 30 and 1 per link on exit, 3 per pack, 5 per unpack, 40 per replay."""
+    engine = 1.0 if is_managed else 0.0
+    return ChainLaps(
+        entry_seconds=1.0 + 7.0 * engine,
+        forward_seconds=(pause + 2.0 + 3.0 * engine, *[2.0 + 3.0 * engine] * (links - 1)),
+        exit_seconds=1.0 + (30.0 + links) * engine,
+        backward_seconds=tuple(
+            4.0 + (5.0 + 40.0 * (link in REBUILT)) * engine + pause * (link == 1) for link in range(links)
+        ),
+    )
+
+
+def overhead(*, pause: float = 0.0) -> EngineOverhead:
+    unmanaged = [laps(12, is_managed=False)] * 5
+    return overhead_of(unmanaged, [laps(4)] * 5, [laps(12, pause=pause), *[laps(12)] * 4], REBUILT)
+
+
+def test_laps_tell_regions_slots_and_replays_apart():
+    found = overhead()
+    assert found.region_seconds == pytest.approx(7.0 + 30.0)
+    assert found.slot_seconds == pytest.approx(3.0 + 5.0 + 1.0)
+    assert found.replay_seconds == pytest.approx(40.0)
+
+
+def test_an_op_of_the_host_is_a_third_of_what_a_link_takes_both_ways():
+    assert overhead().host_op_seconds == pytest.approx((2.0 + 4.0) / 3)
+
+
+def test_a_pause_of_the_machine_changes_nothing():
+    assert overhead(pause=1e6) == overhead()
+
+
+def test_an_engine_that_seems_faster_than_nothing_takes_nothing():
+    bare = [laps(12, is_managed=False)] * 3
+    slow = [laps(12)] * 3
+    found = overhead_of(slow, [laps(4, is_managed=False)] * 3, bare, REBUILT)
+    assert (found.region_seconds, found.slot_seconds, found.replay_seconds) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("moved_bytes", [12, MIB])
+def test_the_engine_at_work_takes_some_time_for_replays(moved_bytes: int):
+    found = measure_engine(trace_of(moved_bytes))
+    assert found.replay_seconds > 0
+    assert found.host_op_seconds > 0
+    assert min(found.region_seconds, found.slot_seconds) >= 0
+
+
+def test_measuring_leaves_random_state_modes_and_threads_as_they_were():
+    state, threads, alive = torch.get_rng_state(), torch.get_num_threads(), threading.active_count()
+    with torch.no_grad():
+        measure_engine(trace_of(12))
+        assert not torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert threading.active_count() == alive
+
+
+def test_defaults_of_the_user_do_not_matter():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert measure_engine(trace_of(12)).replay_seconds > 0
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_with_hooks_of_somebody_else_around_nothing_is_measured():
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        assert measure_engine(trace_of(12)) == EngineOverhead()
+
+
+def test_a_step_on_a_gpu_touches_no_memory_of_the_host(monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "plimsoll.session.engine_cost._measure", lambda touched: asked.append(touched) or EngineOverhead()
+    )
+    for moved_bytes, device in ((2 * MIB, "cpu"), (2**40, "cpu"), (2 * MIB, "cuda:0")):
+        measure_engine(trace_of(moved_bytes, device))
+    assert asked == [2 * MIB, 8 * MIB, 0]
+
+
+def two_regions() -> StepIndex:
+    """Two regions, each with ops that save their input, the first of them a parameter."""
+    step = StepBuilder(slot_seconds=0.01)
+    for name in ("first", "second"):
+        x = step.parameter(f"{name}.w", size=4)
+        with step.region(name) as region:
+            for op in "abc":
+                x = step.op(op, x, size=8, saves=(x,))
+            region.outputs = (x,)
+    step.op("loss", x, size=1)
+    return StepIndex(*step.finish())
+
+
+def test_only_touched_regions_cost_engine_time_and_all_that_is_saved_in_them_does():
+    index = two_regions()
+    first, second = index.views
+    keep = Choice(second.everything)
+    whole = run_choices(index, (Choice(first.everything), keep))
+    touched = run_choices(index, (Choice(frozenset()), keep))
+    ops = sum(index.op_seconds(index.views[r].graph.ops[o].cost_key) for r, o in touched.replayed)
+    assert whole.seconds == index.base_seconds
+    assert touched.seconds - ops == pytest.approx(index.base_seconds + engine_seconds(index, first))
+    assert engine_seconds(index, first) == pytest.approx(0.01 * len(first.graph.slots))

@@ -1,0 +1,146 @@
+"""The gradient error that choices are expected to cause, counted by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from planning.builders import OUT, StepBuilder
+from planning.form_builders import compressed
+from plimsoll.artifacts.forms import Form, Forms, RegionForms, ValueForms
+from plimsoll.planning.choice import Choice
+from plimsoll.planning.decisions import decide
+from plimsoll.planning.errors import choice_error
+from plimsoll.planning.limits import Limits
+from plimsoll.planning.simulate import run_choices
+from plimsoll.planning.step import RegionView, StepIndex
+
+LOSSY = compressed("int8", 2, noise=0.1)
+SENSITIVITY = {"::a#0": 1.0, "::b#1": 2.0, "::c#2": 3.0}
+
+
+def chain() -> StepBuilder:
+    """x → a → b → c, every op saves its output."""
+    step = StepBuilder()
+    x = step.op("source", size=10)
+    with step.region("block", x) as region:
+        a = step.op("a", x, size=20, saves=(x, OUT))
+        b = step.op("b", a, size=20, saves=(OUT,))
+        c = step.op("c", b, size=20, saves=(OUT,))
+        region.outputs = (c,)
+    step.op("loss", c, size=1)
+    return step
+
+
+def view_of(
+    forms: dict[str, Form], sensitivity: dict[str, float] | None = None, step: StepBuilder | None = None
+) -> tuple[StepIndex, RegionView]:
+    trace, costs = (step or chain()).finish()
+    known = SENSITIVITY if sensitivity is None else sensitivity
+    regions = []
+    for call in trace.regions:
+        names = [value.name for value in call.graph.values if value.name in known]
+        values = tuple(
+            ValueForms(value=n, sensitivity=known[n], forms=(forms[n],) if n in forms else ()) for n in names
+        )
+        regions.append(RegionForms(name=call.name, call=call.call, values=values))
+    index = StepIndex(trace, costs, Forms(regions=tuple(regions)))
+    return index, index.views[0]
+
+
+def choice_of(view: RegionView, kept: set[str], packed: dict[str, str]) -> Choice:
+    ids = {view.graph.values[v].name: v for v in view.decided}
+    return Choice(frozenset(ids[n] for n in kept), frozenset((ids[n], form) for n, form in packed.items()))
+
+
+def test_a_lossy_form_errs_through_its_own_slots() -> None:
+    _, view = view_of({"::a#0": LOSSY})
+    choice = choice_of(view, {"::b#1", "::c#2"}, {"::a#0": "int8"})
+    assert choice_error(view, choice) == pytest.approx(0.1**2)
+
+
+def test_every_value_that_is_rebuilt_from_a_lossy_one_errs_too() -> None:
+    _, view = view_of({"::a#0": LOSSY})
+    assert choice_error(view, choice_of(view, set(), {"::a#0": "int8"})) == pytest.approx(0.1**2 * (1 + 4 + 9))
+    assert choice_error(view, choice_of(view, {"::b#1"}, {"::a#0": "int8"})) == pytest.approx(0.1**2)
+
+
+def test_a_packed_value_in_between_stops_the_noise_of_what_it_was_made_of() -> None:
+    _, view = view_of({"::a#0": LOSSY, "::b#1": compressed("bits", 3)})
+    choice = choice_of(view, set(), {"::a#0": "int8", "::b#1": "bits"})
+    assert choice_error(view, choice) == pytest.approx(0.1**2)
+
+
+def test_noises_of_several_lossy_values_add_as_squares() -> None:
+    _, view = view_of({"::a#0": LOSSY, "::b#1": compressed("int4", 1, noise=0.3)})
+    choice = choice_of(view, set(), {"::a#0": "int8", "::b#1": "int4"})
+    assert choice_error(view, choice) == pytest.approx(0.1**2 * 1 + 0.3**2 * (4 + 9))
+
+
+@pytest.mark.parametrize("sensitivity", [{"::a#0": 1.0, "::b#1": 2.0}, {**SENSITIVITY, "::c#2": math.inf}])
+def test_what_must_be_exact_is_never_rebuilt_from_a_lossy_value(sensitivity: dict[str, float]) -> None:
+    _, view = view_of({"::a#0": LOSSY}, sensitivity)
+    assert math.isinf(choice_error(view, choice_of(view, set(), {"::a#0": "int8"})))
+    assert math.isfinite(choice_error(view, choice_of(view, {"::c#2"}, {"::a#0": "int8"})))
+
+
+def test_no_limit_allows_an_infinite_error() -> None:
+    assert not Limits(math.inf).allow(math.inf, 0)
+    assert Limits(math.inf).allow(1e9, 0)
+
+
+def test_nothing_is_rebuilt_from_a_private_form() -> None:
+    _, view = view_of({"::a#0": compressed("sign", 1, is_private=True)})
+    assert choice_error(view, choice_of(view, {"::b#1", "::c#2"}, {"::a#0": "sign"})) == 0.0
+    assert choice_error(view, choice_of(view, {"::b#1"}, {"::a#0": "sign"})) == 0.0
+    assert math.isinf(choice_error(view, choice_of(view, {"::c#2"}, {"::a#0": "sign"})))
+
+
+def test_errors_of_decisions_add_up_to_that_of_the_plan() -> None:
+    index, view = view_of({"::a#0": LOSSY, "::b#1": compressed("int4", 1, noise=0.3)})
+    simulation = run_choices(index, [choice_of(view, set(), {"::a#0": "int8", "::b#1": "int4"})])
+    (region,) = decide(simulation, [0.0])
+    assert sum(d.error**2 for d in region.decisions) == pytest.approx(simulation.squared_error)
+    assert {d.value: d.is_lossy for d in region.decisions if d.form} == {"::a#0": True, "::b#1": True}
+
+
+def two_regions() -> StepBuilder:
+    """Two regions of two ops; the second one saves its input, which the first one made."""
+    step = StepBuilder()
+    x = step.op("source", size=10)
+    for number in range(2):
+        with step.region(f"blocks.{number}", x) as region:
+            a = step.op("a", x, size=20, saves=(x, OUT))
+            x = step.op("b", a, size=20)
+            region.outputs = (x,)
+    step.op("loss", x, size=1)
+    return step
+
+
+@pytest.mark.parametrize(
+    ("form", "squared_error"), [(LOSSY, 0.1**2 * (1 + 1 + 4)), (compressed("sign", 1, is_private=True), math.inf)]
+)
+def test_noise_passes_through_a_dropped_boundary(form: Form, squared_error: float) -> None:
+    # In the first region ``a`` itself errs; in the second ``a`` and the input (2) are rebuilt through it.
+    index, first = view_of({"::a#0": form}, {"::a#0": 1.0, "input:0": 2.0}, two_regions())
+    second = index.views[1]
+    choices = [choice_of(first, set(), {"::a#0": form.name}), Choice(frozenset(), is_boundary_dropped=True)]
+    assert run_choices(index, choices).squared_error == pytest.approx(squared_error)
+    held = [choices[0], Choice(second.everything)]
+    assert run_choices(index, held).squared_error == pytest.approx(0.1**2 if form.noise else 0.0)
+
+
+def test_an_input_that_a_dropped_boundary_lets_go_takes_no_other_form() -> None:
+    trace, costs = two_regions().finish()
+    values = (ValueForms(value="input:0", sensitivity=1.0, forms=(compressed("int8", 2, 0.5, noise=0.1),)),)
+    forms = Forms(regions=tuple(RegionForms(name=f"blocks.{n}", call=0, values=values) for n in range(2)))
+    index = StepIndex(trace, costs, forms)
+    first, second = index.views
+    assert second.movable
+    packed = frozenset((value, "int8") for value in second.movable)
+    asked = run_choices(index, [Choice(first.everything), Choice(frozenset(), packed, is_boundary_dropped=True)])
+    plain = run_choices(index, [Choice(first.everything), Choice(second.nothing, is_boundary_dropped=True)])
+    assert asked.seconds == plain.seconds
+    assert asked.squared_error == 0.0
+    assert asked.curve.tolist() == plain.curve.tolist()

@@ -1,0 +1,322 @@
+"""A budget attached to a training that knows nothing of it: same bits, peaks within it, nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+import plimsoll
+from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidLoss, InvalidModel, InvalidRegions
+from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
+from plimsoll.units import MIB
+from steps import Stack, mean_square
+from unchanged import unchanged
+
+ROWS = 384
+WIDTH = 32
+STEPS = 5
+
+BUDGET = 2 * MIB
+"""Between the floor and the unmanaged peak of the step."""
+
+
+class Training:
+    """An ordinary loop. ``steps`` returns all that it makes; ``peaks`` are measured from the model's forward on."""
+
+    def __init__(self, model: nn.Module, *, micro: int = 1, optimizer: Callable[..., Any] = torch.optim.AdamW) -> None:
+        self.model = model
+        self.micro = micro
+        self.optimizer = optimizer(model.parameters(), lr=1e-2)
+        self.peaks: list[int] = []
+        self._meter: PeakMeter | None = None
+        self._static_bytes = 0
+
+    def steps(self, rows: tuple[int, ...] = (ROWS,) * STEPS, *, is_measured: bool = False) -> list[Any]:
+        made: list[Any] = []
+        for number, count in enumerate(rows):
+            random = torch.Generator().manual_seed(number)
+            torch.manual_seed(number)
+            # The first step is measured by the attachment itself, and there is only one profiler.
+            hook = self.model.register_forward_pre_hook(self._start) if is_measured and number > 0 else None
+            for _ in range(self.micro):
+                loss = mean_square(self.model(torch.randn(count, WIDTH, generator=random))) / self.micro
+                loss.backward()
+                made.append(loss.item())
+                del loss
+            self.optimizer.step()
+            self._stop()
+            if hook is not None:
+                hook.remove()
+            made.append([p.grad.clone() for p in self.model.parameters()])
+            self.optimizer.zero_grad()
+            made.append(self._evaluate())
+            made[-2] = None if is_measured else made[-2]
+        made.append([p.detach().clone() for p in self.model.parameters()])
+        return made
+
+    def _evaluate(self) -> float:
+        self.model.eval()
+        with torch.no_grad():
+            value = float(self.model(torch.ones(3, WIDTH)).sum())
+        self.model.train()
+        return value
+
+    def _start(self, module: nn.Module, args: Any) -> None:
+        self._stop()
+        parameters = list(self.model.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+        self._static_bytes = storage_bytes([*parameters, *gradients, *state, *args])
+        self._meter = PeakMeter("cpu")
+        self._meter.__enter__()
+
+    def _stop(self) -> None:
+        if self._meter is not None:
+            self._meter.__exit__(None, None, None)
+            self.peaks.append(self._static_bytes + self._meter.peak_bytes)
+            self._meter = None
+
+
+def twins(**how: Any) -> tuple[Training, Training]:
+    torch.manual_seed(0)
+    model = Stack(4, WIDTH)
+    return Training(copy.deepcopy(model), **how), Training(model, **how)
+
+
+def assert_same(expected: list[Any], found: list[Any]) -> None:
+    for one, other in zip(expected, found, strict=True):
+        if isinstance(one, list) and isinstance(other, list):
+            assert all(map(torch.equal, one, other))
+        elif other is not None:
+            assert one == other
+
+
+def dropped(attachment: Any) -> int:
+    return sum(len(region.dropped) for region in attachment.plan.regions)
+
+
+@pytest.fixture(scope="module")
+def unmanaged() -> Callable[[int], tuple[list[Any], int]]:
+    """What the unmanaged training makes, and its highest peak, by the number of its micro-batches."""
+
+    @functools.cache
+    def run(micro: int) -> tuple[list[Any], int]:
+        plain, _ = twins(micro=micro)
+        return plain.steps(is_measured=True), max(plain.peaks)
+
+    return run
+
+
+@pytest.mark.parametrize(("is_known", "micro"), [(True, 2), (False, 1)], ids=["optimizer passed", "optimizer found"])
+def test_losses_gradients_and_weights_are_those_of_the_unmanaged_training(is_known: bool, micro: int):
+    plain, managed = twins(micro=micro)
+    rows = (ROWS, ROWS, ROWS // 2, ROWS, ROWS)
+    expected = plain.steps(rows)
+    with plimsoll.attach(managed.model, BUDGET, optimizer=managed.optimizer if is_known else None) as attachment:
+        found = managed.steps(rows)
+        assert not attachment.is_calibrating
+        assert dropped(attachment)
+    assert_same(expected, found)
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["optimizer passed", "optimizer found"])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_every_step_keeps_to_the_budget_with_the_same_losses_and_weights(is_known: bool, micro: int, unmanaged):
+    expected, peak_bytes = unmanaged(micro)
+    _, managed = twins(micro=micro)
+    budget = int(0.9 * peak_bytes)
+    with plimsoll.attach(managed.model, budget, optimizer=managed.optimizer if is_known else None) as attachment:
+        found = managed.steps(is_measured=True)
+        assert len(managed.peaks) == (STEPS - 1) * micro
+        assert max(managed.peaks) <= budget
+        assert dropped(attachment)
+    assert_same(expected, found)
+
+
+def test_a_larger_batch_is_planned_anew_and_a_smaller_one_is_not():
+    plain, managed = twins(optimizer=torch.optim.SGD)
+    rows = (ROWS // 4, ROWS // 4, ROWS, ROWS, ROWS // 2)
+    expected = plain.steps(rows)
+    plans = []
+    with plimsoll.attach(managed.model, "1.4MiB") as attachment:
+        managed.model.register_forward_pre_hook(lambda *_: plans.append(attachment.plan))
+        found = managed.steps(rows)
+        assert f"f32[{ROWS}x{WIDTH}]" in attachment.plan.signature
+    assert_same(expected, found)
+    assert plans[-1] is plans[-2] is attachment.plan
+
+
+def test_a_budget_as_text_or_auto_that_holds_everything_leaves_the_regions_alone():
+    for budget in ("1GiB", "auto"):
+        _, managed = twins()
+        with plimsoll.attach(managed.model, budget) as attachment:
+            managed.steps((8, 8, 8))
+            assert attachment.plan.budget_bytes is not None
+            assert dropped(attachment) == 0
+            assert not [m for m in managed.model.modules() if "forward" in vars(m)]
+
+
+def test_remove_restores_everything_in_any_phase():
+    for steps in range(3):
+        _, managed = twins(optimizer=torch.optim.SGD)
+        model = managed.model
+        hooks = [dict(m._forward_pre_hooks) for m in model.modules()]
+        attachment = plimsoll.attach(model, BUDGET)
+        managed.steps((8,) * steps)
+        attachment.remove()
+        attachment.remove()
+        assert hooks == [dict(m._forward_pre_hooks) for m in model.modules()]
+        assert not [m for m in model.modules() if "forward" in vars(m) or m._forward_hooks]
+        assert not torch._C._autograd._profiler_enabled()
+        assert not torch_optimizer._global_optimizer_pre_hooks
+        with unchanged(model, managed.optimizer):
+            pass
+
+
+def test_remove_between_forward_and_backward_keeps_gradients_right():
+    plain, managed = twins()
+    batch = torch.randn(8, WIDTH)
+    for training, is_attached in ((plain, False), (managed, True)):
+        attachment = plimsoll.attach(training.model, BUDGET) if is_attached else None
+        torch.manual_seed(3)
+        loss = mean_square(training.model(batch))
+        if attachment is not None:
+            attachment.remove()
+        loss.backward()
+    grads = [[p.grad for p in t.model.parameters()] for t in (plain, managed)]
+    assert all(map(torch.equal, *grads))
+
+
+def test_a_budget_below_the_floor_is_refused_in_the_first_call():
+    _, managed = twins()
+    model, batch = managed.model, torch.randn(ROWS, WIDTH)
+    with unchanged(model, managed.optimizer):
+        plimsoll.attach(model, 200_000)
+        with pytest.raises(BudgetBelowFloor, match="alive together"):
+            model(batch)
+    model(batch).sum().backward()
+
+
+def test_a_budget_below_what_was_measured_is_refused_in_the_second_call():
+    _, managed = twins()
+    model = managed.model
+    with plimsoll.attach(model, "1GiB") as probe:
+        model(torch.randn(ROWS, WIDTH)).sum()
+        floor_bytes = probe.plan.floor_bytes
+    plimsoll.attach(model, floor_bytes + 1000)  # AdamW's state is more than that
+    managed.steps((ROWS,))
+    with pytest.raises(BudgetBelowFloor, match=r"measured to take|optimizer's step takes"):
+        managed.steps((ROWS,))
+    assert not [m for m in model.modules() if "forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks]
+    assert not torch_optimizer._global_optimizer_post_hooks
+    managed.steps((ROWS,))
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ({"budget": "24G"}, InvalidBudget),
+        ({"budget": None}, InvalidBudget),
+        ({"budget": MIB, "optimizer": "adamw"}, InvalidModel),
+        ({"budget": MIB, "regions": []}, InvalidRegions),
+    ],
+)
+def test_what_is_wrong_from_the_start_is_refused_at_once(how: dict[str, Any], kind: type):
+    model = Stack()
+    with unchanged(model), pytest.raises(kind):
+        plimsoll.attach(model, **how)
+
+
+def test_what_shows_in_the_first_call_is_refused_there_and_the_model_let_go():
+    model = Stack()
+    with unchanged(model):
+        plimsoll.attach(model, MIB, regions=["layers.*"])
+        with pytest.raises(InvalidRegions):
+            model(torch.ones(2, WIDTH))
+    model.requires_grad_(False)
+    with unchanged(model):
+        plimsoll.attach(model, MIB)
+        with pytest.raises((InvalidLoss, InvalidModel)):
+            model(torch.ones(2, WIDTH))
+
+
+def test_an_exception_in_the_first_forward_only_delays_the_plan():
+    plain, managed = twins(optimizer=torch.optim.SGD)
+    expected = plain.steps((ROWS,) * 3)
+    with plimsoll.attach(managed.model, BUDGET) as attachment:
+        trap = managed.model.blocks[1].register_forward_pre_hook(Trap(after=4))
+        with pytest.raises(RuntimeError, match="trap"):
+            managed.steps((ROWS,))
+        trap.remove()
+        managed.model.zero_grad()
+        found = managed.steps((ROWS,) * 3)
+        assert not attachment.is_calibrating
+    assert_same(expected, found)
+
+
+class Trap:
+    """Raises from the given call on; the calls before are those of the tracer."""
+
+    def __init__(self, after: int) -> None:
+        self.calls = 0
+        self.after = after
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+        if self.calls >= self.after:
+            raise RuntimeError("trap")
+
+
+def test_forwards_without_backward_do_not_count_as_a_step():
+    _, managed = twins(optimizer=torch.optim.SGD)
+    with plimsoll.attach(managed.model, BUDGET) as attachment:
+        managed.model(torch.randn(ROWS, WIDTH))
+        managed.model(torch.randn(ROWS, WIDTH))
+        assert attachment.is_calibrating
+        managed.steps((ROWS,) * 2)
+        assert not attachment.is_calibrating
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_a_profiler_of_the_user_has_precedence(where: str):
+    _, managed = twins(optimizer=torch.optim.SGD)
+    with plimsoll.attach(managed.model, BUDGET) as attachment, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(4):
+            if where == "around":
+                with torch.profiler.profile() as profiler:
+                    managed.steps((ROWS,))
+            else:
+                output = managed.model(torch.randn(ROWS, WIDTH))
+                with torch.profiler.profile() as profiler:
+                    mean_square(output).backward()
+            is_recorded = any("mm" in event.key for event in profiler.key_averages())
+            assert is_recorded == (where == "inside" or step > 0)  # the call that is traced is lost, with a warning
+        assert not attachment.is_calibrating
+    assert not torch._C._autograd._profiler_enabled()
+
+
+def test_a_copy_of_an_attached_model_is_a_plain_model():
+    _, managed = twins()
+    with plimsoll.attach(managed.model, 200_000):
+        twin = copy.deepcopy(managed.model)
+        twin(torch.randn(ROWS, WIDTH)).sum().backward()
+    assert twin.blocks[0].up.weight.grad is not None
+
+
+def test_a_graph_before_the_model_is_not_run_by_tracing():
+    encoder, model = nn.Linear(8, WIDTH), Stack()
+    with plimsoll.attach(model, "1GiB"):
+        hidden = encoder(torch.randn(4, 8))
+        output = model(hidden)
+        assert encoder.weight.grad is None
+        output.sum().backward()
+    assert encoder.weight.grad is not None

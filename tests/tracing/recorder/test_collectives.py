@@ -1,0 +1,94 @@
+"""Which ops talk to other ranks, which choose tokens, and what that means for running them again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import plimsoll
+from plimsoll.artifacts.decision import Decision, Engine
+from plimsoll.tracing.recorder.collectives import (
+    IS_ROUTING,
+    is_collective,
+    is_repeatable_collective,
+    is_routing,
+    is_wait,
+)
+from plimsoll.tracing.recorder.recorder import OpRecorder
+
+aten, functional = torch.ops.aten, torch.ops._c10d_functional
+
+
+def test_collectives_are_told_from_ops_of_one_process():
+    assert is_collective(functional.all_reduce.default)
+    assert is_collective(torch.ops.c10d.allreduce_.default)
+    assert not is_collective(aten.add.Tensor)
+
+
+def test_waiting_belongs_to_a_collective():
+    assert is_wait(functional.wait_tensor.default)
+    assert not is_wait(functional.all_reduce.default)
+
+
+def test_only_functions_of_their_arguments_can_be_repeated():
+    assert is_repeatable_collective(functional.all_gather_into_tensor.default)
+    assert not is_repeatable_collective(torch.ops.c10d.allreduce_.default)
+
+
+@pytest.mark.parametrize("op", [aten.topk.default, aten.sort.default, aten.nonzero.default, aten.bincount.default])
+def test_ops_that_choose_are_known(op: torch._ops.OpOverload):
+    assert is_routing(op)
+
+
+def test_a_mask_that_rows_are_taken_by_is_made_once():
+    x = torch.randn(8, 4)
+    with OpRecorder() as recorder:
+        mask = x[:, 0] > 0
+        _ = x[mask]
+        _ = torch.where(mask[:, None], x, 0.0)
+    made = {op.name: op.obstacle for op in recorder.ops}
+    assert made["gt"] == IS_ROUTING
+    assert made["where"] == ""
+
+
+class _Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x).sigmoid()
+        weights, rows = hidden.mean(-1).topk(4, dim=0)
+        out: torch.Tensor = x.index_add(0, rows, self.down(hidden[rows]) * weights[:, None])
+        return out
+
+
+def test_what_was_chosen_in_forward_is_kept_by_every_plan():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Choosing() for _ in range(2)))
+    plan = plimsoll.plan(model, torch.randn(8, 16), strategy="full", loss=torch.sum)
+    kept = {d.value: d.reason for region in plan.regions for d in region.decisions if d.decision is Decision.KEEP}
+    assert any(IS_ROUTING in reason for name, reason in kept.items() if name.startswith("topk"))
+
+
+def test_a_region_that_is_run_again_as_a_whole_does_not_choose_again():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Choosing() for _ in range(2)))
+    plan = plimsoll.plan(model, torch.randn(8, 16), strategy="full", loss=torch.sum)
+    x = torch.randn(8, 16)
+    with OpRecorder() as plain:
+        model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with plimsoll.apply(model, plan) as handle:
+        model(x).sum().backward()
+        for region in handle.regions.values():
+            for service in region.services.values():
+                service.engine, service.program = Engine.RERUN, None
+        model.zero_grad()
+        with OpRecorder() as managed:
+            model(x).sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True) if p.grad is not None)
+    assert sum(op.name == "topk" for op in managed.ops) == sum(op.name == "topk" for op in plain.ops)
+    assert sum(op.name == "sigmoid" for op in managed.ops) > sum(op.name == "sigmoid" for op in plain.ops)

@@ -1,0 +1,193 @@
+"""A fake trace says what a real one would say."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from plimsoll.artifacts.trace import Trace
+from plimsoll.errors import TracingFailed
+from plimsoll.tracing.trace import trace
+from tracing import zoo
+
+
+@functools.cache
+def real_trace(name: str) -> Trace:
+    model, batch = zoo.ALL[name]()
+    return trace(model, batch, repeats=1)
+
+
+@functools.cache
+def fake_trace(name: str) -> Trace:
+    model, batch = zoo.ALL[name]()
+    return trace(model, batch, device_name="laptop-CPU")
+
+
+@functools.cache
+def gpu_trace(name: str, dtype: torch.dtype) -> Trace:
+    model, batch = zoo.ALL[name]()
+    return trace(model.to(dtype), batch, device_name="H100")
+
+
+@functools.cache
+def meta_trace(name: str) -> Trace:
+    """Of a model on the meta device, with a batch that has data."""
+    model, batch = zoo.ALL[name]()
+    model.to("meta").tie_weights()
+    meta = trace(model, batch)
+    assert all(p.is_meta for p in model.parameters())
+    return meta
+
+
+@pytest.mark.parametrize("name", [*zoo.TRANSFORMERS, "clip", "convnext", "resnet", "conv net"])
+def test_fake_trace_with_cpu_kernels_equals_the_real_one(name: str):
+    real, fake = real_trace(name), fake_trace(name)
+    assert [(op.cost_key, op.module, op.phase, op.region) for op in fake.ops] == [
+        (op.cost_key, op.module, op.phase, op.region) for op in real.ops
+    ]
+    assert fake.storages == real.storages
+    assert fake.regions == real.regions
+    assert fake.specs == real.specs
+
+
+def test_fake_trace_has_neither_seconds_nor_workspaces():
+    fake = fake_trace("conv net")
+    assert fake.is_fake
+    assert fake.device == "laptop-CPU"
+    assert not fake.timings
+    assert not fake.workspaces
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+def test_model_on_the_meta_device_is_traced_like_the_real_one(name: str):
+    real, meta = real_trace(name), meta_trace(name)
+    assert meta.is_fake
+    assert [op.cost_key for op in meta.ops] == [op.cost_key for op in real.ops]
+    assert [s.bytes for s in meta.storages] == [s.bytes for s in real.storages]
+
+
+def test_batch_on_the_meta_device_is_enough_for_a_causal_model():
+    model, batch = zoo.llama()
+    known = meta_trace("llama")
+    unknown = trace(model.to("meta"), {name: tensor.to("meta") for name, tensor in batch.items()})
+    assert [op.cost_key for op in known.ops] == [op.cost_key for op in unknown.ops]
+
+
+def test_tied_weights_stay_tied():
+    labels = [s.label for s in gpu_trace("gpt2", torch.float32).storages]
+    assert "parameter:transformer.wte.weight" in labels
+    assert "parameter:lm_head.weight" not in labels
+
+
+def test_gpu_target_keeps_dropout_masks_of_bytes():
+    names = [op.name for op in gpu_trace("vit", torch.float32).ops]
+    assert "native_dropout" in names
+    assert "bernoulli_" not in names
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [
+        (torch.bfloat16, "_scaled_dot_product_flash_attention"),
+        (torch.float32, "_scaled_dot_product_efficient_attention"),
+    ],
+)
+def test_gpu_target_takes_the_attention_kernel_of_its_dtype(dtype: torch.dtype, kernel: str):
+    names = [op.name for op in gpu_trace("gpt2", dtype).ops]
+    assert names.count(kernel) == names.count(f"{kernel}_backward") == 3
+
+
+def test_gpu_target_with_a_mask_takes_the_efficient_kernel():
+    model, batch = zoo.bert()
+    batch["attention_mask"][:, -4:] = 0
+    names = [op.name for op in trace(model.bfloat16(), batch, device_name="H100").ops]
+    assert "_scaled_dot_product_efficient_attention" in names
+
+
+def test_gpu_target_fuses_rms_norm():
+    model = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8))
+    step = trace(model, torch.randn(2, 8), loss=torch.sum, device_name="H100")
+    assert {"_fused_rms_norm", "_fused_rms_norm_backward"} <= {op.name for op in step.ops}
+
+
+def test_gpu_target_keeps_norms_in_float32_under_autocast_as_cuda_does():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    with torch.autocast("cpu", torch.bfloat16):
+        step = trace(model, torch.randn(2, 8), loss=torch.sum, device_name="H100")
+    keys = [op.cost_key for op in step.ops]
+    assert any(key.startswith("aten.addmm.default(bf16") for key in keys)
+    assert any(key.startswith("aten.native_layer_norm.default(f32") for key in keys)
+
+
+def test_kernels_of_the_target_are_gone_afterwards():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    step = trace(model, torch.randn(2, 8), loss=torch.sum, device_name="H100")
+    assert "native_dropout" in [op.name for op in step.ops]
+    x = torch.ones(2, requires_grad=True)
+    assert type(F.dropout(x, 0.5).grad_fn).__name__ == "MulBackward0"
+
+
+def test_mask_of_the_users_is_computed_for_real():
+    model, batch = zoo.bert()
+    full = fake_trace("bert")
+    batch["attention_mask"][:, -4:] = 0
+    padded = trace(model, batch, device_name="laptop-CPU")
+    assert len(padded.ops) > len(full.ops)
+
+
+def test_branch_on_an_activation_needs_data():
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x).sum()
+            return y if y > 0 else -y
+
+    with pytest.raises(TracingFailed, match="depends on values") as caught:
+        trace(Branching(), torch.randn(2, 4), device_name="H100")
+    assert "real parameters" in caught.value.next
+
+
+def test_shape_that_depends_on_an_activation_needs_data():
+    class Selecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            return y[y > 0].sum()
+
+    with pytest.raises(TracingFailed, match="depends on values"):
+        trace(Selecting(), torch.randn(2, 4), device_name="H100")
+
+
+def test_llama_as_wide_as_70b_is_traced_for_a_gpu():
+    config = transformers.LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=2,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16().train()
+        ids = torch.empty(1, 8192, dtype=torch.int64)
+    step = trace(model, {"input_ids": ids, "labels": ids}, device_name="H100")
+    assert len(step.regions) == 2
+    assert len({region.kind for region in step.regions}) == 1
+    graph = step.regions[1].graph
+    saved = {
+        graph.values[slot.value].storage: graph.values[slot.value].bytes for slot in graph.slots if slot.is_managed
+    }
+    assert sum(saved.values()) > 2**31

@@ -1,0 +1,83 @@
+"""Regions are the blocks that people would point at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from plimsoll.errors import InvalidRegions
+from plimsoll.tracing.regions import find_regions
+from plimsoll.tracing.trace import trace
+from tracing import zoo
+
+BLOCKS = {
+    "llama": ["model.layers.0", "model.layers.1", "model.layers.2"],
+    "gpt2": ["transformer.h.0", "transformer.h.1", "transformer.h.2"],
+    "vit": ["vit.layers.0", "vit.layers.1", "vit.layers.2"],
+    "bert": ["bert.encoder.layer.0", "bert.encoder.layer.1", "bert.encoder.layer.2"],
+    "t5": ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"],
+    "clip": [f"{tower}_model.encoder.layers.{i}" for tower in ("text", "vision") for i in range(2)],
+    "mixtral": ["model.layers.0", "model.layers.1"],
+    "swin": [f"swin.encoder.layers.{stage}.blocks.{i}" for stage in range(2) for i in range(2)],
+    "convnext": [f"convnext.encoder.stages.{stage}.layers.{i}" for stage in range(2) for i in range(2)],
+    "resnet": [f"resnet.encoder.stages.{stage}.layers.{i}" for stage in range(2) for i in range(2)],
+    "conv net": ["blocks.0", "blocks.1", "blocks.2"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(BLOCKS))
+def test_regions_are_the_repeated_blocks(name: str):
+    model, _ = zoo.ALL[name]()
+    assert list(find_regions(model)) == BLOCKS[name]
+
+
+def test_regions_of_a_plain_sequence_are_the_whole_model():
+    assert list(find_regions(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))) == [""]
+
+
+def test_regions_of_torchs_own_encoder_are_its_layers():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 3)
+    assert list(find_regions(encoder)) == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_regions_without_repeats_are_children_with_children():
+    model = nn.ModuleDict({"encoder": zoo.Block(), "decoder": nn.Sequential(nn.Linear(4, 4))})
+    assert list(find_regions(model)) == ["encoder", "decoder"]
+
+
+def test_regions_are_never_a_container_that_nobody_calls():
+    model = nn.Module()
+    model.parts = nn.ModuleList([zoo.Block(), nn.Linear(4, 4)])
+    assert list(find_regions(model)) == ["parts.0"]
+
+
+def test_pattern_with_a_star_names_one_level():
+    model, _ = zoo.llama()
+    assert list(find_regions(model, ["model.layers.*.mlp"])) == [f"model.layers.{i}.mlp" for i in range(3)]
+
+
+def test_pattern_with_two_stars_names_any_depth_and_keeps_the_outermost():
+    model, _ = zoo.llama()
+    assert list(find_regions(model, ["model.layers.**"])) == BLOCKS["llama"]
+
+
+def test_pattern_that_matches_nothing_names_the_closest_module():
+    model, _ = zoo.llama()
+    with pytest.raises(InvalidRegions) as caught:
+        find_regions(model, ["model.layer.0"])
+    assert "model.layers.0" in caught.value.why
+
+
+def test_block_that_runs_twice_has_two_calls():
+    step = trace(zoo.Stack(depth=2, calls=(0, 1, 0)), torch.randn(2, 8), repeats=1)
+    assert [(region.name, region.call) for region in step.regions] == [
+        ("blocks.0", 0),
+        ("blocks.1", 0),
+        ("blocks.0", 1),
+    ]
+
+
+def test_equal_blocks_share_a_kind():
+    model, batch = zoo.llama()
+    assert len({region.kind for region in trace(model, batch, repeats=1).regions}) == 1

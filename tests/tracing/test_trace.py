@@ -1,0 +1,227 @@
+"""One traced step: what is in it, and that nothing else has changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from plimsoll.artifacts.trace import Category, Phase
+from plimsoll.errors import InvalidBatch, InvalidLoss, InvalidModel, TracingFailed
+from plimsoll.tracing.trace import merged_timings, trace
+from tracing import zoo
+
+
+class Raising(nn.Module):
+    """Writes its buffer, its input and the random state, then raises."""
+
+    def __init__(self, error: BaseException | None = None, where: str = "forward") -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(zoo.Block() for _ in range(2))
+        self.register_buffer("count", torch.zeros(()))
+        self.error = error
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        x.mul_(2)
+        x = torch.dropout(self.blocks[1](self.blocks[0](x)), 0.5, train=True)
+        if self.error is not None and self.where == "forward":
+            raise self.error
+        if self.error is not None:
+            x.register_hook(self._fail)
+        return x.sum()
+
+    def _fail(self, gradient: torch.Tensor) -> None:
+        raise self.error
+
+
+def state_of(model: nn.Module) -> dict[str, object]:
+    return {
+        "tensors": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "gradient objects": [id(p.grad) for p in model.parameters() if p.grad is not None],
+        "flags": [module.training for module in model.modules()],
+        "forwards": [module.__dict__.get("forward") for module in model.modules()],
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
+        "random": torch.get_rng_state(),
+    }
+
+
+def assert_same(one: object, other: object) -> None:
+    if isinstance(one, dict):
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b)
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("name", ["gpt2", "conv net"])
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("device_name", [None, "H100"])
+def test_tracing_leaves_model_gradients_buffers_and_random_state(
+    name: str, has_gradients: bool, device_name: str | None
+):
+    model, batch = zoo.ALL[name]()
+    if has_gradients:
+        zoo.loss_of(model(**batch)).backward()
+    before = state_of(model)
+    trace(model, batch, repeats=2, device_name=device_name)
+    assert_same(before, state_of(model))
+
+
+@pytest.mark.parametrize(
+    ("error", "where", "expected"),
+    [
+        (ValueError("no"), "forward", InvalidBatch),
+        (KeyboardInterrupt(), "forward", KeyboardInterrupt),
+        (torch.OutOfMemoryError("full"), "forward", torch.OutOfMemoryError),
+        (ValueError("no"), "backward", TracingFailed),
+        (KeyboardInterrupt(), "backward", KeyboardInterrupt),
+        (torch.OutOfMemoryError("full"), "backward", torch.OutOfMemoryError),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__ if not isinstance(value, str) else value),
+)
+def test_exception_leaves_everything_as_it_was(error: BaseException, where: str, expected: type[BaseException]):
+    model, x = Raising(error, where), torch.randn(2, 8)
+    before, x_before = state_of(model), x.clone()
+    with pytest.raises(expected):
+        trace(model, x)
+    assert_same(before, state_of(model))
+    assert torch.equal(x, x_before)
+
+
+def test_input_that_the_model_overwrites_is_not_touched():
+    x = torch.randn(2, 8)
+    before = x.clone()
+    trace(Raising(), x)
+    assert torch.equal(x, before)
+
+
+def test_traced_step_names_its_parts():
+    model, batch = zoo.llama()
+    step = trace(model, batch, optimizer=torch.optim.AdamW(model.parameters()), repeats=1)
+    assert {op.phase for op in step.ops} == set(Phase)
+    by_category = {category: sum(s.bytes for s in step.storages if s.category is category) for category in Category}
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert by_category[Category.PARAMETER] == by_category[Category.GRADIENT] == parameters
+    assert 2 * parameters <= by_category[Category.OPTIMIZER_STATE] < 2.01 * parameters
+    assert set(step.specs) == {op.cost_key for op in step.ops}
+    assert not step.is_fake
+    assert step.device == "cpu"
+
+
+def test_storages_that_were_there_before_are_what_the_user_knows():
+    model, batch = zoo.llama()
+    found = {s.category for s in trace(model, batch, repeats=1).storages if s.born < 0}
+    assert found <= {Category.PARAMETER, Category.BUFFER, Category.INPUT}
+
+
+def test_ids_are_positions():
+    model, batch = zoo.llama()
+    step = trace(model, batch, repeats=1)
+    assert [storage.id for storage in step.storages] == list(range(len(step.storages)))
+    for region in step.regions:
+        assert all(value.bytes == step.storages[value.storage].bytes for value in region.graph.values)
+
+
+def test_every_cost_key_of_a_real_step_has_seconds():
+    model, batch = zoo.llama()
+    step = trace(model, batch, repeats=3)
+    assert {op.cost_key for op in step.ops} == set(step.timings)
+    assert all(len(samples) >= 2 for samples in step.timings.values())
+
+
+def test_samples_of_all_runs_are_kept_together():
+    assert merged_timings([{"a": [1.0], "b": [3.0]}, {"a": [2.0]}]) == {"a": (1.0, 2.0), "b": (3.0,)}
+
+
+def test_progress_rises_to_one_in_every_stage():
+    model, batch = zoo.llama()
+    seen: dict[str, list[float]] = {}
+    trace(model, batch, repeats=2, progress=lambda stage, share: seen.setdefault(stage, []).append(share))
+    assert len(seen) == 2
+    assert all(shares == sorted(shares) and shares[-1] == 1.0 for shares in seen.values())
+
+
+def test_model_without_parameters_is_refused():
+    with pytest.raises(InvalidModel, match="has no parameters"):
+        trace(nn.ReLU(), torch.ones(2))
+
+
+def test_frozen_model_is_refused():
+    with pytest.raises(InvalidModel, match="trainable"):
+        trace(nn.Linear(2, 1).requires_grad_(False), torch.ones(2))
+
+
+def test_lazy_model_is_refused():
+    with pytest.raises(InvalidModel, match="without a shape"):
+        trace(nn.LazyLinear(2), torch.ones(2))
+
+
+def test_switched_off_gradients_are_refused():
+    with torch.no_grad(), pytest.raises(TracingFailed, match="switched off"):
+        trace(nn.Linear(2, 1), torch.ones(2))
+
+
+def test_batch_on_another_device_is_refused():
+    with pytest.raises(InvalidBatch, match="meta"):
+        trace(nn.Linear(2, 1), torch.ones(2, device="meta"))
+
+
+def test_batch_of_the_wrong_shape_is_refused_with_the_models_words():
+    with pytest.raises(InvalidBatch, match="cannot be multiplied"):
+        trace(nn.Linear(2, 1), torch.ones(2, 3))
+
+
+def test_output_that_is_no_scalar_asks_for_a_loss():
+    with pytest.raises(InvalidLoss):
+        trace(nn.Linear(2, 3), torch.ones(2))
+    assert trace(nn.Linear(2, 3), torch.ones(2), loss=torch.sum, repeats=1).ops
+
+
+@pytest.mark.filterwarnings("ignore:.*activation_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_model_that_checkpoints_its_layers_is_refused_and_told_how_to_stop(use_reentrant: bool):
+    model, batch = zoo.llama()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    with pytest.raises(InvalidModel) as caught:
+        trace(model, batch)
+    assert "gradient_checkpointing_disable" in caught.value.next
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_around_a_block_is_refused(use_reentrant: bool):
+    class Checkpointed(zoo.Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=use_reentrant)
+            return x.sum()
+
+    with pytest.raises(InvalidModel, match="already checkpoints"):
+        trace(Checkpointed(), torch.randn(2, 8, requires_grad=True))
+
+
+def test_region_that_branches_on_data_is_marked():
+    class Branching(zoo.Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if x.sum() > 0 else x
+
+    model = nn.Sequential(Branching(), Branching())
+    step = trace(model, torch.randn(2, 8), loss=torch.sum, repeats=1)
+    assert all(".item()" in region.obstacle for region in step.regions)
+
+
+def test_copy_of_a_traced_model_still_trains():
+    model, batch = zoo.gpt2()
+    trace(model, batch, repeats=1)
+    zoo.loss_of(copy.deepcopy(model)(**batch)).backward()

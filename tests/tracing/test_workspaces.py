@@ -1,0 +1,62 @@
+"""What ops allocate inside themselves is measured, and only that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from plimsoll.artifacts.trace import Trace
+from plimsoll.tracing.trace import trace
+from plimsoll.tracing.workspaces import hidden_bytes
+from tracing import zoo
+
+
+def workspace_of(step: Trace, op: str) -> int:
+    return max((size for key, size in step.workspaces.items() if key.startswith(f"aten.{op}.")), default=0)
+
+
+def test_hidden_bytes_are_peak_minus_what_stays():
+    timeline = [(1, 100), (11, 140), (12, 190), (13, 150), (21, 130), (22, 135)]
+    spans = {"op": (10, 19), "quiet": (15, 16), "frees": (20, 30)}
+    assert hidden_bytes(spans, timeline) == {"op": 40, "quiet": 0, "frees": 0}
+
+
+def test_convolution_unfolds_its_input():
+    model, batch = zoo.conv_net()
+    step = trace(model, batch, repeats=1)
+    assert workspace_of(step, "convolution_backward") > 0
+
+
+def test_batched_product_copies_operands_that_are_not_contiguous():
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 64, 128))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(x[:, ::2, ::2], self.weight[:, ::2, ::2]).sum()
+
+    step = trace(Product(), torch.randn(4, 64, 64), repeats=1)
+    assert workspace_of(step, "bmm") >= 32 * 32 * 4
+
+
+def test_attention_has_a_workspace():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x * self.scale
+            return F.scaled_dot_product_attention(q, q, q).sum()
+
+    step = trace(Attention(), torch.randn(1, 2, 64, 16), repeats=1)
+    assert workspace_of(step, "_scaled_dot_product_flash_attention_for_cpu") > 0
+
+
+@pytest.mark.parametrize("op", ["mul", "add", "relu", "gelu", "mm"])
+def test_plain_ops_have_none_but_a_wrapped_number(op: str):
+    model, batch = zoo.gpt2()
+    assert workspace_of(trace(model, batch, repeats=1), op) < 64
