@@ -114,9 +114,10 @@ def test_state_and_highest_moment_are_those_of_torchs_own_optimizer(
     assert use.relative_error == 0
 
 
+@pytest.mark.parametrize("dtype", MIXED)
 @pytest.mark.parametrize("name", sorted(TORCH))
-def test_traffic_and_arithmetic_of_a_loop_are_those_of_its_ops(name: str):
-    model = model_for(name)
+def test_traffic_and_arithmetic_of_a_loop_are_those_of_its_ops(name: str, dtype: torch.dtype):
+    model = model_for(name, dtype)
     log = traced(name, StepForm.LOOP, model)
     specs = [log.tracer.specs[op.cost_key] for op in log.tracer.ops]
     use = optimizer_use(name, described(model), form=StepForm.LOOP)

@@ -1,15 +1,16 @@
-"""An optimizer's name and the parameters it updates in, its state and the temporaries of its step out.
+"""The optimizers that estimates know by name, and what each holds and does for given parameters.
 
-Everything is counted from shapes; ``steps`` knows how each step runs. What is counted is compared with torch 2.13's own
-optimizers in the tests, and 8-bit AdamW with bitsandbytes 0.50, Lion with lion-pytorch 0.2.
+Everything is counted from shapes, so that an estimate from a stored trace needs no torch; ``steps`` knows how each step runs.
+What is counted is compared with torch 2.13's own optimizers in the tests, and 8-bit AdamW with bitsandbytes 0.50, Lion with
+lion-pytorch 0.2.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from plimsoll.artifacts.basis import Basis
@@ -34,13 +35,13 @@ class _Recipe:
     """One optimizer: what it keeps per parameter, how it steps, in which forms, and how it is checked."""
 
     name: str
-    step: Step
+    steps: Mapping[StepForm, Step]
     state_bytes: Callable[[Tensor], int]
-    forms: tuple[StepForm, ...] = (StepForm.LOOP, StepForm.FOREACH)
     has_counters: bool = True
+    leaves_rest_to: str = ""
     basis: Basis = Basis.EXACT
     aliases: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
 
 def optimizer_use(
@@ -80,21 +81,23 @@ def optimizer_use(
     trained = [each for each in parameters if each.is_trainable and each.bytes]
     masters = {each.name: _master_bytes(each) for each in trained if has_master_weights and _master_bytes(each)}
     tensors = [_as_updated(each, has_master=each.name in masters) for each in trained]
-    uses = [_use(part, chosen, form) for part, chosen in _parts(recipe, tensors)]
+    parts = _parts(recipe, tensors)
+    ledgers = [_ledger(part, updated, form) for part, updated in parts]
     # A module's optimizers step one after the other: their states add up, of their temporaries the highest count.
-    highest = max((use.temporaries for use in uses), key=lambda t: sum(each.bytes for each in t), default=())
+    highest = max(ledgers, key=lambda ledger: ledger.highest_bytes)
     casts = _casts(masters, form)
-    state_bytes = {owner: bytes_ for use in uses for owner, bytes_ in use.state_bytes.items()}
+    counters = sum(_COUNTER_BYTES * len(updated) for part, updated in parts if part.has_counters)
+    state_bytes = {each.name: _state_bytes(part, each, form) for part, updated in parts for each in updated}
     basis, error = _reliability(recipe, casts, sum(state_bytes.values()) + sum(masters.values()))
     return OptimizerUse(
         name=recipe.name,
         form=form,
         state_bytes=state_bytes,
-        host_state_bytes=sum(use.host_state_bytes for use in uses),
+        host_state_bytes=0 if form is StepForm.FUSED else counters,
         master_bytes=masters,
-        temporaries=(*highest, *casts),
-        moved_bytes=sum(use.moved_bytes for use in uses) + sum(_master_traffic(size) for size in masters.values()),
-        flops=sum(use.flops for use in uses),
+        temporaries=(*highest.temporaries, *casts),
+        moved_bytes=sum(ledger.moved_bytes for ledger in ledgers) + sum(map(_master_traffic, masters.values())),
+        flops=sum(ledger.flops for ledger in ledgers),
         relative_error=error,
         basis=basis,
         notes=_notes(recipe, tensors),
@@ -131,16 +134,17 @@ def _key(name: str) -> str:
 
 
 def _form(recipe: _Recipe, form: StepForm | None) -> StepForm:
+    forms = list(recipe.steps)
     if form is None:
-        return recipe.forms[-1] if StepForm.FOREACH not in recipe.forms else StepForm.FOREACH
-    if form in recipe.forms:
+        return StepForm.FOREACH if StepForm.FOREACH in forms else forms[-1]
+    if form in forms:
         return form
     # A loop is what an optimizer without a multi-tensor form does when it is asked for torch's choice on a GPU.
-    if form is not StepForm.FUSED and len(recipe.forms) == 1:
-        return recipe.forms[0]
+    if form is not StepForm.FUSED and len(forms) == 1:
+        return forms[0]
     raise InvalidOption(
         f"{recipe.name} has no {form.value} form.",
-        why=f"it steps as {' or '.join(each.value for each in recipe.forms)}",
+        why=f"it steps as {' or '.join(each.value for each in forms)}",
         next="leave the form out",
     )
 
@@ -158,39 +162,27 @@ def _as_updated(parameter: TraceParameter, *, has_master: bool) -> Tensor:
 
 def _parts(recipe: _Recipe, tensors: Sequence[Tensor]) -> list[tuple[_Recipe, list[Tensor]]]:
     """What steps together: Muon leaves what is no hidden matrix to AdamW."""
-    if recipe.step is not steps.run_muon:
+    if not recipe.leaves_rest_to:
         return [(recipe, list(tensors))]
     matrices = [each for each in tensors if _is_hidden_matrix(each)]
     others = [each for each in tensors if not _is_hidden_matrix(each)]
-    return [(recipe, matrices), (_BY_KEY["adamw"], others)]
+    return [(recipe, matrices), (_BY_KEY[recipe.leaves_rest_to], others)]
 
 
 def _is_hidden_matrix(tensor: Tensor) -> bool:
     return len(tensor.shape) == 2 and not _EMBEDDING_OR_HEAD.search(tensor.name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Use:
-    state_bytes: dict[str, int]
-    host_state_bytes: int
-    temporaries: tuple[Temporary, ...]
-    moved_bytes: int
-    flops: int
-
-
-def _use(recipe: _Recipe, tensors: Sequence[Tensor], form: StepForm) -> _Use:
+def _ledger(recipe: _Recipe, tensors: Sequence[Tensor], form: StepForm) -> Ledger:
     ledger = Ledger()
-    if tensors:
-        recipe.step(ledger, tensors, form)
-    counters = _COUNTER_BYTES if recipe.has_counters else 0
-    on_device = counters if form is StepForm.FUSED else 0
-    return _Use(
-        state_bytes={each.name: recipe.state_bytes(each) + on_device for each in tensors},
-        host_state_bytes=(counters - on_device) * len(tensors),
-        temporaries=ledger.temporaries,
-        moved_bytes=ledger.moved_bytes,
-        flops=ledger.flops,
-    )
+    ledger.run(recipe.steps[form], tensors, form)
+    return ledger
+
+
+def _state_bytes(recipe: _Recipe, tensor: Tensor, form: StepForm) -> int:
+    """State on the device; a fused step has its counter there as well."""
+    has_counter_there = recipe.has_counters and form is StepForm.FUSED
+    return recipe.state_bytes(tensor) + (_COUNTER_BYTES if has_counter_there else 0)
 
 
 def _casts(masters: dict[str, int], form: StepForm) -> tuple[Temporary, ...]:
@@ -215,9 +207,7 @@ def _reliability(recipe: _Recipe, casts: Sequence[Temporary], held_bytes: int) -
 
 
 def _notes(recipe: _Recipe, tensors: Sequence[Tensor]) -> tuple[str, ...]:
-    if recipe.step is not steps.run_muon:
-        return recipe.notes
-    others = [each.name for each in tensors if not _is_hidden_matrix(each)]
+    others = [each.name for each in tensors if recipe.leaves_rest_to and not _is_hidden_matrix(each)]
     if not others:
         return recipe.notes
     shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
@@ -237,9 +227,7 @@ def _two_copies(tensor: Tensor) -> int:
 
 
 def _factors(tensor: Tensor) -> int:
-    if len(tensor.shape) < 2:
-        return tensor.bytes
-    return (tensor.rows + tensor.columns) * tensor.item_bytes
+    return tensor.factor_bytes or tensor.bytes
 
 
 def _two_in_8bit(tensor: Tensor) -> int:
@@ -249,56 +237,50 @@ def _two_in_8bit(tensor: Tensor) -> int:
     return 2 * (tensor.elements + -(-tensor.elements // _BLOCK_ELEMENTS) * 4)
 
 
-def _step_8bit(ledger: Ledger, tensors: Sequence[Tensor], _: StepForm) -> None:
-    """One kernel per parameter: weight read and written, gradient read, both states read and written."""
-    for each in tensors:
-        ledger.run(3 * each.bytes + 2 * _two_in_8bit(each), 8 * each.elements)
-
-
-_EVERY_FORM = tuple(StepForm)
+# One kernel per parameter: weight read and written, gradient read, both states read and written.
+_STEP_8BIT = Step(3, 8, besides=lambda each: (2 * _two_in_8bit(each), 0))
 _8BIT_NOTES = (
     "bitsandbytes' block-wise form: states of fewer than 4096 elements stay in f32; embeddings too, if they were registered "
     "for it (transformers' Trainer does), which is not counted; nor are 2 KiB of tables that all parameters share",
 )
+_MUON_NOTES = ("Muon updates matrices; embeddings, heads (told by their names) and all other shapes are AdamW's",)
 _RECIPES = (
-    _Recipe(name="sgd", step=steps.SGD, state_bytes=_nothing, forms=_EVERY_FORM, has_counters=False),
+    _Recipe(name="sgd", steps=steps.SGD, state_bytes=_nothing, has_counters=False),
     _Recipe(
         name="sgd-momentum",
-        step=steps.SGD_MOMENTUM,
+        steps=steps.SGD_MOMENTUM,
         state_bytes=_one_copy,
-        forms=_EVERY_FORM,
         has_counters=False,
         aliases=("momentum",),
     ),
-    _Recipe(name="adam", step=steps.ADAM, state_bytes=_two_copies, forms=_EVERY_FORM),
-    _Recipe(name="adamw", step=steps.ADAMW, state_bytes=_two_copies, forms=_EVERY_FORM),
+    _Recipe(name="adam", steps=steps.ADAM, state_bytes=_two_copies),
+    _Recipe(name="adamw", steps=steps.ADAMW, state_bytes=_two_copies),
     _Recipe(
         name="adamw-8bit",
-        step=_step_8bit,
+        steps={StepForm.FUSED: _STEP_8BIT},
         state_bytes=_two_in_8bit,
-        forms=(StepForm.FUSED,),
         has_counters=False,
         basis=Basis.MODELLED,
         aliases=("adam8bit", "8bitadamw", "8bitadam"),
         notes=_8BIT_NOTES,
     ),
-    _Recipe(name="adafactor", step=steps.run_adafactor, state_bytes=_factors),
+    _Recipe(name="adafactor", steps=steps.ADAFACTOR, state_bytes=_factors),
     _Recipe(
         name="muon",
-        step=steps.run_muon,
+        steps=steps.MUON,
         state_bytes=_one_copy,
         has_counters=False,
-        notes=("Muon updates matrices; embeddings, heads (told by their names) and all other shapes are AdamW's",),
+        leaves_rest_to="adamw",
+        notes=_MUON_NOTES,
     ),
     _Recipe(
         name="lion",
-        step=steps.run_lion,
+        steps=steps.LION,
         state_bytes=_one_copy,
-        forms=(StepForm.LOOP,),
         has_counters=False,
         notes=("as lion-pytorch runs it",),
     ),
-    _Recipe(name="rmsprop", step=steps.run_root, state_bytes=_one_copy),
-    _Recipe(name="adagrad", step=steps.run_adagrad, state_bytes=_one_copy, forms=_EVERY_FORM),
+    _Recipe(name="rmsprop", steps=steps.RMSPROP, state_bytes=_one_copy),
+    _Recipe(name="adagrad", steps=steps.ADAGRAD, state_bytes=_one_copy),
 )
 _BY_KEY = {_key(name): recipe for recipe in _RECIPES for name in (recipe.name, *recipe.aliases)}

@@ -1,16 +1,12 @@
-"""The parameters of one optimizer in, the bytes that its step makes, moves and computes out, op by op as torch runs it.
+"""How torch's optimizers run one step: the results that each makes and lets go in turn, what it moves and computes.
 
-Each step is written down as torch 2.13 runs it in eager mode, with default options: which results it makes, under which name
-Python holds them, and when that name is bound anew. A name that a loop binds anew holds the old result until the new one is
-there, so a loop holds the leftovers of one parameter beside the results of the next; the multi-tensor form does the same with
-groups of one dtype.
+Written down as torch 2.13 runs them in eager mode with default options; the tests trace torch's own optimizers and compare.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 
 from plimsoll.artifacts.optimizer_use import StepForm, Temporary
@@ -38,19 +34,66 @@ class Tensor:
         return self.elements * self.item_bytes
 
     @property
-    def rows(self) -> int:
-        """Elements without the last dimension."""
-        return prod(self.shape[:-1])
+    def factor_bytes(self) -> int:
+        """Means of the rows and of the columns of its matrices; a vector has none."""
+        return _BYTES["row means"](self) + _BYTES["column means"](self)
 
-    @property
-    def columns(self) -> int:
-        """Elements without the last dimension but one."""
-        return prod(self.shape[:-2]) * self.shape[-1]
+    def means_bytes(self, *shape: int) -> int:
+        """One number for every index of these dimensions; a vector has none."""
+        return prod(shape) * self.item_bytes if len(self.shape) > 1 else 0
+
+
+_BYTES: dict[str, Callable[[Tensor], int]] = {
+    "norm": lambda each: each.item_bytes,
+    "row means": lambda each: each.means_bytes(*each.shape[:-1]),
+    "column means": lambda each: each.means_bytes(*each.shape[:-2], *each.shape[-1:]),
+    "means of rows": lambda each: each.means_bytes(*each.shape[:-2]),
+    "squared gradients": lambda each: 0 if len(each.shape) > 1 else each.bytes,
+    "in bf16": lambda each: each.elements * _BF16_BYTES if each.item_bytes != _BF16_BYTES else 0,
+    "next": lambda each: each.elements * _BF16_BYTES,
+    "Gram matrix": lambda each: min(each.shape) ** 2 * _BF16_BYTES,
+    "Gram update": lambda each: min(each.shape) ** 2 * _BF16_BYTES,
+}
+"""Bytes of a result by its name; any other is as large as the parameter. A result of none is not made for that parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One form of a step.
+
+    Args:
+        passes: how often all bytes of a parameter are read or written.
+        flops: per element.
+        names: what happens in order: ``"a"`` is bound to a new result, ``"a = b"`` to what ``b`` held, ``"del a"`` lets go.
+        besides: bytes moved and flops beyond the above.
+        is_loop: whether it takes one parameter after the other in every form.
+    """
+
+    passes: int
+    flops: int
+    names: tuple[str, ...] = ()
+    besides: Callable[[Tensor], tuple[int, int]] = lambda _: (0, 0)
+    is_loop: bool = False
+
+    def groups(self, parameters: Sequence[Tensor], form: StepForm) -> Iterable[list[Tensor]]:
+        """What one op works on: one parameter in a loop, else all of one dtype that make the same results."""
+        if self.is_loop or form is StepForm.LOOP:
+            return [[parameter] for parameter in parameters]
+        groups: dict[int, dict[tuple[str, ...], list[Tensor]]] = {}
+        for each in parameters:
+            made = tuple(name for name in self.names if name in _BYTES and _BYTES[name](each))
+            groups.setdefault(each.item_bytes, {}).setdefault(made, []).append(each)
+        # torch takes the dtype that it meets last first.
+        return [group for of_dtype in reversed(groups.values()) for group in of_dtype.values()]
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Results by the name that holds them, each a tensor or one per parameter, and what is held at the highest sum."""
+    """Results by the name that holds them, each one tensor per parameter, and what is held at the highest sum.
+
+    A name that is bound anew holds the old result until the new one is there: a loop holds the leftovers of one parameter
+    beside the results of the next, and a multi-tensor form those of one group.
+    """
 
     moved_bytes: int = 0
     flops: int = 0
@@ -61,193 +104,98 @@ class Ledger:
     @property
     def temporaries(self) -> tuple[Temporary, ...]:
         """The tensors that are held at the highest sum."""
-        return tuple(Temporary(label=label, bytes=size) for label, sizes in self.highest for size in sizes if size)
+        return tuple(Temporary(label=label, bytes=size) for label, sizes in self.highest for size in sizes)
 
-    def run(self, moved_bytes: int, flops: int) -> None:
-        """An op that makes nothing that lasts."""
-        self.moved_bytes += moved_bytes
-        self.flops += flops
+    def run(self, step: Step, parameters: Sequence[Tensor], form: StepForm) -> None:
+        """One step over the parameters."""
+        for each in parameters:
+            moved_bytes, flops = step.besides(each)
+            self.moved_bytes += step.passes * each.bytes + moved_bytes
+            self.flops += step.flops * each.elements + flops
+        for group in step.groups(parameters, form):
+            for name in step.names:
+                self._follow(name, group)
 
-    def make(self, name: str, *sizes: int, replaces: str = "") -> None:
-        """A result under ``name``; what ``name`` or ``replaces`` held before is let go only when the result is there."""
-        old = self._alive.pop(replaces or name, ())
+    def _follow(self, name: str, group: Sequence[Tensor]) -> None:
+        target, _, source = name.partition(" = ")
+        if source:
+            self._alive[target] = self._alive.pop(source)
+        elif name.startswith("del "):
+            self._alive.pop(name.removeprefix("del "), None)
+        else:
+            made = group[:1] if name == "norm" else group
+            sizes = tuple(size for each in made if (size := _BYTES.get(name, _parameter_bytes)(each)))
+            if sizes:
+                self._make(name, sizes)
+
+    def _make(self, name: str, sizes: tuple[int, ...]) -> None:
+        old = self._alive.pop(name, ())
         self._alive[name] = sizes
         alive = (*self._alive.items(), (f"{name} before", old))
         total = sum(sum(each) for _, each in alive)
         if total > self.highest_bytes:
             self.highest, self.highest_bytes = alive, total
 
-    def rename(self, old: str, new: str) -> None:
-        """``new`` now holds what ``old`` held, and what it held itself is let go."""
-        self._alive[new] = self._alive.pop(old)
 
-    def drop(self, *names: str) -> None:
-        """Let go of what these names hold."""
-        for name in names:
-            self._alive.pop(name, None)
+def _parameter_bytes(each: Tensor) -> int:
+    return each.bytes
 
 
-Step = Callable[[Ledger, Sequence[Tensor], StepForm], None]
+def _adafactor_besides(each: Tensor) -> tuple[int, int]:
+    return (7 * each.factor_bytes, each.elements) if len(each.shape) > 1 else (3 * each.bytes, 0)
 
 
-def groups_of(parameters: Sequence[Tensor], form: StepForm) -> Iterable[list[Tensor]]:
-    """What one op works on: one parameter in a loop, else all of one dtype (torch takes the dtype that it meets last first)."""
-    if form is StepForm.LOOP:
-        return [[parameter] for parameter in parameters]
-    groups: dict[int, list[Tensor]] = {}
-    for parameter in parameters:
-        groups.setdefault(parameter.item_bytes, []).append(parameter)
-    return list(reversed(groups.values()))
+def _muon_besides(each: Tensor) -> tuple[int, int]:
+    short, long_ = sorted(each.shape)
+    cast, half, gram = (_BYTES[name](each) for name in ("in bf16", "next", "Gram matrix"))
+    casting = each.bytes + cast if cast else 0
+    moved_bytes = casting + 4 * half + _NEWTON_SCHULZ_STEPS * (5 * half + 6 * gram)
+    return moved_bytes, _NEWTON_SCHULZ_STEPS * 2 * short * short * (2 * long_ + short)
 
 
-def _sizes(group: Iterable[Tensor]) -> list[int]:
-    return [each.bytes for each in group]
+def _same(step: Step) -> dict[StepForm, Step]:
+    return {StepForm.LOOP: step, StepForm.FOREACH: step}
 
 
-def _bytes(group: Iterable[Tensor]) -> int:
-    return sum(_sizes(group))
+def _adam(*, decay: int) -> dict[StepForm, Step]:
+    """Lerp, mul, addcmul, then sqrt, div, add, addcdiv; ``decay`` is 1 with AdamW's ``param.mul_``, else 0."""
+    passes, flops = 19 + 2 * decay, 7 + decay
+    return {
+        StepForm.LOOP: Step(passes, flops, ("square roots", "denominators", "del square roots")),
+        StepForm.FOREACH: Step(passes, flops, ("denominators",)),
+        StepForm.FUSED: Step(7, flops),
+    }
 
 
-def _elements(group: Iterable[Tensor]) -> int:
-    return sum(each.elements for each in group)
-
-
-def run_elementwise(
-    ledger: Ledger, parameters: Sequence[Tensor], form: StepForm, *, fused_passes: int, passes: int, flops: int
-) -> None:
-    """A step that makes nothing: ``passes`` reads and writes of the parameters' size (``fused_passes`` in one kernel)."""
-    for group in groups_of(parameters, form):
-        ledger.run(_bytes(group) * (fused_passes if form is StepForm.FUSED else passes), _elements(group) * flops)
-
-
-def run_adam(ledger: Ledger, parameters: Sequence[Tensor], form: StepForm, *, decay_passes: int) -> None:
-    """Adam: lerp, mul, addcmul, then sqrt, div, add, addcdiv; ``decay_passes`` is 2 with AdamW's ``param.mul_``, else 0."""
-    if form is StepForm.FUSED:
-        run_elementwise(ledger, parameters, form, fused_passes=7, passes=0, flops=7 + decay_passes // 2)
-        return
-    for group in groups_of(parameters, form):
-        size = _bytes(group)
-        ledger.run(size * (19 + decay_passes), _elements(group) * (7 + decay_passes // 2))
-        if form is StepForm.LOOP:
-            ledger.make("square roots", size)
-            ledger.make("denominators", size)
-            ledger.drop("square roots")
-        else:
-            ledger.make("denominators", *_sizes(group))
-
-
-def run_root(ledger: Ledger, parameters: Sequence[Tensor], form: StepForm) -> None:
-    """RMSprop: mul, addcmul, then sqrt, add, addcdiv."""
-    for group in groups_of(parameters, form):
-        ledger.run(_bytes(group) * 14, _elements(group) * 5)
-        ledger.make("denominators", *_sizes(group))
-
-
-def run_adagrad(ledger: Ledger, parameters: Sequence[Tensor], form: StepForm) -> None:
-    """Adagrad: addcmul, sqrt, add, addcdiv; the multi-tensor form also makes the scaled gradients."""
-    if form is StepForm.FUSED:
-        run_elementwise(ledger, parameters, form, fused_passes=5, passes=0, flops=4)
-        return
-    for group in groups_of(parameters, form):
-        size = _bytes(group)
-        ledger.run(size * 12, _elements(group) * 4)
-        ledger.make("denominators", *_sizes(group))
-        if form is StepForm.FOREACH:
-            ledger.run(size * 2, _elements(group))
-            ledger.make("scaled gradients", *_sizes(group))
-
-
-def run_adafactor(ledger: Ledger, parameters: Sequence[Tensor], form: StepForm) -> None:
-    """Adafactor: factors of the second moment for what has two dimensions or more, the second moment itself for the rest."""
-    if form is StepForm.LOOP:
-        for each in parameters:
-            _adafactor_one(ledger, each)
-        return
-    for group in groups_of(parameters, form):
-        is_matrix = {each: len(each.shape) > 1 for each in group}
-        for kind in dict.fromkeys(is_matrix.values()):
-            _adafactor_group(ledger, [each for each in group if is_matrix[each] is kind], is_factored=kind)
-
-
-def _adafactor_one(ledger: Ledger, each: Tensor) -> None:
-    item, size = each.item_bytes, each.bytes
-    _adafactor_work(ledger, each)
-    ledger.make("norm", item)
-    ledger.drop("norm")
-    if len(each.shape) > 1:
-        ledger.make("row means", each.rows * item)
-        ledger.make("column means", each.columns * item)
-        ledger.make("estimates", size)
-        ledger.make("means of rows", prod(each.shape[:-2]) * item)
-        ledger.drop("means of rows")
-    else:
-        ledger.make("squared gradients", size)
-        ledger.make("estimates", size)
-    ledger.rename("estimates", "updates")
-    ledger.make("norm", item)
-    ledger.drop("norm")
-
-
-def _adafactor_group(ledger: Ledger, group: Sequence[Tensor], *, is_factored: bool) -> None:
-    for each in group:
-        _adafactor_work(ledger, each)
-    if is_factored:
-        ledger.make("row means", *(each.rows * each.item_bytes for each in group))
-        ledger.drop("row means")
-        ledger.make("column means", *(each.columns * each.item_bytes for each in group))
-        ledger.drop("column means")
-        ledger.make("estimates", *_sizes(group))
-        ledger.make("means of rows", *(prod(each.shape[:-2]) * each.item_bytes for each in group))
-        ledger.drop("means of rows")
-    else:
-        ledger.make("squared gradients", *_sizes(group))
-        ledger.drop("squared gradients")
-        ledger.make("estimates", *_sizes(group))
-    ledger.rename("estimates", "updates")
-    ledger.make("norm", group[0].item_bytes)
-    ledger.drop("norm")
-
-
-def _adafactor_work(ledger: Ledger, each: Tensor) -> None:
-    """Norms, the estimate with its element-wise ops, and the update."""
-    if len(each.shape) > 1:
-        ledger.run(each.bytes * 17 + (each.rows + each.columns) * each.item_bytes * 7, each.elements * 7)
-    else:
-        ledger.run(each.bytes * 20, each.elements * 6)
-
-
-def run_muon(ledger: Ledger, parameters: Sequence[Tensor], _: StepForm) -> None:
-    """Muon: five Newton-Schulz iterations in bf16 per matrix, always in a loop."""
-    for each in parameters:
-        short, long_ = sorted(each.shape)
-        half = each.elements * _BF16_BYTES
-        gram = short * short * _BF16_BYTES
-        ledger.run(each.bytes * (3 + 3), each.elements * 2)
-        ledger.make("update", each.bytes)
-        if each.item_bytes != _BF16_BYTES:
-            ledger.make("in bf16", half)
-        ledger.run(each.bytes + 4 * half, each.elements * 3)
-        for _iteration in range(_NEWTON_SCHULZ_STEPS):
-            ledger.make("Gram matrix", gram)
-            ledger.make("Gram update", gram)
-            ledger.make("next", half, replaces="in bf16")
-            ledger.rename("next", "in bf16")
-            ledger.run(5 * half + 6 * gram, 2 * short * short * (2 * long_ + short))
-        ledger.drop("Gram matrix", "Gram update")
-        ledger.rename("in bf16", "update")
-        ledger.run(each.bytes * (2 + 2) + half, each.elements * 2)
-
-
-def run_lion(ledger: Ledger, parameters: Sequence[Tensor], _: StepForm) -> None:
-    """Lion as lion-pytorch has it: a copy of the momentum, the blend with the gradient, its sign; always in a loop."""
-    for each in parameters:
-        ledger.run(each.bytes * 19, each.elements * 8)
-        ledger.make("copy of momentum", each.bytes)
-        ledger.make("update", each.bytes)
-        ledger.drop("copy of momentum", "update")
-
-
-ADAM: Step = partial(run_adam, decay_passes=0)
-ADAMW: Step = partial(run_adam, decay_passes=2)
-SGD: Step = partial(run_elementwise, fused_passes=3, passes=3, flops=1)
-SGD_MOMENTUM: Step = partial(run_elementwise, fused_passes=5, passes=8, flops=3)
+SGD = {**_same(Step(3, 1)), StepForm.FUSED: Step(3, 1)}
+SGD_MOMENTUM = {**_same(Step(8, 3)), StepForm.FUSED: Step(5, 3)}
+ADAM, ADAMW = _adam(decay=0), _adam(decay=1)
+# Mul, addcmul, then sqrt, add, addcdiv.
+RMSPROP = _same(Step(14, 5, ("denominators",)))
+# Addcmul, sqrt, add, addcdiv; the multi-tensor form also makes the scaled gradients.
+ADAGRAD = {
+    StepForm.LOOP: Step(12, 4, ("denominators",)),
+    StepForm.FOREACH: Step(14, 5, ("denominators", "scaled gradients")),
+    StepForm.FUSED: Step(5, 4),
+}
+# Factors of the second moment for what has two dimensions or more, the second moment itself for the rest.
+_ESTIMATES = ("estimates", "means of rows", "del means of rows", "updates = estimates", "norm", "del norm")
+_APART = (
+    "row means",
+    "del row means",
+    "column means",
+    "del column means",
+    "squared gradients",
+    "del squared gradients",
+)
+_TOGETHER = ("norm", "del norm", "row means", "column means", "squared gradients")
+ADAFACTOR = {
+    StepForm.LOOP: Step(17, 6, (*_TOGETHER, *_ESTIMATES), _adafactor_besides),
+    StepForm.FOREACH: Step(17, 6, (*_APART, *_ESTIMATES), _adafactor_besides),
+}
+# Newton-Schulz iterations in bf16 per matrix, always in a loop; what the second one holds, all others hold.
+_ITERATION = ("Gram matrix", "Gram update", "next", "in bf16 = next")
+_ORTHOGONAL = ("update", "in bf16", *_ITERATION * 2, "del Gram matrix", "del Gram update")
+MUON = _same(Step(10, 7, (*_ORTHOGONAL, "update = in bf16"), _muon_besides, is_loop=True))
+# As lion-pytorch has it: a copy of the momentum, the blend with the gradient, its sign.
+LION = {StepForm.LOOP: Step(19, 8, ("copy of momentum", "update", "del copy of momentum", "del update"))}
