@@ -36,9 +36,7 @@ _PRELOADED = [
 ]
 
 
-def launch(
-    ranks: int, function: str, payload: Any = None, *, timeout_seconds: float = 120.0, max_restarts: int = 0
-) -> list[Any]:
+def launch(ranks: int, function: str, payload: Any = None, *, timeout_seconds: float = 120.0) -> list[Any]:
     """Run ``function`` (``"benchmarks.layouts:measure"``; modules below ``tests`` are found too) on so many ranks of one group.
 
     Args:
@@ -46,7 +44,6 @@ def launch(
         function: takes the payload, or nothing where it is ``None``; what it returns is pickled.
         payload: the same for all ranks.
         timeout_seconds: of the group's collectives: one that waits longer fails the rank.
-        max_restarts: as torchrun's ``--max-restarts``.
 
     Raises:
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: some rank raised; its traceback is in the message.
@@ -60,7 +57,7 @@ def launch(
         rdzv_endpoint="localhost:0",
         run_id=f"tests-{os.getpid()}",
         start_method="forkserver",
-        max_restarts=max_restarts,
+        max_restarts=0,
         monitor_interval=0.05,
     )
     with _environment({"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}):

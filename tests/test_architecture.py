@@ -21,7 +21,7 @@ LAYERS = (
     {"units"},
     {"artifacts"},
     {"planning", "tracing"},
-    {"engine", "resuming"},
+    {"engine"},
     {"session"},
     {"analysis", "estimator"},
     {"distributed"},

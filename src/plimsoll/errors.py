@@ -26,8 +26,6 @@
     ├── InvalidProbe           steps, batches or held-out data that a probe cannot work with
     ├── ProbeRunMismatch       a run directory that belongs to another probe, or data that has changed since
     ├── ProbeRunUnusable       a run directory that cannot be read or written
-    ├── CheckpointMismatch     a checkpoint of another model, optimizer or world size, or none at all
-    ├── CheckpointUnusable     a checkpoint that cannot be written, or that is damaged or of a newer schema
     ├── CompressionMismatch    the saved state of another gradient compression
     ├── RankError              something about other ranks
     │   ├── RankMissing            one did not come to an exchange in time
@@ -157,14 +155,6 @@ class ProbeRunMismatch(PlimsollError):
 
 class ProbeRunUnusable(PlimsollError):
     """The run directory cannot be read or written."""
-
-
-class CheckpointMismatch(PlimsollError):
-    """The checkpoint does not belong to what it should be loaded into."""
-
-
-class CheckpointUnusable(PlimsollError):
-    """The checkpoint cannot be written or read; nothing that was there before has changed."""
 
 
 class CompressionMismatch(PlimsollError):

@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from plimsoll.distributed.comm_cost.advise_compression import advise_compression
-    from plimsoll.distributed.failures import named_failures
     from plimsoll.distributed.gradient_compression.compress import compress_gradients
     from plimsoll.distributed.gradient_compression.handle import CompressionHandle
-    from plimsoll.distributed.loading import Checkpoint, latest_step, load_checkpoint
     from plimsoll.distributed.pipelines.pipeline_stages import ScheduleAttachment, attach_schedule
     from plimsoll.distributed.pipelines.stage_plans import StagesHandle, apply_stages
-    from plimsoll.distributed.saving import save_checkpoint
     from plimsoll.errors import CompressionMismatch, RankFailed, RankMissing, RanksDiffer
 
 __all__ = [
-    "Checkpoint",
     "CompressionHandle",
     "CompressionMismatch",
     "RankFailed",
@@ -31,14 +27,9 @@ __all__ = [
     "apply_stages",
     "attach_schedule",
     "compress_gradients",
-    "latest_step",
-    "load_checkpoint",
-    "named_failures",
-    "save_checkpoint",
 ]
 
 _HOMES = {
-    "Checkpoint": "plimsoll.distributed.loading",
     "CompressionHandle": "plimsoll.distributed.gradient_compression.handle",
     "CompressionMismatch": "plimsoll.errors",
     "RankFailed": "plimsoll.errors",
@@ -50,10 +41,6 @@ _HOMES = {
     "advise_compression": "plimsoll.distributed.comm_cost.advise_compression",
     "attach_schedule": "plimsoll.distributed.pipelines.pipeline_stages",
     "compress_gradients": "plimsoll.distributed.gradient_compression.compress",
-    "latest_step": "plimsoll.distributed.loading",
-    "load_checkpoint": "plimsoll.distributed.loading",
-    "named_failures": "plimsoll.distributed.failures",
-    "save_checkpoint": "plimsoll.distributed.saving",
 }
 """The file of every name."""
 
