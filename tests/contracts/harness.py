@@ -23,7 +23,7 @@ from plimsoll.engine.apply import Handle
 from plimsoll.engine.inspection import Inspector
 from plimsoll.engine.linked_inputs import LinkTable
 from plimsoll.engine.offload.protocol import Link
-from plimsoll.engine.offload.transfers import Traffic
+from plimsoll.engine.offload.transfers import TransfersUnderWay
 from plimsoll.engine.randomness import generators_of
 from plimsoll.engine.region import ManagedRegion
 from plimsoll.engine.sentinels import SentinelPolicy
@@ -101,7 +101,7 @@ def manage(
     shared = Shared(
         links=LinkTable(is_used=bool(boundaries)),
         packer=Packer(link),
-        traffic=Traffic(),
+        transfers=TransfersUnderWay(),
         policy=SentinelPolicy(every=sentinel_every),
         inspector=Inspector(verify_every, torch.device("cpu")),
         generators=generators_of([parameter.device for parameter in model.parameters()]),

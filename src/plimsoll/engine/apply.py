@@ -20,7 +20,7 @@ from plimsoll.engine.inspection import Inspector
 from plimsoll.engine.linked_inputs import LinkTable
 from plimsoll.engine.offload.open import open_link
 from plimsoll.engine.offload.protocol import Link
-from plimsoll.engine.offload.transfers import Traffic
+from plimsoll.engine.offload.transfers import TransfersUnderWay
 from plimsoll.engine.randomness import generators_of
 from plimsoll.engine.region import ManagedRegion
 from plimsoll.engine.sensing import Sensor
@@ -215,7 +215,7 @@ def apply_plan(
             is_used=any(call.is_boundary_dropped for calls in managed.values() for call in calls),
         ),
         packer=Packer(link, plan.link),
-        traffic=Traffic(),
+        transfers=TransfersUnderWay(),
         policy=SentinelPolicy(every=sentinel_every),
         inspector=Inspector(verify_every, device),
         generators=generators_of([parameter.device for parameter in parameters]),

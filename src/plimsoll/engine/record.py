@@ -109,7 +109,7 @@ def record_call(
     unpack = Frame.unpack if sensor is None else sensor.unpack(name, plan.call)
     call = _watch(module, forward, args, kwargs, shared, unpack)
     try:
-        shared.traffic.leave(call.output)
+        shared.transfers.leave(call.output)
     except BaseException:
         call.frame.keep_all()
         raise
@@ -134,7 +134,7 @@ def record_call(
     if packed is None:
         frame.keep_all()
         return call.output, replace(found, obstacle="an input that it needs again is written in place", may_rerun=False)
-    shared.traffic.send(packed.values())
+    shared.transfers.send(packed.values())
     links.offer(program, frame, cells, packed, link, call.output)
     return call.output, replace(found, program=program)
 

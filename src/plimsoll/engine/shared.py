@@ -9,7 +9,7 @@ import torch
 
 from plimsoll.engine.inspection import Inspector
 from plimsoll.engine.linked_inputs import LinkTable
-from plimsoll.engine.offload.transfers import Traffic
+from plimsoll.engine.offload.transfers import TransfersUnderWay
 from plimsoll.engine.sensing import Sensor
 from plimsoll.engine.sentinels import SentinelPolicy
 from plimsoll.engine.stored_forms import Packer
@@ -24,7 +24,7 @@ class Shared:
 
     links: LinkTable
     packer: Packer
-    traffic: Traffic
+    transfers: TransfersUnderWay
     policy: SentinelPolicy
     inspector: Inspector
     generators: tuple[torch.Generator, ...]

@@ -36,7 +36,7 @@ class Lease:
         self.returned.append(self.extent)
 
 
-class Copy(abc.ABC):
+class DiskCopy(abc.ABC):
     """One transfer; it holds the tensor and the lease until it has run, and not a moment longer."""
 
     def __init__(self, tensor: torch.Tensor, lease: Lease, transport: Transport) -> None:
@@ -80,7 +80,7 @@ class Copy(abc.ABC):
     def _account(self, nbytes: int, cpu_seconds: float) -> None: ...
 
 
-class CopyOut(Copy):
+class CopyOut(DiskCopy):
     """From the tensor to the file; its bytes were admitted before."""
 
     def _move(self, data: memoryview, offset: int) -> None:
@@ -91,7 +91,7 @@ class CopyOut(Copy):
         self._transport.account_out(nbytes, cpu_seconds)
 
 
-class CopyIn(Copy):
+class CopyIn(DiskCopy):
     """From the file to the tensor."""
 
     def _move(self, data: memoryview, offset: int) -> None:

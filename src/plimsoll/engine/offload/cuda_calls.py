@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A moment on a stream."""
 
     def query(self) -> bool:
@@ -23,10 +23,10 @@ class Event(Protocol):
         """Wait in this thread until it has."""
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """Work in order."""
 
-    def record_event(self) -> Event: ...
+    def record_event(self) -> DeviceEvent: ...
 
     def wait_event(self, event: Any) -> None:
         """Whatever is queued here from now on starts after ``event`` (of the same device's kind)."""
@@ -37,10 +37,10 @@ class Stream(Protocol):
 class DeviceCalls(Protocol):
     """A device with two streams beside those of the program."""
 
-    out_stream: Stream
-    in_stream: Stream
+    out_stream: DeviceStream
+    in_stream: DeviceStream
 
-    def current_stream(self) -> Stream: ...
+    def current_stream(self) -> DeviceStream: ...
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         """Bytes in pinned host memory."""
@@ -51,10 +51,10 @@ class DeviceCalls(Protocol):
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory on the device, of the current stream."""
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: DeviceStream) -> None:
         """Queue a copy on ``stream``; returns at once."""
 
-    def used_on(self, tensor: torch.Tensor, stream: Stream) -> None:
+    def used_on(self, tensor: torch.Tensor, stream: DeviceStream) -> None:
         """Let the allocator know that ``stream`` uses a tensor of another stream."""
 
 
@@ -63,10 +63,10 @@ class CudaCalls:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.out_stream: Stream = torch.cuda.Stream(device)
-        self.in_stream: Stream = torch.cuda.Stream(device)
+        self.out_stream: DeviceStream = torch.cuda.Stream(device)
+        self.in_stream: DeviceStream = torch.cuda.Stream(device)
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> DeviceStream:
         return torch.cuda.current_stream(self.device)
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
@@ -79,9 +79,9 @@ class CudaCalls:
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(length, dtype=dtype, device=self.device)
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: DeviceStream) -> None:
         with torch.cuda.stream(stream):  # type: ignore[arg-type]  # our protocol, of which torch's class is one
             destination.copy_(source, non_blocking=True)
 
-    def used_on(self, tensor: torch.Tensor, stream: Stream) -> None:
+    def used_on(self, tensor: torch.Tensor, stream: DeviceStream) -> None:
         tensor.record_stream(stream)  # type: ignore[arg-type]  # as above

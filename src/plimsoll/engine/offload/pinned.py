@@ -22,7 +22,7 @@ from typing import Self
 
 import torch
 
-from plimsoll.engine.offload.cuda_calls import CudaCalls, DeviceCalls, Event, Stream
+from plimsoll.engine.offload.cuda_calls import CudaCalls, DeviceCalls, DeviceEvent, DeviceStream
 from plimsoll.engine.offload.pinned_pool import Buffer, PinnedPool
 from plimsoll.errors import OffloadFailed
 
@@ -93,7 +93,7 @@ class PinnedTicket:
         self._buffer = buffer
         self._pool = pool
         self._source: torch.Tensor | None = source
-        self._arriving: tuple[torch.Tensor, Event, Stream] | None = None
+        self._arriving: tuple[torch.Tensor, DeviceEvent, DeviceStream] | None = None
         self._link = link
         self._calls = calls
         self._dtype = source.dtype
@@ -126,7 +126,7 @@ class PinnedTicket:
             self._calls.used_on(tensor, here)
         return tensor
 
-    def _expect(self) -> tuple[torch.Tensor, Event, Stream]:
+    def _expect(self) -> tuple[torch.Tensor, DeviceEvent, DeviceStream]:
         """Make room for the tensor and begin to copy it in."""
         self.settle()
         home = self._calls.current_stream()

@@ -14,7 +14,7 @@ from collections import deque
 
 import torch
 
-from plimsoll.engine.offload.cuda_calls import DeviceCalls, Event
+from plimsoll.engine.offload.cuda_calls import DeviceCalls, DeviceEvent
 from plimsoll.errors import OffloadFailed
 from plimsoll.units import format_bytes
 
@@ -27,7 +27,7 @@ class Buffer:
     def __init__(self, memory: torch.Tensor) -> None:
         self.size_bytes = memory.nbytes
         self.memory: torch.Tensor | None = memory
-        self.busy_until: Event | None = None
+        self.busy_until: DeviceEvent | None = None
         """The end of the last copy from or to it."""
         self.companions: tuple[torch.Tensor, ...] = ()
         """Device memory that this copy uses too, and that nobody else holds any more."""

@@ -16,7 +16,7 @@ from plimsoll.engine.stored_forms import Sent
 from plimsoll.tracing.recorder.calling import output_tensors
 
 
-class Traffic:
+class TransfersUnderWay:
     """The transfers of one managed model. Nothing is held here: what the graph has let go of need not arrive."""
 
     def __init__(self) -> None:
