@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.store import load_plan
 from plimsoll.units import parse_bytes
 from samples import make_comparison, make_plan, make_receipt
-
-Progress = Callable[[str, float], None]
 
 
 class FakeVerbs:

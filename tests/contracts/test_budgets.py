@@ -9,6 +9,7 @@ import pytest
 
 import plimsoll
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import silent
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.session.confirm import Trial, confirmed
 from plimsoll.session.plan import trace_and_cost
@@ -59,7 +60,7 @@ class Planned:
             Trial(TrainingStep(self.model, args, kwargs, loss=self.loss)),
             resolve=lambda excess_bytes, _: self.solve(budget_bytes, excess_bytes),
             max_error=0.0,
-            progress=lambda stage, share: None,
+            progress=silent,
         )
 
 

@@ -12,6 +12,7 @@ from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.model_facts import ModelFacts
 from plimsoll.artifacts.precision import Precision, parse_precision
+from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.caching.traces import TraceCache
 from plimsoll.estimator.estimate_job import EstimateJob
@@ -27,7 +28,6 @@ from plimsoll.session.budgets import AUTO_MARGIN, read_budget
 if TYPE_CHECKING:
     import torch
 
-Progress = Callable[[str, float], None]
 _NONE = "none"
 
 
@@ -83,7 +83,7 @@ def estimate(
     Known weakness: none of it has been compared with a GPU; on CPUs peaks are (``docs/estimate.md``).
     """
     started = time.monotonic()
-    report = progress or (lambda stage, share: None)
+    report = progress or silent
     spread = read_layout(layout)
     asked = find_device(device)
     request = _request(target, batch, asked, sequence, parse_precision(precision), spread, loss)

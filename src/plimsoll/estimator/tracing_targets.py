@@ -6,7 +6,7 @@ An answer from the cache loads neither torch nor transformers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import msgspec
 from plimsoll.artifacts.kernels import runs_gpu_kernels
 from plimsoll.artifacts.model_facts import ModelFacts
 from plimsoll.artifacts.precision import Precision
+from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidTarget
 from plimsoll.estimator.caching.traces import KeptTrace, TraceCache
@@ -25,7 +26,6 @@ from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
 if TYPE_CHECKING:
     import torch
 
-Progress = Callable[[str, float], None]
 
 _BALANCED = (
     "experts: every token goes to experts_per_token of them in one grouped product, none is dropped; "

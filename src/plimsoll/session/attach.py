@@ -25,6 +25,7 @@ from torch import nn
 
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import silent
 from plimsoll.engine.apply import Handle
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.agreement import Agreement, agreement_for, allowed, described
@@ -246,9 +247,7 @@ class Attachment:
             args, kwargs = split_detached(batch)
             return TrainingStep(self.model, args, kwargs, loss=stand_in_loss)
 
-        maker = make_maker(
-            trace, costs, self._allowance, own_budget_bytes, step, lambda stage, share: None, self._agreement
-        )
+        maker = make_maker(trace, costs, self._allowance, own_budget_bytes, step, silent, self._agreement)
         assert maker.budget_bytes is not None
         made = _Step(maker, maker.budget_bytes, own_budget_bytes)
         if maker.gradients is None:

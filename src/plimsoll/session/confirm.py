@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.trace import Category
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.compare_tensors import relative_error
@@ -84,7 +85,7 @@ def confirmed(
     *,
     resolve: Callable[[int, float], Plan],
     max_error: float | None,
-    progress: Callable[[str, float], None],
+    progress: Progress,
 ) -> Plan:
     """Run the plan and solve again with what was measured, until it keeps to its budget and to its error.
 

@@ -12,6 +12,7 @@ import msgspec
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.trace import Trace
 from plimsoll.planning.lowest import find_extremes
 from plimsoll.planning.solve import Planner, solve
@@ -118,7 +119,7 @@ def make_maker(
     allowance: Allowance,
     budget_bytes: int | None,
     step: Callable[[], TrainingStep],
-    report: Callable[[str, float], None],
+    report: Progress,
     agreement: Agreement | None = None,
 ) -> Maker:
     """Build the planner of a step; where other forms are allowed and needed, run it once to see which there are.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.store import load_plan
 from plimsoll.artifacts.trace import Trace
 from plimsoll.engine.apply import Handle
@@ -40,8 +41,6 @@ from plimsoll.session.request import (
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.trace import trace as trace_step
-
-Progress = Callable[[str, float], None]
 
 
 def plan(
@@ -113,7 +112,7 @@ def plan(
 
     Known weakness: bounds and costs are those of a model of the machine; only measurements speak of the machine itself.
     """
-    report = progress or (lambda stage, share: None)
+    report = progress or silent
     with agreement_for(model, "plan", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
         check_model(model, optimizer)
         refuse_profiler(model)
@@ -280,7 +279,7 @@ def trace_and_cost(
     Raises:
         UnknownDevice, InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: as named.
     """
-    report = progress or (lambda stage, share: None)
+    report = progress or silent
     device = None if device_profile is None else find_device(device_profile)
     traced = trace_step(
         model,
@@ -295,8 +294,3 @@ def trace_and_cost(
     if traced.is_fake:
         return traced, roofline_costs(traced, device or find_device("CPU"))
     return traced, measured_costs(traced, measure_engine(traced))
-
-
-def part_of(report: Progress, start: float, end: float) -> Progress:
-    """Map a stage's own progress into a share of the whole."""
-    return lambda stage, share: report(stage, start + (end - start) * share)

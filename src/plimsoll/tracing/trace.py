@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidModel, TracingFailed
 from plimsoll.tracing.assemble import assemble
@@ -31,8 +32,6 @@ from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.tracing.recorder.untouched import private_copy, untouched
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.workspaces import WorkspaceMeter, meter_for
-
-Progress = Callable[[str, float], None]
 
 _ROOM_TO_HOLD = 2
 """Timed runs hold what autograd saves, as training does, where that many times its bytes are free; memory that is given
@@ -88,7 +87,7 @@ def trace(
     found = find_regions(model, regions)
     home = home_of(model)
     target = device_name or str(home or "cpu")
-    job = _Job(wrapped, args, kwargs, found, loss, progress or (lambda stage, share: None))
+    job = _Job(wrapped, args, kwargs, found, loss, progress or silent)
     run = job.run_fake(target) if device_name or home is None else job.run_real(home, repeats)
     return assemble(
         run.log,

@@ -15,6 +15,7 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.forms import Forms
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.trace import Trace
 from plimsoll.planning.explain import format_bytes_up
 from plimsoll.planning.lowest import find_extremes
@@ -51,7 +52,7 @@ class CandidateMaker:
         budget_bytes: int | None,
         budget_text: str,
         step: Callable[[], TrainingStep],
-        report: Callable[[str, float], None],
+        report: Progress,
     ) -> None:
         self._trace = trace
         self._costs = costs

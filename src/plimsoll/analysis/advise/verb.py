@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from plimsoll.artifacts.advice import Advice
 from plimsoll.artifacts.capture import Capture
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.store import load_any
 from plimsoll.artifacts.trace import Trace
@@ -35,7 +36,7 @@ from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_none
 from plimsoll.session.allowance import Allowance, read_allowance
 from plimsoll.session.budgets import read_budget, resolve_budget
-from plimsoll.session.plan import part_of, trace_and_cost
+from plimsoll.session.plan import trace_and_cost
 from plimsoll.session.rendezvous.participants import refuse_several_ranks
 from plimsoll.session.request import as_patterns, check_model, explained_loss, refuse_profiler, split_detached
 from plimsoll.session.training_step import TrainingStep
@@ -43,8 +44,6 @@ from plimsoll.tracing.meters.free import free_bytes
 from plimsoll.tracing.recorder.calling import Loss, call_tensors
 from plimsoll.tracing.recorder.fingerprint import fingerprint
 from plimsoll.units import format_bytes
-
-Progress = Callable[[str, float], None]
 
 _ALL = ("recompute", "compress", "offload")
 _COMPILE_SECONDS = 60.0
@@ -114,7 +113,7 @@ def advise(
 
     Known weakness: candidates are predicted; what a receipt measured counts for more.
     """
-    report = progress or (lambda stage, share: None)
+    report = progress or silent
     check_model(model, optimizer)
     refuse_several_ranks(model, "advise")
     refuse_profiler(model)

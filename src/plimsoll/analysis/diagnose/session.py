@@ -20,6 +20,8 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+from plimsoll.artifacts.progress import Progress
+
 STEP_PREFIX = "plimsoll.step: "
 _US = 1e6
 _RUN_PER_KEPT = 2
@@ -54,7 +56,7 @@ def profile_in_turns(
     *,
     device: torch.device,
     rounds: int,
-    report: Callable[[str, float], None],
+    report: Progress,
 ) -> Recording:
     """Profile a step once per round and name, and write one trace per name.
 

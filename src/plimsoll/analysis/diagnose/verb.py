@@ -18,19 +18,17 @@ from plimsoll.analysis.diagnose.session import Recording, profile_in_turns
 from plimsoll.analysis.verify.evidence import versions
 from plimsoll.artifacts.finding import Finding, Origin
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.errors import InvalidModel, InvalidOption, InvalidTrace, PlanFileError, TracingFailed, UnknownDevice
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.session.manage import manage
 from plimsoll.session.matching import refuse_other_model, refuse_other_signature
-from plimsoll.session.plan import part_of
 from plimsoll.session.rendezvous.participants import refuse_several_ranks
 from plimsoll.session.request import check_model, check_plan, explained_loss, is_profiled, split_detached
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.meters.timing import one_thread, time_in_turns
 from plimsoll.tracing.recorder.calling import Loss, check_devices
 from plimsoll.tracing.recorder.untouched import untouched
-
-Progress = Callable[[str, float], None]
 
 _BASELINE, _PLAN = "baseline", "plan"
 _NOISY_SHARE = 0.05
@@ -100,7 +98,7 @@ def diagnose(
     Source: docs/diagnose.md defines every part. Known weakness: a profiler costs time per op, so the overhead of steps of
     many small ops is larger under it; the finding shows the plain step's beside it.
     """
-    report = progress or (lambda stage, share: None)
+    report = progress or silent
     if isinstance(subject, str | Path):
         if loss is not None or keep_traces is not None:
             raise InvalidOption(

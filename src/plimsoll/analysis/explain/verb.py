@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from plimsoll.analysis.verify.saved_hooks import switched_off, watched
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.explained import Change, Explanation, RecomputedPart, Unsupported
 from plimsoll.artifacts.plan import Holder, Peak, Plan, TimelinePoint
+from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.trace import Trace
 from plimsoll.artifacts.watched import WatchedStep
 from plimsoll.errors import InvalidOption, InvalidStrategy
@@ -34,7 +35,6 @@ from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.tracing.watching import Context, watch
 
-Progress = Callable[[str, float], None]
 _FORMS = ("offload", "hybrid")
 
 
@@ -131,7 +131,7 @@ class _Step:
         self._regions = regions
         self._device = device
         self._context = context
-        self._report = progress or (lambda stage, share: None)
+        self._report = progress or silent
 
     def as_it_is(self) -> Explanation:
         """Explain what the model does by itself."""

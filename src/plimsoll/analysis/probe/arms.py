@@ -25,13 +25,13 @@ from plimsoll.analysis.probe.run_directory import ArmState, RunDirectory
 from plimsoll.analysis.probe.settings import Settings
 from plimsoll.analysis.probe.step import Blocks, Trainer
 from plimsoll.analysis.probe.stream import Call, Stream
+from plimsoll.artifacts.progress import Progress
 from plimsoll.errors import ProbeRunMismatch
 
 _COMPARED = 1
 """The step of a chunk in which gradients are compared: the one after the plan's recording step."""
 _LEAST_STEPS_TO_MEASURE = 3
 
-Progress = Callable[[str, float], None]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 

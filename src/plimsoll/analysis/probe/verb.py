@@ -6,7 +6,7 @@ import functools
 import math
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,16 @@ from plimsoll.analysis.probe.summary import About, make_verdict
 from plimsoll.analysis.probe.until_clear import run_probe
 from plimsoll.analysis.verify.evidence import versions
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.store import from_json, to_json
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import InvalidModel, InvalidProbe, PlanNotUsable, ProbeRunUnusable
 from plimsoll.session.manage import manage
 from plimsoll.session.matching import refuse_other_model, refuse_other_signature
-from plimsoll.session.plan import part_of
 from plimsoll.session.rendezvous.participants import refuse_several_ranks
 from plimsoll.session.request import check_model, check_plan, explained_loss, refuse_profiler
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
-
-Progress = Callable[[str, float], None]
 
 
 def probe(
@@ -101,7 +99,7 @@ def probe(
     Source: docs/probe.md defines every figure and rule. Known weakness: two runs show one trajectory each; how far runs
     from other seeds would lie apart is not known here.
     """
-    report = progress or (lambda stage, share: None)
+    report = progress or silent
     check_model(model)
     refuse_several_ranks(model, "probe")
     check_trainable(model)

@@ -21,13 +21,12 @@ from plimsoll.analysis.verify.evidence import (
 from plimsoll.analysis.verify.intermediates import compare_intermediates
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.receipt import Intermediate, Receipt, RegionOutcome, finite
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.meters.timing import Timing, time_in_turns
 from plimsoll.units import format_bytes, format_seconds
-
-Progress = Callable[[str, float], None]
 
 _STATE_NOISE = 0.01
 """State that differs by less than this share is the same state."""
@@ -91,7 +90,7 @@ def verify_plan(
     Raises:
         InvalidRegions: a pattern of intermediates that matches no module.
     """
-    report = progress or (lambda stage, share: None)
+    report = progress or silent
     depth = depth or Depth()
     report("running the unmanaged step twice", 0.0)
     evidence = collect_evidence(step, depth)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -35,6 +35,7 @@ from plimsoll.analysis.verify.saved_hooks import switched_off, watched
 from plimsoll.analysis.verify.saved_tensors import SavedTensorWatch
 from plimsoll.analysis.verify.slope import measure_slope
 from plimsoll.artifacts.fault import Cause, Fault
+from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.receipt import OWN, Intermediate, Receipt, Slope, finite
 from plimsoll.errors import InvalidModel
 from plimsoll.session.compare_tensors import copies, relative_error
@@ -42,8 +43,6 @@ from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.meters.timing import Timing, time_in_turns
 from plimsoll.tracing.recorder.fingerprint import fingerprint
 from plimsoll.tracing.recorder.modules import ModuleStack
-
-Progress = Callable[[str, float], None]
 
 _MOST_FAULTS = 50
 
@@ -135,7 +134,7 @@ def verify_own(
     Raises:
         InvalidModel: nothing is at work that could be switched off.
     """
-    report = progress or (lambda stage, share: None)
+    report = progress or silent
     depth, setup = depth or Depth(), Setup.current()
     report("running the step with everything kept, twice", 0.0)
     with setup.plain():

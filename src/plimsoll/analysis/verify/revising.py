@@ -6,7 +6,6 @@ peak or time is off, the plan is solved again with these costs, run until it kee
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from plimsoll.analysis.verify.hold_plan import verify_plan
 from plimsoll.artifacts.confirmation import Claim, Confirmation
 from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.errors import BudgetBelowFloor, UnknownDevice
@@ -28,12 +28,10 @@ from plimsoll.session.allowance import read_allowance
 from plimsoll.session.confirm import confirmed
 from plimsoll.session.making import make_maker
 from plimsoll.session.manage import manage
-from plimsoll.session.plan import part_of, trace_and_cost
+from plimsoll.session.plan import trace_and_cost
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.units import format_bytes
-
-Progress = Callable[[str, float], None]
 
 
 def needs_confirmation(plan: Plan) -> bool:
@@ -109,9 +107,7 @@ class Reviser:
     def _solve(self, plan: Plan, traced: Trace, costs: Costs) -> Plan:
         """The plan again, with measured costs, run until it keeps to its budget."""
         allowance = read_allowance(strategies=(plan.strategy,), allow=plan.allow)
-        maker = make_maker(
-            traced, costs, allowance, plan.budget_bytes, lambda: self._step, lambda stage, share: None, self._agreement
-        )
+        maker = make_maker(traced, costs, allowance, plan.budget_bytes, lambda: self._step, silent, self._agreement)
         self._report("solving with measured costs", 0.4)
         solved = maker.solve(plan.budget_bytes, plan.strategy)
         if plan.budget_bytes is None or not solved.status.is_usable:

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from plimsoll.analysis.verify.evidence import Depth, Evidence, collect_evidence
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.trace import Category
 from plimsoll.engine.apply import Handle
 from plimsoll.session.compare_tensors import mismatches, relative_error
 from plimsoll.session.manage import manage
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.meters.timing import Timing, time_in_turns
-
-Progress = Callable[[str, float], None]
 
 BASELINE = ""
 """The unmanaged step's name among the timings."""

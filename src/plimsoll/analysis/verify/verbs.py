@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from plimsoll.analysis.verify.side_by_side import BASELINE, SideBySide, measure_
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import Receipt, finite
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidModel, InvalidOption
@@ -28,7 +29,7 @@ from plimsoll.session.budgets import read_budget, resolve_budget
 from plimsoll.session.making import make_maker
 from plimsoll.session.manage import manage
 from plimsoll.session.matching import refuse_other_device, refuse_other_model, refuse_other_signature, step_facts
-from plimsoll.session.plan import part_of, trace_and_cost
+from plimsoll.session.plan import trace_and_cost
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.request import (
     as_patterns,
@@ -45,8 +46,6 @@ from plimsoll.tracing.meters.timing import Interval, paired_ratio
 from plimsoll.tracing.recorder.calling import Loss, check_devices
 from plimsoll.tracing.recorder.fingerprint import signature
 from plimsoll.tracing.recorder.untouched import untouched
-
-Progress = Callable[[str, float], None]
 
 
 def verify(
@@ -153,7 +152,7 @@ def verify(
                 model, args, kwargs, loss=loss, optimizer=optimizer, context=context or contextlib.nullcontext
             )
             if plan is not None:
-                job = _Verification(model, batch, step, loss, optimizer, progress or (lambda stage, share: None))
+                job = _Verification(model, batch, step, loss, optimizer, progress or silent)
                 return worst_receipt(agreement, job.receipt(agreement, plan, steps, depth), plan)
             return verify_own(
                 step,
@@ -247,7 +246,7 @@ def compare(
     Raises:
         InvalidStrategy: no such strategy. Others as for ``plimsoll.plan``.
     """
-    report = progress or (lambda stage, share: None)
+    report = progress or silent
     with agreement_for(model, "compare", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
         _check_measurable(model, optimizer)
         read_budget(budget)

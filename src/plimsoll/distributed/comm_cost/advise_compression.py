@@ -18,6 +18,7 @@ from plimsoll.analysis.probe.keeping import trainable_copy
 from plimsoll.analysis.probe.step import Blocks, Trainer
 from plimsoll.analysis.probe.stream import Call, Stream, held_out_calls
 from plimsoll.analysis.probe.verb import check_trainable, describe_optimizer
+from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.store import from_json, to_json
 from plimsoll.artifacts.traffic import UNCOMPRESSED, Traffic
 from plimsoll.distributed.comm_cost.traffic_figures import Figures, ReplicaFigures, ShardFigures
@@ -57,7 +58,7 @@ def advise_compression(
     bucket_bytes: int | None = None,
     seed: int = 0,
     data: str = "",
-    progress: Callable[[str, float], None] | None = None,
+    progress: Progress | None = None,
 ) -> Traffic:
     """Say whether compressing gradients pays here: from the measured link, step and methods, and from held-out loss.
 
@@ -110,7 +111,7 @@ def advise_compression(
         held_out=held_out,
         bucket_bytes=bucket_bytes,
         seed=seed,
-        report=progress or (lambda stage, share: None),
+        report=progress or silent,
     )
     assert dist.group.WORLD is not None, "torch.distributed is initialised"
     groups = tuple(dict.fromkeys((dist.group.WORLD, *find_participants(model).groups)))
@@ -140,7 +141,7 @@ class _Asked:
     held_out: Iterable[Any] | int | None
     bucket_bytes: int | None
     seed: int
-    report: Callable[[str, float], None]
+    report: Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +313,7 @@ def make_metering(
     *,
     bucket_bytes: int | None = None,
     seed: int = 0,
-    report: Callable[[str, float], None] = lambda stage, share: None,
+    report: Progress = silent,
 ) -> Metering:
     """What is measured: the step of the first batch, with each method.
 

@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.traffic import UNCOMPRESSED, BucketTiming, LinkFit, LinkPoint, StepTiming, Transfer
 from plimsoll.distributed.comm_cost.counting import CountingGroup, KeptBucket, Pass, pass_through
 from plimsoll.distributed.comm_cost.forecast import BucketProgram, Job, MethodProgram, sizes_to_time
@@ -53,7 +54,7 @@ class Metering:
     bucket_bytes: int | None
     repetitions: int
     seed: int
-    report: Callable[[str, float], None]
+    report: Progress
 
     @property
     def device(self) -> torch.device:

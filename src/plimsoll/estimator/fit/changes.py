@@ -14,6 +14,7 @@ import torch
 
 from plimsoll.artifacts.fit import FitChange, FitPoint
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import silent
 from plimsoll.errors import PlimsollError
 from plimsoll.estimator.estimate import estimate
 from plimsoll.estimator.fit.point import Shape
@@ -98,7 +99,7 @@ class _Finder:
 
         allowance = read_allowance(allow=("recompute", "compress"), max_error=_TOLERATED)
         budget_bytes = self.device.budget_bytes
-        maker = make_maker(trace, costs, allowance, budget_bytes, step, lambda stage, share: None)
+        maker = make_maker(trace, costs, allowance, budget_bytes, step, silent)
         plan: Plan = maker.solve(budget_bytes, raise_below_floor=False)
         note = f"expected error {plan.predicted_error:.2%}, not measured" if not plan.is_lossless else ""
         return self._change(name, described(self.smallest, plan), note)

@@ -16,6 +16,7 @@ from plimsoll.artifacts.confirmation import Claim
 from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.fit import Fit, FitChange, FitPoint
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.trace import Category
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidOption
 from plimsoll.estimator.fit.changes import find_changes
@@ -45,7 +46,6 @@ from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import format_bytes
 
-Progress = Callable[[str, float], None]
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 MOST_BATCH = 1024
@@ -113,7 +113,7 @@ def fit(
 
     Known weakness: without the device seconds are those of a roofline; one device only.
     """
-    report = progress or (lambda stage, share: None)
+    report = progress or silent
     started = time.monotonic()
     if isinstance(model, str):
         model, batch, loss = _loaded(model, batch, loss, _sequences(sequences), is_meta=device_profile is not None)

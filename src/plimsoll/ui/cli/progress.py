@@ -6,12 +6,13 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-Report = Callable[[str, float], None]
+from plimsoll.artifacts.progress import Progress as Report
+
 """Takes the stage in words and the share of it that is done, 0 to 1."""
 
 _QUIET_SECONDS = 2.0

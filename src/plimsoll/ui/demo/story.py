@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import plimsoll
+from plimsoll.artifacts.progress import Progress
 from plimsoll.ui.demo.corpus import Batches, read_corpus
 from plimsoll.ui.demo.training import Run, Setup, make_model, make_optimizer, take_step
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from plimsoll import Plan, Receipt
 
-OnStage = Callable[[str, float], None]
 """Takes what is being worked on and the share of it that is done."""
 
 OnStep = Callable[[int, float, float], None]
@@ -64,7 +64,7 @@ class Story:
         return statistics.median(ours / plain for ours, plain in pairs[1:] or pairs) - 1.0
 
 
-def prepare(setup: Setup, budget: str, on_stage: OnStage) -> Preparation:
+def prepare(setup: Setup, budget: str, on_stage: Progress) -> Preparation:
     """Plan the training step under the budget and verify the plan.
 
     Args:

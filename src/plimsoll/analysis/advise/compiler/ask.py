@@ -29,11 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.analysis.advise.compiler.breaks import BreakBook
 from plimsoll.artifacts.capture import BackwardOp, Capture
+from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.tracing.recorder.calling import Loss, scalar_loss
 from plimsoll.tracing.recorder.opkey import cost_key
 from plimsoll.tracing.recorder.untouched import private_copy, untouched
-
-Progress = Callable[[str, float], None]
 
 _MARK = "_is_torch_compile"
 _FAILURES = (
@@ -82,7 +81,7 @@ def ask_compiler(
     """
     if dynamo.config.disable:
         return Capture(is_asked=False, failure="torch.compile is switched off here (TORCHDYNAMO_DISABLE)")
-    report = progress or (lambda stage, share: None)
+    report = progress or silent
     report("asking torch.compile", 0.0)
     job = _Job(loss, time.monotonic() + limit_seconds, report)
     with untouched(model), _unmarked(model), _fresh_dynamo(job.check_time), job.breaks.watching():
