@@ -349,7 +349,7 @@ def test_a_failed_copy_out_that_nobody_settles_is_read_from_its_source():
     with manage(
         model, packs={"": "simulated"}, link=SimulatedLink(1e12, fail_settle=lambda index: index >= 18)
     ) as handle:
-        handle._shared.traffic.leave = lambda output: None
+        handle._shared.transfers.leave = lambda output: None
         assert differences(expected, train(model, plain_step_of(big), 2)) == []
 
 

@@ -142,7 +142,7 @@ class Handle:
     def begin_step(self) -> None:
         """A new call of the model begins: calls of its regions are counted from zero."""
         self._shared.links.clear()
-        self._shared.traffic.clear()
+        self._shared.transfers.clear()
         if torch.is_grad_enabled():
             self._shared.inspector.begin_step()
         for region in self.regions.values():

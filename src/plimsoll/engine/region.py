@@ -104,7 +104,7 @@ class ManagedRegion:
         """Run under the plan; what a region before has sent over the link is ended when this one's forward is through."""
         if plan.is_untouched and self._shared.sensor is None:
             output = self._original(*args, **kwargs)
-            self._shared.traffic.leave(output)
+            self._shared.transfers.leave(output)
             return output
         key = (id(plan), *self._reader.read(args, kwargs))
         service = self.services.get(key)
@@ -191,7 +191,7 @@ class ManagedRegion:
             output = checkpoint(self._original, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
         else:
             output = self._original(*args, **kwargs)
-        self._shared.traffic.leave(output)
+        self._shared.transfers.leave(output)
         return output
 
     def _serve(self, key: tuple[Any, ...], service: Service) -> Service:
@@ -229,7 +229,7 @@ class ManagedRegion:
             with saved_tensors_hooks(pack, Frame.unpack):
                 output = self._original(*args, **kwargs)
             nodes = torch._C._autograd._get_sequence_nr() - before
-            self._shared.traffic.leave(output)
+            self._shared.transfers.leave(output)
         except BaseException:
             frame.keep_all()
             raise
@@ -243,7 +243,7 @@ class ManagedRegion:
         if packed is None:
             self._misfit(service, frame)
         else:
-            self._shared.traffic.send(packed.values())
+            self._shared.transfers.send(packed.values())
             self._shared.links.offer(program, frame, cells, packed, link, output)
         return output
 
