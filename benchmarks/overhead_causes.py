@@ -13,7 +13,7 @@ import sys
 import plimsoll
 from benchmarks.machine import versions
 from benchmarks.models import FAMILIES, SIZES, build
-from plimsoll.artifacts.finding import Cause, Finding
+from plimsoll.artifacts.finding import Finding, OverheadCause
 from plimsoll.units import format_seconds, format_share
 
 
@@ -58,7 +58,7 @@ def _attribution(findings: dict[str, Finding]) -> list[str]:
 
 
 def _causes(findings: dict[str, Finding]) -> list[str]:
-    lines = [f"| model | {' | '.join(Cause)} | sum | overhead |", f"|---|{'--:|' * (len(Cause) + 2)}"]
+    lines = [f"| model | {' | '.join(OverheadCause)} | sum | overhead |", f"|---|{'--:|' * (len(OverheadCause) + 2)}"]
     for name, finding in findings.items():
         shares = [part.seconds / finding.baseline.step_seconds for part in finding.parts]
         cells = [name, *map(format_share, shares), format_share(sum(shares)), format_share(finding.overhead_share)]

@@ -10,15 +10,15 @@ from plimsoll.artifacts.advice import (
     Candidate,
     CaptureHazard,
     CheckItem,
+    CheckOutcome,
     CompilerCoverage,
     FailureMode,
+    FailureSign,
     GraphBreak,
     Kind,
     LayerUse,
     MemoryPart,
-    Outcome,
     Recommendation,
-    Sign,
 )
 from plimsoll.artifacts.decision import Status
 from plimsoll.units import MIB
@@ -94,19 +94,23 @@ def make_advice(**changes: object) -> Advice:
         hazards=(CaptureHazard(what="_local_scalar_dense reads a value", where="model.head"),),
         hazards_note="what is on the host cannot be told",
         checklist=(
-            CheckItem(name="layers", title="activations measured by layer", outcome=Outcome.PASS, evidence="4 layers"),
+            CheckItem(
+                name="layers", title="activations measured by layer", outcome=CheckOutcome.PASS, evidence="4 layers"
+            ),
             CheckItem(
                 name="determinism",
                 title="determinism tested",
-                outcome=Outcome.NOT_CHECKED,
+                outcome=CheckOutcome.NOT_CHECKED,
                 evidence="no receipt was given",
                 next="plimsoll verify TARGET -o receipt.json",
             ),
-            CheckItem(name="attention", title="attention checked", outcome=Outcome.FAIL, evidence="<b>8 MiB</b> saved"),
+            CheckItem(
+                name="attention", title="attention checked", outcome=CheckOutcome.FAIL, evidence="<b>8 MiB</b> saved"
+            ),
         ),
         failure_modes=(
             FailureMode(
-                name="bubbles", title="pipeline bubbles grow", sign=Sign.NOT_CHECKED, evidence="one process only"
+                name="bubbles", title="pipeline bubbles grow", sign=FailureSign.NOT_CHECKED, evidence="one process only"
             ),
         ),
         notes=("a note",),

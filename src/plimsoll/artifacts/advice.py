@@ -16,7 +16,7 @@ from plimsoll.artifacts.decision import Status
 SCHEMA_VERSION = 1
 
 
-class Outcome(enum.StrEnum):
+class CheckOutcome(enum.StrEnum):
     """How an item of the checklist ends; without evidence in hand it is never a pass."""
 
     PASS = "pass"
@@ -24,7 +24,7 @@ class Outcome(enum.StrEnum):
     NOT_CHECKED = "not checked"
 
 
-class Sign(enum.StrEnum):
+class FailureSign(enum.StrEnum):
     """Whether a failure mode shows in the evidence."""
 
     FOUND = "found"
@@ -173,7 +173,7 @@ class CheckItem(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     title: str
-    outcome: Outcome
+    outcome: CheckOutcome
     evidence: str
     next: str = ""
 
@@ -183,7 +183,7 @@ class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     title: str
-    sign: Sign
+    sign: FailureSign
     evidence: str
     next: str = ""
 

@@ -18,14 +18,14 @@ LONG_GAP_SECONDS = 50e-6
 """A device that idles longer than this between two kernels waits for its host, or for a CUDA graph that is broken."""
 
 
-class Unit(enum.StrEnum):
+class WorkUnit(enum.StrEnum):
     """What the work of a step is counted in."""
 
     KERNELS = "kernels"
     CPU_OPS = "CPU ops"
 
 
-class Origin(enum.StrEnum):
+class ProfileOrigin(enum.StrEnum):
     """Where the two profiles come from."""
 
     PROFILED = "profiled here"
@@ -33,7 +33,7 @@ class Origin(enum.StrEnum):
     NSYS = "Nsight Systems exports"
 
 
-class Phase(enum.StrEnum):
+class WorkPhase(enum.StrEnum):
     """The part of a training step that asked for a piece of work."""
 
     FORWARD = "forward"
@@ -43,7 +43,7 @@ class Phase(enum.StrEnum):
     OTHER = "other"
 
 
-class Cause(enum.StrEnum):
+class OverheadCause(enum.StrEnum):
     """What an overhead is made of. The causes are disjoint in time; docs/diagnose.md defines each."""
 
     RECOMPUTE = "recompute arithmetic"
@@ -67,36 +67,38 @@ class Cause(enum.StrEnum):
 
 
 _MEANING = {
-    Cause.RECOMPUTE: "forward work run again, at its usual time",
-    Cause.MEMORY: "the same work, slower than in the baseline",
-    Cause.FUSION: "element-wise work in place of fused kernels",
-    Cause.ADDED: "other work that the baseline does not have",
-    Cause.COPIES: "copies and fills that nothing hides",
-    Cause.LAUNCH: "idle: the host has not launched what is next",
-    Cause.SYNCHRONISATION: "waiting: of the host, of ranks for each other",
-    Cause.UNEXPLAINED: "what the two traces do not tell",
+    OverheadCause.RECOMPUTE: "forward work run again, at its usual time",
+    OverheadCause.MEMORY: "the same work, slower than in the baseline",
+    OverheadCause.FUSION: "element-wise work in place of fused kernels",
+    OverheadCause.ADDED: "other work that the baseline does not have",
+    OverheadCause.COPIES: "copies and fills that nothing hides",
+    OverheadCause.LAUNCH: "idle: the host has not launched what is next",
+    OverheadCause.SYNCHRONISATION: "waiting: of the host, of ranks for each other",
+    OverheadCause.UNEXPLAINED: "what the two traces do not tell",
 }
 
 _ADVICE = {
-    Cause.RECOMPUTE: "recompute less, or cheaper values: a larger budget, strategy auto, or another form (allow=compress)",
-    Cause.MEMORY: "recompute fewer values per block, or smaller ones; check that nothing else ran on the machine",
-    Cause.FUSION: "leave compiled regions to the compiler's own recomputation, and plan only what it did not capture",
-    Cause.ADDED: "see which operations these are; cheaper codecs, and fewer samples where the model is launch-bound",
-    Cause.COPIES: "offload less, or earlier; copies pay only where computation hides them",
-    Cause.LAUNCH: "larger batches, fewer and larger regions; on a GPU a CUDA graph that covers forward and backward",
-    Cause.SYNCHRONISATION: "find what reads values back (.item(), printing, blocking copies); between ranks, find the late one",
-    Cause.UNEXPLAINED: "profile again with shapes, modules and more steps; compare the timelines by eye",
+    OverheadCause.RECOMPUTE: "recompute less, or cheaper values: a larger budget, strategy auto, or another form "
+    "(allow=compress)",
+    OverheadCause.MEMORY: "recompute fewer values per block, or smaller ones; check that nothing else ran on the machine",
+    OverheadCause.FUSION: "leave compiled regions to the compiler's own recomputation, and plan only what it did not capture",
+    OverheadCause.ADDED: "see which operations these are; cheaper codecs, and fewer samples where the model is launch-bound",
+    OverheadCause.COPIES: "offload less, or earlier; copies pay only where computation hides them",
+    OverheadCause.LAUNCH: "larger batches, fewer and larger regions; on a GPU a CUDA graph that covers forward and backward",
+    OverheadCause.SYNCHRONISATION: "find what reads values back (.item(), printing, blocking copies); between ranks, find "
+    "the late one",
+    OverheadCause.UNEXPLAINED: "profile again with shapes, modules and more steps; compare the timelines by eye",
 }
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class OverheadPart(msgspec.Struct, frozen=True, kw_only=True):
     """One cause with its seconds per step; negative where the plan saves time.
 
     ``spread_seconds`` is the standard error over steps, ``None`` where there is one step. ``details`` name the work that
     weighs most.
     """
 
-    cause: Cause
+    cause: OverheadCause
     seconds: float
     spread_seconds: float | None = None
     details: tuple[str, ...] = ()
@@ -109,7 +111,7 @@ class PhaseUse(msgspec.Struct, frozen=True, kw_only=True):
     the phase's seconds, as a share of the device's peak, where that is known.
     """
 
-    phase: Phase
+    phase: WorkPhase
     busy_seconds: float
     count: float
     read_bytes: float | None = None
@@ -154,7 +156,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     recompute_seconds: float
 
 
-class Sign(msgspec.Struct, frozen=True, kw_only=True):
+class WarningSign(msgspec.Struct, frozen=True, kw_only=True):
     """A threshold and where the plan stands; ``is_raised`` is ``None`` where the trace cannot tell."""
 
     name: str
@@ -172,8 +174,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     KIND: ClassVar[str] = "finding"
 
     schema_version: int = SCHEMA_VERSION
-    origin: Origin
-    unit: Unit
+    origin: ProfileOrigin
+    unit: WorkUnit
     model: str = ""
     fingerprint: str = ""
     signature: str = ""
@@ -182,10 +184,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
     baseline: Side
     plan: Side
-    parts: tuple[Part, ...]
+    parts: tuple[OverheadPart, ...]
     layers: tuple[Layer, ...] = ()
     are_layers_modules: bool = False
-    signs: tuple[Sign, ...] = ()
+    signs: tuple[WarningSign, ...] = ()
     measured_baseline_seconds: float | None = None
     measured_plan_seconds: float | None = None
     notes: tuple[str, ...] = ()
@@ -216,10 +218,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unexplained_share(self) -> float:
         """The remainder as a share of the overhead."""
-        rest = sum(abs(part.seconds) for part in self.parts if part.cause is Cause.UNEXPLAINED)
+        rest = sum(abs(part.seconds) for part in self.parts if part.cause is OverheadCause.UNEXPLAINED)
         return rest / abs(self.overhead_seconds) if self.overhead_seconds else 0.0
 
-    def seconds_of(self, cause: Cause) -> float:
+    def seconds_of(self, cause: OverheadCause) -> float:
         """Seconds per step of one cause."""
         return sum(part.seconds for part in self.parts if part.cause is cause)
 

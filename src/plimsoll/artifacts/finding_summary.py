@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from plimsoll.artifacts.columns import align
-from plimsoll.artifacts.finding import Cause, Finding, Layer, Part, Phase, Side
+from plimsoll.artifacts.finding import Finding, Layer, OverheadCause, OverheadPart, Side, WorkPhase
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 PARTS_HEADER = ("cause", "per step", "of the baseline", "what it is")
@@ -93,10 +93,12 @@ def _plain_figures(finding: Finding) -> str:
     return text
 
 
-def notable_parts(finding: Finding) -> list[Part]:
+def notable_parts(finding: Finding) -> list[OverheadPart]:
     """The parts that can be seen beside the step."""
     least_seconds = _NEGLIGIBLE_SHARE * finding.baseline.step_seconds
-    return [part for part in finding.parts if abs(part.seconds) >= least_seconds or part.cause is Cause.UNEXPLAINED]
+    return [
+        part for part in finding.parts if abs(part.seconds) >= least_seconds or part.cause is OverheadCause.UNEXPLAINED
+    ]
 
 
 def part_rows(finding: Finding) -> list[tuple[str, str, str, str]]:
@@ -118,7 +120,7 @@ def part_rows(finding: Finding) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def _with_spread(part: Part) -> str:
+def _with_spread(part: OverheadPart) -> str:
     spread = "" if part.spread_seconds is None else f" ± {format_seconds(part.spread_seconds)}"
     return f"{format_seconds(part.seconds)}{spread}"
 
@@ -128,7 +130,7 @@ def phase_rows(finding: Finding) -> list[tuple[str, str, str, str, str]]:
     before = {use.phase: use for use in finding.baseline.phases}
     after = {use.phase: use for use in finding.plan.phases}
     rows = []
-    for phase in Phase:
+    for phase in WorkPhase:
         if phase not in before and phase not in after:
             continue
         one, other = before.get(phase), after.get(phase)

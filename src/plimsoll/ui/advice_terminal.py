@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from plimsoll.artifacts.advice import Advice, CheckItem, FailureMode, Kind, Outcome, Sign
+from plimsoll.artifacts.advice import Advice, CheckItem, CheckOutcome, FailureMode, FailureSign, Kind
 from plimsoll.artifacts.advice_summary import (
     CANDIDATE_HEADER,
     LAYER_HEADER,
@@ -30,11 +30,11 @@ _KIND_STYLE = {
     Kind.DOES_NOT_FIT: "bold red",
 }
 _WORD_STYLE = {
-    str(Outcome.PASS): "green",
-    str(Outcome.FAIL): "bold red",
-    str(Outcome.NOT_CHECKED): "yellow",
-    str(Sign.FOUND): "bold red",
-    str(Sign.NOT_FOUND): "green",
+    str(CheckOutcome.PASS): "green",
+    str(CheckOutcome.FAIL): "bold red",
+    str(CheckOutcome.NOT_CHECKED): "yellow",
+    str(FailureSign.FOUND): "bold red",
+    str(FailureSign.NOT_FOUND): "green",
 }
 
 

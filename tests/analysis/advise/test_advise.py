@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import plimsoll
-from plimsoll.artifacts.advice import Advice, Kind, Outcome
+from plimsoll.artifacts.advice import Advice, CheckOutcome, Kind
 from plimsoll.artifacts.store import load_any
 from plimsoll.chunked import chunk_loss
 from plimsoll.errors import InvalidBudget, InvalidModel, PlanFileError, PlanMismatch
@@ -35,7 +35,7 @@ class Talking(nn.Module):
         return self.second(x)
 
 
-def checks(advice: Advice) -> dict[str, Outcome]:
+def checks(advice: Advice) -> dict[str, CheckOutcome]:
     return {item.name: item.outcome for item in advice.checklist}
 
 
@@ -70,7 +70,7 @@ def test_without_a_budget_a_cpu_gets_a_frontier_and_its_knee(language_model: Adv
 
 
 def test_fused_attention_passes_and_its_optimizer_state_is_counted(language_model: Advice):
-    assert checks(language_model)["attention-backward"] is Outcome.PASS
+    assert checks(language_model)["attention-backward"] is CheckOutcome.PASS
     state = next(part for part in language_model.bottleneck.parts if part.name == "optimizer state")
     parameters = next(part for part in language_model.bottleneck.parts if part.name == "parameters")
     assert state.bytes == pytest.approx(2 * parameters.bytes, rel=0.01)
@@ -87,7 +87,7 @@ def test_dropout_warns_of_the_compilers_own_recomputation_and_fails_written_out_
     model.transformer.h = model.transformer.h[:1]
     advice = plimsoll.advise(model, batch, "1GiB", target="pkg:step", regions=["transformer.h.0.attn"])
     assert any("dropout" in line and "wrong" in line for line in advice.compiler.advice)
-    assert checks(advice)["attention-backward"] is Outcome.FAIL
+    assert checks(advice)["attention-backward"] is CheckOutcome.FAIL
     assert advice.recommendation.kind is Kind.DO_NOTHING
     assert [candidate.name for candidate in advice.candidates if candidate.is_chosen] == ["none"]
 
@@ -162,7 +162,7 @@ def test_a_budget_below_every_floor_is_advice_too():
     advice = plimsoll.advise(model, batch, "10KiB", loss=loss, allow="recompute", compile_seconds=0)
     assert advice.recommendation.kind is Kind.DOES_NOT_FIT
     assert advice.chosen is None
-    assert checks(advice)["granularity-chosen"] is Outcome.FAIL
+    assert checks(advice)["granularity-chosen"] is CheckOutcome.FAIL
 
 
 def test_a_device_that_is_not_here_is_planned_for_and_not_measured():
@@ -171,7 +171,7 @@ def test_a_device_that_is_not_here_is_planned_for_and_not_measured():
     assert advice.recommendation.kind is Kind.DO_NOTHING
     assert advice.budget_bytes is not None
     assert not advice.compiler.is_measured
-    assert checks(advice)["activations-by-layer"] is Outcome.NOT_CHECKED
+    assert checks(advice)["activations-by-layer"] is CheckOutcome.NOT_CHECKED
 
 
 def test_a_receipt_of_this_step_is_taken_and_one_of_another_is_refused(tmp_path: Path):
@@ -180,8 +180,8 @@ def test_a_receipt_of_this_step_is_taken_and_one_of_another_is_refused(tmp_path:
     path = tmp_path / "receipt.json"
     plimsoll.verify(model, batch, plan, loss=loss, steps=2).save(path)
     advice = plimsoll.advise(model, batch, loss=loss, allow="recompute", receipt=path, compile_seconds=0)
-    assert checks(advice)["determinism-tested"] is Outcome.PASS
-    assert checks(advice)["recompute-profiled"] is Outcome.PASS
+    assert checks(advice)["determinism-tested"] is CheckOutcome.PASS
+    assert checks(advice)["recompute-profiled"] is CheckOutcome.PASS
 
     with unchanged(model), pytest.raises(PlanMismatch) as caught:
         plimsoll.advise(model, batch, loss=loss, receipt=make_receipt())

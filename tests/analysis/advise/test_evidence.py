@@ -12,7 +12,7 @@ from plimsoll.analysis.advise.choosing import Made, Wish, choose
 from plimsoll.analysis.advise.evidence import Evidence
 from plimsoll.analysis.advise.failures import find_failures
 from plimsoll.analysis.advise.memory import find_bottleneck, measure_layers
-from plimsoll.artifacts.advice import Outcome, Sign
+from plimsoll.artifacts.advice import CheckOutcome, FailureSign
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.artifacts.trace import Phase
@@ -60,10 +60,10 @@ def modes(evidence: Evidence, **changes: object):
 
 def test_without_a_receipt_only_what_the_trace_shows_passes(evidence: Evidence):
     items = checked(evidence)
-    passed = {name for name, item in items.items() if item.outcome is Outcome.PASS}
+    passed = {name for name, item in items.items() if item.outcome is CheckOutcome.PASS}
     assert passed == {"activations-by-layer", "parameters-apart", "granularity-chosen", "attention-backward"}
     for name in set(items) - passed:
-        assert items[name].outcome is Outcome.NOT_CHECKED
+        assert items[name].outcome is CheckOutcome.NOT_CHECKED
         assert items[name].next.startswith("plimsoll ")
         assert "pkg:step" in items[name].next
 
@@ -71,20 +71,20 @@ def test_without_a_receipt_only_what_the_trace_shows_passes(evidence: Evidence):
 def test_a_receipt_is_evidence_for_time_determinism_and_throughput(evidence: Evidence):
     items = checked(evidence, receipt=make_receipt())
     for name in ("recompute-profiled", "determinism-tested", "throughput"):
-        assert items[name].outcome is Outcome.PASS
+        assert items[name].outcome is CheckOutcome.PASS
     assert "421 examples/s" in items["throughput"].evidence  # 48 in 0.114 s
     assert "+3.6%" in items["recompute-profiled"].evidence
-    assert items["loss-curves"].outcome is Outcome.NOT_CHECKED
+    assert items["loss-curves"].outcome is CheckOutcome.NOT_CHECKED
 
 
 def test_a_model_that_differs_from_itself_fails_the_test_of_determinism(evidence: Evidence):
     item = checked(evidence, receipt=make_receipt(is_deterministic=False))["determinism-tested"]
-    assert item.outcome is Outcome.FAIL
+    assert item.outcome is CheckOutcome.FAIL
     assert "use_deterministic_algorithms" in item.next
 
 
-@pytest.mark.parametrize(("steps", "outcome"), [(10, Outcome.NOT_CHECKED), (100, Outcome.PASS)])
-def test_a_curve_takes_steps(evidence: Evidence, steps: int, outcome: Outcome):
+@pytest.mark.parametrize(("steps", "outcome"), [(10, CheckOutcome.NOT_CHECKED), (100, CheckOutcome.PASS)])
+def test_a_curve_takes_steps(evidence: Evidence, steps: int, outcome: CheckOutcome):
     curve = tuple(1 / (step + 1) for step in range(steps))
     receipt = make_receipt(baseline_curve=curve, plan_curve=curve)
     assert checked(evidence, receipt=receipt)["loss-curves"].outcome is outcome
@@ -93,14 +93,14 @@ def test_a_curve_takes_steps(evidence: Evidence, steps: int, outcome: Outcome):
 @pytest.mark.parametrize(
     ("ruling", "outcome"),
     [
-        (Ruling.GOOD, Outcome.PASS),
-        (Ruling.NET_LOSS, Outcome.FAIL),
-        (Ruling.UNDECIDED, Outcome.NOT_CHECKED),
-        (Ruling.BASELINE_DIVERGED, Outcome.NOT_CHECKED),
+        (Ruling.GOOD, CheckOutcome.PASS),
+        (Ruling.NET_LOSS, CheckOutcome.FAIL),
+        (Ruling.UNDECIDED, CheckOutcome.NOT_CHECKED),
+        (Ruling.BASELINE_DIVERGED, CheckOutcome.NOT_CHECKED),
     ],
 )
 def test_only_a_verdict_that_says_something_about_the_plan_passes_or_fails(
-    evidence: Evidence, ruling: Ruling, outcome: Outcome
+    evidence: Evidence, ruling: Ruling, outcome: CheckOutcome
 ):
     item = checked(evidence, verdict=make_verdict(ruling=ruling))["loss-curves"]
     assert item.outcome is outcome
@@ -109,56 +109,56 @@ def test_only_a_verdict_that_says_something_about_the_plan_passes_or_fails(
 
 def test_losses_that_differ_fail_however_few_they_are(evidence: Evidence):
     item = checked(evidence, receipt=make_receipt(plan_losses=(1.25, 9.0)))["loss-curves"]
-    assert item.outcome is Outcome.FAIL
+    assert item.outcome is CheckOutcome.FAIL
     assert "Do not train" in item.next
 
 
 def test_a_fake_trace_counts_but_does_not_measure(evidence: Evidence):
     fake = msgspec.structs.replace(evidence.trace, is_fake=True)
-    assert checked(evidence, trace=fake)["activations-by-layer"].outcome is Outcome.NOT_CHECKED
+    assert checked(evidence, trace=fake)["activations-by-layer"].outcome is CheckOutcome.NOT_CHECKED
 
 
 def test_wrong_gradients_are_found_and_named(evidence: Evidence):
     mode = modes(evidence, receipt=make_receipt(gradient_mismatches=(make_mismatch(),)))["non-determinism"]
-    assert mode.sign is Sign.FOUND
+    assert mode.sign is FailureSign.FOUND
     assert "GRADIENTS_DIFFER" in mode.evidence
-    assert modes(evidence, receipt=make_receipt())["non-determinism"].sign is Sign.NOT_FOUND
-    assert modes(evidence)["non-determinism"].sign is Sign.NOT_CHECKED
+    assert modes(evidence, receipt=make_receipt())["non-determinism"].sign is FailureSign.NOT_FOUND
+    assert modes(evidence)["non-determinism"].sign is FailureSign.NOT_CHECKED
 
 
-@pytest.mark.parametrize(("seconds", "sign"), [(0.114, Sign.NOT_FOUND), (0.2, Sign.FOUND)])
-def test_a_collapse_of_throughput_is_measured(evidence: Evidence, seconds: float, sign: Sign):
+@pytest.mark.parametrize(("seconds", "sign"), [(0.114, FailureSign.NOT_FOUND), (0.2, FailureSign.FOUND)])
+def test_a_collapse_of_throughput_is_measured(evidence: Evidence, seconds: float, sign: FailureSign):
     mode = modes(evidence, receipt=make_receipt(measured_seconds=seconds))["throughput"]
     assert mode.sign is sign
-    assert ("plimsoll diagnose" in mode.next) is (sign is Sign.FOUND)
+    assert ("plimsoll diagnose" in mode.next) is (sign is FailureSign.FOUND)
 
 
 def test_a_peak_above_the_predicted_one_is_less_saved_than_expected(evidence: Evidence):
     receipt = make_receipt(measured_peak_bytes=make_receipt().predicted_peak_bytes * 2, budget_bytes=None)
     mode = modes(evidence, receipt=receipt)["less-saved"]
-    assert mode.sign is Sign.FOUND
+    assert mode.sign is FailureSign.FOUND
     assert "120.0 MiB" in mode.evidence
 
 
 def test_layers_that_kept_everything_are_less_saved_than_expected(evidence: Evidence):
     kept = RegionOutcome(name="blocks.0", call=0, engine=Engine.KEEP, reason="reads a value")
     mode = modes(evidence, receipt=make_receipt(regions=(kept,)))["less-saved"]
-    assert mode.sign is Sign.FOUND
+    assert mode.sign is FailureSign.FOUND
     assert "blocks.0" in mode.evidence
 
 
 def test_bubbles_are_never_claimed_to_be_known(evidence: Evidence):
-    assert modes(evidence, receipt=make_receipt())["pipeline-bubbles"].sign is Sign.NOT_CHECKED
+    assert modes(evidence, receipt=make_receipt())["pipeline-bubbles"].sign is FailureSign.NOT_CHECKED
 
 
 def test_what_a_plan_hides_from_a_debugger_is_counted(evidence: Evidence):
     mode = modes(evidence)["debugging"]
     dropped = sum(len(region.dropped) for region in evidence.made[1].plan.regions)
-    assert mode.sign is Sign.FOUND
+    assert mode.sign is FailureSign.FOUND
     assert str(dropped) in mode.evidence
     assert "--intermediate NAME" in mode.next
     alone = dataclasses.replace(evidence, candidates=choose(evidence.made, WISH, None))
-    assert modes(alone)["debugging"].sign is Sign.NOT_FOUND
+    assert modes(alone)["debugging"].sign is FailureSign.NOT_FOUND
 
 
 def test_parts_of_the_peak_add_up_to_it(evidence: Evidence):

@@ -11,7 +11,7 @@ from plimsoll.analysis.diagnose.layers import find_layers
 from plimsoll.analysis.diagnose.profile import DeviceKind, DeviceSpan, HostKind, HostSpan, Profile, Step
 from plimsoll.analysis.diagnose.shapes import input_bytes
 from plimsoll.analysis.diagnose.split import split_overhead
-from plimsoll.artifacts.finding import Cause, Unit
+from plimsoll.artifacts.finding import OverheadCause, WorkUnit
 
 OPS = st.sampled_from(["aten::mm", "aten::add", "aten::copy_", "aten::view", "NormBackward0", "my::op"])
 KERNELS = st.sampled_from(["gemm", "vectorized_elementwise_kernel", "triton_poi_fused_add_0", "ncclKernel_AllReduce"])
@@ -59,8 +59,8 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 
 @settings(max_examples=60, deadline=None)
-@given(profiles(), profiles(), st.sampled_from(Unit))
-def test_causes_are_disjoint_and_add_up_to_the_overhead(baseline: Profile, plan: Profile, unit: Unit):
+@given(profiles(), profiles(), st.sampled_from(WorkUnit))
+def test_causes_are_disjoint_and_add_up_to_the_overhead(baseline: Profile, plan: Profile, unit: WorkUnit):
     before, after = keep_ledger(baseline, unit), keep_ledger(plan, unit)
     for ledger in (before, after):
         assert all(work.own_ns >= 0 for work in ledger.work)
@@ -68,14 +68,14 @@ def test_causes_are_disjoint_and_add_up_to_the_overhead(baseline: Profile, plan:
         busy_ns = sum(work.own_ns for work in ledger.work)
         assert busy_ns + sum(gap.length_ns for gap in ledger.idle) == sum(ledger.wall_ns)
     parts = split_overhead(before, after)
-    assert [part.cause for part in parts] == list(Cause)
+    assert [part.cause for part in parts] == list(OverheadCause)
     overhead = (sum(after.wall_ns) / after.steps - sum(before.wall_ns) / before.steps) * 1e-9
     assert sum(part.seconds for part in parts) == pytest.approx(overhead, abs=1e-12)
 
 
 @settings(max_examples=25, deadline=None)
-@given(profiles(), st.sampled_from(Unit))
-def test_a_profile_beside_itself_has_no_overhead_of_any_cause(profile: Profile, unit: Unit):
+@given(profiles(), st.sampled_from(WorkUnit))
+def test_a_profile_beside_itself_has_no_overhead_of_any_cause(profile: Profile, unit: WorkUnit):
     ledger = keep_ledger(profile, unit)
     assert all(part.seconds == 0.0 for part in split_overhead(ledger, ledger))
 

@@ -6,7 +6,7 @@ import pytest
 
 from analysis.diagnose.builders import BACKWARD, ChromeBuilder
 from analysis.diagnose.conftest import Compare
-from plimsoll.artifacts.finding import Cause, Phase, Unit
+from plimsoll.artifacts.finding import OverheadCause, WorkPhase, WorkUnit
 
 US = 1e-6
 
@@ -53,24 +53,24 @@ def step(
 @pytest.mark.parametrize("how", ["plimsoll", "checkpoint"])
 def test_recomputed_kernels_are_recompute_arithmetic(compare: Compare, how: str):
     finding = compare(step(), step(recompute=how, recompute_kernels=2))
-    assert finding.unit is Unit.KERNELS
-    assert finding.seconds_of(Cause.RECOMPUTE) == pytest.approx(40 * US)
+    assert finding.unit is WorkUnit.KERNELS
+    assert finding.seconds_of(OverheadCause.RECOMPUTE) == pytest.approx(40 * US)
     assert finding.overhead_seconds == pytest.approx(40 * US)
     phases = {use.phase: use for use in finding.plan.phases}
-    assert phases[Phase.RECOMPUTE].busy_seconds == pytest.approx(40 * US)
-    assert phases[Phase.RECOMPUTE].count == 2
-    assert phases[Phase.BACKWARD].busy_seconds == pytest.approx(40 * US)
+    assert phases[WorkPhase.RECOMPUTE].busy_seconds == pytest.approx(40 * US)
+    assert phases[WorkPhase.RECOMPUTE].count == 2
+    assert phases[WorkPhase.BACKWARD].busy_seconds == pytest.approx(40 * US)
     assert finding.plan.attributed_share == finding.plan.phased_share == 1.0
 
 
 def test_the_same_kernel_slower_is_memory(compare: Compare):
     finding = compare(step(), step(slower=7))
-    assert finding.seconds_of(Cause.MEMORY) == pytest.approx(7 * US)
+    assert finding.seconds_of(OverheadCause.MEMORY) == pytest.approx(7 * US)
 
 
 def test_idle_time_before_a_late_launch_is_launch_latency(compare: Compare):
     finding = compare(step(), step(late=120))
-    assert finding.seconds_of(Cause.LAUNCH) == pytest.approx(120 * US)
+    assert finding.seconds_of(OverheadCause.LAUNCH) == pytest.approx(120 * US)
     assert finding.plan.long_gaps == 1
     assert finding.baseline.long_gaps == 0
     assert next(sign for sign in finding.signs if sign.name.startswith("gaps")).is_raised
@@ -78,12 +78,12 @@ def test_idle_time_before_a_late_launch_is_launch_latency(compare: Compare):
 
 def test_idle_time_under_a_wait_is_synchronisation(compare: Compare):
     finding = compare(step(), step(wait=30))
-    assert finding.seconds_of(Cause.SYNCHRONISATION) == pytest.approx(30 * US)
+    assert finding.seconds_of(OverheadCause.SYNCHRONISATION) == pytest.approx(30 * US)
 
 
 def test_copies_that_nothing_hides_are_copies(compare: Compare):
     finding = compare(step(), step(copy=25))
-    assert finding.seconds_of(Cause.COPIES) == pytest.approx(25 * US)
+    assert finding.seconds_of(OverheadCause.COPIES) == pytest.approx(25 * US)
     assert finding.plan.copied_bytes == 4096
 
 
@@ -91,7 +91,7 @@ def test_a_copy_beside_a_kernel_costs_nothing(compare: Compare):
     hidden = step()
     hidden.launch(13, 21, 39, "Memcpy DtoH", category="gpu_memcpy", call="cudaMemcpyAsync", stream=9, bytes=64)
     finding = compare(step(), hidden)
-    assert finding.seconds_of(Cause.COPIES) == 0.0
+    assert finding.seconds_of(OverheadCause.COPIES) == 0.0
     assert finding.plan.copied_bytes == 64
     assert finding.overhead_seconds == 0.0
 
@@ -114,7 +114,7 @@ def test_work_queued_long_ago_that_does_not_start_is_not_explained(compare: Comp
         return built
 
     finding = compare(trace(0), trace(200))
-    assert finding.seconds_of(Cause.UNEXPLAINED) == pytest.approx(200 * US)
+    assert finding.seconds_of(OverheadCause.UNEXPLAINED) == pytest.approx(200 * US)
     assert finding.unexplained_share == pytest.approx(1.0)
 
 
@@ -132,8 +132,8 @@ def test_fused_kernels_that_become_element_wise_ones_are_lost_fusion(compare: Co
     fused = trace(("gemm", 20), ("triton_poi_fused_add_mul_0", 10))
     eager = trace(("gemm", 20), ("vectorized_elementwise_kernel_add", 12), ("vectorized_elementwise_kernel_mul", 13))
     finding = compare(fused, eager)
-    assert finding.seconds_of(Cause.FUSION) == pytest.approx(15 * US)
-    assert compare(eager, eager).seconds_of(Cause.FUSION) == 0.0
+    assert finding.seconds_of(OverheadCause.FUSION) == pytest.approx(15 * US)
+    assert compare(eager, eager).seconds_of(OverheadCause.FUSION) == 0.0
 
 
 def test_a_broken_capture_is_a_sign(compare: Compare):
@@ -201,7 +201,7 @@ def test_bandwidth_while_recomputing_is_a_share_of_the_peak(compare: Compare):
         return built
 
     finding = compare(trace(0), trace(2), bandwidth=4.5e9)
-    use = next(use for use in finding.plan.phases if use.phase is Phase.RECOMPUTE)
+    use = next(use for use in finding.plan.phases if use.phase is WorkPhase.RECOMPUTE)
     assert use.read_bytes == 2 * 40_040
     assert use.bandwidth_share == pytest.approx(40_040 / 10e-6 / 4.5e9)
     assert next(sign for sign in finding.signs if sign.name.startswith("bandwidth")).is_raised

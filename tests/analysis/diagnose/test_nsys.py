@@ -12,7 +12,7 @@ from analysis.diagnose.builders import BACKWARD, NsysBuilder
 from analysis.diagnose.conftest import Compare
 from plimsoll.analysis.diagnose.nsys import read_nsys
 from plimsoll.analysis.diagnose.profile import DeviceKind
-from plimsoll.artifacts.finding import Cause, Origin, Phase
+from plimsoll.artifacts.finding import OverheadCause, ProfileOrigin, WorkPhase
 
 US = 1000
 """Nanoseconds."""
@@ -44,9 +44,9 @@ def test_a_kernel_belongs_to_the_range_of_its_launch(tmp_path: Path, compare: Co
     export.kernel(13 * US, 60 * US, 75 * US, "gemm", thread=BACKWARD)
     export.kernel(30 * US, 75 * US, 95 * US, "gemm_backward", thread=BACKWARD)
     finding = compare(export, export)
-    assert finding.origin is Origin.NSYS
+    assert finding.origin is ProfileOrigin.NSYS
     busy = {use.phase: use.busy_seconds for use in finding.plan.phases}
-    assert busy == pytest.approx({Phase.FORWARD: 10e-6, Phase.RECOMPUTE: 15e-6, Phase.BACKWARD: 20e-6})
+    assert busy == pytest.approx({WorkPhase.FORWARD: 10e-6, WorkPhase.RECOMPUTE: 15e-6, WorkPhase.BACKWARD: 20e-6})
     assert finding.plan.attributed_share == 1.0
     assert [row.name for row in finding.layers if row.recompute_seconds] == ["h.0"]
 
@@ -63,7 +63,7 @@ def test_gaps_and_overlapping_streams_are_counted_once(compare: Compare):
 
 def test_recomputation_that_nobody_marked_is_inferred_from_repetition(compare: Compare):
     finding = compare(eager(), eager(extra=2))
-    assert finding.seconds_of(Cause.RECOMPUTE) == pytest.approx(40e-6)
+    assert finding.seconds_of(OverheadCause.RECOMPUTE) == pytest.approx(40e-6)
     assert any("do not mark recomputation" in note for note in finding.notes)
 
 
@@ -77,7 +77,7 @@ def test_whole_graphs_are_busy_time_whose_inside_is_not_known(compare: Compare):
     finding = compare(export(100), export(130))
     assert finding.plan.busy_seconds == pytest.approx(130e-6)
     assert finding.plan.graph_launches == 1
-    assert finding.seconds_of(Cause.UNEXPLAINED) == pytest.approx(30e-6)
+    assert finding.seconds_of(OverheadCause.UNEXPLAINED) == pytest.approx(30e-6)
     assert any("--cuda-graph-trace=node" in note for note in finding.notes)
 
 
@@ -87,7 +87,7 @@ def test_copies_and_fills_have_their_bytes(tmp_path: Path, compare: Compare):
     moved.fill(5 * US, 85 * US, 90 * US, 1 << 10)
     finding = compare(eager(), moved)
     assert finding.plan.copied_bytes == (1 << 20) + (1 << 10)
-    assert finding.seconds_of(Cause.COPIES) == pytest.approx(5e-6)
+    assert finding.seconds_of(OverheadCause.COPIES) == pytest.approx(5e-6)
 
 
 def test_the_device_and_its_bandwidth_are_read(tmp_path: Path):

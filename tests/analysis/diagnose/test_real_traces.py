@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import plimsoll
 from plimsoll.analysis.diagnose.modules import named_calls
-from plimsoll.artifacts.finding import Cause, Finding, Phase
+from plimsoll.artifacts.finding import Finding, OverheadCause, WorkPhase
 from plimsoll.errors import InvalidModel, PlanFileError, PlanMismatch, TracingFailed
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.strategies import choose_full, choose_none
@@ -61,8 +61,8 @@ def test_every_op_is_attributed_and_the_parts_add_up(name: str, findings: Callab
 
 def test_recomputation_is_found_in_the_layers_that_the_plan_recomputes(findings: Callable[[str], Finding]):
     finding = findings("llama")
-    assert finding.seconds_of(Cause.RECOMPUTE) > 0
-    assert Phase.RECOMPUTE not in {use.phase for use in finding.baseline.phases}
+    assert finding.seconds_of(OverheadCause.RECOMPUTE) > 0
+    assert WorkPhase.RECOMPUTE not in {use.phase for use in finding.baseline.phases}
     assert {row.name for row in finding.layers if row.recompute_seconds} == {"model.layers.0", "model.layers.1"}
     rows = {row.name: row for row in finding.layers}
     assert rows["model.layers.0"].plan_count > rows["model.layers.0"].baseline_count
@@ -74,7 +74,7 @@ def test_a_plan_that_keeps_everything_adds_no_work_and_leaves_no_trace():
     with unchanged(step[0]):
         finding = diagnose(step, choose_none)
     assert finding.kernel_ratio == 1.0
-    assert finding.seconds_of(Cause.RECOMPUTE) == finding.seconds_of(Cause.ADDED) == 0.0
+    assert finding.seconds_of(OverheadCause.RECOMPUTE) == finding.seconds_of(OverheadCause.ADDED) == 0.0
 
 
 def export(model: nn.Module, batch: Any, loss: Any, path: Path, *, with_stack: bool = False) -> Path:
@@ -105,9 +105,9 @@ def test_recomputation_by_torch_checkpoint_is_told_from_backward(tmp_path: Path,
     phases = {use.phase: use for use in finding.plan.phases}
     # Norm, two products, GELU, three ops of dropout, and the addition that ends a block; that one is run again only by the
     # reentrant form: the other stops once everything is there.
-    assert phases[Phase.RECOMPUTE].count == 3 * (8 if is_reentrant else 7)
-    assert phases[Phase.BACKWARD].busy_seconds > 0
-    assert finding.seconds_of(Cause.RECOMPUTE) > 0
+    assert phases[WorkPhase.RECOMPUTE].count == 3 * (8 if is_reentrant else 7)
+    assert phases[WorkPhase.BACKWARD].busy_seconds > 0
+    assert finding.seconds_of(OverheadCause.RECOMPUTE) > 0
     assert finding.plan.attributed_share >= 0.99
     assert parts_add_up(finding)
     assert {row.name.rpartition(".")[2] for row in finding.layers if row.recompute_seconds} == {
@@ -122,7 +122,7 @@ def test_traces_of_transformers_with_gradient_checkpointing_are_attributed(tmp_p
     finding = plimsoll.diagnose(baseline, export(model, batch, loss, tmp_path / "plan.json"))
     assert finding.plan.attributed_share >= 0.99
     assert finding.plan.phased_share >= 0.99
-    assert finding.seconds_of(Cause.RECOMPUTE) > 0
+    assert finding.seconds_of(OverheadCause.RECOMPUTE) > 0
     assert not finding.are_layers_modules
     assert any("do not know modules" in note for note in finding.notes)
 

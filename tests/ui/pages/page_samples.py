@@ -11,7 +11,18 @@ from advice_samples import make_advice
 from plimsoll.artifacts.advice import Advice
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.decision import Decision, Status
-from plimsoll.artifacts.finding import Cause, Finding, Layer, Origin, Part, Phase, PhaseUse, Side, Sign, Unit
+from plimsoll.artifacts.finding import (
+    Finding,
+    Layer,
+    OverheadCause,
+    OverheadPart,
+    PhaseUse,
+    ProfileOrigin,
+    Side,
+    WarningSign,
+    WorkPhase,
+    WorkUnit,
+)
 from plimsoll.artifacts.plan import FrontierPoint, Holder, Peak, Plan, RegionPlan, TimelinePoint, ValueDecision
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.verdict import (
@@ -234,7 +245,7 @@ def make_finding(**changes: object) -> Finding:
     """A diagnosis with three parts, one of them a gain."""
 
     def side(source: str, step_seconds: float) -> Side:
-        uses = (PhaseUse(phase=Phase.FORWARD, busy_seconds=0.03, count=40.0, read_bytes=9.0 * MIB),)
+        uses = (PhaseUse(phase=WorkPhase.FORWARD, busy_seconds=0.03, count=40.0, read_bytes=9.0 * MIB),)
         return Side(
             source=source,
             steps=5,
@@ -248,8 +259,8 @@ def make_finding(**changes: object) -> Finding:
         )
 
     finding = Finding(
-        origin=Origin.PROFILED,
-        unit=Unit.CPU_OPS,
+        origin=ProfileOrigin.PROFILED,
+        unit=WorkUnit.CPU_OPS,
         model=MODEL,
         strategy="auto",
         device="cpu",
@@ -257,9 +268,11 @@ def make_finding(**changes: object) -> Finding:
         baseline=side("plain", 0.1),
         plan=side("managed", 0.112),
         parts=(
-            Part(cause=Cause.RECOMPUTE, seconds=0.01, spread_seconds=0.001, details=(f"mm in {HOSTILE}",)),
-            Part(cause=Cause.MEMORY, seconds=-0.001, spread_seconds=0.0005),
-            Part(cause=Cause.UNEXPLAINED, seconds=0.003),
+            OverheadPart(
+                cause=OverheadCause.RECOMPUTE, seconds=0.01, spread_seconds=0.001, details=(f"mm in {HOSTILE}",)
+            ),
+            OverheadPart(cause=OverheadCause.MEMORY, seconds=-0.001, spread_seconds=0.0005),
+            OverheadPart(cause=OverheadCause.UNEXPLAINED, seconds=0.003),
         ),
         layers=(
             Layer(
@@ -272,8 +285,8 @@ def make_finding(**changes: object) -> Finding:
             ),
         ),
         signs=(
-            Sign(name="kernels per layer", is_raised=True, text=f"1.60 × in {HOSTILE}"),
-            Sign(name="bandwidth", is_raised=None, text="the trace has no shapes"),
+            WarningSign(name="kernels per layer", is_raised=True, text=f"1.60 × in {HOSTILE}"),
+            WarningSign(name="bandwidth", is_raised=None, text="the trace has no shapes"),
         ),
     )
     return msgspec.structs.replace(finding, **changes)

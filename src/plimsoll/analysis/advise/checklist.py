@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from plimsoll.analysis.advise.attention import FUSED, find_attention
 from plimsoll.analysis.advise.evidence import Evidence, name_receipt
-from plimsoll.artifacts.advice import CheckItem, Outcome
+from plimsoll.artifacts.advice import CheckItem, CheckOutcome
 from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.receipt import Verdict as ReceiptVerdict
@@ -35,14 +35,14 @@ def _layers(evidence: Evidence) -> CheckItem:
         return CheckItem(
             name="activations-by-layer",
             title="activations measured by layer",
-            outcome=Outcome.NOT_CHECKED,
+            outcome=CheckOutcome.NOT_CHECKED,
             evidence=f"counted with fake tensors, not measured: {found}",
             next=f"run plimsoll advise {evidence.target} on the device itself",
         )
     return CheckItem(
         name="activations-by-layer",
         title="activations measured by layer",
-        outcome=Outcome.PASS,
+        outcome=CheckOutcome.PASS,
         evidence=f"{found} (traced on {evidence.trace.device})",
     )
 
@@ -54,7 +54,7 @@ def _parameters(evidence: Evidence) -> CheckItem:
     return CheckItem(
         name="parameters-apart",
         title="parameters counted apart from activations",
-        outcome=Outcome.PASS,
+        outcome=CheckOutcome.PASS,
         evidence=f"at the peak {format_bytes(sizes['parameters'])} parameters, {format_bytes(sizes['gradients'])} gradients, "
         f"{state}",
     )
@@ -72,7 +72,7 @@ def _recompute(evidence: Evidence) -> CheckItem:
         return CheckItem(
             name=name,
             title=title,
-            outcome=Outcome.PASS,
+            outcome=CheckOutcome.PASS,
             evidence=f"{name_receipt(receipt)}: measured {format_share(overhead)}{predicted}",
         )
     is_measured = evidence.costs.source is CostSource.MEASURED
@@ -80,7 +80,7 @@ def _recompute(evidence: Evidence) -> CheckItem:
     return CheckItem(
         name=name,
         title=title,
-        outcome=Outcome.NOT_CHECKED,
+        outcome=CheckOutcome.NOT_CHECKED,
         evidence=f"{ops}, but {_NO_RECEIPT} that shows a managed step's time",
         next=evidence.verify_command,
     )
@@ -95,11 +95,11 @@ def _granularity(evidence: Evidence) -> CheckItem:
         return CheckItem(
             name=name,
             title=title,
-            outcome=Outcome.FAIL,
+            outcome=CheckOutcome.FAIL,
             evidence=f"{compared}; none of them fits",
             next="a larger budget, or a smaller micro-batch",
         )
-    return CheckItem(name=name, title=title, outcome=Outcome.PASS, evidence=f"{compared}; chosen: {chosen}")
+    return CheckItem(name=name, title=title, outcome=CheckOutcome.PASS, evidence=f"{compared}; chosen: {chosen}")
 
 
 def _determinism(evidence: Evidence) -> CheckItem:
@@ -107,19 +107,19 @@ def _determinism(evidence: Evidence) -> CheckItem:
     name, title = "determinism-tested", "determinism tested"
     if receipt is None:
         return CheckItem(
-            name=name, title=title, outcome=Outcome.NOT_CHECKED, evidence=_NO_RECEIPT, next=evidence.verify_command
+            name=name, title=title, outcome=CheckOutcome.NOT_CHECKED, evidence=_NO_RECEIPT, next=evidence.verify_command
         )
     if receipt.is_deterministic:
         return CheckItem(
             name=name,
             title=title,
-            outcome=Outcome.PASS,
+            outcome=CheckOutcome.PASS,
             evidence=f"two unmanaged runs gave the same bits ({receipt.compared_gradients} gradients)",
         )
     return CheckItem(
         name=name,
         title=title,
-        outcome=Outcome.FAIL,
+        outcome=CheckOutcome.FAIL,
         evidence="two unmanaged runs of the same step differ",
         next="torch.use_deterministic_algorithms(True), then verify again",
     )
@@ -132,7 +132,7 @@ def _attention(evidence: Evidence) -> CheckItem:
         return CheckItem(
             name=name,
             title=title,
-            outcome=Outcome.FAIL,
+            outcome=CheckOutcome.FAIL,
             evidence=f"{found.matrices} attention matrices are held for backward, {format_bytes(found.matrix_bytes)} "
             f"({found.example}); {found.fused_calls} calls are fused",
             next="attn_implementation='sdpa' in transformers, or scaled_dot_product_attention; its CPU kernel takes no "
@@ -142,7 +142,7 @@ def _attention(evidence: Evidence) -> CheckItem:
         return CheckItem(
             name=name,
             title=title,
-            outcome=Outcome.PASS,
+            outcome=CheckOutcome.PASS,
             evidence="the layers run no fused attention and hold no attention matrix",
         )
     again = _fused_twice(evidence)
@@ -150,7 +150,7 @@ def _attention(evidence: Evidence) -> CheckItem:
     return CheckItem(
         name=name,
         title=title,
-        outcome=Outcome.PASS,
+        outcome=CheckOutcome.PASS,
         evidence=f"{found.fused_calls} fused calls make their matrix again in backward themselves; none is held{repeated}",
         next=f'to leave them be: --override "*{FUSED}*=keep"' if again else "",
     )
@@ -176,7 +176,7 @@ def _throughput(evidence: Evidence) -> CheckItem:
         return CheckItem(
             name=name,
             title=title,
-            outcome=Outcome.PASS,
+            outcome=CheckOutcome.PASS,
             evidence=f"probe: {after:,.0f} {verdict.items}/s with strategy {verdict.strategy}, {before:,.0f} without",
         )
     if receipt is not None and receipt.measured_seconds and receipt.measured_baseline_seconds:
@@ -186,14 +186,14 @@ def _throughput(evidence: Evidence) -> CheckItem:
         return CheckItem(
             name=name,
             title=title,
-            outcome=Outcome.PASS,
+            outcome=CheckOutcome.PASS,
             evidence=f"receipt: {after:,.0f} {evidence.items_name}/s with {name_receipt(receipt)}, {before:,.0f} without",
         )
     step = evidence.made[0].plan.baseline_seconds
     return CheckItem(
         name=name,
         title=title,
-        outcome=Outcome.NOT_CHECKED,
+        outcome=CheckOutcome.NOT_CHECKED,
         evidence=f"only predicted: {evidence.items} {evidence.items_name} in {format_seconds(step)} without a plan",
         next=evidence.verify_command,
     )
@@ -204,11 +204,11 @@ def _curves(evidence: Evidence) -> CheckItem:
     verdict, receipt = evidence.verdict, evidence.receipt
     if verdict is not None:
         passes = verdict.ruling.is_pass
-        failed = Outcome.NOT_CHECKED if verdict.ruling in _SAYS_NOTHING else Outcome.FAIL
+        failed = CheckOutcome.NOT_CHECKED if verdict.ruling in _SAYS_NOTHING else CheckOutcome.FAIL
         return CheckItem(
             name=name,
             title=title,
-            outcome=Outcome.PASS if passes else failed,
+            outcome=CheckOutcome.PASS if passes else failed,
             evidence=f"probe of strategy {verdict.strategy} over {verdict.steps} steps: {verdict.ruling} ({verdict.reason})",
             next="" if passes else verdict.ruling.advice,
         )
@@ -219,7 +219,7 @@ def _curves(evidence: Evidence) -> CheckItem:
         return CheckItem(
             name=name,
             title=title,
-            outcome=Outcome.PASS if passes else Outcome.FAIL,
+            outcome=CheckOutcome.PASS if passes else CheckOutcome.FAIL,
             evidence=f"receipt: {len(curve)} steps with the optimizer, {same}",
             next="" if passes else receipt.verdict.advice,
         )
@@ -229,7 +229,7 @@ def _curves(evidence: Evidence) -> CheckItem:
         return CheckItem(
             name=name,
             title=title,
-            outcome=Outcome.FAIL,
+            outcome=CheckOutcome.FAIL,
             evidence="receipt: the losses already differ at the first steps",
             next=receipt.verdict.advice,
         )
@@ -237,7 +237,9 @@ def _curves(evidence: Evidence) -> CheckItem:
         steps = len(curve) or len(receipt.plan_losses)
         kind = "steps with the optimizer" if curve else "losses from the same weights"
         found = f"the receipt has {steps} {kind}: too few to call a curve"
-    return CheckItem(name=name, title=title, outcome=Outcome.NOT_CHECKED, evidence=found, next=evidence.curve_command)
+    return CheckItem(
+        name=name, title=title, outcome=CheckOutcome.NOT_CHECKED, evidence=found, next=evidence.curve_command
+    )
 
 
 _CHECKS: tuple[Callable[[Evidence], CheckItem], ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from plimsoll.analysis.advise.evidence import Evidence, name_receipt
-from plimsoll.artifacts.advice import FailureMode, Sign
+from plimsoll.artifacts.advice import FailureMode, FailureSign
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.receipt import Verdict as ReceiptVerdict
@@ -36,7 +36,7 @@ def _gradients(evidence: Evidence) -> FailureMode:
         return FailureMode(
             name=name,
             title=title,
-            sign=Sign.NOT_CHECKED,
+            sign=FailureSign.NOT_CHECKED,
             evidence="no receipt was given",
             next=evidence.verify_command,
         )
@@ -45,13 +45,16 @@ def _gradients(evidence: Evidence) -> FailureMode:
         return FailureMode(
             name=name,
             title=title,
-            sign=Sign.FOUND,
+            sign=FailureSign.FOUND,
             evidence=f"{name_receipt(receipt)}: {receipt.verdict}{cause}",
             next=receipt.verdict.advice,
         )
     itself = "" if receipt.is_deterministic else "; the model differs from itself from run to run"
     return FailureMode(
-        name=name, title=title, sign=Sign.NOT_FOUND, evidence=f"{name_receipt(receipt)}: {receipt.verdict}{itself}"
+        name=name,
+        title=title,
+        sign=FailureSign.NOT_FOUND,
+        evidence=f"{name_receipt(receipt)}: {receipt.verdict}{itself}",
     )
 
 
@@ -70,7 +73,7 @@ def _throughput(evidence: Evidence) -> FailureMode:
         return FailureMode(
             name=name,
             title=title,
-            sign=Sign.NOT_CHECKED,
+            sign=FailureSign.NOT_CHECKED,
             evidence=f"{predicted}, nothing is measured",
             next=evidence.verify_command,
         )
@@ -78,7 +81,7 @@ def _throughput(evidence: Evidence) -> FailureMode:
     return FailureMode(
         name=name,
         title=title,
-        sign=Sign.FOUND if is_found else Sign.NOT_FOUND,
+        sign=FailureSign.FOUND if is_found else FailureSign.NOT_FOUND,
         evidence=f"measured {format_share(overhead)} a step ({source}); more than {format_share(COLLAPSE)} is a collapse",
         next=f"plimsoll diagnose {evidence.target} --plan plan.json" if is_found else "",
     )
@@ -88,7 +91,7 @@ def _bubbles(evidence: Evidence) -> FailureMode:
     return FailureMode(
         name="pipeline-bubbles",
         title="the pipeline's bubbles grow",
-        sign=Sign.NOT_CHECKED,
+        sign=FailureSign.NOT_CHECKED,
         evidence="one process on one device was traced; a pipeline's schedule cannot be seen from it",
     )
 
@@ -103,7 +106,7 @@ def _savings(evidence: Evidence) -> FailureMode:
         return FailureMode(
             name=name,
             title=title,
-            sign=Sign.FOUND,
+            sign=FailureSign.FOUND,
             evidence=f"{name_receipt(receipt)}: {measured}",
             next=f"plimsoll verify {evidence.target} --plan plan.json again on an idle device; see who holds the peak",
         )
@@ -112,13 +115,13 @@ def _savings(evidence: Evidence) -> FailureMode:
         return FailureMode(
             name=name,
             title=title,
-            sign=Sign.FOUND,
+            sign=FailureSign.FOUND,
             evidence=f"{len(kept)} layers kept everything although the plan drops something there ({kept[0]})",
             next="the receipt gives each layer's reason: plimsoll show receipt.json",
         )
     if plan is None or evidence.manages_nothing:
         return FailureMode(
-            name=name, title=title, sign=Sign.NOT_CHECKED, evidence="there is no plan that saves anything"
+            name=name, title=title, sign=FailureSign.NOT_CHECKED, evidence="there is no plan that saves anything"
         )
     freed = _held(evidence.made[0].plan.regions) - _held(plan.regions)
     saved = plan.baseline_peak_bytes - plan.predicted_peak_bytes
@@ -131,7 +134,7 @@ def _savings(evidence: Evidence) -> FailureMode:
     return FailureMode(
         name=name,
         title=title,
-        sign=Sign.FOUND if is_found else Sign.NOT_FOUND,
+        sign=FailureSign.FOUND if is_found else FailureSign.NOT_FOUND,
         evidence=f"{figures}{why}; {unseen}",
         next="; ".join(evidence.bottleneck.remedies) if is_found else "",
     )
@@ -154,13 +157,15 @@ def _debugging(evidence: Evidence) -> FailureMode:
     name, title = "debugging", "debugging gets harder"
     plan = evidence.chosen
     if plan is None or evidence.manages_nothing:
-        return FailureMode(name=name, title=title, sign=Sign.NOT_FOUND, evidence="every value stays where it was")
+        return FailureMode(
+            name=name, title=title, sign=FailureSign.NOT_FOUND, evidence="every value stays where it was"
+        )
     dropped = sum(len(region.dropped) for region in plan.regions)
     packed = sum(len(region.packed) for region in plan.regions)
     return FailureMode(
         name=name,
         title=title,
-        sign=Sign.FOUND,
+        sign=FailureSign.FOUND,
         evidence=f"{dropped} values do not exist between forward and backward, {packed} exist in another form",
         next=f"plimsoll verify {evidence.target} --plan plan.json --intermediate NAME keeps one and compares it",
     )

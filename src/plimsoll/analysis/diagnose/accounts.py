@@ -8,10 +8,10 @@ from plimsoll.analysis.diagnose.labels import label_spans
 from plimsoll.analysis.diagnose.ledger import Ledger
 from plimsoll.analysis.diagnose.nesting import Nesting
 from plimsoll.analysis.diagnose.profile import Profile
-from plimsoll.artifacts.finding import Unit
+from plimsoll.artifacts.finding import WorkUnit
 
 
-def keep_ledger(profile: Profile, unit: Unit) -> Ledger:
+def keep_ledger(profile: Profile, unit: WorkUnit) -> Ledger:
     """The accounts of a profile.
 
     Args:
@@ -20,5 +20,5 @@ def keep_ledger(profile: Profile, unit: Unit) -> Ledger:
     """
     nesting = Nesting(profile.host)
     labels = label_spans(nesting, profile)
-    book = DeviceBook(profile, nesting, labels) if unit is Unit.KERNELS else HostBook(profile, nesting, labels)
+    book = DeviceBook(profile, nesting, labels) if unit is WorkUnit.KERNELS else HostBook(profile, nesting, labels)
     return book.close()

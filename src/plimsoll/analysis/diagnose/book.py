@@ -13,7 +13,7 @@ from plimsoll.analysis.diagnose.labels import Label
 from plimsoll.analysis.diagnose.ledger import Gap, Ledger, Work
 from plimsoll.analysis.diagnose.nesting import Nesting
 from plimsoll.analysis.diagnose.profile import HostKind, HostSpan, Profile
-from plimsoll.artifacts.finding import Phase, Unit
+from plimsoll.artifacts.finding import WorkPhase, WorkUnit
 
 _WAITING = re.compile(r"(?:cuda|cu|hip)(?:Device|Stream|Event|Ctx)Synchronize|(?:cuda|hip)Mem(?:cpy|set)(?:_v\d+)?$")
 _LAUNCHING_GRAPHS = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
@@ -22,7 +22,7 @@ _LAUNCHING_GRAPHS = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
 class Book(abc.ABC):
     """What device and host accounts share: windows of steps, and the host's calls."""
 
-    unit = Unit.CPU_OPS
+    unit = WorkUnit.CPU_OPS
 
     def __init__(self, profile: Profile, nesting: Nesting, labels: list[Label]) -> None:
         self.profile = profile
@@ -78,7 +78,7 @@ class Book(abc.ABC):
         return tuple(
             (span.name, span.shape)
             for span, label, is_computing in zip(self.nesting.spans, self.labels, self.is_computing, strict=True)
-            if is_computing and label.phase is Phase.FORWARD and is_inside(span.start_ns, self.windows)
+            if is_computing and label.phase is WorkPhase.FORWARD and is_inside(span.start_ns, self.windows)
         )
 
     def ledger(self, work: list[Work], idle: list[Gap], device: int | None) -> Ledger:

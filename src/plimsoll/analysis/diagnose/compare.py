@@ -13,13 +13,13 @@ from plimsoll.analysis.diagnose.matching import refuse_unlike
 from plimsoll.analysis.diagnose.measures import layer_counts, measure_side, read_signs
 from plimsoll.analysis.diagnose.profile import Profile
 from plimsoll.analysis.diagnose.split import repeats_are_inferred, split_overhead
-from plimsoll.artifacts.finding import Finding, Origin, Phase, Unit
+from plimsoll.artifacts.finding import Finding, ProfileOrigin, WorkPhase, WorkUnit
 
 Bandwidth = Callable[[str], float | None]
 """A device's name in, its peak in bytes per second out."""
 
 
-def compare_profiles(baseline: Profile, plan: Profile, *, origin: Origin, bandwidth: Bandwidth) -> Finding:
+def compare_profiles(baseline: Profile, plan: Profile, *, origin: ProfileOrigin, bandwidth: Bandwidth) -> Finding:
     """Explain the difference of two profiles.
 
     Args:
@@ -31,7 +31,7 @@ def compare_profiles(baseline: Profile, plan: Profile, *, origin: Origin, bandwi
     Raises:
         InvalidTrace: they are not two runs of the same step.
     """
-    unit = Unit.KERNELS if baseline.device and plan.device else Unit.CPU_OPS
+    unit = WorkUnit.KERNELS if baseline.device and plan.device else WorkUnit.CPU_OPS
     before, after = (_with_bandwidth(keep_ledger(each, unit), bandwidth) for each in (baseline, plan))
     refuse_unlike(before, after)
     rows, are_modules = tabulate_layers(before, after)
@@ -62,7 +62,7 @@ def _with_bandwidth(ledger: Ledger, bandwidth: Bandwidth) -> Ledger:
 def _notes(baseline: Profile, plan: Profile, before: Ledger, after: Ledger) -> list[str]:
     """What the traces do not have, and what follows from that."""
     notes = [*before.notes, *after.notes]
-    if before.unit is Unit.CPU_OPS:
+    if before.unit is WorkUnit.CPU_OPS:
         notes.append(_cpu_note(baseline, plan))
     if not (before.has_modules and after.has_modules):
         notes.append(
@@ -85,7 +85,7 @@ def _notes(baseline: Profile, plan: Profile, before: Ledger, after: Ledger) -> l
         notes.append(
             "CUDA graphs were traced as a whole, so what happens inside is not known: record with --cuda-graph-trace=node."
         )
-    if not any(work.phase is Phase.OPTIMIZER for work in after.work):
+    if not any(work.phase is WorkPhase.OPTIMIZER for work in after.work):
         notes.append("The profiled steps show no optimizer step: forward and backward are compared.")
     if min(before.steps, after.steps) < 2:
         notes.append("One step on a side says nothing about the spread: profile several.")

@@ -11,7 +11,7 @@ from plimsoll.analysis.diagnose.labels import Label
 from plimsoll.analysis.diagnose.ledger import Gap, Ledger, Work, WorkKind
 from plimsoll.analysis.diagnose.nesting import Nesting
 from plimsoll.analysis.diagnose.profile import DeviceKind, DeviceSpan, HostKind, Profile, is_step
-from plimsoll.artifacts.finding import LONG_GAP_SECONDS, Phase, Unit
+from plimsoll.artifacts.finding import LONG_GAP_SECONDS, WorkPhase, WorkUnit
 
 _LONG_GAP_NS = round(LONG_GAP_SECONDS * 1e9)
 _COMMUNICATION = re.compile(r"nccl|rccl", re.IGNORECASE)
@@ -20,7 +20,7 @@ _COMMUNICATION = re.compile(r"nccl|rccl", re.IGNORECASE)
 class DeviceBook(Book):
     """Accounts of one device: the one that is busy longest."""
 
-    unit = Unit.KERNELS
+    unit = WorkUnit.KERNELS
 
     def __init__(self, profile: Profile, nesting: Nesting, labels: list[Label]) -> None:
         busy: dict[int, int] = {}
@@ -103,7 +103,7 @@ class DeviceBook(Book):
             name=span.name,
             shape=span.shape,
             kind=_kind_of(span),
-            phase=label.phase or Phase.OTHER,
+            phase=label.phase or WorkPhase.OTHER,
             module=label.module,
             operation=self.nesting.spans[asked].name if asked >= 0 else "",
             step=self.step_of(at_ns),

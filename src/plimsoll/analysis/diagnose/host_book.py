@@ -6,7 +6,7 @@ from plimsoll.analysis.diagnose.book import Book, is_inside
 from plimsoll.analysis.diagnose.intervals import Interval, clip, covered_ns, gaps, owned_ns, union
 from plimsoll.analysis.diagnose.ledger import Gap, Ledger, Work, WorkKind
 from plimsoll.analysis.diagnose.profile import HostKind
-from plimsoll.artifacts.finding import Phase
+from plimsoll.artifacts.finding import WorkPhase
 
 _CPU_COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::clone", "aten::fill_", "aten::zero_"})
 
@@ -43,7 +43,7 @@ class HostBook(Book):
             name=span.name,
             shape=span.shape,
             kind=WorkKind.COPY if span.name in _CPU_COPIES else WorkKind.COMPUTE,
-            phase=label.phase or Phase.OTHER,
+            phase=label.phase or WorkPhase.OTHER,
             module=label.module,
             operation=span.name,
             step=self.step_of(span.start_ns),

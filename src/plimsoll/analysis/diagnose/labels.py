@@ -22,7 +22,7 @@ from plimsoll.analysis.diagnose.profile import (
     HostSpan,
     Profile,
 )
-from plimsoll.artifacts.finding import Phase
+from plimsoll.artifacts.finding import WorkPhase
 
 NODE_PREFIX = "autograd::engine::evaluate_function: "
 _ACCUMULATE = "AccumulateGrad"
@@ -31,13 +31,13 @@ _PHASE_NAME = re.compile(
     re.IGNORECASE,
 )
 _OPTIMIZER_RANGE = re.compile(r"Optimizer\.(?:step|zero_grad)#")
-_PHASES: tuple[Phase, ...] = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.RECOMPUTE)
+_PHASES: tuple[WorkPhase, ...] = (WorkPhase.FORWARD, WorkPhase.BACKWARD, WorkPhase.OPTIMIZER, WorkPhase.RECOMPUTE)
 
 
 class Label(msgspec.Struct, frozen=True, gc=False):
     """What a span belongs to. ``is_in_node``: below a node of backward; ``is_engine``: part of autograd's machinery."""
 
-    phase: Phase | None = None
+    phase: WorkPhase | None = None
     module: str = ""
     is_in_node: bool = False
     is_engine: bool = False
@@ -63,14 +63,14 @@ def label_spans(nesting: Nesting, profile: Profile) -> list[Label]:
             if not module and _ACCUMULATE in span.name:
                 module = previous_module.get(span.thread, "")
             previous_module[span.thread] = module
-            label = Label(Phase.BACKWARD, module, is_in_node=True, is_engine=True)
-        elif parent in recomputed and above.phase is Phase.BACKWARD:
+            label = Label(WorkPhase.BACKWARD, module, is_in_node=True, is_engine=True)
+        elif parent in recomputed and above.phase is WorkPhase.BACKWARD:
             low, high = recomputed[parent]
             if low <= span.start_ns < high:
-                label = Label(Phase.RECOMPUTE, label.module, is_in_node=True)
+                label = Label(WorkPhase.RECOMPUTE, label.module, is_in_node=True)
         elif label.phase is None and span.kind is not HostKind.RANGE:
             is_before = span.start_ns < first_backward.get(_step_of(span.start_ns, profile), span.start_ns + 1)
-            label = Label(Phase.FORWARD if span.sequence >= 0 or is_before else Phase.OTHER, label.module)
+            label = Label(WorkPhase.FORWARD if span.sequence >= 0 or is_before else WorkPhase.OTHER, label.module)
         labels.append(label)
     return labels
 
@@ -82,10 +82,10 @@ def _label(span: HostSpan, above: Label, parent: HostSpan | None) -> Label:
     if span.kind is not HostKind.RANGE:
         return Label(above.phase, span.module or above.module, above.is_in_node, is_engine)
     if name.startswith(RECOMPUTE_PREFIX):
-        return Label(Phase.RECOMPUTE, name.removeprefix(RECOMPUTE_PREFIX), is_in_node=True)
+        return Label(WorkPhase.RECOMPUTE, name.removeprefix(RECOMPUTE_PREFIX), is_in_node=True)
     module = _module_of_range(name, above)
     if module:
-        phase = Phase.RECOMPUTE if above.is_in_node else (above.phase or Phase.FORWARD)
+        phase = WorkPhase.RECOMPUTE if above.is_in_node else (above.phase or WorkPhase.FORWARD)
         return Label(phase, module, above.is_in_node)
     return Label(above.phase or _phase_of_range(name), above.module, above.is_in_node)
 
@@ -99,9 +99,9 @@ def _module_of_range(name: str, above: Label) -> str:
     return ""
 
 
-def _phase_of_range(name: str) -> Phase | None:
+def _phase_of_range(name: str) -> WorkPhase | None:
     if _OPTIMIZER_RANGE.match(name):
-        return Phase.OPTIMIZER
+        return WorkPhase.OPTIMIZER
     match = _PHASE_NAME.fullmatch(name)
     return None if match is None or match.lastindex is None else _PHASES[match.lastindex - 1]
 

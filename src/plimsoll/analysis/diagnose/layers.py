@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from plimsoll.analysis.diagnose.ledger import Ledger, Work
-from plimsoll.artifacts.finding import Layer, Phase
+from plimsoll.artifacts.finding import Layer, WorkPhase
 
 _MOST_OPERATIONS = 12
 _DIGITS = "0123456789"
@@ -75,7 +75,7 @@ class _Sums:
     def add(self, name: str, work: Work) -> None:
         self.counts[name] += work.is_counted
         self.busy_ns[name] += work.own_ns
-        if work.phase is Phase.RECOMPUTE:
+        if work.phase is WorkPhase.RECOMPUTE:
             self.recompute_ns[name] += work.own_ns
 
 

@@ -10,7 +10,7 @@ import enum
 
 import msgspec
 
-from plimsoll.artifacts.finding import Phase, Unit
+from plimsoll.artifacts.finding import WorkPhase, WorkUnit
 
 
 class WorkKind(enum.Enum):
@@ -29,7 +29,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     name: str
     shape: str
     kind: WorkKind
-    phase: Phase
+    phase: WorkPhase
     module: str
     operation: str
     step: int
@@ -59,7 +59,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """A profile as accounts: ``work`` and ``idle`` together are the ``steps`` steps, ``wall_ns`` each."""
 
     source: str
-    unit: Unit
+    unit: WorkUnit
     device: int | None
     device_name: str
     bandwidth_bytes_per_second: float | None

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from plimsoll.analysis.diagnose.ledger import Ledger, Work, WorkKind
-from plimsoll.artifacts.finding import Phase
+from plimsoll.artifacts.finding import WorkPhase
 from plimsoll.errors import InvalidTrace
 
 LEAST_COMMON_SHARE = 0.9
@@ -85,7 +85,7 @@ def _forward_work(ledger: Ledger, *, has_ops: bool) -> Sequence[tuple[str, str]]
     if has_ops:
         return ledger.forward_ops
     kernels = [work for work in ledger.work if work.kind in (WorkKind.COMPUTE, WorkKind.GRAPH)]
-    forward = [work for work in kernels if work.phase is Phase.FORWARD]
+    forward = [work for work in kernels if work.phase is WorkPhase.FORWARD]
     return [(work.name, work.shape) for work in forward or kernels]
 
 

@@ -11,11 +11,11 @@ from plimsoll.artifacts.finding import (
     EXCESSIVE_KERNEL_RATIO,
     LONG_GAP_SECONDS,
     Layer,
-    Phase,
     PhaseUse,
     Side,
-    Sign,
-    Unit,
+    WarningSign,
+    WorkPhase,
+    WorkUnit,
 )
 from plimsoll.units import format_seconds
 
@@ -54,14 +54,16 @@ def measure_side(ledger: Ledger, layer_counts: Sequence[float]) -> Side:
         long_gap_seconds=sum(long_gaps) / ledger.steps * _NS,
         graph_launches=ledger.graph_launches / ledger.steps,
         copied_bytes=sum(known) / ledger.steps if len(known) == len(copies) else None,
-        phases=tuple(_phase_use(ledger, phase) for phase in Phase if any(work.phase is phase for work in ledger.work)),
+        phases=tuple(
+            _phase_use(ledger, phase) for phase in WorkPhase if any(work.phase is phase for work in ledger.work)
+        ),
         attributed_share=share(sum(work.own_ns for work in ledger.work if work.operation)),
-        phased_share=share(sum(work.own_ns for work in ledger.work if work.phase is not Phase.OTHER)),
+        phased_share=share(sum(work.own_ns for work in ledger.work if work.phase is not WorkPhase.OTHER)),
         module_share=share(sum(work.own_ns for work in ledger.work if work.module)),
     )
 
 
-def _phase_use(ledger: Ledger, phase: Phase) -> PhaseUse:
+def _phase_use(ledger: Ledger, phase: WorkPhase) -> PhaseUse:
     works = [work for work in ledger.work if work.phase is phase]
     busy_seconds = sum(work.own_ns for work in works) * _NS
     sizes = [work.bytes for work in works if work.bytes is not None]
@@ -77,12 +79,12 @@ def _phase_use(ledger: Ledger, phase: Phase) -> PhaseUse:
     )
 
 
-def read_signs(baseline: Side, plan: Side, unit: Unit) -> tuple[Sign, ...]:
+def read_signs(baseline: Side, plan: Side, unit: WorkUnit) -> tuple[WarningSign, ...]:
     """Where the plan stands against each threshold."""
     signs = [_ratio_sign(baseline, plan, unit), _bandwidth_sign(plan), _gap_sign(baseline, plan)]
     if baseline.graph_launches or plan.graph_launches:
         signs.append(
-            Sign(
+            WarningSign(
                 name="CUDA graphs",
                 is_raised=plan.graph_launches < baseline.graph_launches,
                 text=f"{baseline.graph_launches:.1f} launched per step in the baseline, {plan.graph_launches:.1f} with the plan"
@@ -92,12 +94,12 @@ def read_signs(baseline: Side, plan: Side, unit: Unit) -> tuple[Sign, ...]:
     return tuple(signs)
 
 
-def _ratio_sign(baseline: Side, plan: Side, unit: Unit) -> Sign:
+def _ratio_sign(baseline: Side, plan: Side, unit: WorkUnit) -> WarningSign:
     where, before, after = "per step", baseline.count, plan.count
     if baseline.kernels_per_layer and plan.kernels_per_layer:
         where, before, after = "per layer", baseline.kernels_per_layer, plan.kernels_per_layer
     ratio = after / before if before else 0.0
-    return Sign(
+    return WarningSign(
         name=f"{unit} {where}",
         is_raised=ratio > EXCESSIVE_KERNEL_RATIO,
         text=f"{before:.0f} in the baseline, {after:.0f} with the plan: {ratio:.2f} × "
@@ -105,16 +107,18 @@ def _ratio_sign(baseline: Side, plan: Side, unit: Unit) -> Sign:
     )
 
 
-def _bandwidth_sign(plan: Side) -> Sign:
+def _bandwidth_sign(plan: Side) -> WarningSign:
     name = "bandwidth while recomputing"
-    use = next((use for use in plan.phases if use.phase is Phase.RECOMPUTE), None)
+    use = next((use for use in plan.phases if use.phase is WorkPhase.RECOMPUTE), None)
     if use is None:
-        return Sign(name=name, is_raised=None, text="the trace shows no recomputation")
+        return WarningSign(name=name, is_raised=None, text="the trace shows no recomputation")
     if use.read_bytes is None:
-        return Sign(name=name, is_raised=None, text="the trace has no shapes (record_shapes=True)")
+        return WarningSign(name=name, is_raised=None, text="the trace has no shapes (record_shapes=True)")
     if use.bandwidth_share is None:
-        return Sign(name=name, is_raised=None, text="the device's peak is neither in the trace nor in the catalogue")
-    return Sign(
+        return WarningSign(
+            name=name, is_raised=None, text="the device's peak is neither in the trace nor in the catalogue"
+        )
+    return WarningSign(
         name=name,
         is_raised=use.bandwidth_share > CONTENDED_BANDWIDTH_SHARE,
         text=f"at least {use.bandwidth_share:.0%} of the device's peak "
@@ -122,9 +126,9 @@ def _bandwidth_sign(plan: Side) -> Sign:
     )
 
 
-def _gap_sign(baseline: Side, plan: Side) -> Sign:
+def _gap_sign(baseline: Side, plan: Side) -> WarningSign:
     share = plan.long_gap_seconds / plan.step_seconds if plan.step_seconds else 0.0
-    return Sign(
+    return WarningSign(
         name=f"gaps over {LONG_GAP_SECONDS * 1e6:.0f} µs",
         is_raised=share > _NOTABLE_GAP_SHARE,
         text=f"{plan.long_gaps:.1f} per step, {format_seconds(plan.long_gap_seconds)} ({share:.0%} of the step); "

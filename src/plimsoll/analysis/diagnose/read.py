@@ -7,13 +7,13 @@ from pathlib import Path
 from plimsoll.analysis.diagnose.chrome import read_chrome
 from plimsoll.analysis.diagnose.nsys import read_nsys
 from plimsoll.analysis.diagnose.profile import Profile
-from plimsoll.artifacts.finding import Origin
+from plimsoll.artifacts.finding import ProfileOrigin
 from plimsoll.errors import InvalidTrace
 
 _SQLITE_MAGIC = b"SQLite format 3\x00"
 
 
-def read_profiles(baseline: Path, plan: Path) -> tuple[Profile, Profile, Origin]:
+def read_profiles(baseline: Path, plan: Path) -> tuple[Profile, Profile, ProfileOrigin]:
     """Read two traces of one kind.
 
     Raises:
@@ -26,11 +26,11 @@ def read_profiles(baseline: Path, plan: Path) -> tuple[Profile, Profile, Origin]
             why="the two profilers time and name things differently, so their difference means nothing",
             next="give two traces of torch.profiler, or two Nsight Systems exports",
         )
-    read = read_nsys if origins[0] is Origin.NSYS else read_chrome
+    read = read_nsys if origins[0] is ProfileOrigin.NSYS else read_chrome
     return read(baseline), read(plan), origins[0]
 
 
-def _origin(path: Path) -> Origin:
+def _origin(path: Path) -> ProfileOrigin:
     try:
         with path.open("rb") as file:
             start = file.read(len(_SQLITE_MAGIC))
@@ -40,4 +40,4 @@ def _origin(path: Path) -> Origin:
             why=error.strerror or type(error).__name__,
             next="give the path of a trace that torch.profiler or `nsys export --type sqlite` wrote",
         ) from error
-    return Origin.NSYS if start == _SQLITE_MAGIC else Origin.CHROME
+    return ProfileOrigin.NSYS if start == _SQLITE_MAGIC else ProfileOrigin.CHROME

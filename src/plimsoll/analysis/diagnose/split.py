@@ -24,7 +24,7 @@ from collections.abc import Iterable
 
 from plimsoll.analysis.diagnose.ledger import Ledger, Work, WorkKind
 from plimsoll.analysis.diagnose.matching import FUSED, is_element_wise
-from plimsoll.artifacts.finding import Cause, Part, Phase
+from plimsoll.artifacts.finding import OverheadCause, OverheadPart, WorkPhase
 from plimsoll.units import format_seconds
 
 _NS = 1e-9
@@ -35,18 +35,18 @@ _MORE_WORK = 1.02
 Key = tuple[str, str]
 
 
-def split_overhead(baseline: Ledger, plan: Ledger) -> tuple[Part, ...]:
-    """The overhead per step as one part per cause, in the order of ``Cause``."""
+def split_overhead(baseline: Ledger, plan: Ledger) -> tuple[OverheadPart, ...]:
+    """The overhead per step as one part per cause, in the order of ``OverheadCause``."""
     rules = _Rules(baseline, plan)
     before, after = _Account(baseline, rules), _Account(plan, rules)
-    return tuple(_part(cause, before, after) for cause in Cause)
+    return tuple(_part(cause, before, after) for cause in OverheadCause)
 
 
 def repeats_are_inferred(baseline: Ledger, plan: Ledger) -> bool:
     """Whether recomputation shows only as forward work that the plan runs more often."""
     if baseline.has_nodes and plan.has_nodes:
         return False
-    if any(work.phase is Phase.RECOMPUTE for work in plan.work):
+    if any(work.phase is WorkPhase.RECOMPUTE for work in plan.work):
         return False
     return len(plan.work) / plan.steps > _MORE_WORK * len(baseline.work) / baseline.steps
 
@@ -66,36 +66,36 @@ class _Rules:
         """What counts as the same work on both sides."""
         return (work.name, work.shape if self._has_shapes else "")
 
-    def causes(self, work: Work) -> Iterable[tuple[Cause, float]]:
+    def causes(self, work: Work) -> Iterable[tuple[OverheadCause, float]]:
         """The causes that a piece of work goes to, and the nanoseconds of each."""
         key = self.key(work)
-        is_recomputed = work.phase is Phase.RECOMPUTE
+        is_recomputed = work.phase is WorkPhase.RECOMPUTE
         if work.kind is WorkKind.GRAPH:
-            return ((Cause.UNEXPLAINED, work.own_ns),)
+            return ((OverheadCause.UNEXPLAINED, work.own_ns),)
         if work.kind in (WorkKind.COPY, WorkKind.SET) and not is_recomputed:
-            return ((Cause.COPIES, work.own_ns),)
-        phase = Phase.FORWARD if is_recomputed else work.phase
+            return ((OverheadCause.COPIES, work.own_ns),)
+        phase = WorkPhase.FORWARD if is_recomputed else work.phase
         reference = self._medians.get((key, phase), self._medians.get((key, None)))
         is_shared = reference is not None and key in self._plan_keys
         if reference is None or not is_shared:
             return ((self._cause_of_unshared(work), work.own_ns),)
-        slower = Cause.SYNCHRONISATION if work.kind is WorkKind.COMMUNICATION else Cause.MEMORY
+        slower = OverheadCause.SYNCHRONISATION if work.kind is WorkKind.COMMUNICATION else OverheadCause.MEMORY
         return ((self._cause_of_count(work, key), reference), (slower, work.own_ns - reference))
 
-    def _cause_of_count(self, work: Work, key: Key) -> Cause:
-        if work.phase is Phase.RECOMPUTE or key in self._repeated:
-            return Cause.RECOMPUTE
+    def _cause_of_count(self, work: Work, key: Key) -> OverheadCause:
+        if work.phase is WorkPhase.RECOMPUTE or key in self._repeated:
+            return OverheadCause.RECOMPUTE
         if self._is_fusion_lost and (FUSED.search(work.name) or is_element_wise(work)):
-            return Cause.FUSION
-        return Cause.ADDED
+            return OverheadCause.FUSION
+        return OverheadCause.ADDED
 
-    def _cause_of_unshared(self, work: Work) -> Cause:
+    def _cause_of_unshared(self, work: Work) -> OverheadCause:
         if self._is_fusion_lost and (FUSED.search(work.name) or is_element_wise(work)):
-            return Cause.FUSION
-        return Cause.RECOMPUTE if work.phase is Phase.RECOMPUTE else Cause.ADDED
+            return OverheadCause.FUSION
+        return OverheadCause.RECOMPUTE if work.phase is WorkPhase.RECOMPUTE else OverheadCause.ADDED
 
-    def _median_ns(self, works: Iterable[Work]) -> dict[tuple[Key, Phase | None], float]:
-        times: dict[tuple[Key, Phase | None], list[int]] = defaultdict(list)
+    def _median_ns(self, works: Iterable[Work]) -> dict[tuple[Key, WorkPhase | None], float]:
+        times: dict[tuple[Key, WorkPhase | None], list[int]] = defaultdict(list)
         for work in works:
             times[self.key(work), work.phase].append(work.own_ns)
             times[self.key(work), None].append(work.own_ns)
@@ -103,8 +103,8 @@ class _Rules:
 
     def _repeats(self, baseline: Ledger, plan: Ledger) -> frozenset[Key]:
         """Forward work that the plan runs more often; all work, where the baseline's phases are not known."""
-        has_forward = any(work.phase is Phase.FORWARD for work in baseline.work)
-        ours = Counter(self.key(work) for work in baseline.work if not has_forward or work.phase is Phase.FORWARD)
+        has_forward = any(work.phase is WorkPhase.FORWARD for work in baseline.work)
+        ours = Counter(self.key(work) for work in baseline.work if not has_forward or work.phase is WorkPhase.FORWARD)
         before = Counter(self.key(work) for work in baseline.work)
         after = Counter(self.key(work) for work in plan.work)
         return frozenset(key for key in ours if after[key] / plan.steps > before[key] / baseline.steps)
@@ -115,30 +115,30 @@ class _Account:
 
     def __init__(self, ledger: Ledger, rules: _Rules) -> None:
         self.steps = ledger.steps
-        self.by_step: dict[Cause, list[float]] = {cause: [0.0] * ledger.steps for cause in Cause}
-        self.by_name: dict[Cause, Counter[str]] = {cause: Counter() for cause in Cause}
+        self.by_step: dict[OverheadCause, list[float]] = {cause: [0.0] * ledger.steps for cause in OverheadCause}
+        self.by_name: dict[OverheadCause, Counter[str]] = {cause: Counter() for cause in OverheadCause}
         for work in ledger.work:
             for cause, nanoseconds in rules.causes(work):
                 self.by_step[cause][min(work.step, self.steps - 1)] += nanoseconds
                 self.by_name[cause][work.name] += nanoseconds / self.steps  # type: ignore[assignment]  # shares are floats
         for gap in ledger.idle:
             step = min(gap.step, self.steps - 1)
-            self.by_step[Cause.SYNCHRONISATION][step] += gap.waiting_ns
-            self.by_step[Cause.LAUNCH][step] += gap.launching_ns
-            self.by_step[Cause.UNEXPLAINED][step] += gap.stalled_ns
+            self.by_step[OverheadCause.SYNCHRONISATION][step] += gap.waiting_ns
+            self.by_step[OverheadCause.LAUNCH][step] += gap.launching_ns
+            self.by_step[OverheadCause.UNEXPLAINED][step] += gap.stalled_ns
 
-    def mean_ns(self, cause: Cause) -> float:
+    def mean_ns(self, cause: OverheadCause) -> float:
         """Per step."""
         return math.fsum(self.by_step[cause]) / self.steps
 
-    def error_ns(self, cause: Cause) -> float:
+    def error_ns(self, cause: OverheadCause) -> float:
         """The standard error of the mean."""
         return statistics.stdev(self.by_step[cause]) / math.sqrt(self.steps) if self.steps > 1 else 0.0
 
 
-def _part(cause: Cause, before: _Account, after: _Account) -> Part:
+def _part(cause: OverheadCause, before: _Account, after: _Account) -> OverheadPart:
     has_spread = before.steps > 1 and after.steps > 1
-    return Part(
+    return OverheadPart(
         cause=cause,
         seconds=(after.mean_ns(cause) - before.mean_ns(cause)) * _NS,
         spread_seconds=math.hypot(before.error_ns(cause), after.error_ns(cause)) * _NS if has_spread else None,

@@ -16,7 +16,7 @@ from plimsoll.analysis.diagnose.modules import named_calls
 from plimsoll.analysis.diagnose.read import read_profiles
 from plimsoll.analysis.diagnose.session import Recording, profile_in_turns
 from plimsoll.analysis.verify.evidence import versions
-from plimsoll.artifacts.finding import Finding, Origin
+from plimsoll.artifacts.finding import Finding, ProfileOrigin
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.errors import InvalidModel, InvalidOption, InvalidTrace, PlanFileError, TracingFailed, UnknownDevice
@@ -151,7 +151,7 @@ def _of_model(
         step = TrainingStep(model, args, kwargs, loss=loss)
         seconds, recording = _run_both(step, plan, steps, folder, report)
         before, after, _ = read_profiles(recording.traces[_BASELINE], recording.traces[_PLAN])
-        finding = compare_profiles(before, after, origin=Origin.PROFILED, bandwidth=_catalogue_bandwidth)
+        finding = compare_profiles(before, after, origin=ProfileOrigin.PROFILED, bandwidth=_catalogue_bandwidth)
         step.clear_gradients()
     report("done", 1.0)
     return msgspec.structs.replace(

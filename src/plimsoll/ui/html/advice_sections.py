@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plimsoll.artifacts.advice import Advice, CheckItem, FailureMode, Kind, Outcome, Sign
+from plimsoll.artifacts.advice import Advice, CheckItem, CheckOutcome, FailureMode, FailureSign, Kind
 from plimsoll.artifacts.advice_summary import (
     CANDIDATE_HEADER,
     LAYER_HEADER,
@@ -16,18 +16,18 @@ from plimsoll.ui.html.content import Check, Checks, Element, Fold, Paragraph, Se
 from plimsoll.ui.html.labels import sentence
 
 _TONES = {
-    Outcome.PASS: Tone.GOOD,
-    Outcome.FAIL: Tone.BAD,
-    Outcome.NOT_CHECKED: Tone.NEUTRAL,
-    Sign.FOUND: Tone.BAD,
-    Sign.NOT_FOUND: Tone.GOOD,
+    CheckOutcome.PASS: Tone.GOOD,
+    CheckOutcome.FAIL: Tone.BAD,
+    CheckOutcome.NOT_CHECKED: Tone.NEUTRAL,
+    FailureSign.FOUND: Tone.BAD,
+    FailureSign.NOT_FOUND: Tone.GOOD,
 }
 
 
 def advice_statement(advice: Advice) -> Statement:
     """What to do, in one line."""
     tone = {Kind.DOES_NOT_FIT: Tone.BAD, Kind.LOOK_ELSEWHERE: Tone.NEUTRAL}.get(advice.recommendation.kind, Tone.GOOD)
-    passed = sum(item.outcome is Outcome.PASS for item in advice.checklist)
+    passed = sum(item.outcome is CheckOutcome.PASS for item in advice.checklist)
     checks = f"{passed} of {len(advice.checklist)} items of the checklist pass."
     text = f"{sentence(advice.recommendation.headline)} {checks}"
     return Statement(tone, "Advice", advice.recommendation.kind, text)
@@ -59,7 +59,7 @@ def checklist_section(advice: Advice, title: str) -> Section:
     return Section(title, (items, Fold("Failure modes", (modes,))))
 
 
-def _check(word: Outcome | Sign, entry: CheckItem | FailureMode) -> Check:
+def _check(word: CheckOutcome | FailureSign, entry: CheckItem | FailureMode) -> Check:
     return Check(_TONES.get(word, Tone.NEUTRAL), word, entry.title, entry.evidence, entry.next)
 
 

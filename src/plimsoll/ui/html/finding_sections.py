@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from plimsoll.artifacts.finding import Finding, Part
+from plimsoll.artifacts.finding import Finding, OverheadPart
 from plimsoll.artifacts.finding_summary import (
     LAYERS_HEADER,
     PARTS_HEADER,
@@ -73,7 +73,7 @@ def finding_section(finding: Finding, name: str, title: str) -> Section:
     return Section(title, tuple(elements))
 
 
-def _draw_parts(parts: list[Part], name: str) -> Chart:
+def _draw_parts(parts: list[OverheadPart], name: str) -> Chart:
     """A bar for every part; what the plan saves goes to the left."""
     trace: dict[str, Any] = {
         "type": "bar",
@@ -104,6 +104,6 @@ def _draw_parts(parts: list[Part], name: str) -> Chart:
     return Chart(name, chart, "What the extra time of a step is made of.")
 
 
-def _words(part: Part) -> str:
+def _words(part: OverheadPart) -> str:
     lines = [f"<b>{escape(part.cause)}</b> {format_seconds(part.seconds)}", escape(part.cause.meaning)]
     return "<br>".join([*lines, *map(escape, part.details)])
