@@ -15,7 +15,7 @@ from plimsoll.artifacts.receipt import Engine
 from plimsoll.engine.frame import Frame
 from plimsoll.engine.offload.simulated import SimulatedLink
 from plimsoll.engine.reference_copy import PIECE_BYTES, Witness
-from plimsoll.tracing.recorder.bits import same_bits
+from plimsoll.tracing.recorder.storages import same_bits
 from steps import Block, Stack
 
 

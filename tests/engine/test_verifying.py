@@ -11,7 +11,7 @@ from torch import nn
 from contracts.harness import assert_unchanged, plain_step, stack_of
 from plimsoll.engine.randomness import RandomPoints
 from plimsoll.engine.verifying import VerifyingRecorder
-from plimsoll.tracing.recorder.bits import fingerprint, same_bits
+from plimsoll.tracing.recorder.storages import same_bits, storage_fingerprint
 
 CALLS = itertools.count()
 
@@ -279,10 +279,10 @@ def test_same_bits_tells_zeros_apart_and_takes_any_nan_for_any_other():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int8])
 def test_a_fingerprint_changes_with_any_element(dtype):
     tensor = torch.ones(7, 3).to(dtype)
-    before = fingerprint(tensor)
-    assert fingerprint(tensor.clone()) == before
+    before = storage_fingerprint(tensor)
+    assert storage_fingerprint(tensor.clone()) == before
     tensor[5, 1] = 0
-    assert fingerprint(tensor) != before
+    assert storage_fingerprint(tensor) != before
 
 
 def test_a_fingerprint_changes_when_elements_change_places():
@@ -290,6 +290,6 @@ def test_a_fingerprint_changes_when_elements_change_places():
         tensor = torch.randn(count, dtype=torch.float64)
         swapped = tensor.clone()
         swapped[[0, count - 1]] = tensor[[count - 1, 0]]
-        assert fingerprint(tensor) != fingerprint(swapped)
-        assert fingerprint(tensor) != fingerprint(tensor.flip(0))
-    assert fingerprint(torch.zeros(0)) == 0
+        assert storage_fingerprint(tensor) != storage_fingerprint(swapped)
+        assert storage_fingerprint(tensor) != storage_fingerprint(tensor.flip(0))
+    assert storage_fingerprint(torch.zeros(0)) == 0

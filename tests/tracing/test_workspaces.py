@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from plimsoll.artifacts.trace import Trace
+from plimsoll.tracing.meters.workspaces import hidden_bytes
 from plimsoll.tracing.trace import trace
-from plimsoll.tracing.workspaces import hidden_bytes
 from tracing import zoo
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from plimsoll.errors import SavedTensorModified
-from plimsoll.tracing.recorder.shards import Shell
+from plimsoll.tracing.local_tensors import Shell
 
 if TYPE_CHECKING:
     from plimsoll.engine.frame import Frame

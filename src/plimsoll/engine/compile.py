@@ -22,9 +22,9 @@ import torch
 from plimsoll.artifacts.region import RegionGraph
 from plimsoll.engine.cells import modified_in_place
 from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, Schedule, Segment, Step
-from plimsoll.tracing.recorder.geometry import Geometry
+from plimsoll.tracing.local_tensors import local_of, version_of
 from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
-from plimsoll.tracing.recorder.shards import local_of, version_of
+from plimsoll.tracing.recorder.storages import Geometry
 
 SegmentFunction = Callable[..., torch.Tensor]
 

@@ -17,7 +17,7 @@ from torch.autograd import profiler
 from plimsoll.engine.cells import Cell, Readable
 from plimsoll.engine.stored_forms import check_reader_of_sign
 from plimsoll.planning.replay_schedule import BOUNDARY
-from plimsoll.tracing.recorder.shards import unwrapped, version_of
+from plimsoll.tracing.local_tensors import unwrapped, version_of
 
 if TYPE_CHECKING:
     from plimsoll.engine.compile import SegmentFunction

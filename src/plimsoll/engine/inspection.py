@@ -21,7 +21,7 @@ from plimsoll.engine.offload.open import default_link_name, open_link
 from plimsoll.engine.offload.protocol import Link
 from plimsoll.engine.reference_copy import Difference, Witness
 from plimsoll.errors import OffloadFailed
-from plimsoll.tracing.recorder.bits import same_contents
+from plimsoll.tracing.recorder.storages import same_contents
 
 if TYPE_CHECKING:
     from plimsoll.engine.frame import Frame

@@ -16,9 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from plimsoll.engine.cells import Cell, Readable
 from plimsoll.engine.frame import Frame, Link
 from plimsoll.engine.program import Program
+from plimsoll.tracing.local_tensors import local_of, version_of
 from plimsoll.tracing.recorder.calling import output_tensors
-from plimsoll.tracing.recorder.geometry import Geometry
-from plimsoll.tracing.recorder.shards import local_of, version_of
+from plimsoll.tracing.recorder.storages import Geometry
 
 
 @dataclass(frozen=True, slots=True)

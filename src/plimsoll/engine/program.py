@@ -22,10 +22,9 @@ from plimsoll.engine.split_backward import Halves
 from plimsoll.engine.stored_forms import Packer, Refused, Source, is_exact, plan_packing
 from plimsoll.errors import ReplayMismatch
 from plimsoll.planning.replay_schedule import BOUNDARY, Unreachable, build_schedule, recipe_ops
-from plimsoll.tracing.recorder.bits import same_bits
+from plimsoll.tracing.local_tensors import is_sharded, local_of, settled, version_of
 from plimsoll.tracing.recorder.collectives import is_collective
-from plimsoll.tracing.recorder.geometry import Geometry
-from plimsoll.tracing.recorder.shards import is_sharded, local_of, settled, version_of
+from plimsoll.tracing.recorder.storages import Geometry, same_bits
 
 _GONE = torch.empty(0)
 """Stands where a packed tensor was."""

@@ -22,13 +22,12 @@ from plimsoll.engine.randomness import RandomPoints
 from plimsoll.engine.shared import Shared
 from plimsoll.engine.split_backward import Halves
 from plimsoll.engine.verifying import VerifyingRecorder
-from plimsoll.tracing.recorder.calling import call_tensors, output_tensors
+from plimsoll.tracing.local_tensors import local_of, settled, version_of
+from plimsoll.tracing.recorder.calling import ModuleStack, call_tensors, output_tensors
 from plimsoll.tracing.recorder.collectives import is_routing, peers_of
-from plimsoll.tracing.recorder.geometry import Geometry, has_lazy_bits, is_plain
 from plimsoll.tracing.recorder.graph import LocalIds, SlotRecord, build_region_graph, default_order
-from plimsoll.tracing.recorder.modules import ModuleStack
 from plimsoll.tracing.recorder.recorder import Ref
-from plimsoll.tracing.recorder.shards import local_of, settled, version_of
+from plimsoll.tracing.recorder.storages import Geometry, has_lazy_bits, is_plain
 
 SMALL_BUFFER_BYTES = 1 << 20
 """Buffers up to this size are copied per call; larger ones are held and must not change before backward."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from plimsoll.engine.offload.protocol import Link, Ticket
-from plimsoll.tracing.recorder.bits import as_integers
+from plimsoll.tracing.recorder.storages import as_integers
 from plimsoll.units import MIB
 
 PIECE_BYTES = 4 * MIB

@@ -30,8 +30,8 @@ from plimsoll.engine.routing import saving_routes
 from plimsoll.engine.shared import Shared
 from plimsoll.engine.signature import SignatureReader, is_transparent
 from plimsoll.errors import RanksDiffer
+from plimsoll.tracing.local_tensors import version_of
 from plimsoll.tracing.recorder.calling import call_tensors
-from plimsoll.tracing.recorder.shards import version_of
 
 MAX_SIGNATURES = 8
 """More than this many signatures of one region are not recorded: the region is re-run as a whole."""

@@ -22,9 +22,9 @@ from plimsoll.engine.codecs.registry import find_codec
 from plimsoll.engine.frame import Frame
 from plimsoll.engine.noise import LEAST_LOSSY_ELEMENTS, NoiseTracker, can_run_again, relative_distance
 from plimsoll.engine.stored_forms import whole_storage
+from plimsoll.tracing.local_tensors import is_sharded
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.collectives import IS_COLLECTIVE
-from plimsoll.tracing.recorder.shards import is_sharded
 
 REFERENCE_CODEC = "int8"
 """What values are read through to see how gradients react."""

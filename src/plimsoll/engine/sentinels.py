@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from plimsoll.tracing.recorder.bits import INTEGER_OF_SIZE
-from plimsoll.tracing.recorder.geometry import Geometry
+from plimsoll.tracing.recorder.storages import INTEGER_OF_SIZE, Geometry
 
 SAMPLE_SIZE = 16
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plimsoll.tracing.recorder.shards import is_pending, is_sharded, layout_key, local_of
+from plimsoll.tracing.local_tensors import is_pending, is_sharded, layout_key, local_of
 
 _SCALARS = (bool, int, float, complex, str)
 

@@ -19,8 +19,8 @@ from plimsoll.engine.codecs.protocol import Codec, Payload
 from plimsoll.engine.codecs.registry import find_codec
 from plimsoll.engine.offload.protocol import Link, Ticket
 from plimsoll.errors import ReplayMismatch, SavedTensorModified
-from plimsoll.tracing.recorder.geometry import Geometry
-from plimsoll.tracing.recorder.shards import Shell
+from plimsoll.tracing.local_tensors import Shell
+from plimsoll.tracing.recorder.storages import Geometry
 
 READS_SIGN_ONLY = frozenset({"ReluBackward0"})
 """Autograd nodes that look at a saved tensor only to see where it is positive."""

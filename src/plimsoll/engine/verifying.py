@@ -25,9 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from plimsoll.artifacts.region import Origin
 from plimsoll.engine.randomness import RandomPoints
-from plimsoll.tracing.recorder.bits import fingerprint, same_bits
-from plimsoll.tracing.recorder.geometry import Geometry, is_plain
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, Signature, flat_tensors
+from plimsoll.tracing.recorder.storages import Geometry, is_plain, same_bits, storage_fingerprint
 
 NOT_EXACT = "gives other bits when it is run again"
 _POISON = 0xA5
@@ -74,7 +73,7 @@ class VerifyingRecorder(OpRecorder):
         later = self.points.state(device)
         if not op.is_random and not torch.equal(earlier, later):
             op.obstacle = op.obstacle or "draws random numbers without declaring it"
-        changed = [storage for storage, (tensor, before) in prints.items() if fingerprint(tensor) != before]
+        changed = [storage for storage, (tensor, before) in prints.items() if storage_fingerprint(tensor) != before]
         try:
             self._check(op, args, kwargs, out, bases, changed, state)
         finally:
@@ -85,7 +84,7 @@ class VerifyingRecorder(OpRecorder):
         """Compare tensors that are about to be taken with what the ops left in them."""
         for tensor in tensors:
             known = self._contents.get(self.table.find(tensor)) if is_plain(tensor) else None
-            if known is not None and fingerprint(tensor) != known:
+            if known is not None and storage_fingerprint(tensor) != known:
                 self.has_hidden_writes = True
 
     def _close(
@@ -118,7 +117,7 @@ class VerifyingRecorder(OpRecorder):
                 storage = self.table.find(tensor)
                 if storage in written:
                     written.discard(storage)
-                    self._contents[storage] = fingerprint(tensor)
+                    self._contents[storage] = storage_fingerprint(tensor)
                 if self.values[self.current[storage]].is_undefined:
                     self._contents.pop(storage, None)
 
@@ -151,7 +150,7 @@ class VerifyingRecorder(OpRecorder):
             if isinstance(tensor, torch.Tensor) and is_plain(tensor):
                 storage = self.table.find(tensor)
                 if storage not in written and storage not in prints:
-                    prints[storage] = (tensor, fingerprint(tensor))
+                    prints[storage] = (tensor, storage_fingerprint(tensor))
                     if self._contents.get(storage, prints[storage][1]) != prints[storage][1]:
                         self.has_hidden_writes = True
         return prints

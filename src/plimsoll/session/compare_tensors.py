@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from plimsoll.artifacts.receipt import Mismatch, finite
-from plimsoll.tracing.recorder.bits import same_contents
+from plimsoll.tracing.recorder.storages import same_contents
 
 
 def copies(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:

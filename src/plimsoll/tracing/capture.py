@@ -15,15 +15,14 @@ from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Phase, TraceParameter
 from plimsoll.errors import InvalidModel
 from plimsoll.tracing.fsdp2 import Gathered
-from plimsoll.tracing.meters.clocks import Clock
-from plimsoll.tracing.recorder.calling import Loss, call_tensors, output_tensors, scalar_loss
-from plimsoll.tracing.recorder.modules import ModuleStack
-from plimsoll.tracing.recorder.shards import settled
+from plimsoll.tracing.local_tensors import settled
+from plimsoll.tracing.meters.timing import Clock
+from plimsoll.tracing.meters.workspaces import WorkspaceMeter
+from plimsoll.tracing.recorder.calling import Loss, ModuleStack, call_tensors, output_tensors, scalar_loss
 from plimsoll.tracing.refusals import explain_backward, explain_forward
 from plimsoll.tracing.slots import SlotBook
 from plimsoll.tracing.statics import gradient_storages, listed_parameters, register_statics
 from plimsoll.tracing.tracer import StepTracer
-from plimsoll.tracing.workspaces import WorkspaceMeter
 
 _REENTRANT_CHECKPOINT = CheckpointFunction._backward_cls
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Category, Phase, Storage
 from plimsoll.tracing.capture import RegionLog, StepLog
+from plimsoll.tracing.meters.workspaces import COLLECTIVES
 from plimsoll.tracing.optimizer import OptimizerLog
 from plimsoll.tracing.tracer import BUFFER
-from plimsoll.tracing.workspaces import COLLECTIVES
 
 _STATIC_CATEGORIES = {
     Origin.PARAMETER: Category.PARAMETER,

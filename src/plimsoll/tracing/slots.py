@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from plimsoll.tracing.recorder.geometry import Geometry, is_plain
+from plimsoll.tracing.local_tensors import Shell, unwrapped
 from plimsoll.tracing.recorder.graph import SlotRecord
-from plimsoll.tracing.recorder.shards import Shell, unwrapped
+from plimsoll.tracing.recorder.storages import Geometry, is_plain
 from plimsoll.tracing.tracer import StepTracer
 
 

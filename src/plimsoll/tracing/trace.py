@@ -23,15 +23,14 @@ from plimsoll.tracing.fake import fake_batch, faked
 from plimsoll.tracing.fsdp2 import has_flat_parameters, sharded_parameters
 from plimsoll.tracing.kernels import runs_gpu_kernels, target_kernels
 from plimsoll.tracing.local_tensors import is_wrapper
-from plimsoll.tracing.meters.clocks import Clock, clock_for
-from plimsoll.tracing.meters.free import free_bytes, release_free_memory
-from plimsoll.tracing.meters.timing import one_thread
+from plimsoll.tracing.meters.memory import free_bytes, release_free_memory
+from plimsoll.tracing.meters.timing import Clock, clock_for, one_thread
+from plimsoll.tracing.meters.workspaces import WorkspaceMeter, meter_for
 from plimsoll.tracing.optimizer import OptimizerLog, trace_optimizer
 from plimsoll.tracing.recorder.calling import Loss, check_devices, split_batch
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.tracing.recorder.untouched import private_copy, untouched
 from plimsoll.tracing.regions import find_regions
-from plimsoll.tracing.workspaces import WorkspaceMeter, meter_for
 
 _ROOM_TO_HOLD = 2
 """Timed runs hold what autograd saves, as training does, where that many times its bytes are free; memory that is given

@@ -11,10 +11,10 @@ import torch
 
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import OpSpec, Phase
-from plimsoll.tracing.meters.clocks import Clock
+from plimsoll.tracing.meters.timing import Clock
+from plimsoll.tracing.meters.workspaces import COLLECTIVES, WorkspaceMeter
 from plimsoll.tracing.recorder.opkey import op_spec
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, RecordedValue, Signature
-from plimsoll.tracing.workspaces import COLLECTIVES, WorkspaceMeter
 
 BUFFER = "buffer of "
 """With this begin the names of what only carries other tensors through a collective."""

@@ -22,11 +22,11 @@ from plimsoll.tracing.fake import fake_batch, faked
 from plimsoll.tracing.fsdp2 import Gathered
 from plimsoll.tracing.kernels import runs_gpu_kernels, target_kernels
 from plimsoll.tracing.lives import storages_of
-from plimsoll.tracing.meters.free import release_free_memory
+from plimsoll.tracing.meters.memory import release_free_memory
+from plimsoll.tracing.meters.workspaces import WorkspaceMeter, meter_for
 from plimsoll.tracing.optimizer import OptimizerLog, trace_optimizer
-from plimsoll.tracing.recorder.calling import Loss, check_devices, output_tensors, scalar_loss, split_batch
+from plimsoll.tracing.recorder.calling import Loss, ModuleStack, check_devices, output_tensors, scalar_loss, split_batch
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
-from plimsoll.tracing.recorder.modules import ModuleStack
 from plimsoll.tracing.recorder.untouched import private_copy, untouched
 from plimsoll.tracing.refusals import explain_backward, explain_forward
 from plimsoll.tracing.regions import find_regions
@@ -34,7 +34,6 @@ from plimsoll.tracing.slots import SlotBook
 from plimsoll.tracing.statics import gradient_storages, listed_parameters, register_statics
 from plimsoll.tracing.trace import check_traceable, home_of
 from plimsoll.tracing.tracer import StepTracer
-from plimsoll.tracing.workspaces import WorkspaceMeter, meter_for
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 

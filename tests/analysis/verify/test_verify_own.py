@@ -318,7 +318,7 @@ def test_a_curve_leaves_the_parameters_of_a_loss_and_the_state_tensors_themselve
 
 
 def test_repeated_ops_watch_nothing_in_a_step_that_recomputes_nothing():
-    from plimsoll.tracing.recorder.modules import ModuleStack
+    from plimsoll.tracing.recorder.calling import ModuleStack
 
     model = Stack(1)
     stack = ModuleStack()

@@ -40,7 +40,7 @@ from plimsoll.session.plan import trace_and_cost
 from plimsoll.session.rendezvous.participants import refuse_several_ranks
 from plimsoll.session.request import as_patterns, check_model, explained_loss, refuse_profiler, split_detached
 from plimsoll.session.training_step import TrainingStep
-from plimsoll.tracing.meters.free import free_bytes
+from plimsoll.tracing.meters.memory import free_bytes
 from plimsoll.tracing.recorder.calling import Loss, call_tensors
 from plimsoll.tracing.recorder.fingerprint import fingerprint
 from plimsoll.units import format_bytes

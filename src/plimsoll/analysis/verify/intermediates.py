@@ -13,8 +13,8 @@ from torch import nn
 from plimsoll.artifacts.receipt import Intermediate
 from plimsoll.errors import InvalidRegions
 from plimsoll.session.compare_tensors import difference
-from plimsoll.tracing.recorder.bits import same_contents
 from plimsoll.tracing.recorder.calling import output_tensors
+from plimsoll.tracing.recorder.storages import same_contents
 
 Key = tuple[str, int, bool]
 """Module, which of its calls, and whether it is the gradient."""

@@ -41,8 +41,8 @@ from plimsoll.errors import InvalidModel
 from plimsoll.session.compare_tensors import copies, relative_error
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.meters.timing import Timing, time_in_turns
+from plimsoll.tracing.recorder.calling import ModuleStack
 from plimsoll.tracing.recorder.fingerprint import fingerprint
-from plimsoll.tracing.recorder.modules import ModuleStack
 
 _MOST_FAULTS = 50
 

@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from plimsoll.analysis.verify.saved_hooks import Hook
 from plimsoll.artifacts.fault import Cause, Fault
-from plimsoll.tracing.recorder.bits import content_fingerprint
-from plimsoll.tracing.recorder.geometry import is_plain
-from plimsoll.tracing.recorder.modules import ModuleStack
+from plimsoll.tracing.recorder.calling import ModuleStack
+from plimsoll.tracing.recorder.storages import content_fingerprint, is_plain
 
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Ops whose results are not defined."""

@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from plimsoll.analysis.verify.saved_hooks import Hook
 from plimsoll.artifacts.fault import Cause, Fault
-from plimsoll.tracing.recorder.bits import content_fingerprint
-from plimsoll.tracing.recorder.geometry import is_plain
-from plimsoll.tracing.recorder.modules import ModuleStack
+from plimsoll.tracing.recorder.calling import ModuleStack
+from plimsoll.tracing.recorder.storages import content_fingerprint, is_plain
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ import torch
 
 from plimsoll.engine.codecs.protocol import Codec
 from plimsoll.engine.codecs.registry import find_codec
-from plimsoll.tracing.meters.clocks import clock_for
-from plimsoll.tracing.meters.timing import one_thread
+from plimsoll.tracing.meters.timing import clock_for, one_thread
 
 _MOST_ELEMENTS = 1 << 22
 _RUNS = 3

@@ -1,8 +1,9 @@
-"""How Plimsoll calls a model: a batch in, arguments out; an output in, a scalar loss out; tensors of a call, in order."""
+"""How Plimsoll calls a model: arguments from a batch, a scalar loss from an output, and which module is running meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -86,3 +87,44 @@ def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Te
 def output_tensors(output: Any) -> list[torch.Tensor]:
     """The tensors that a module returned, in a fixed order."""
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+class ModuleStack:
+    """Knows which submodule of ``root`` is running, by temporary forward hooks.
+
+    ``path`` is relative to ``root`` (``""`` in the root itself). A module that is reached under several names keeps its first.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[str] = []
+
+    @property
+    def path(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    @contextlib.contextmanager
+    def watch(self, root: nn.Module, prefix: str = "") -> Iterator[None]:
+        """Follow the modules below ``root`` until the block ends; every hook is removed, also on an error."""
+        handles: list[Any] = []
+        depth = len(self._stack)
+        self._stack.append(prefix)
+        try:
+            for name, module in root.named_modules():
+                if name:
+                    path = f"{prefix}.{name}" if prefix else name
+                    handles.append(module.register_forward_pre_hook(self._entering(path), prepend=True))
+                    handles.append(module.register_forward_hook(self._leaving, always_call=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            del self._stack[depth:]
+
+    def _entering(self, path: str) -> Any:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._stack.append(path)
+
+        return enter
+
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from plimsoll.tracing.ddp import inner_module
+from plimsoll.tracing.local_tensors import layout_of
 from plimsoll.tracing.recorder.opkey import dtype_name
-from plimsoll.tracing.recorder.shards import layout_of
 
 _HASH_LENGTH = 12
 

@@ -22,6 +22,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.artifacts.region import Origin
+from plimsoll.tracing.local_tensors import dispatches_itself, local_of
 from plimsoll.tracing.recorder.collectives import (
     IS_COLLECTIVE,
     IS_ROUTING,
@@ -32,10 +33,8 @@ from plimsoll.tracing.recorder.collectives import (
     masks_of,
     undeclared_writes,
 )
-from plimsoll.tracing.recorder.geometry import Geometry, has_lazy_bits, is_plain
 from plimsoll.tracing.recorder.opkey import cost_key, op_name
-from plimsoll.tracing.recorder.shards import dispatches_itself, local_of
-from plimsoll.tracing.recorder.storages import StorageTable
+from plimsoll.tracing.recorder.storages import Geometry, StorageTable, has_lazy_bits, is_plain
 
 _UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized"}

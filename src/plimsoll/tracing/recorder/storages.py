@@ -1,17 +1,55 @@
-"""Tensors in, ids of living storages out.
+"""Where a tensor's memory lies, how the tensor lies in it, and which bits it holds.
 
-An address names a storage only while that storage lives. The table therefore holds a weak reference to every storage that
-it has seen: as long as the weak reference exists the allocator cannot hand out the same ``StorageImpl`` again, so a
-look-up by address is exact for the table's lifetime. (Keying a table by ``data_ptr`` is wrong twice: it is re-used, and
-all zero-size tensors share 0.) The storage of a DTensor is that of its local shard.
+An address names a storage only while that storage lives. ``StorageTable`` therefore holds a weak reference to every storage
+that it has seen: as long as the weak reference exists the allocator cannot hand out the same ``StorageImpl`` again, so a
+look-up by address is exact for the table's lifetime. (Keying a table by ``data_ptr`` is wrong twice: addresses are used
+again, and all tensors without elements share 0.) The storage of a DTensor is that of its local shard.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from plimsoll.tracing.recorder.shards import local_of
+from plimsoll.tracing.local_tensors import is_wrapper, local_of
+
+INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types by bytes, to look at bits."""
+_ROW = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes and strides in elements, offset in elements from the start of the storage, and dtype."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Geometry:
+        return Geometry(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    def view_on(self, base: torch.Tensor) -> torch.Tensor:
+        """This geometry on the storage of ``base``."""
+        if base.dtype is self.dtype:
+            return torch.as_strided(base, self.size, self.stride, self.offset)
+        empty = torch.empty(0, dtype=self.dtype, device=base.device)
+        return empty.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+
+
+def has_lazy_bits(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bits are not its values (lazy conjugate or negation): a view cannot say that."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is dense and strided with a storage of its own kind (no subclass that hides several)."""
+    return tensor.layout is torch.strided and not is_wrapper(tensor)
 
 
 class StorageTable:
@@ -53,3 +91,57 @@ class StorageTable:
         del self._ids[reference.cdata]
         self._references[id_] = None
         return False
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bits as integers: bits are compared, not values."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(INTEGER_OF_SIZE[tensor.element_size()])
+
+
+def storage_fingerprint(tensor: torch.Tensor) -> int:
+    """A checksum of all bytes of the tensor's storage and their places; needs no memory of that size."""
+    storage = tensor.untyped_storage()
+    count = storage.nbytes()
+    if count == 0:
+        return 0
+    width = 8 if count % 8 == 0 else 1
+    dtype = torch.int64 if width == 8 else torch.uint8
+    flat = torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, (count // width,))  # type: ignore[call-overload]
+    rest = flat.numel() % _ROW
+    rows = flat[rest:].view(-1, _ROW)
+    parts = (flat[:rest], rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64))
+    return int(sum((part * torch.arange(1, part.numel() + 1, device=part.device)).sum() for part in parts))
+
+
+def content_fingerprint(tensor: torch.Tensor) -> int:
+    """A checksum of the tensor's elements in their order, however they lie on their storage."""
+    count = tensor.numel() * tensor.element_size()
+    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == count
+    return storage_fingerprint(tensor if is_whole else tensor.detach().clone(memory_format=torch.contiguous_format))
+
+
+def same_bits(first: torch.Tensor, second: Any) -> bool:
+    """Whether two tensors lie alike and hold the same bits."""
+    if not isinstance(second, torch.Tensor) or not is_plain(first) or not is_plain(second):
+        return False
+    return Geometry.of(first) == Geometry.of(second) and same_contents(first, second)
+
+
+def same_contents(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of equal shape and dtype hold the same bits, element by element."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if first.numel() == 0:
+        return True
+    if first.is_complex():
+        first, second = torch.view_as_real(first.resolve_conj()), torch.view_as_real(second.resolve_conj())
+    if first.stride() != second.stride():
+        first, second = first.contiguous(), second.contiguous()
+    if torch.equal(as_integers(first), as_integers(second)):
+        return True
+    if not first.dtype.is_floating_point:
+        return False
+    both_nan = first.isnan() & second.isnan()
+    return bool((both_nan | (as_integers(first) == as_integers(second))).all())

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from plimsoll.tracing.fsdp2 import KeptShards, sharded_parameters
-from plimsoll.tracing.recorder.geometry import is_plain
+from plimsoll.tracing.recorder.storages import is_plain
 
 
 @contextlib.contextmanager
