@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plimsoll.analysis.advise.verb import advise
-    from plimsoll.analysis.diagnose.verb import diagnose
-    from plimsoll.analysis.explain.verb import explain
+    from plimsoll.analysis.advise.advise import advise
+    from plimsoll.analysis.diagnose.diagnose import diagnose
+    from plimsoll.analysis.explain.explain import explain
     from plimsoll.analysis.probe.verb import probe
     from plimsoll.analysis.verify.verbs import compare, verify
     from plimsoll.artifacts.plan import Plan
@@ -50,13 +50,13 @@ _HOMES = {
     "Plan": "plimsoll.artifacts.plan",
     "PlimsollError": "plimsoll.errors",
     "Receipt": "plimsoll.artifacts.receipt",
-    "advise": "plimsoll.analysis.advise.verb",
+    "advise": "plimsoll.analysis.advise.advise",
     "apply": "plimsoll.session.plan",
     "attach": "plimsoll.session.attach",
     "compare": "plimsoll.analysis.verify.verbs",
-    "diagnose": "plimsoll.analysis.diagnose.verb",
+    "diagnose": "plimsoll.analysis.diagnose.diagnose",
     "estimate": "plimsoll.estimator.estimate",
-    "explain": "plimsoll.analysis.explain.verb",
+    "explain": "plimsoll.analysis.explain.explain",
     "fit": "plimsoll.estimator.fit.verb",
     "load": "plimsoll.session.plan",
     "plan": "plimsoll.session.plan",

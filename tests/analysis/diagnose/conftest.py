@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from analysis.diagnose.builders import ChromeBuilder, NsysBuilder
-from plimsoll.analysis.diagnose.compare import compare_profiles
-from plimsoll.analysis.diagnose.read import read_profiles
+from plimsoll.analysis.diagnose.comparison import compare_profiles
+from plimsoll.analysis.diagnose.diagnose import read_profiles
 from plimsoll.artifacts.finding import Finding
 
 Builder = ChromeBuilder | NsysBuilder

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plimsoll.analysis.diagnose.accounts import keep_ledger
-from plimsoll.analysis.diagnose.layers import find_layers
-from plimsoll.analysis.diagnose.profile import DeviceKind, DeviceSpan, HostKind, HostSpan, Profile, Step
-from plimsoll.analysis.diagnose.shapes import input_bytes
-from plimsoll.analysis.diagnose.split import split_overhead
+from plimsoll.analysis.diagnose.attribution import find_layers
+from plimsoll.analysis.diagnose.causes import split_overhead
+from plimsoll.analysis.diagnose.chrome_reader import input_bytes
+from plimsoll.analysis.diagnose.profile import DeviceKind, DeviceSpan, HostKind, HostSpan, Profile, StepSpan
 from plimsoll.artifacts.finding import OverheadCause, WorkUnit
 
 OPS = st.sampled_from(["aten::mm", "aten::add", "aten::copy_", "aten::view", "NormBackward0", "my::op"])
@@ -53,7 +53,7 @@ def profiles(draw: st.DrawFn) -> Profile:
             )
         )
     count = draw(st.integers(0, 3))
-    steps = tuple(Step(start_ns=i * 100_000, end_ns=i * 100_000 + 90_000 + 10_000 * (i % 2)) for i in range(count))
+    steps = tuple(StepSpan(start_ns=i * 100_000, end_ns=i * 100_000 + 90_000 + 10_000 * (i % 2)) for i in range(count))
     apart = draw(st.booleans())
     return Profile(source="drawn", host=tuple(host), device=tuple(device), steps=steps, are_steps_apart=apart)
 

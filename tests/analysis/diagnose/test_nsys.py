@@ -10,7 +10,7 @@ import pytest
 
 from analysis.diagnose.builders import BACKWARD, NsysBuilder
 from analysis.diagnose.conftest import Compare
-from plimsoll.analysis.diagnose.nsys import read_nsys
+from plimsoll.analysis.diagnose.nsys_reader import read_nsys
 from plimsoll.analysis.diagnose.profile import DeviceKind
 from plimsoll.artifacts.finding import OverheadCause, ProfileOrigin, WorkPhase
 

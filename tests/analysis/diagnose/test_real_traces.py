@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import plimsoll
-from plimsoll.analysis.diagnose.modules import named_calls
+from plimsoll.analysis.diagnose.profiling import named_calls
 from plimsoll.artifacts.finding import Finding, OverheadCause, WorkPhase
 from plimsoll.errors import InvalidModel, PlanFileError, PlanMismatch, TracingFailed
 from plimsoll.planning.choice import Choice

@@ -1,4 +1,4 @@
-"""Intervals of nanoseconds in; unions, gaps and owners of every instant out."""
+"""Arithmetic on intervals of nanoseconds, and the trees of spans that enclose each other on a thread."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
+from plimsoll.analysis.diagnose.profile import HostKind, HostSpan
+
 Interval = tuple[int, int]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """What is covered at all, as disjoint intervals in order.
+    """Everything that is covered, as disjoint intervals in order.
 
     Example:
         >>> union([(5, 9), (0, 3), (2, 4)])
@@ -46,26 +48,21 @@ def clip(interval: Interval, windows: Sequence[Interval]) -> list[Interval]:
 
 
 def gaps(covered: Sequence[Interval], windows: Sequence[Interval]) -> list[Interval]:
-    """What disjoint, ordered windows hold beside disjoint, ordered intervals.
+    """The parts of disjoint, ordered windows that disjoint, ordered intervals leave free.
 
     Example:
         >>> gaps([(2, 3), (5, 9)], [(0, 10)])
         [(0, 2), (3, 5), (9, 10)]
     """
     found = []
-    position = 0
     for low, high in windows:
-        at = low
-        while position < len(covered) and covered[position][1] <= low:
-            position += 1
-        index = position
-        while index < len(covered) and covered[index][0] < high:
-            if covered[index][0] > at:
-                found.append((at, covered[index][0]))
-            at = max(at, covered[index][1])
-            index += 1
-        if at < high:
-            found.append((at, high))
+        free_from = low
+        for start, end in clip((low, high), covered):
+            if start > free_from:
+                found.append((free_from, start))
+            free_from = end
+        if free_from < high:
+            found.append((free_from, high))
     return found
 
 
@@ -82,7 +79,7 @@ def covered_ns(interval: Interval, merged: Sequence[Interval]) -> int:
 def owned_ns(pieces: Sequence[tuple[int, int, int]]) -> list[int]:
     """Give every covered instant to one piece: that of the lowest rank, among equals the one that started first.
 
-    So what runs beside something else counts once, and the sum is the length of the union.
+    Work that runs beside other work counts once that way, and the sum is the length of the union.
 
     Args:
         pieces: start, end and rank of each.
@@ -114,3 +111,52 @@ def owned_ns(pieces: Sequence[tuple[int, int, int]]) -> list[int]:
         owned[owner] += until - now
         now = until
     return owned
+
+
+class Nesting:
+    """The trees of spans, one per thread.
+
+    ``spans`` are ordered by start, an enclosing span before those inside it; ``parents`` holds the index of the innermost
+    enclosing span, -1 for none. Where clocks are coarse a span may end after the one that encloses it: it is cut there.
+    """
+
+    def __init__(self, host: Sequence[HostSpan]) -> None:
+        self.spans = sorted(host, key=lambda span: (span.start_ns, -span.end_ns, span.kind is HostKind.CALL))
+        self.parents: list[int] = []
+        self.ends: list[int] = []
+        self._on_thread: dict[str, list[int]] = {}
+        open_by_thread: dict[str, list[int]] = {}
+        for index, span in enumerate(self.spans):
+            opened = open_by_thread.setdefault(span.thread, [])
+            while opened and self.ends[opened[-1]] <= span.start_ns:
+                opened.pop()
+            parent = opened[-1] if opened else -1
+            self.parents.append(parent)
+            self.ends.append(min(span.end_ns, self.ends[parent]) if opened else span.end_ns)
+            opened.append(index)
+            self._on_thread.setdefault(span.thread, []).append(index)
+
+    def innermost(self, thread: str, at_ns: int) -> int:
+        """The index of the innermost span that is open on a thread at a moment, -1 for none."""
+        indices = self._on_thread.get(thread, [])
+        position = bisect_right(indices, at_ns, key=lambda index: self.spans[index].start_ns) - 1
+        index = indices[position] if position >= 0 else -1
+        while index >= 0 and self.ends[index] <= at_ns:
+            index = self.parents[index]
+        return index
+
+    def own_segments(self) -> list[list[Interval]]:
+        """For each span the intervals in which none of its children runs; calls of the runtime count as their parent's."""
+        segments: list[list[Interval]] = [[] for _ in self.spans]
+        reached = [span.start_ns for span in self.spans]
+        for index, span in enumerate(self.spans):
+            parent = self.parents[index]
+            if span.kind is HostKind.CALL or parent < 0:
+                continue
+            if span.start_ns > reached[parent]:
+                segments[parent].append((reached[parent], span.start_ns))
+            reached[parent] = max(reached[parent], self.ends[index])
+        for index, span in enumerate(self.spans):
+            if span.kind is not HostKind.CALL and self.ends[index] > reached[index]:
+                segments[index].append((reached[index], self.ends[index]))
+        return segments

@@ -7,14 +7,21 @@ time. Every busy instant belongs to one piece, so the pieces add up to the busy 
 from __future__ import annotations
 
 import enum
+import re
 
 import msgspec
 
 from plimsoll.artifacts.finding import WorkPhase, WorkUnit
 
+_FUSED = re.compile(r"triton_(?:poi|red|per|tem|for)_|_fused_|nvfuser|CompiledF(?:unction|xGraph)", re.IGNORECASE)
+_HEAVY = re.compile(
+    r"gemm|cutlass|cublas|conv|wgrad|dgrad|flash|fmha|attention|splitk|::(?:_?mm|addmm|bmm|baddbmm|linear|matmul)$",
+    re.IGNORECASE,
+)
+
 
 class WorkKind(enum.Enum):
-    """What a piece of work is; in this order an instant is given to it."""
+    """What a piece of work is. Where several run at once, the instant goes to the first of this order."""
 
     COMPUTE = 0
     COMMUNICATION = 1
@@ -23,7 +30,7 @@ class WorkKind(enum.Enum):
     SET = 4
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class WorkPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One piece of work. ``own_ns`` is its share of the busy time; ``operation`` the op or range that asked for it."""
 
     name: str
@@ -35,8 +42,23 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     step: int
     own_ns: int
     is_counted: bool = True
-    """Whether it computes: a CPU op that only looks at tensors, or calls other ops, takes time but is none of the count."""
+    """Whether it computes. A CPU op that only looks at tensors, or calls other ops, takes time but is not counted."""
     bytes: int | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a compiler made the kernel out of several ops."""
+        return bool(_FUSED.search(self.name))
+
+    @property
+    def is_element_wise(self) -> bool:
+        """Whether a compiler would fuse it into its neighbours: computation that is no product or convolution."""
+        return self.kind is WorkKind.COMPUTE and not is_heavy(self.name) and not self.is_fused
+
+
+def is_heavy(name: str) -> bool:
+    """Whether the op or kernel is a matrix product, a convolution or attention: work that no fusion removes."""
+    return bool(_HEAVY.search(name))
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -46,7 +68,7 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     waiting_ns: int
     """The host waited for the device."""
     launching_ns: int
-    """The host had not come as far as launching what runs next."""
+    """The host had not yet launched what runs next."""
     stalled_ns: int
     """What runs next was launched already, and did not start for longer than a launch takes."""
 
@@ -64,10 +86,10 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     device_name: str
     bandwidth_bytes_per_second: float | None
     wall_ns: tuple[int, ...]
-    work: tuple[Work, ...]
+    work: tuple[WorkPiece, ...]
     idle: tuple[Gap, ...]
     forward_ops: tuple[tuple[str, str], ...]
-    """The forward pass's ops, those that compute, with their shapes."""
+    """The ops of the forward pass that compute, each with its shapes."""
     are_steps_marked: bool
     graph_launches: int
     has_shapes: bool

@@ -1,4 +1,4 @@
-"""What every reader of traces makes, whatever the format: spans of the host and of the device, and the training steps.
+"""One trace in our own terms, whatever profiler wrote it: spans of the host and of the device, and the training steps.
 
 Times are integer nanoseconds from an origin of the file's own, so that sums of parts are exact.
 """
@@ -68,7 +68,7 @@ class DeviceSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     bytes: int | None = None
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class StepSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One training step, as the host ran it."""
 
     start_ns: int
@@ -83,12 +83,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     host: tuple[HostSpan, ...]
     device: tuple[DeviceSpan, ...] = ()
-    steps: tuple[Step, ...] = ()
+    steps: tuple[StepSpan, ...] = ()
     are_steps_apart: bool = False
     """Whether each step was waited for, and others ran in between; steps of a loop follow each other."""
     device_names: dict[int, str] = {}
     bandwidth_bytes_per_second: dict[int, float] = {}
     forward_links: dict[tuple[str, int], tuple[str, int]] = {}
+
+    @property
+    def step_starts(self) -> list[int]:
+        return [step.start_ns for step in self.steps]
 
 
 MODULE_PREFIX = "plimsoll.module: "
@@ -106,7 +110,7 @@ def is_step(span: HostSpan) -> bool:
     return span.kind is HostKind.RANGE and _STEP_NAME.fullmatch(span.name) is not None
 
 
-def find_steps(host: tuple[HostSpan, ...]) -> tuple[tuple[Step, ...], bool]:
+def find_steps(host: tuple[HostSpan, ...]) -> tuple[tuple[StepSpan, ...], bool]:
     """The ranges that mark training steps, in order, and whether they stand apart.
 
     Where several families of names could be meant, the first of Plimsoll's own, the profiler's and other ones counts.
@@ -120,8 +124,8 @@ def find_steps(host: tuple[HostSpan, ...]) -> tuple[tuple[Step, ...], bool]:
         return (), False
     ranks = {"plimsoll.step": 0, "profilerstep": 1}
     family = min(families, key=lambda name: (ranks.get(name, 2), -len(families[name])))
-    steps: list[Step] = []
+    steps: list[StepSpan] = []
     for span in sorted(families[family], key=lambda span: span.start_ns):
         if not steps or span.start_ns >= steps[-1].end_ns:
-            steps.append(Step(start_ns=span.start_ns, end_ns=span.end_ns))
+            steps.append(StepSpan(start_ns=span.start_ns, end_ns=span.end_ns))
     return tuple(steps), family == "plimsoll.step"

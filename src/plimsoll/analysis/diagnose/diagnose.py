@@ -1,4 +1,4 @@
-"""A target with its plan, or two traces, in; a finding that says where the overhead goes out."""
+"""``plimsoll.diagnose``: profiles a step without and with a plan, or reads two traces, and says where the overhead goes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any, overload
 import msgspec
 from torch import nn
 
-from plimsoll.analysis.diagnose.compare import compare_profiles
-from plimsoll.analysis.diagnose.modules import named_calls
-from plimsoll.analysis.diagnose.read import read_profiles
-from plimsoll.analysis.diagnose.session import Recording, profile_in_turns
+from plimsoll.analysis.diagnose.chrome_reader import read_chrome
+from plimsoll.analysis.diagnose.comparison import compare_profiles
+from plimsoll.analysis.diagnose.nsys_reader import read_nsys
+from plimsoll.analysis.diagnose.profile import Profile
+from plimsoll.analysis.diagnose.profiling import TurnTraces, named_calls, profile_in_turns
 from plimsoll.analysis.verify.evidence import versions
 from plimsoll.artifacts.finding import Finding, ProfileOrigin
 from plimsoll.artifacts.plan import Plan
@@ -32,6 +33,7 @@ from plimsoll.tracing.recorder.untouched import untouched
 
 _BASELINE, _PLAN = "baseline", "plan"
 _NOISY_SHARE = 0.05
+_SQLITE_MAGIC = b"SQLite format 3\x00"
 _WARMUPS = 2
 """The first managed step records, the second one is as all that follow."""
 
@@ -131,6 +133,36 @@ def _of_traces(baseline: str | Path, plan: object, extra: object, report: Progre
     return finding
 
 
+def read_profiles(baseline: Path, plan: Path) -> tuple[Profile, Profile, ProfileOrigin]:
+    """Read two traces of one kind.
+
+    Raises:
+        InvalidTrace: unreadable, not a trace, or one of each kind.
+    """
+    origins = [_origin(path) for path in (baseline, plan)]
+    if origins[0] is not origins[1]:
+        raise InvalidTrace(
+            f"{baseline} and {plan} are of two kinds: {origins[0]} and {origins[1]}.",
+            why="the two profilers time and name things differently, so their difference means nothing",
+            next="give two traces of torch.profiler, or two Nsight Systems exports",
+        )
+    read = read_nsys if origins[0] is ProfileOrigin.NSYS else read_chrome
+    return read(baseline), read(plan), origins[0]
+
+
+def _origin(path: Path) -> ProfileOrigin:
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_SQLITE_MAGIC))
+    except OSError as error:
+        raise InvalidTrace(
+            f"{path} cannot be read.",
+            why=error.strerror or type(error).__name__,
+            next="give the path of a trace that torch.profiler or `nsys export --type sqlite` wrote",
+        ) from error
+    return ProfileOrigin.NSYS if start == _SQLITE_MAGIC else ProfileOrigin.CHROME
+
+
 def _of_model(
     model: nn.Module,
     batch: Any,
@@ -167,7 +199,7 @@ def _of_model(
     )
 
 
-def _noise_notes(recording: Recording) -> list[str]:
+def _noise_notes(recording: TurnTraces) -> list[str]:
     if recording.lost_share < _NOISY_SHARE:
         return []
     return [
@@ -178,7 +210,7 @@ def _noise_notes(recording: Recording) -> list[str]:
 
 def _run_both(
     step: TrainingStep, plan: Plan, steps: int, folder: Path, report: Progress
-) -> tuple[dict[str, float], Recording]:
+) -> tuple[dict[str, float], TurnTraces]:
     """Median seconds of plain steps, and profiled ones."""
     report("running the unmanaged step", 0.0)
     for _ in range(_WARMUPS):

@@ -1,28 +1,33 @@
-"""A step and the ways to take it in, Chrome traces out: profiled in turns, in one session of ``torch.profiler``.
+"""Profiles a step in turns, without and with a plan, in one session of ``torch.profiler``, and names its modules.
 
-One session for all, so that whatever drifts hits all of them; the trace is then cut at the steps. On a CPU the rounds that
+There is one session for both, so that whatever drifts hits both; the trace is then cut at the steps. On a CPU the rounds that
 lost least time to other programs are kept, by the step's wall time less its CPU time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import gzip
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.hooks import RemovableHandle
 
+from plimsoll.analysis.diagnose.profile import MODULE_PREFIX
 from plimsoll.artifacts.progress import Progress
 
-STEP_PREFIX = "plimsoll.step: "
+_STEP_PREFIX = "plimsoll.step: "
 _US = 1e6
 _RUN_PER_KEPT = 2
 """On a CPU so many times the rounds are run as are kept."""
@@ -41,7 +46,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class TurnTraces:
     """The trace of each name; ``lost_share`` is the share of their steps' time that went to other programs, on a CPU."""
 
     traces: dict[str, Path]
@@ -57,7 +62,7 @@ def profile_in_turns(
     device: torch.device,
     rounds: int,
     report: Progress,
-) -> Recording:
+) -> TurnTraces:
     """Profile a step once per round and name, and write one trace per name.
 
     Args:
@@ -90,13 +95,13 @@ def profile_in_turns(
     kept = _quietest(turns, rounds)
     traces = {name: _write(trace, [turn for turn in kept if turn.name == name], folder, name) for name in names}
     lost_share = 0.0 if is_cuda else sum(turn.lost_seconds for turn in kept) / sum(turn.seconds for turn in kept)
-    return Recording(traces=traces, lost_share=max(0.0, lost_share))
+    return TurnTraces(traces=traces, lost_share=max(0.0, lost_share))
 
 
 def _run(step: Callable[[], object], number: int, name: str, turn: int, device: torch.device) -> Turn:
     gc.collect()  # garbage of the step before must not be collected on this one's time
     start, start_of_process = time.perf_counter(), time.process_time()
-    with record_function(f"{STEP_PREFIX}{number}"):
+    with record_function(f"{_STEP_PREFIX}{number}"):
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -116,7 +121,7 @@ def _quietest(turns: list[Turn], rounds: int) -> list[Turn]:
 def _write(trace: dict[str, Any], turns: list[Turn], folder: Path, name: str) -> Path:
     """The trace with the events of some steps alone."""
     events = trace["traceEvents"]
-    names = {f"{STEP_PREFIX}{turn.number}" for turn in turns}
+    names = {f"{_STEP_PREFIX}{turn.number}" for turn in turns}
     ranges = sorted(
         (event["ts"], event["ts"] + event["dur"])
         for event in events
@@ -131,3 +136,33 @@ def _write(trace: dict[str, Any], turns: list[Turn], folder: Path, name: str) ->
 
 def _is_inside(at_us: float, ranges: list[tuple[float, float]]) -> bool:
     return any(start - _MARGIN_US <= at_us <= end + _MARGIN_US for start, end in ranges)
+
+
+@contextlib.contextmanager
+def named_calls(model: nn.Module) -> Iterator[None]:
+    """Make every forward call of a module a named range of the profiler, recomputed calls included, inside the block.
+
+    Ranges are closed in the order in which they were opened even if a forward raises, as recomputation that stops early
+    does.
+    """
+    opened: list[record_function] = []
+    handles: list[RemovableHandle] = []
+
+    def open_range(name: str, *_: object) -> None:
+        mark = record_function(MODULE_PREFIX + name)
+        mark.__enter__()
+        opened.append(mark)
+
+    def close_range(*_: object) -> None:
+        if opened:
+            opened.pop().__exit__(None, None, None)
+
+    try:
+        for name, module in model.named_modules():
+            if name:
+                handles.append(module.register_forward_pre_hook(functools.partial(open_range, name), prepend=True))
+                handles.append(module.register_forward_hook(close_range, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,7 +1,7 @@
-"""A Chrome trace of ``torch.profiler`` in, a ``Profile`` out.
+"""Reads Chrome traces as ``torch.profiler`` writes them.
 
-Microseconds become integer nanoseconds. Of Python's call stack (``with_stack=True``) only modules are read. What is no
-complete event of a category below (memory events, the device's copies of annotations, other vendors' rows) is left out.
+Microseconds become integer nanoseconds. Of Python's call stack (``with_stack=True``) only modules are read. Events of
+other categories than those below (memory events, the device's copies of annotations, other vendors' rows) are left out.
 
 Source: the categories and arguments are those that libkineto writes, see ``output_json.cpp`` in pytorch/kineto.
 """
@@ -9,6 +9,7 @@ Source: the categories and arguments are those that libkineto writes, see ``outp
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,7 +26,6 @@ from plimsoll.analysis.diagnose.profile import (
     Profile,
     find_steps,
 )
-from plimsoll.analysis.diagnose.shapes import input_bytes
 from plimsoll.errors import InvalidTrace
 
 _NS_PER_US = 1000
@@ -45,10 +45,17 @@ _DEVICE = {
     "gpu_memset": DeviceKind.SET,
     "memset": DeviceKind.SET,
 }
+_BYTES_BY_TYPE = {
+    **dict.fromkeys(("c10::complex<double>",), 16),
+    **dict.fromkeys(("double", "long int", "long", "c10::complex<float>"), 8),
+    **dict.fromkeys(("float", "int"), 4),
+    **dict.fromkeys(("c10::half", "c10::bfloat16", "short int", "short"), 2),
+    **dict.fromkeys(("bool", "unsigned char", "signed char", "c10::float8_e4m3fn", "c10::float8_e5m2"), 1),
+}
 
 
 class _Arguments(msgspec.Struct, gc=False):
-    """The arguments that matter; other ones are skipped while decoding."""
+    """The arguments that matter; all others are skipped while decoding."""
 
     external: Any = msgspec.field(name="External id", default=None)
     old_external: Any = msgspec.field(name="external id", default=None)
@@ -163,13 +170,13 @@ def _host_spans(events: Iterable[_Event], origin_us: float) -> Iterable[HostSpan
                 continue
             kind = HostKind.RANGE
         args = event.args or _Arguments()
-        start_ns = round((event.ts - origin_us) * _NS_PER_US)
+        start_ns, end_ns = _times(event, origin_us)
         yield HostSpan(
             name=name,
             kind=kind,
             thread=_thread(event),
             start_ns=start_ns,
-            end_ns=start_ns + round(event.dur * _NS_PER_US),
+            end_ns=end_ns,
             sequence=_integer(args.sequence, -1),
             node_thread=_integer(args.node_thread, 0),
             correlation=_text(args.correlation),
@@ -186,14 +193,14 @@ def _device_spans(events: Iterable[_Event], origin_us: float) -> Iterable[Device
         if kind is None:
             continue
         args = event.args or _Arguments()
-        start_ns = round((event.ts - origin_us) * _NS_PER_US)
+        start_ns, end_ns = _times(event, origin_us)
         yield DeviceSpan(
             name=str(event.name),
             kind=kind,
             device=_integer(args.device, _integer(event.pid, 0)),
             stream=_integer(args.stream, _integer(event.tid, 0)),
             start_ns=start_ns,
-            end_ns=start_ns + round(event.dur * _NS_PER_US),
+            end_ns=end_ns,
             correlation=_text(args.correlation),
             external=_text(args.external) or _text(args.old_external),
             shape=f"{args.grid}{args.block}" if args.grid else "",
@@ -207,9 +214,46 @@ def _forward_links(events: Iterable[_Event], origin_us: float) -> dict[tuple[str
     ends: dict[Any, tuple[str, int]] = {}
     for event in events:
         if event.cat == "fwdbwd" and event.ph in "sf":
-            place = (_thread(event), round((event.ts - origin_us) * _NS_PER_US))
+            place = (_thread(event), _times(event, origin_us)[0])
             (starts if event.ph == "s" else ends)[event.id] = place
     return {end: starts[name] for name, end in ends.items() if name in starts}
+
+
+def input_bytes(dims: object, types: object) -> int | None:
+    """Bytes of the tensors that an op was given: the least that it reads, if it reads all of them once.
+
+    Args:
+        dims: a list of sizes per argument, empty where it is no tensor; lists of tensors nest once more.
+        types: the dtype of each argument, as C++ calls it.
+
+    Returns:
+        Bytes, or ``None`` where the trace has no shapes or a dtype is not known.
+
+    Example:
+        >>> input_bytes([[2, 8], [8], []], ["float", "c10::BFloat16", "Scalar"])
+        80
+    """
+    if not isinstance(dims, list) or not isinstance(types, list) or len(dims) != len(types):
+        return None
+    total = 0
+    for sizes, type_ in zip(dims, types, strict=True):
+        if isinstance(sizes, str) and not sizes:
+            continue
+        if not isinstance(sizes, list):
+            return None
+        if not sizes or not isinstance(type_, str):
+            continue
+        width = _BYTES_BY_TYPE.get(type_.lower())
+        tensors = sizes if isinstance(sizes[0], list) else [sizes]
+        if width is None or not all(isinstance(size, int) for tensor in tensors for size in tensor):
+            return None
+        total += width * sum(math.prod(tensor) for tensor in tensors)
+    return total
+
+
+def _times(event: _Event, origin_us: float) -> tuple[int, int]:
+    start_ns = round((event.ts - origin_us) * _NS_PER_US)
+    return start_ns, start_ns + round(event.dur * _NS_PER_US)
 
 
 def _thread(event: _Event) -> str:

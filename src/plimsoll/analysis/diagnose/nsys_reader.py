@@ -1,6 +1,6 @@
-"""A SQLite export of Nsight Systems in, a ``Profile`` out.
+"""Reads SQLite exports of Nsight Systems.
 
-Tables and columns appear only where there is something to say, so both are looked up first. A kernel belongs to the NVTX
+A table or column exists only where it has content, so both are looked up first. A kernel belongs to the NVTX
 range around its launch, which is found by the correlation id and the process. Where CUDA graphs were traced as a whole,
 each launch is one ``GRAPH`` span; kernels of single nodes are kernels. ``torch.autograd.profiler.emit_nvtx`` writes ops as
 ranges (``aten::mm, seq = 12``), which are read as ops again.

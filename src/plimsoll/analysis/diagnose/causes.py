@@ -1,4 +1,4 @@
-"""Two ledgers in, the overhead between them split into causes out; the parts add up to it exactly.
+"""Splits the overhead between two ledgers into causes; the parts add up to it exactly.
 
 Every nanosecond of either side goes to one cause; a part is the difference of the two sides' sums per step. With m the
 baseline's median time of the same work (same name and, where both traces have them, same shape) in the same phase:
@@ -22,8 +22,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from plimsoll.analysis.diagnose.ledger import Ledger, Work, WorkKind
-from plimsoll.analysis.diagnose.matching import FUSED, is_element_wise
+from plimsoll.analysis.diagnose.ledger import Ledger, WorkKind, WorkPiece
 from plimsoll.artifacts.finding import OverheadCause, OverheadPart, WorkPhase
 from plimsoll.units import format_seconds
 
@@ -52,21 +51,21 @@ def repeats_are_inferred(baseline: Ledger, plan: Ledger) -> bool:
 
 
 class _Rules:
-    """What the baseline's work takes, and which causes this pair of profiles can show."""
+    """How long the baseline's work takes, and which causes this pair of profiles can show."""
 
     def __init__(self, baseline: Ledger, plan: Ledger) -> None:
         self._has_shapes = baseline.has_shapes == plan.has_shapes
         self._medians = self._median_ns(baseline.work)
         self._plan_keys = {self.key(work) for work in plan.work}
-        fused = [sum(1 for work in each.work if FUSED.search(work.name)) / each.steps for each in (baseline, plan)]
+        fused = [sum(work.is_fused for work in each.work) / each.steps for each in (baseline, plan)]
         self._is_fusion_lost = fused[1] < fused[0]
         self._repeated = self._repeats(baseline, plan) if repeats_are_inferred(baseline, plan) else frozenset()
 
-    def key(self, work: Work) -> Key:
+    def key(self, work: WorkPiece) -> Key:
         """What counts as the same work on both sides."""
         return (work.name, work.shape if self._has_shapes else "")
 
-    def causes(self, work: Work) -> Iterable[tuple[OverheadCause, float]]:
+    def causes(self, work: WorkPiece) -> Iterable[tuple[OverheadCause, float]]:
         """The causes that a piece of work goes to, and the nanoseconds of each."""
         key = self.key(work)
         is_recomputed = work.phase is WorkPhase.RECOMPUTE
@@ -76,25 +75,21 @@ class _Rules:
             return ((OverheadCause.COPIES, work.own_ns),)
         phase = WorkPhase.FORWARD if is_recomputed else work.phase
         reference = self._medians.get((key, phase), self._medians.get((key, None)))
-        is_shared = reference is not None and key in self._plan_keys
-        if reference is None or not is_shared:
-            return ((self._cause_of_unshared(work), work.own_ns),)
+        if reference is None or key not in self._plan_keys:
+            return ((self._cause_of(work, is_recomputed=False), work.own_ns),)
         slower = OverheadCause.SYNCHRONISATION if work.kind is WorkKind.COMMUNICATION else OverheadCause.MEMORY
-        return ((self._cause_of_count(work, key), reference), (slower, work.own_ns - reference))
+        is_again = is_recomputed or key in self._repeated
+        return ((self._cause_of(work, is_recomputed=is_again), reference), (slower, work.own_ns - reference))
 
-    def _cause_of_count(self, work: Work, key: Key) -> OverheadCause:
-        if work.phase is WorkPhase.RECOMPUTE or key in self._repeated:
+    def _cause_of(self, work: WorkPiece, *, is_recomputed: bool) -> OverheadCause:
+        """The cause of running the work at all. What only the plan runs may be fused work undone, even if recomputed."""
+        if is_recomputed:
             return OverheadCause.RECOMPUTE
-        if self._is_fusion_lost and (FUSED.search(work.name) or is_element_wise(work)):
-            return OverheadCause.FUSION
-        return OverheadCause.ADDED
-
-    def _cause_of_unshared(self, work: Work) -> OverheadCause:
-        if self._is_fusion_lost and (FUSED.search(work.name) or is_element_wise(work)):
+        if self._is_fusion_lost and (work.is_fused or work.is_element_wise):
             return OverheadCause.FUSION
         return OverheadCause.RECOMPUTE if work.phase is WorkPhase.RECOMPUTE else OverheadCause.ADDED
 
-    def _median_ns(self, works: Iterable[Work]) -> dict[tuple[Key, WorkPhase | None], float]:
+    def _median_ns(self, works: Iterable[WorkPiece]) -> dict[tuple[Key, WorkPhase | None], float]:
         times: dict[tuple[Key, WorkPhase | None], list[int]] = defaultdict(list)
         for work in works:
             times[self.key(work), work.phase].append(work.own_ns)

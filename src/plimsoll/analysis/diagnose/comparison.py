@@ -1,0 +1,290 @@
+"""Compares two profiles of one step, without and with a plan: figures of both sides, causes, warning signs, and limits."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from plimsoll.analysis.diagnose.accounts import keep_ledger
+from plimsoll.analysis.diagnose.attribution import tabulate_layers
+from plimsoll.analysis.diagnose.causes import repeats_are_inferred, split_overhead
+from plimsoll.analysis.diagnose.ledger import Ledger, WorkKind, is_heavy
+from plimsoll.analysis.diagnose.profile import Profile
+from plimsoll.artifacts.finding import (
+    CONTENDED_BANDWIDTH_SHARE,
+    EXCESSIVE_KERNEL_RATIO,
+    LONG_GAP_SECONDS,
+    Finding,
+    PhaseUse,
+    ProfileOrigin,
+    Side,
+    WarningSign,
+    WorkPhase,
+    WorkUnit,
+)
+from plimsoll.errors import InvalidTrace
+from plimsoll.units import format_seconds
+
+Bandwidth = Callable[[str], float | None]
+"""Looks up a device's peak in bytes per second by its name."""
+
+_NS = 1e-9
+_LONG_GAP_NS = LONG_GAP_SECONDS / _NS
+_NOTABLE_GAP_SHARE = 0.05
+"""Long gaps are a sign where they take more of the step than this."""
+_LEAST_COMMON_SHARE = 0.9
+"""Two runs of one model share at least so much of the baseline's forward pass."""
+_MOST_FACTOR = 1.1
+_SAME_FACTOR, _MOST_KEYS, _FEW_KEYS = 0.02, 0.8, 8
+
+
+def compare_profiles(baseline: Profile, plan: Profile, *, origin: ProfileOrigin, bandwidth: Bandwidth) -> Finding:
+    """Explain the difference of two profiles.
+
+    Args:
+        baseline: the step without the plan.
+        plan: the step with it.
+        origin: where they come from.
+        bandwidth: looks up a device's peak where the traces do not have it.
+
+    Raises:
+        InvalidTrace: they are not two runs of the same step.
+    """
+    unit = WorkUnit.KERNELS if baseline.device and plan.device else WorkUnit.CPU_OPS
+    before, after = (_with_bandwidth(keep_ledger(each, unit), bandwidth) for each in (baseline, plan))
+    refuse_unlike(before, after)
+    rows, are_modules = tabulate_layers(before, after)
+    layers = [row for row in rows if are_modules and row.name[-1:].isdigit()]
+    sides = (
+        _measure_side(before, [row.baseline_count for row in layers]),
+        _measure_side(after, [row.plan_count for row in layers]),
+    )
+    return Finding(
+        origin=origin,
+        unit=unit,
+        device=after.device_name,
+        baseline=sides[0],
+        plan=sides[1],
+        parts=split_overhead(before, after),
+        layers=rows,
+        are_layers_modules=are_modules,
+        signs=tuple(_read_signs(*sides, unit)),
+        notes=tuple(_notes(baseline, plan, before, after)),
+    )
+
+
+def _with_bandwidth(ledger: Ledger, bandwidth: Bandwidth) -> Ledger:
+    if ledger.bandwidth_bytes_per_second is not None or ledger.device is None:
+        return ledger
+    return msgspec.structs.replace(ledger, bandwidth_bytes_per_second=bandwidth(ledger.device_name))
+
+
+def refuse_unlike(baseline: Ledger, plan: Ledger) -> None:
+    """Refuse two profiles that cannot come from the same model, batch and number of steps.
+
+    Compared are the forward ops per step (kernels where no op is known), with their shapes where both traces note them. A
+    plan may add ops to the forward pass, but those of the baseline have to be there.
+
+    Raises:
+        InvalidTrace: says how much of the baseline's forward pass the other one has.
+    """
+    ours, theirs = _forward_counts(baseline, plan), _forward_counts(plan, baseline)
+    total = sum(ours.values())
+    if not total:
+        raise InvalidTrace(
+            f"{baseline.source} shows no work in its steps.",
+            why=f"of {baseline.steps} steps none ran an operation or a kernel",
+            next="profile whole training steps, and export the trace after the profiler has stopped",
+        )
+    factors = [theirs[key] / count for key, count in ours.items() if theirs[key]]
+    common = sum(min(count, theirs[key]) for key, count in ours.items()) / total
+    factor = statistics.median(factors) if factors else 0.0
+    if _is_uniform(factors, factor, baseline, plan) and not 1 / _MOST_FACTOR <= factor <= _MOST_FACTOR:
+        raise InvalidTrace(
+            f"{plan.source} runs each forward operation {factor:.2f} times as often as {baseline.source}.",
+            why=f"per step, over {plan.steps} and {baseline.steps} steps that could be told apart; "
+            "a plan runs the forward pass once, like the baseline",
+            next="profile the same number of steps in both, and let profiler.step() mark them",
+        )
+    if common < _LEAST_COMMON_SHARE:
+        missing = sorted(((n - theirs[key], key) for key, n in ours.items() if theirs[key] < n), reverse=True)
+        examples = ", ".join(f"{count:.0f} × {key[:60]}" for count, key in missing[:2])
+        raise InvalidTrace(
+            f"{plan.source} has {common:.0%} of the forward operations of {baseline.source}.",
+            why=f"of {total:.0f} per step {total * (1 - common):.0f} are missing or have other shapes, "
+            f"such as {examples}; it seems to be another model or batch",
+            next="profile the same model and batch twice, once without and once with the plan",
+        )
+
+
+def _is_uniform(factors: list[float], factor: float, baseline: Ledger, plan: Ledger) -> bool:
+    """Whether nearly every operation runs more often by one factor: another number of steps, or of micro-batches.
+
+    A few operations tell that only where the steps are not marked.
+    """
+    same = sum(1 for each in factors if abs(each - factor) <= _SAME_FACTOR * factor)
+    least = _FEW_KEYS if baseline.are_steps_marked and plan.are_steps_marked else 1
+    return same >= max(_MOST_KEYS * len(factors), least)
+
+
+def _forward_counts(ledger: Ledger, other: Ledger) -> Counter[str]:
+    """Forward work per step, by name and, where both traces have shapes, by shape.
+
+    Where only one side is compiled, ops that fuse come and go: then only the heavy ones are compared, which stay.
+    """
+    has_shapes = ledger.has_shapes and other.has_shapes
+    is_compiled, is_other_compiled = (any(work.is_fused for work in each.work) for each in (ledger, other))
+    counts = Counter(
+        f"{name} {shape}" if has_shapes else name
+        for name, shape in _forward_work(ledger, has_ops=bool(ledger.forward_ops and other.forward_ops))
+        if is_compiled == is_other_compiled or is_heavy(name)
+    )
+    return Counter({key: count / ledger.steps for key, count in counts.items()})
+
+
+def _forward_work(ledger: Ledger, *, has_ops: bool) -> Sequence[tuple[str, str]]:
+    """Ops, or kernels where one side knows no ops; all kernels where phases are not known."""
+    if has_ops:
+        return ledger.forward_ops
+    kernels = [work for work in ledger.work if work.kind in (WorkKind.COMPUTE, WorkKind.GRAPH)]
+    forward = [work for work in kernels if work.phase is WorkPhase.FORWARD]
+    return [(work.name, work.shape) for work in forward or kernels]
+
+
+def _measure_side(ledger: Ledger, layer_counts: Sequence[float]) -> Side:
+    """All figures of one profile, per step; ``layer_counts`` are the kernels of each numbered layer."""
+    steps = ledger.steps
+    busy_ns = sum(work.own_ns for work in ledger.work)
+    long_gaps = [gap.length_ns for gap in ledger.idle if gap.length_ns > _LONG_GAP_NS]
+    copies = [work.bytes for work in ledger.work if work.kind in (WorkKind.COPY, WorkKind.SET)]
+    known = [size for size in copies if size is not None]
+
+    def share(nanoseconds: int) -> float:
+        return nanoseconds / busy_ns if busy_ns else 0.0
+
+    return Side(
+        source=ledger.source,
+        steps=steps,
+        step_seconds=sum(ledger.wall_ns) / steps * _NS,
+        busy_seconds=busy_ns / steps * _NS,
+        idle_seconds=sum(gap.length_ns for gap in ledger.idle) / steps * _NS,
+        waiting_seconds=sum(gap.waiting_ns for gap in ledger.idle) / steps * _NS,
+        count=sum(1 for work in ledger.work if work.is_counted) / steps,
+        kernels_per_layer=sum(layer_counts) / len(layer_counts) if layer_counts else None,
+        layers=len(layer_counts),
+        long_gaps=len(long_gaps) / steps,
+        long_gap_seconds=sum(long_gaps) / steps * _NS,
+        graph_launches=ledger.graph_launches / steps,
+        copied_bytes=sum(known) / steps if len(known) == len(copies) else None,
+        phases=tuple(
+            _phase_use(ledger, phase) for phase in WorkPhase if any(work.phase is phase for work in ledger.work)
+        ),
+        attributed_share=share(sum(work.own_ns for work in ledger.work if work.operation)),
+        phased_share=share(sum(work.own_ns for work in ledger.work if work.phase is not WorkPhase.OTHER)),
+        module_share=share(sum(work.own_ns for work in ledger.work if work.module)),
+    )
+
+
+def _phase_use(ledger: Ledger, phase: WorkPhase) -> PhaseUse:
+    works = [work for work in ledger.work if work.phase is phase]
+    busy_seconds = sum(work.own_ns for work in works) * _NS
+    sizes = [work.bytes for work in works if work.bytes is not None]
+    read_bytes = sum(sizes) if ledger.has_shapes and sizes else None
+    peak = ledger.bandwidth_bytes_per_second
+    has_share = read_bytes is not None and bool(peak) and busy_seconds > 0
+    return PhaseUse(
+        phase=phase,
+        busy_seconds=busy_seconds / ledger.steps,
+        count=sum(1 for work in works if work.is_counted) / ledger.steps,
+        read_bytes=None if read_bytes is None else read_bytes / ledger.steps,
+        bandwidth_share=read_bytes / busy_seconds / peak if has_share and read_bytes is not None and peak else None,
+    )
+
+
+def _read_signs(baseline: Side, plan: Side, unit: WorkUnit) -> list[WarningSign]:
+    """Where the plan stands against each threshold."""
+    where, before, after = "per step", baseline.count, plan.count
+    if baseline.kernels_per_layer and plan.kernels_per_layer:
+        where, before, after = "per layer", baseline.kernels_per_layer, plan.kernels_per_layer
+    ratio = after / before if before else 0.0
+    gap_share = plan.long_gap_seconds / plan.step_seconds if plan.step_seconds else 0.0
+    signs = [
+        WarningSign(
+            name=f"{unit} {where}",
+            is_raised=ratio > EXCESSIVE_KERNEL_RATIO,
+            text=f"{before:.0f} in the baseline, {after:.0f} with the plan: {ratio:.2f} × "
+            f"(more than {EXCESSIVE_KERNEL_RATIO} × is excessive)",
+        ),
+        _bandwidth_sign(plan),
+        WarningSign(
+            name=f"gaps over {LONG_GAP_SECONDS * 1e6:.0f} µs",
+            is_raised=gap_share > _NOTABLE_GAP_SHARE,
+            text=f"{plan.long_gaps:.1f} per step, {format_seconds(plan.long_gap_seconds)} ({gap_share:.0%} of the step); "
+            f"in the baseline {baseline.long_gaps:.1f}, {format_seconds(baseline.long_gap_seconds)}",
+        ),
+    ]
+    if baseline.graph_launches or plan.graph_launches:
+        is_broken = plan.graph_launches < baseline.graph_launches
+        text = (
+            f"{baseline.graph_launches:.1f} launched per step in the baseline, {plan.graph_launches:.1f} with the plan"
+        )
+        broken = "; the plan breaks a capture" if is_broken else ""
+        signs.append(WarningSign(name="CUDA graphs", is_raised=is_broken, text=text + broken))
+    return signs
+
+
+def _bandwidth_sign(plan: Side) -> WarningSign:
+    is_raised: bool | None = None
+    use = next((use for use in plan.phases if use.phase is WorkPhase.RECOMPUTE), None)
+    if use is None:
+        text = "the trace shows no recomputation"
+    elif use.read_bytes is None:
+        text = "the trace has no shapes (record_shapes=True)"
+    elif use.bandwidth_share is None:
+        text = "the device's peak is neither in the trace nor in the catalogue"
+    else:
+        is_raised = use.bandwidth_share > CONTENDED_BANDWIDTH_SHARE
+        most = f"(more than {CONTENDED_BANDWIDTH_SHARE:.0%} is contention)"
+        text = f"at least {use.bandwidth_share:.0%} of the device's peak {most}"
+    return WarningSign(name="bandwidth while recomputing", is_raised=is_raised, text=text)
+
+
+def _notes(baseline: Profile, plan: Profile, before: Ledger, after: Ledger) -> list[str]:
+    """What the traces do not have, and what follows from that."""
+    notes = [*before.notes, *after.notes]
+    if before.unit is WorkUnit.CPU_OPS:
+        lacking = [profile.source for profile in (baseline, plan) if not profile.device]
+        notes.append(
+            f"{lacking[0]} has no device activity, so both are compared by their CPU ops."
+            if len(lacking) == 1
+            else "The traces have no device activity: CPU ops are compared, and the time between ops is the host's."
+        )
+    if not (before.has_modules and after.has_modules):
+        notes.append(
+            "The traces do not know modules, so work is grouped by operation: profile with with_stack=True, or let "
+            "`plimsoll diagnose TARGET` profile."
+        )
+    if not (before.has_shapes and after.has_shapes):
+        notes.append(
+            "The traces have no shapes, so bytes read per phase are not known: profile with record_shapes=True."
+        )
+    elif after.bandwidth_bytes_per_second is None:
+        notes.append(
+            f"The peak bandwidth of {after.device_name or 'the device'} is not known, so no share of it is given."
+        )
+    if repeats_are_inferred(before, after):
+        notes.append(
+            "The traces do not mark recomputation: forward work that runs more often with the plan counts as recomputed."
+        )
+    if any(work.kind is WorkKind.GRAPH for each in (before, after) for work in each.work):
+        notes.append(
+            "CUDA graphs were traced as a whole, so what happens inside is not known: record with --cuda-graph-trace=node."
+        )
+    if not any(work.phase is WorkPhase.OPTIMIZER for work in after.work):
+        notes.append("The profiled steps show no optimizer step: forward and backward are compared.")
+    if min(before.steps, after.steps) < 2:
+        notes.append("One step on a side says nothing about the spread: profile several.")
+    return notes
