@@ -26,7 +26,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from benchmarks.shaped_links import INTERFACE, ShapedLinks, shaped_links
 from plimsoll.artifacts.store import load_any
 from plimsoll.artifacts.traffic import MethodTraffic, Traffic
-from plimsoll.artifacts.traffic_summary import format_rate
+from plimsoll.units import format_rate
 
 MEGABITS = (100.0, 1000.0, 10000.0)
 METHODS = ("powersgd:4", "topk:1%", "randomk:1%", "sign", "int8")

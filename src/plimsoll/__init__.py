@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from plimsoll.artifacts.base import Printable
+
 if TYPE_CHECKING:
     from plimsoll.analysis.advise.advise import advise
     from plimsoll.analysis.diagnose.diagnose import diagnose
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from plimsoll.estimator.fit.verb import fit
     from plimsoll.session.attach import attach
     from plimsoll.session.plan import apply, load, plan
-    from plimsoll.ui.report import report
+    from plimsoll.ui.html.page import report
 
 __all__ = [
     "Plan",
@@ -61,9 +63,19 @@ _HOMES = {
     "load": "plimsoll.session.plan",
     "plan": "plimsoll.session.plan",
     "probe": "plimsoll.analysis.probe.verb",
-    "report": "plimsoll.ui.report",
+    "report": "plimsoll.ui.html.page",
     "verify": "plimsoll.analysis.verify.verbs",
 }
+
+
+def _text_of(artifact: object, *, with_details: bool = False) -> str:
+    from plimsoll.ui.plain import render_plain
+    from plimsoll.ui.views import view
+
+    return render_plain(view(artifact), with_details=with_details)
+
+
+Printable.render = staticmethod(_text_of)
 
 
 def __getattr__(name: str) -> object:

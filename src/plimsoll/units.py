@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from plimsoll.errors import InvalidBudget
@@ -92,3 +93,19 @@ def format_seconds(seconds: float) -> str:
 def format_share(share: float) -> str:
     """A share as a signed percentage: ``+3.1%``."""
     return f"{share * 100:+.1f}%"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """A link's speed as people read it.
+
+    Example:
+        >>> format_rate(12.5e6)
+        '100 Mbit/s'
+    """
+    bits = bytes_per_second * 8
+    if math.isinf(bits):
+        return "unlimited"
+    for unit, scale in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bits >= scale:
+            return f"{bits / scale:.3g} {unit}"
+    return f"{bits / 1e3:.3g} kbit/s"

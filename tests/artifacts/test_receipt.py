@@ -64,27 +64,9 @@ def test_what_is_not_finite_becomes_none():
     assert finite(0.5) == 0.5
 
 
-def test_a_receipt_shows_claim_beside_evidence():
-    text = str(make_receipt())
-    assert "VERIFIED" in text
-    assert "12 of 12 equal bit for bit" in text
-    assert "predicted 60.0 MiB, measured 61.0 MiB (-1.6%)" in text
-    assert "identical over 2 steps" in text
-    assert "model.layers.0–2" in text
-
-
-def test_a_receipt_names_what_differs():
-    text = str(make_receipt(gradient_mismatches=(make_mismatch(),) * 7, plan_losses=(1.25, 1.0)))
-    assert "GRADIENTS_DIFFER" in text
-    assert "model.layers.0.weight" in text
-    assert "and 2 more" in text
-    assert "differ from step 2 on" in text
-
-
 def test_a_comparison_fails_only_when_gradients_differ():
     comparison = make_comparison()
     assert comparison.exit_code == 0
-    assert "1.310 [1.300, 1.330]" in str(comparison)
 
 
 def test_a_lossy_plan_is_held_to_its_error_and_to_exact_buffers():
@@ -96,4 +78,3 @@ def test_a_lossy_plan_is_held_to_its_error_and_to_exact_buffers():
     assert make_receipt(**lossy | {"gradient_error": None}).verdict is Verdict.GRADIENTS_DIFFER
     assert make_receipt(**lossy | {"gradient_error": 0.5, "max_error": None}).verdict is Verdict.WITHIN_ERROR
     assert make_receipt(**lossy | {"buffer_mismatches": (apart,)}).verdict is Verdict.BUFFERS_DIFFER
-    assert "measured 0.50%; 1.00% is allowed" in str(make_receipt(**lossy))

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from plimsoll.ui.estimate_terminal import render_estimate
 from rich.console import Console
 
 import plimsoll
@@ -25,7 +26,6 @@ from plimsoll.errors import (
     UnknownOptimizer,
 )
 from plimsoll.estimator import estimate as estimating
-from plimsoll.ui.estimate_terminal import render_estimate
 from plimsoll.units import format_bytes
 
 SIZES: dict[str, Any] = {"sequence": 256}

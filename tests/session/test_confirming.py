@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from plimsoll.ui.receipt_terminal import render_receipt
 from typer.testing import CliRunner
 
 import plimsoll
@@ -28,7 +29,6 @@ from plimsoll.session.agreement import Agreement
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.recorder.calling import split_batch
 from plimsoll.ui.cli.app import app
-from plimsoll.ui.receipt_terminal import render_receipt
 from plimsoll.units import KIB, MIB
 from samples import make_receipt
 from searchless import plan_without_search

@@ -7,14 +7,15 @@ import pytest
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
+from plimsoll.ui.document import DecisionMap, FrontierChart, MemoryChart, NormsChart
+from plimsoll.ui.html.drawing import byte_scale, escape, shorten
+from plimsoll.ui.html.evidence_charts import draw_norms
 from plimsoll.ui.html.frontier_chart import draw_frontier
-from plimsoll.ui.html.labels import byte_scale, escape, shorten
-from plimsoll.ui.html.map_chart import decision_key, draw_map
+from plimsoll.ui.html.map_chart import draw_map
 from plimsoll.ui.html.memory_chart import draw_memory
-from plimsoll.ui.html.names import Plane, Point, place_names
-from plimsoll.ui.html.norm_chart import draw_norms
+from plimsoll.ui.html.point_names import NamedPoint, Plane, place_names
 from plimsoll.units import GIB, KIB, MIB
-from samples import make_plan, make_region
+from samples import make_region
 from ui.pages.page_samples import make_full_comparison, make_full_plan, make_verdict
 
 
@@ -23,8 +24,12 @@ def plan() -> Plan:
     return make_full_plan()
 
 
+def memory_of(plan: Plan) -> MemoryChart:
+    return MemoryChart(plan.timeline, plan.budget_bytes)
+
+
 def test_stacked_categories_add_up_to_the_total(plan: Plan):
-    *areas, total = draw_memory(plan, "memory").figure["data"]
+    *areas, total = draw_memory(memory_of(plan)).figure["data"]
     assert {area["stackgroup"] for area in areas} == {"memory"}
     for index, point in enumerate(plan.timeline):
         assert sum(area["y"][index] for area in areas) == pytest.approx(point.bytes / MIB, abs=1e-3)
@@ -32,7 +37,7 @@ def test_stacked_categories_add_up_to_the_total(plan: Plan):
 
 
 def test_the_peak_is_marked_where_it_is_and_named(plan: Plan):
-    notes = draw_memory(plan, "memory").figure["layout"]["annotations"]
+    notes = draw_memory(memory_of(plan)).figure["layout"]["annotations"]
     mark = next(note for note in notes if note["showarrow"])
     highest = max(plan.timeline, key=lambda point: point.bytes)
     assert (mark["x"], mark["y"]) == (highest.tick, pytest.approx(highest.bytes / MIB, abs=1e-3))
@@ -40,7 +45,7 @@ def test_the_peak_is_marked_where_it_is_and_named(plan: Plan):
 
 
 def test_phases_are_named_where_they_begin(plan: Plan):
-    notes = draw_memory(plan, "memory").figure["layout"]["annotations"]
+    notes = draw_memory(memory_of(plan)).figure["layout"]["annotations"]
     assert {note["text"]: note["x"] for note in notes if note.get("yref") == "paper"} == {
         "forward": 0,
         "backward": 80,
@@ -50,7 +55,7 @@ def test_phases_are_named_where_they_begin(plan: Plan):
 
 def test_a_budget_is_drawn_unless_it_lies_far_above(plan: Plan):
     def notes(budget_bytes: int | None) -> list[str]:
-        chart = draw_memory(msgspec.structs.replace(plan, budget_bytes=budget_bytes), "memory")
+        chart = draw_memory(MemoryChart(plan.timeline, budget_bytes))
         return [note["text"] for note in chart.figure["layout"]["annotations"]]
 
     assert "budget 90.0 MiB" in notes(90 * MIB)
@@ -61,7 +66,7 @@ def test_a_budget_is_drawn_unless_it_lies_far_above(plan: Plan):
 def test_the_words_of_a_peak_and_of_the_budget_are_on_different_sides(plan: Plan):
     for timeline in (plan.timeline, tuple(reversed_ticks(plan))):
         moved = msgspec.structs.replace(plan, timeline=timeline)
-        notes = draw_memory(moved, "memory").figure["layout"]["annotations"]
+        notes = draw_memory(memory_of(moved)).figure["layout"]["annotations"]
         mark = next(note for note in notes if note["showarrow"])
         budget = next(note for note in notes if note["text"].startswith("budget"))
         assert mark["xanchor"] == budget["xanchor"] == ("left" if mark["x"] < 100 else "right")
@@ -74,7 +79,7 @@ def reversed_ticks(plan: Plan):
 
 
 def test_the_map_has_a_cell_for_every_decision(plan: Plan):
-    (trace,) = draw_map(plan, "map").figure["data"]
+    (trace,) = draw_map(DecisionMap(plan.regions)).figure["data"]
     letters = [[decision.decision[0] for decision in region.decisions] for region in plan.regions]
     assert trace["text"] == letters
     codes = {"K": 0, "R": 1, "C": 2, "O": 3}
@@ -82,7 +87,7 @@ def test_the_map_has_a_cell_for_every_decision(plan: Plan):
 
 
 def test_pointing_at_a_cell_tells_bytes_seconds_price_and_reason(plan: Plan):
-    (trace,) = draw_map(plan, "map").figure["data"]
+    (trace,) = draw_map(DecisionMap(plan.regions)).figure["data"]
     compressed = trace["customdata"][0][2]
     for words in (
         "COMPRESS",
@@ -97,7 +102,7 @@ def test_pointing_at_a_cell_tells_bytes_seconds_price_and_reason(plan: Plan):
 def test_values_that_a_region_lacks_are_gaps():
     first, second = make_region(0), make_region(1)
     second = msgspec.structs.replace(second, decisions=second.decisions[1:])
-    (trace,) = draw_map(make_plan(regions=(first, second)), "map").figure["data"]
+    (trace,) = draw_map(DecisionMap((first, second))).figure["data"]
     assert trace["z"] == [[0, 1], [None, 1]]
     assert trace["hoverongaps"] is False
 
@@ -106,13 +111,13 @@ def test_a_map_without_room_has_neither_letters_nor_names():
     region = make_region(0)
     decisions = tuple(msgspec.structs.replace(region.decisions[0], value=f"value {index}") for index in range(100))
     regions = tuple(msgspec.structs.replace(region, name=f"layers.{i}", decisions=decisions) for i in range(20))
-    chart = draw_map(make_plan(regions=regions), "map").figure
+    chart = draw_map(DecisionMap(regions)).figure
     assert "text" not in chart["data"][0]
     assert chart["layout"]["xaxis"]["showticklabels"] is False
 
 
 def test_the_key_counts_every_decision(plan: Plan):
-    entries = decision_key(plan).entries
+    entries = draw_map(DecisionMap(plan.regions)).key
     assert [(letter, name) for _, letter, name, _ in entries] == [(d[0], str(d)) for d in Decision]
     assert all(remark.startswith("12 values") for *_, remark in entries)
     assert len({colour for colour, *_ in entries}) == 4
@@ -120,7 +125,7 @@ def test_the_key_counts_every_decision(plan: Plan):
 
 def test_the_frontier_shows_curve_plan_and_peers():
     plan, comparison = make_full_plan(), make_full_comparison()
-    curve, peers, chosen = draw_frontier([plan], [comparison], "frontier").figure["data"]
+    curve, peers, chosen = draw_frontier(FrontierChart([plan], [comparison])).figure["data"]
     assert curve["y"] == pytest.approx([point.step_seconds / 0.1 for point in plan.frontier])
     assert peers["text"] == ["unmanaged", *(escape(shorten(row.strategy, 28)) for row in comparison.rows)]
     assert peers["error_y"]["array"] == pytest.approx([0, 0.02, 0.02, 0.02, 0.02, 0.02])
@@ -130,29 +135,29 @@ def test_the_frontier_shows_curve_plan_and_peers():
 def test_a_strategy_that_was_not_measured_is_no_point():
     comparison = make_full_comparison()
     rows = (*comparison.rows[:2], msgspec.structs.replace(comparison.rows[2], measured_ratio=None))
-    (peers,) = draw_frontier([], [msgspec.structs.replace(comparison, rows=rows)], "frontier").figure["data"]
+    (peers,) = draw_frontier(FrontierChart([], [msgspec.structs.replace(comparison, rows=rows)])).figure["data"]
     assert peers["text"] == ["unmanaged", "none", "full"]
 
 
 def test_names_of_neighbours_are_written_on_different_sides():
-    points = [Point("one", 50, 1.2), Point("two", 51, 1.2)]
+    points = [NamedPoint("one", 50, 1.2), NamedPoint("two", 51, 1.2)]
     plane = Plane(byte_scale([100]), [0.0, 100.0], [1.0, 2.0])
     assert place_names(points, [], [], plane) == ["middle left", "middle right"]
 
 
 def test_names_of_points_in_one_place_do_not_cover_each_other():
     plane = Plane(byte_scale([100]), [0.0, 100.0], [1.0, 2.0])
-    points = [Point(name, 50, 1.5) for name in ("plan auto", "auto", "sqrt")]
-    curve = [Point("", 0, 1.7), Point("", 100, 1.3)]
+    points = [NamedPoint(name, 50, 1.5) for name in ("plan auto", "auto", "sqrt")]
+    curve = [NamedPoint("", 0, 1.7), NamedPoint("", 100, 1.3)]
     assert len(set(place_names(points, [curve], [51], plane))) == 3
 
 
 def test_names_keep_off_the_budget_and_the_curve():
     plane = Plane(byte_scale([100]), [0.0, 100.0], [1.0, 2.0])
-    point = Point("strategy", 50, 1.5)
+    point = NamedPoint("strategy", 50, 1.5)
     assert place_names([point], [], [], plane) == ["middle right"]
     assert place_names([point], [], [53], plane) == ["middle left"]
-    curve = [Point("", 52, 1.5), Point("", 100, 1.5)]
+    curve = [NamedPoint("", 52, 1.5), NamedPoint("", 100, 1.5)]
     assert place_names([point], [curve], [], plane) == ["middle left"]
 
 
@@ -171,7 +176,7 @@ def test_norms_have_ticks_that_do_not_lie_on_each_other(scale: float, ticks: lis
         )
         for entry in make_verdict().comparisons
     ]
-    axis = draw_norms(comparisons, "norms").figure["layout"]["yaxis"]
+    axis = draw_norms(NormsChart(comparisons)).figure["layout"]["yaxis"]
     assert axis["type"] == "log"
     shown = axis.get("ticktext")
     assert shown is None if ticks is None else shown[: len(ticks)] == ticks
@@ -182,13 +187,13 @@ def test_norms_over_many_decades_have_a_tick_for_each():
     tiny = msgspec.structs.replace(
         first, plan=msgspec.structs.replace(first.plan, quantiles=tuple(1e-8 * q for q in first.plan.quantiles))
     )
-    axis = draw_norms([tiny, *others], "norms").figure["layout"]["yaxis"]
+    axis = draw_norms(NormsChart([tiny, *others])).figure["layout"]["yaxis"]
     assert axis["tickvals"] == pytest.approx([10.0**decade for decade in range(-9, 2)])
 
 
 def test_a_box_spans_the_middle_half_of_the_norms():
     verdict = make_verdict()
-    boxes, _ = draw_norms(verdict.comparisons, "norms").figure["data"]
+    boxes, _ = draw_norms(NormsChart(verdict.comparisons)).figure["data"]
     quantiles = verdict.comparisons[0].baseline.quantiles
     found = [boxes[name][0] for name in ("lowerfence", "q1", "median", "q3", "upperfence")]
     assert found == list(quantiles[1:6])

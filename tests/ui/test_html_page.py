@@ -18,8 +18,7 @@ from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.store import Artifact
 from plimsoll.artifacts.verdict import Ruling
 from plimsoll.errors import InvalidReport, PlanMismatch
-from plimsoll.ui.html.finding_sections import finding_statement
-from plimsoll.ui.html.write import build_html
+from plimsoll.ui.html.page import build_html
 from plimsoll.units import GIB
 from samples import make_comparison, make_mismatch, make_plan, make_receipt
 from ui.pages.page_samples import (
@@ -114,7 +113,7 @@ def test_a_page_begins_with_what_each_artifact_comes_to(page: Parsed):
         "Comparison: MEASURED",
         "Probe: GOOD",
         "Diagnosis: +12.0%",
-        "Advice: manage activations",
+        "Advice: recompute some activations",
         "instead of 100.0 MiB, for 3.0% more time a step",
     ):
         assert words in page.text
@@ -146,14 +145,14 @@ def test_every_decision_can_be_read_without_pointing_at_anything(page: Parsed):
 
 def test_a_page_draws_a_chart_of_each_kind(page: Parsed):
     assert sorted(page.charts) == [
-        "frontier",
+        "curves-0",
+        "curves-1",
+        "curves-2",
+        "frontier-0",
         "map-0",
         "memory-0",
+        "norms-0",
         "overhead-0",
-        "probe-0-boxes",
-        "probe-0-losses",
-        "probe-0-norms",
-        "receipt-0",
     ]
 
 
@@ -211,7 +210,7 @@ def test_the_data_of_a_chart_cannot_end_its_script(html: str):
 
 
 def test_numbers_that_are_not_finite_are_gaps_in_a_curve(page: Parsed):
-    assert page.charts["probe-0-losses"]["data"][1]["y"][-1] is None
+    assert page.charts["curves-1"]["data"][1]["y"][-1] is None
 
 
 @pytest.mark.parametrize(
@@ -252,22 +251,15 @@ def test_what_does_not_hold_is_said_first():
     )
 
 
-def test_a_diagnosis_names_no_largest_part_where_nothing_takes_more_time():
-    finding = make_finding()
-    assert "The largest part is" in finding_statement(finding).text
-    gains = tuple(msgspec.structs.replace(part, seconds=-abs(part.seconds)) for part in finding.parts)
-    assert "The largest part is" not in finding_statement(msgspec.structs.replace(finding, parts=gains)).text
-
-
 def test_a_long_list_of_mismatches_says_how_many_it_leaves_out():
-    assert "and 10 more" in build_html([make_receipt(gradient_mismatches=(make_mismatch(),) * 60)])
+    assert "and 10 more" in build_html([make_receipt(gradient_mismatches=(make_mismatch(),) * 210)])
 
 
 def test_several_plans_are_told_apart_by_their_budgets():
     page = Parsed(build_html([make_plan(), make_plan(budget_bytes=GIB)]))
     assert "Decisions, 1 of 2 (auto, 64.0 MiB)" in page.text
     assert "Decisions, 2 of 2 (auto, 1.0 GiB)" in page.text
-    named = [trace["text"] for trace in page.charts["frontier"]["data"] if "text" in trace]
+    named = [trace["text"] for trace in page.charts["frontier-0"]["data"] if "text" in trace]
     assert named == [["plan auto, 64.0 MiB", "plan auto, 1.0 GiB"]]
 
 

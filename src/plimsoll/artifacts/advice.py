@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import msgspec
 
+from plimsoll.artifacts.base import Printable
 from plimsoll.artifacts.decision import Status
 
 SCHEMA_VERSION = 1
@@ -188,7 +189,7 @@ class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
     next: str = ""
 
 
-class Advice(msgspec.Struct, frozen=True, kw_only=True):
+class Advice(Printable, msgspec.Struct, frozen=True, kw_only=True):
     """What to do about the memory of one training step, and why. ``plimsoll.advise`` makes one; ``str`` shows it."""
 
     KIND: ClassVar[str] = "advice"
@@ -229,8 +230,3 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         from plimsoll.artifacts.store import save
 
         save(self, path)
-
-    def __str__(self) -> str:
-        from plimsoll.artifacts.advice_summary import summarise_advice
-
-        return summarise_advice(self)

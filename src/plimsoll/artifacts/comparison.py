@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
+from plimsoll.artifacts.base import Printable
 from plimsoll.artifacts.decision import Status
 
 SCHEMA_VERSION = 1
@@ -41,7 +42,7 @@ class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.is_lossless and self.is_bit_equal is False
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class Comparison(Printable, msgspec.Struct, frozen=True, kw_only=True):
     """Strategies side by side. ``plimsoll.compare`` makes one; ``str`` shows it."""
 
     KIND: ClassVar[str] = "comparison"
@@ -67,8 +68,3 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         from plimsoll.artifacts.store import save
 
         save(self, path)
-
-    def __str__(self) -> str:
-        from plimsoll.artifacts.comparison_summary import summarise_comparison
-
-        return summarise_comparison(self)

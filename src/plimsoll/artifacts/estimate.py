@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import msgspec
 
+from plimsoll.artifacts.base import Printable
 from plimsoll.artifacts.basis import Basis
 from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.model_facts import ModelFacts
@@ -109,7 +110,7 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+class Estimate(Printable, msgspec.Struct, frozen=True, kw_only=True):
     """The training budget of ``target`` on ``device`` under ``layout``. Build one with ``plimsoll.estimate``."""
 
     KIND: ClassVar[str] = "estimate"
@@ -159,8 +160,3 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         from plimsoll.artifacts.store import save
 
         save(self, path)
-
-    def __str__(self) -> str:
-        from plimsoll.artifacts.estimate_summary import summarise_estimate
-
-        return summarise_estimate(self)

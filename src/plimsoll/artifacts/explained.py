@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
+from plimsoll.artifacts.base import Printable
 from plimsoll.artifacts.plan import Holder, Peak, TimelinePoint
 
 SCHEMA_VERSION = 1
@@ -44,7 +45,7 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+class Explanation(Printable, msgspec.Struct, frozen=True, kw_only=True):
     """Where the peak of one step is, who holds it, and what would lower it. Make one with ``plimsoll.explain``.
 
     ``plain`` figures are those of the same step with everything kept (``None``: nothing is at work, or it could not be run).
@@ -95,11 +96,6 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         from plimsoll.artifacts.store import save
 
         save(self, path)
-
-    def __str__(self) -> str:
-        from plimsoll.artifacts.explained_summary import summarise_explanation
-
-        return summarise_explanation(self)
 
 
 LEAST_SHARE = 0.005

@@ -8,6 +8,8 @@ from typing import ClassVar
 
 import msgspec
 
+from plimsoll.artifacts.base import Printable
+
 SCHEMA_VERSION = 1
 
 EXCESSIVE_KERNEL_RATIO = 1.5
@@ -164,7 +166,7 @@ class WarningSign(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class Finding(Printable, msgspec.Struct, frozen=True, kw_only=True):
     """Where the overhead of a plan goes. ``plimsoll.diagnose`` makes one; ``str`` shows it.
 
     The seconds are those under the profiler. ``measured_*_seconds`` are medians of steps without one, where they could be
@@ -234,8 +236,3 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         from plimsoll.artifacts.store import save
 
         save(self, path)
-
-    def __str__(self) -> str:
-        from plimsoll.artifacts.finding_summary import summarise_finding
-
-        return summarise_finding(self)

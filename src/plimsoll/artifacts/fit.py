@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import msgspec
 
+from plimsoll.artifacts.base import Printable
 from plimsoll.artifacts.basis import Basis
 from plimsoll.artifacts.confirmation import Claim
 from plimsoll.artifacts.costs import CostSource
@@ -86,7 +87,7 @@ class FitChange(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-class Fit(msgspec.Struct, frozen=True, kw_only=True):
+class Fit(Printable, msgspec.Struct, frozen=True, kw_only=True):
     """The micro-batch and the plan with the most throughput under a budget. Build one with ``plimsoll.fit``.
 
     ``best`` is a position in ``points``; ``None``: nothing fits, and ``changes`` say what would. ``plan`` was solved for the
@@ -146,8 +147,3 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
         from plimsoll.artifacts.store import save
 
         save(self, path)
-
-    def __str__(self) -> str:
-        from plimsoll.artifacts.fit_summary import summarise_fit
-
-        return summarise_fit(self)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
+from plimsoll.artifacts.base import Printable
 from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Decision, Status
 
@@ -122,7 +123,7 @@ COLLECTIVES = "collectives"
 """What ``allow`` says where recipes may run collectives again."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(Printable, msgspec.Struct, frozen=True, kw_only=True):
     """What to do with every saved value under a budget. Build one with ``plimsoll.plan``; save it with ``save``.
 
     ``lower_bound_seconds`` bounds the step of *any* plan of this engine under this model of the machine (each op run again
@@ -205,11 +206,4 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def explain(self) -> str:
         """Every decision with its reason in terms of the price of memory, what one more GiB buys, who holds the peak."""
-        from plimsoll.artifacts.explanation import explain_plan
-
-        return explain_plan(self)
-
-    def __str__(self) -> str:
-        from plimsoll.artifacts.summary import summarise_plan
-
-        return summarise_plan(self)
+        return Printable.render(self, with_details=True)

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
+from plimsoll.artifacts.base import Printable
 from plimsoll.artifacts.confirmation import Confirmation
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.fault import Fault
@@ -139,7 +140,7 @@ class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
     dropped_bytes: int = 0
 
 
-class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+class Receipt(Printable, msgspec.Struct, frozen=True, kw_only=True):
     """The evidence for one plan on one batch. ``plimsoll.verify`` makes one; ``str`` shows it.
 
     Where the ``strategy`` is ``own`` there is no plan: the model's own checkpointing, offloading or compiled budget is held
@@ -301,11 +302,6 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         from plimsoll.artifacts.store import save
 
         save(self, path)
-
-    def __str__(self) -> str:
-        from plimsoll.artifacts.receipt_summary import summarise_receipt
-
-        return summarise_receipt(self)
 
 
 def _is_close(one: float | None, other: float | None, tolerance: float) -> bool:

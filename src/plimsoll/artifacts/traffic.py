@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import msgspec
 
+from plimsoll.artifacts.base import Printable
 from plimsoll.artifacts.verdict import Estimate, Outcome
 
 SCHEMA_VERSION = 2
@@ -173,7 +174,7 @@ class MethodTraffic(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+class Traffic(Printable, msgspec.Struct, frozen=True, kw_only=True):
     """What gradient compression would do to a data-parallel step here. ``str`` shows it.
 
     ``methods`` begins with the uncompressed one, whose ruling is that of all: ``KEEP`` where some method is worth it. Of a
@@ -217,8 +218,3 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
         from plimsoll.artifacts.store import save
 
         save(self, path)
-
-    def __str__(self) -> str:
-        from plimsoll.artifacts.traffic_summary import summarise_traffic
-
-        return summarise_traffic(self)

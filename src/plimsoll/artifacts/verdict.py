@@ -11,6 +11,8 @@ from typing import ClassVar
 
 import msgspec
 
+from plimsoll.artifacts.base import Printable
+
 SCHEMA_VERSION = 1
 
 
@@ -164,7 +166,7 @@ class Curves(msgspec.Struct, frozen=True, kw_only=True):
     plan_norms: tuple[float | None, ...]
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class Verdict(Printable, msgspec.Struct, frozen=True, kw_only=True):
     """Training under a plan held against training without one. ``plimsoll.probe`` makes one; ``str`` shows it.
 
     ``decided_by`` is the name of the rule that the ruling follows from, ``missing`` what an undecided one lacks.
@@ -230,8 +232,3 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         from plimsoll.artifacts.store import save
 
         save(self, path)
-
-    def __str__(self) -> str:
-        from plimsoll.artifacts.verdict_summary import summarise_verdict
-
-        return summarise_verdict(self)

@@ -6,7 +6,7 @@ import time
 
 from plimsoll.artifacts.allocation import AllocatorUse
 from plimsoll.artifacts.estimate import Estimate, StageEstimate, StageSeconds
-from plimsoll.artifacts.grouping import compress_names
+from plimsoll.artifacts.naming import compress_names
 from plimsoll.artifacts.trace import Trace
 from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings
 from plimsoll.estimator.allocator_sim.simulate import simulate_allocator

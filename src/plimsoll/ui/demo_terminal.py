@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
-from plimsoll.ui.plan_terminal import render_classes, render_decisions
-from plimsoll.ui.timeline import Timeline
+from plimsoll.ui.document import MemoryChart, Table, Tone
+from plimsoll.ui.terminal import render_elements
+from plimsoll.ui.views.plan import classes_table, decisions_table
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from plimsoll.ui.demo.training import Setup
 
 _SPARKS = "▁▂▃▄▅▆▇█"
+_HELD = {True: "✓", False: "✗"}
 
 
 def render_introduction(setup: Setup) -> RenderableType:
@@ -39,11 +40,9 @@ def render_preparation(ready: Preparation) -> RenderableType:
     return Group(
         Text(f"{ready.parameters / 1e6:.1f} million parameters; plain training peaks at "
              f"{format_bytes(plan.baseline_peak_bytes)}, {budget}, floor {format_bytes(plan.floor_bytes)}.\n"),
-        render_classes(plan),
-        Text(),
-        render_decisions(plan),
+        *render_elements([classes_table(plan), decisions_table(plan)]),
         Text("\nMemory over one step under the plan", style="bold"),
-        Timeline(plan.timeline, plan.budget_bytes),
+        *render_elements([MemoryChart(plan.timeline, plan.budget_bytes)]),
         Text(),
     )  # fmt: skip
 
@@ -51,30 +50,44 @@ def render_preparation(ready: Preparation) -> RenderableType:
 def render_story(story: Story) -> RenderableType:
     """Both trainings side by side, and what happened in three sentences."""
     plan, receipt = story.plan, story.receipt
-    table = Table(title="\nThe same training twice", title_justify="left", title_style="bold", box=None)
-    for column, justify in (("", "left"), ("plain PyTorch", "right"), ("with Plimsoll", "right")):
-        table.add_column(column, justify="right" if justify == "right" else "left", header_style="dim")
-    table.add_row(" predicted peak", format_bytes(plan.baseline_peak_bytes), format_bytes(plan.predicted_peak_bytes))
-    table.add_row(" measured peak", _bytes(receipt.measured_baseline_peak_bytes), _bytes(receipt.measured_peak_bytes))
-    table.add_row(" predicted step time", "", format_share(plan.predicted_overhead))
-    table.add_row(
-        " fastest step",
-        format_seconds(story.unmanaged.fastest_seconds),
-        format_seconds(story.managed.fastest_seconds),
+    unmanaged, managed = story.unmanaged, story.managed
+    table = Table(
+        title="The same training twice",
+        header=("", "plain PyTorch", "with Plimsoll"),
+        numbers=(1, 2),
+        rows=[
+            (
+                "predicted peak",
+                format_bytes(plan.baseline_peak_bytes),
+                format_bytes(plan.predicted_peak_bytes),
+            ),
+            ("measured peak", _bytes(receipt.measured_baseline_peak_bytes), _bytes(receipt.measured_peak_bytes)),
+            ("predicted step time", "", format_share(plan.predicted_overhead)),
+            ("fastest step", format_seconds(unmanaged.fastest_seconds), format_seconds(managed.fastest_seconds)),
+            ("step time, paired median", "", format_share(story.measured_overhead)),
+            ("first and last loss", _ends(unmanaged.losses), _ends(managed.losses)),
+            ("loss curve", draw_spark(unmanaged.losses), draw_spark(managed.losses)),
+        ],
     )
-    table.add_row(" step time, paired median", "", format_share(story.measured_overhead))
-    table.add_row(" first and last loss", _ends(story.unmanaged.losses), _ends(story.managed.losses))
-    table.add_row(" loss curve", draw_spark(story.unmanaged.losses), draw_spark(story.managed.losses))
     equal = receipt.compared_gradients - len(receipt.gradient_mismatches)
-    checks = Table.grid(padding=(0, 2))
-    for name, is_held in (
-        (f"peak within the budget, recording included: {_budget(plan)}", not receipt.is_over_budget),
-        (f"{equal} of {receipt.compared_gradients} gradients equal bit for bit", not receipt.gradient_mismatches),
-        (f"{len(story.managed.losses)} losses identical bit for bit", story.are_losses_identical),
-        ("weights after the last step identical bit for bit", story.are_weights_identical),
-    ):
-        checks.add_row(Text(" ✓" if is_held else " ✗", style="bold green" if is_held else "bold red"), name)
-    return Group(table, Text(), checks, Text(), Panel(tell(story), title="What happened", title_align="left"))
+    checks = Table(
+        rows=[
+            (_HELD[is_held], text)
+            for text, is_held in (
+                (f"peak within the budget, recording included: {_budget(plan)}", not receipt.is_over_budget),
+                (
+                    f"{equal} of {receipt.compared_gradients} gradients equal bit for bit",
+                    not receipt.gradient_mismatches,
+                ),
+                (f"{len(managed.losses)} losses identical bit for bit", story.are_losses_identical),
+                ("weights after the last step identical bit for bit", story.are_weights_identical),
+            )
+        ],
+        tones={_HELD[True]: Tone.GOOD, _HELD[False]: Tone.BAD},
+    )
+    return Group(
+        *render_elements([table, checks]), Text(), Panel(tell(story), title="What happened", title_align="left")
+    )
 
 
 def tell(story: Story) -> str:

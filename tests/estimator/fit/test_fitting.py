@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from plimsoll.ui.fit_terminal import render_fit
 
 import plimsoll
 from plimsoll.artifacts.fit import Fit
@@ -13,7 +14,6 @@ from plimsoll.artifacts.store import from_json, to_json
 from plimsoll.errors import InvalidBatch, InvalidBudget, InvalidOption, PlimsollError
 from plimsoll.estimator.fit.micro_batches import MicroBatches
 from plimsoll.estimator.fit.point import Shape
-from plimsoll.ui.fit_terminal import render_fit
 from plimsoll.units import KIB
 from steps import Stack, mean_square, stack
 from unchanged import unchanged

@@ -48,7 +48,7 @@ def test_a_target_that_checkpoints_is_explained_shown_and_saved(runner: CliRunne
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     for part in (
-        "Why the peak of Net",
+        "Explanation of the peak of Net",
         "torch.utils.checkpoint (3 times a step)",
         "Made again in backward",
         "saved to",

@@ -112,7 +112,7 @@ def test_an_undecided_probe_exits_with_1_and_says_what_is_missing(runner: CliRun
     result = runner.invoke(app, ["probe", "noisy:stream", "--strategy", "full", "--steps", "6"])
     assert result.exit_code == 1, result.output
     assert "UNDECIDED" in result.stdout
-    assert "missing: shift: more steps" in result.stdout
+    assert "Missing: shift: more steps" in result.stdout
     assert "not deterministic" in result.stdout
 
 

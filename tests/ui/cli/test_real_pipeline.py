@@ -67,7 +67,7 @@ def test_plan_show_verify_and_compare_agree(run):
     assert "VERIFIED" in run("show", "receipt.json").stdout
     compared = run("compare", "steps:stack", "-b", "515KiB", "--steps", "1", "-o", "comparison.json")
     assert compared.exit_code == 0, compared.output
-    assert [line.split()[1] for line in compared.stdout.splitlines() if line.startswith(" auto")]
+    assert [line.split()[1] for line in compared.stdout.splitlines() if line.startswith("  auto")]
     assert "DIFFER" not in compared.stdout
     assert f"{run('show', 'comparison.json').stdout}\nsaved to comparison.json\n" == compared.stdout
 
@@ -101,7 +101,7 @@ STRATEGIES = ["none", "every:2", "sqrt", "input-only", "selective:mlp", "selecti
 def test_every_strategy_is_planned(strategy: str, run):
     result = run("plan", "steps:stack", "-s", strategy, "--explain")
     assert result.exit_code == 0
-    assert f"plan {strategy!r}" in result.stdout
+    assert f"Plan {strategy!r}" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from plimsoll.ui.html.write import build_html
+from plimsoll.ui.html.page import build_html
 from ui.pages.page_samples import HOSTILE, full_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -98,10 +98,10 @@ def test_every_chart_is_drawn(view: dict[str, Any]):
     assert charts["memory-0"]["areas"] == 5
     assert charts["memory-0"]["lines"] == 6
     assert charts["map-0"]["grids"] == 1
-    assert charts["frontier"]["lines"] == 3
+    assert charts["frontier-0"]["lines"] == 3
     assert charts["overhead-0"]["bars"] == 3
-    assert charts["probe-0-boxes"]["boxes"] == 8
-    for name in ("receipt-0", "probe-0-losses", "probe-0-norms"):
+    assert charts["norms-0"]["boxes"] == 8
+    for name in ("curves-0", "curves-1", "curves-2"):
         assert charts[name]["lines"] == 2
     assert all(300 < chart["width"] <= view["width"] for chart in charts.values())
 

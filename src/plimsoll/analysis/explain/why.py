@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plimsoll.artifacts.explained import LEAST_SHARE, Change
-from plimsoll.artifacts.holder_summary import group_holders
+from plimsoll.artifacts.naming import group_holders
 from plimsoll.artifacts.plan import Peak
 from plimsoll.units import format_bytes, format_share
 

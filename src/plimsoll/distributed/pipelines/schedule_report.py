@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plimsoll.artifacts.columns import align
 from plimsoll.estimator.pipeline_schedule.growth import BubbleGrowth, bubble_growth
 from plimsoll.estimator.pipeline_schedule.orders import Orders
 from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds
@@ -90,7 +89,7 @@ class ScheduleReport:
         ]
         if self.added is not None:
             rows.append(["step", str(self.added)])
-        return "\n".join([*lines, *align(rows)])
+        return "\n".join([*lines, *(f"  {name:<14}  {text}" for name, text in rows)])
 
 
 def added_seconds(orders: Orders, seconds: Mapping[int, StageSeconds], stage_count: int) -> AddedSeconds | None:

@@ -54,7 +54,6 @@ def advise(
     from plimsoll.artifacts.advice import Kind
     from plimsoll.errors import BudgetBelowFloor
     from plimsoll.estimator.targets.target import TargetOptions
-    from plimsoll.ui.advice_terminal import render_advice
     from plimsoll.ui.cli import work
     from plimsoll.ui.cli.progress import show_progress
 
@@ -82,7 +81,7 @@ def advise(
             )
         if output is not None:
             advice.save(output)
-        terminal.print_result(advice, render_advice(advice), is_json=json, saved_to=output)
+        terminal.print_result(advice, is_json=json, saved_to=output)
         if advice.recommendation.kind is Kind.DOES_NOT_FIT:
             raise typer.Exit(BudgetBelowFloor.exit_code)
 

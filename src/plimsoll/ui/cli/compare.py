@@ -46,7 +46,6 @@ def compare(
     from plimsoll.estimator.targets.target import TargetOptions
     from plimsoll.ui.cli import work
     from plimsoll.ui.cli.progress import show_progress
-    from plimsoll.ui.comparison_terminal import render_comparison
 
     with ranks.exit_codes(is_json=json) as crew:
         how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device))
@@ -72,6 +71,6 @@ def compare(
         if crew.speaks:
             if output is not None:
                 comparison.save(output)
-            terminal.print_result(comparison, render_comparison(comparison), is_json=json, saved_to=output)
+            terminal.print_result(comparison, is_json=json, saved_to=output)
         if comparison.exit_code:
             raise typer.Exit(comparison.exit_code)

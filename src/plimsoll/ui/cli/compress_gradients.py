@@ -82,7 +82,6 @@ def compress_gradients(
         from plimsoll.ui.cli import work
         from plimsoll.ui.cli.probe import optimizer_factory
         from plimsoll.ui.cli.probe_data import data_for
-        from plimsoll.ui.traffic_terminal import render_traffic
 
         how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device))
 
@@ -113,7 +112,7 @@ def compress_gradients(
             return
         if output is not None:
             traffic.save(output)
-        terminal.print_result(traffic, render_traffic(traffic), is_json=json, saved_to=output)
+        terminal.print_result(traffic, is_json=json, saved_to=output)
 
 
 def _bytes_of(bucket: str | None) -> int | None:

@@ -77,7 +77,6 @@ def diagnose(
     """
     from plimsoll.estimator.targets.target import TargetOptions
     from plimsoll.ui.cli import work
-    from plimsoll.ui.finding_terminal import render_finding
 
     with ranks.one_process("diagnose", is_json=json):
         if trace is not None:
@@ -103,7 +102,7 @@ def diagnose(
             finding = _of_target(subject, how, optimizer, plan, request, profiled)
         if output is not None:
             finding.save(output)
-        terminal.print_result(finding, render_finding(finding), is_json=json, saved_to=output)
+        terminal.print_result(finding, is_json=json, saved_to=output)
 
 
 def _of_traces(baseline: str, plan: Path) -> Finding:

@@ -80,7 +80,6 @@ def estimate(
     import plimsoll
     from plimsoll.errors import BudgetBelowFloor
     from plimsoll.ui.cli.progress import show_progress
-    from plimsoll.ui.estimate_terminal import render_estimate
 
     with ranks.one_process("estimate", is_json=json):
         with show_progress(terminal.stderr()) as report:
@@ -101,7 +100,7 @@ def estimate(
             _save_plans(found, plans)
         if output is not None:
             found.save(output)
-        terminal.print_result(found, render_estimate(found), is_json=json, saved_to=output)
+        terminal.print_result(found, is_json=json, saved_to=output)
         if found.does_fit is False:
             raise typer.Exit(BudgetBelowFloor.exit_code)
 

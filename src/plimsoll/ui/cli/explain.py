@@ -62,7 +62,6 @@ def explain(
         from plimsoll.estimator.targets.target import TargetOptions
         from plimsoll.ui.cli import work
         from plimsoll.ui.cli.progress import show_progress
-        from plimsoll.ui.explanation_terminal import render_explanation
 
         if strategy is not None and plan is not None:
             raise InvalidStrategy(
@@ -85,7 +84,7 @@ def explain(
             )
         if output is not None:
             explanation.save(output)
-        terminal.print_result(explanation, render_explanation(explanation), is_json=json, saved_to=output)
+        terminal.print_result(explanation, is_json=json, saved_to=output)
 
 
 def _is_saved(target: str) -> bool:
@@ -114,4 +113,4 @@ def _explain_saved(context: typer.Context, target: str, output: Path | None, *, 
         )
     if output is not None:
         artifact.save(output)
-    terminal.print_result(artifact, artifact.explain(), is_json=is_json, saved_to=output)
+    terminal.print_result(artifact, is_json=is_json, saved_to=output, text=artifact.explain())

@@ -67,7 +67,6 @@ def fit(
     from plimsoll.estimator.targets.target import TargetOptions
     from plimsoll.ui.cli import work
     from plimsoll.ui.cli.progress import show_progress
-    from plimsoll.ui.fit_terminal import render_fit
 
     with ranks.one_process("fit", is_json=json):
         is_text = ":" not in target
@@ -93,7 +92,7 @@ def fit(
             )
         if output is not None:
             found.save(output)
-        terminal.print_result(found, render_fit(found), is_json=json, saved_to=output)
+        terminal.print_result(found, is_json=json, saved_to=output)
         if save_plan is not None:
             _save_plan(found, save_plan, is_json=json)
         if found.exit_code:

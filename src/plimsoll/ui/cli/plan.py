@@ -33,7 +33,6 @@ def plan(
     """
     from plimsoll.estimator.targets.target import TargetOptions
     from plimsoll.ui.cli import work
-    from plimsoll.ui.plan_terminal import render_plan
 
     with ranks.exit_codes(is_json=json) as crew:
         how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device), is_meta=device_profile is not None)
@@ -51,5 +50,5 @@ def plan(
         if crew.speaks:
             if output is not None:
                 made.save(output)
-            terminal.print_result(made, made.explain() if explain else render_plan(made), is_json=json, saved_to=output)
+            terminal.print_result(made, is_json=json, saved_to=output, text=made.explain() if explain else None)
         work.refuse_unusable(made)

@@ -90,7 +90,6 @@ def probe(
     """
     from plimsoll.estimator.targets.target import TargetOptions
     from plimsoll.ui.cli import work
-    from plimsoll.ui.verdict_terminal import render_verdict
 
     with ranks.one_process("probe", is_json=json):
         options.refuse_beside_plan(context)
@@ -117,7 +116,7 @@ def probe(
         verdict = _probe(loaded, saved or work.make_plan(loaded, request), make_optimizer, asked)
         if output is not None:
             verdict.save(output)
-        terminal.print_result(verdict, render_verdict(verdict), is_json=json, saved_to=output)
+        terminal.print_result(verdict, is_json=json, saved_to=output)
         if verdict.exit_code:
             raise typer.Exit(verdict.exit_code)
 

@@ -34,7 +34,7 @@ def report(files: FilesArgument, *, output: PageOption = None, timeline: Timelin
     """
     from plimsoll.artifacts.plan import Plan
     from plimsoll.artifacts.store import load_any, write_whole
-    from plimsoll.ui.html.write import build_html
+    from plimsoll.ui.html.page import build_html
     from plimsoll.ui.perfetto import render_perfetto
 
     with ranks.one_process("report"):

@@ -7,18 +7,18 @@ Exit codes: 0 all is well; 1 verification failed; 2 bad input; 3 the budget is b
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.text import Text
 
 from plimsoll.artifacts.store import Artifact, to_json
 from plimsoll.errors import PlimsollError
-from plimsoll.ui.machine import render_error_json
 
 INTERRUPTED = 130
 
@@ -41,6 +41,27 @@ def progress() -> Console:
 def print_json(artifact: Artifact) -> None:
     """Write an artifact for a machine."""
     sys.stdout.write(to_json(artifact) + "\n")
+
+
+def render_error_json(error: PlimsollError) -> str:
+    """The error's kind, its three parts and its exit code.
+
+    Example:
+        >>> print(render_error_json(PlimsollError("a", why="b", next="c")))  # doctest: +ELLIPSIS
+        {
+          "plimsoll": "error",
+          "error": "PlimsollError",
+          ...
+    """
+    fields = {
+        "plimsoll": "error",
+        "error": type(error).__name__,
+        "found": error.found,
+        "why": error.why,
+        "next": error.next,
+        "exit_code": error.exit_code,
+    }
+    return json.dumps(fields, indent=2, ensure_ascii=False)
 
 
 def print_error(error: PlimsollError) -> None:
@@ -74,14 +95,16 @@ def exit_codes(*, is_json: bool = False) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from interrupt
 
 
-def print_result(artifact: Artifact, view: RenderableType, *, is_json: bool, saved_to: Path | None = None) -> None:
-    """Write an artifact for a machine, or its view for a person with the place where it was saved."""
+def print_result(artifact: Artifact, *, is_json: bool, saved_to: Path | None = None, text: str | None = None) -> None:
+    """Write an artifact for a machine, or for a person with the place where it was saved; ``text`` is shown in its stead."""
+    from plimsoll.ui.terminal import render_artifact
+
     if is_json:
         print_json(artifact)
         return
-    if isinstance(view, str):
-        stdout().print(Text(view), soft_wrap=True)
+    if text is not None:
+        stdout().print(Text(text), soft_wrap=True)
     else:
-        stdout().print(view)
+        stdout().print(render_artifact(artifact))
     if saved_to is not None:
         stdout().print(f"\nsaved to {saved_to}", markup=False, soft_wrap=True)

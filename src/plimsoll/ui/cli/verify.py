@@ -83,7 +83,6 @@ def verify(
     """
     from plimsoll.estimator.targets.target import TargetOptions
     from plimsoll.ui.cli import work
-    from plimsoll.ui.receipt_terminal import render_receipt
 
     with ranks.exit_codes(is_json=json) as crew:
         is_own = plan is None and budget is None and strategy == _AUTO and not override
@@ -108,7 +107,7 @@ def verify(
         if crew.speaks:
             if output is not None:
                 receipt.save(output)
-            terminal.print_result(receipt, render_receipt(receipt), is_json=json, saved_to=output)
+            terminal.print_result(receipt, is_json=json, saved_to=output)
             if revised_plan is not None:
                 _save_revised(receipt, revised_plan, is_json=json)
         if receipt.exit_code:

@@ -1,4 +1,4 @@
-"""Plans and comparisons in, a chart out: step time against peak, predicted and measured, each point named."""
+"""Draws step time against peak memory: what the planner can do, the plans, measured strategies, each point named."""
 
 from __future__ import annotations
 
@@ -7,40 +7,39 @@ from typing import Any
 
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.plan import Plan
-from plimsoll.ui.html.colours import LINE, ORANGE, VERMILION
-from plimsoll.ui.html.content import Chart
-from plimsoll.ui.html.figure import figure
-from plimsoll.ui.html.labels import Scale, byte_scale, label
-from plimsoll.ui.html.names import MOST_LETTERS, Plane, Point, place_names
+from plimsoll.ui.document import FrontierChart
+from plimsoll.ui.html.drawing import LINE, ORANGE, VERMILION, Drawing, Scale, byte_scale, figure, label
+from plimsoll.ui.html.point_names import MOST_LETTERS, NamedPoint, Plane, place_names
 from plimsoll.units import format_bytes
 
 
-def frontier_points(plan: Plan) -> tuple[Point, ...]:
+def _curve_points(plan: Plan) -> tuple[NamedPoint, ...]:
     """The planner's own curve; nothing for a plan whose unmanaged step takes no time."""
     if not plan.baseline_seconds:
         return ()
-    return tuple(Point("planner", p.peak_bytes, p.step_seconds / plan.baseline_seconds) for p in plan.frontier)
+    return tuple(NamedPoint("planner", p.peak_bytes, p.step_seconds / plan.baseline_seconds) for p in plan.frontier)
 
 
-def chosen_point(plan: Plan, *, is_alone: bool) -> Point:
+def _chosen_point(plan: Plan, *, is_alone: bool) -> NamedPoint:
     """The plan itself as predicted; where there are several, its budget tells them apart."""
     is_named = is_alone or plan.budget_bytes is None
     limit = "" if is_named else f", {format_bytes(plan.budget_bytes or 0)}"
-    return Point(f"plan {plan.strategy}{limit}", plan.predicted_peak_bytes, 1 + plan.predicted_overhead)
+    return NamedPoint(f"plan {plan.strategy}{limit}", plan.predicted_peak_bytes, 1 + plan.predicted_overhead)
 
 
-def measured_points(comparison: Comparison) -> tuple[Point, ...]:
+def _measured_points(comparison: Comparison) -> tuple[NamedPoint, ...]:
     """The unmanaged step and every strategy that was measured."""
     rows = [point for row in comparison.rows if (point := _measured(row)) is not None]
-    return (Point("unmanaged", comparison.baseline_peak_bytes, 1.0), *rows)
+    return (NamedPoint("unmanaged", comparison.baseline_peak_bytes, 1.0), *rows)
 
 
-def draw_frontier(plans: Sequence[Plan], comparisons: Sequence[Comparison], name: str) -> Chart:
-    """Time against peak for all that is known; ``name`` is the chart's name on its page."""
-    curves = [frontier_points(plan) for plan in plans]
+def draw_frontier(chart: FrontierChart) -> Drawing:
+    """Time against peak for all that is known."""
+    plans = chart.plans
+    curves = [_curve_points(plan) for plan in plans]
     usable = [plan for plan in plans if plan.status.is_usable]
-    chosen = [chosen_point(plan, is_alone=len(usable) == 1) for plan in usable]
-    measured = [point for comparison in comparisons for point in measured_points(comparison)]
+    chosen = [_chosen_point(plan, is_alone=len(usable) == 1) for plan in usable]
+    measured = [point for comparison in chart.comparisons for point in _measured_points(comparison)]
     every = [*(point for curve in curves for point in curve), *chosen, *measured]
     scale = byte_scale(point.peak_bytes for point in every)
     x_range = _room([scale.of(point.peak_bytes) for point in every])
@@ -54,28 +53,32 @@ def draw_frontier(plans: Sequence[Plan], comparisons: Sequence[Comparison], name
         traces.append(_measured_trace(measured, scale, labels[len(chosen) :]))
     if chosen:
         traces.append(_chosen_trace(chosen, scale, labels[: len(chosen)]))
-    chart = figure(
-        traces,
-        x={"title": {"text": f"peak memory of the step, {scale.unit}"}, "range": x_range},
-        y={"title": {"text": "step time, × unmanaged"}, "range": y_range},
-        height=440,
-        shapes=[_budget_line(scale.of(budget)) for budget in shown],
-        annotations=[_budget_note(budget, scale) for budget in shown],
-    )
-    return Chart(
-        name, chart, "Step time against peak memory: the planner's curve, the chosen plan, measured strategies."
+    return Drawing(
+        figure=figure(
+            traces,
+            x={"title": {"text": f"peak memory of the step, {scale.unit}"}, "range": x_range},
+            y={"title": {"text": "step time, × unmanaged"}, "range": y_range},
+            height=440,
+            shapes=[_budget_line(scale.of(budget)) for budget in shown],
+            annotations=[_budget_note(budget, scale) for budget in shown],
+        ),
+        description="Step time against peak memory: the planner's curve, the chosen plan, measured strategies.",
+        lead=(
+            "Lower and further left is better. Step time is given as a multiple of the unmanaged step's; measured points "
+            "carry the interval of their paired median."
+        ),
     )
 
 
-def _measured(row: ComparisonRow) -> Point | None:
+def _measured(row: ComparisonRow) -> NamedPoint | None:
     if row.measured_peak_bytes is None or row.measured_ratio is None:
         return None
-    return Point(
+    return NamedPoint(
         row.strategy, row.measured_peak_bytes, row.measured_ratio, row.measured_ratio_low, row.measured_ratio_high
     )
 
 
-def _curve(points: Sequence[Point], scale: Scale, index: int) -> dict[str, Any]:
+def _curve(points: Sequence[NamedPoint], scale: Scale, index: int) -> dict[str, Any]:
     return {
         "type": "scatter",
         "name": "what the planner can do, predicted" if not index else f"the same for plan {index + 1}",
@@ -89,7 +92,7 @@ def _curve(points: Sequence[Point], scale: Scale, index: int) -> dict[str, Any]:
     }
 
 
-def _measured_trace(points: Sequence[Point], scale: Scale, places: Sequence[str]) -> dict[str, Any]:
+def _measured_trace(points: Sequence[NamedPoint], scale: Scale, places: Sequence[str]) -> dict[str, Any]:
     return _named(points, scale, places) | {
         "name": "strategies, measured (95% interval)",
         "marker": {"size": 9, "color": ORANGE, "symbol": "circle"},
@@ -105,14 +108,14 @@ def _measured_trace(points: Sequence[Point], scale: Scale, places: Sequence[str]
     }
 
 
-def _chosen_trace(points: Sequence[Point], scale: Scale, places: Sequence[str]) -> dict[str, Any]:
+def _chosen_trace(points: Sequence[NamedPoint], scale: Scale, places: Sequence[str]) -> dict[str, Any]:
     return _named(points, scale, places) | {
         "name": "the plan, predicted",
         "marker": {"size": 16, "color": VERMILION, "symbol": "star"},
     }
 
 
-def _named(points: Sequence[Point], scale: Scale, places: Sequence[str]) -> dict[str, Any]:
+def _named(points: Sequence[NamedPoint], scale: Scale, places: Sequence[str]) -> dict[str, Any]:
     return {
         "type": "scatter",
         "x": [scale.of(point.peak_bytes) for point in points],

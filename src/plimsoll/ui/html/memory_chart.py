@@ -1,17 +1,44 @@
-"""A plan's timeline in, a chart out: bytes stacked by category, the budget as a line, the peak marked and named."""
+"""Draws memory over the step: bytes stacked by category, the budget as a line, the peak marked and named."""
 
 from __future__ import annotations
 
 import itertools
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
-from plimsoll.artifacts.plan import Plan, TimelinePoint
-from plimsoll.ui.html.colours import category_colour, category_order
-from plimsoll.ui.html.content import Chart
-from plimsoll.ui.html.figure import figure
-from plimsoll.ui.html.labels import Scale, byte_scale, escape, label, shorten
+from plimsoll.artifacts.plan import TimelinePoint
+from plimsoll.ui.document import MemoryChart
+from plimsoll.ui.html.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    LINE,
+    ORANGE,
+    PINK,
+    SKY,
+    VERMILION,
+    Drawing,
+    Scale,
+    byte_scale,
+    escape,
+    figure,
+    label,
+    shorten,
+)
 from plimsoll.units import format_bytes
+
+CATEGORIES = {
+    "parameter": BLUE,
+    "optimizer state": SKY,
+    "buffer": GREY,
+    "input": PINK,
+    "gradient": GREEN,
+    "activation": ORANGE,
+    "temporary": VERMILION,
+    "communication": LINE,
+}
+"""torch's memory categories, what stays longest first: the order in which they are stacked. Others come last, in pink."""
 
 _MOST_ROOM = 2.0
 """A budget that is more than so many times the peak is not drawn."""
@@ -21,17 +48,12 @@ _LINE_LETTERS = 28
 _MOST_LETTERS = 84
 
 
-def draw_memory(plan: Plan, name: str) -> Chart:
-    """The memory of the step under a plan that has a timeline.
-
-    Args:
-        plan: the plan.
-        name: the chart's name on its page.
-    """
-    points = plan.timeline
+def draw_memory(chart: MemoryChart) -> Drawing:
+    """The memory of a step."""
+    points = chart.points
     peak = max(points, key=lambda point: point.bytes)
     scale = byte_scale(point.bytes for point in points)
-    budget_bytes = drawn_budget(plan.budget_bytes, peak.bytes)
+    budget_bytes = _drawn_budget(chart.budget_bytes, peak.bytes)
     top = _HEADROOM * scale.of(max(peak.bytes, budget_bytes or 0))
     is_left = peak.tick - points[0].tick < points[-1].tick - peak.tick
     shapes, annotations = _phases(points)
@@ -41,28 +63,35 @@ def draw_memory(plan: Plan, name: str) -> Chart:
         shapes.append(_line(y=y))
         annotations.append(_note(f"budget {format_bytes(budget_bytes)}", y=y, xref="paper", **side))
     annotations.append(_mark(peak, scale, is_left=is_left))
-    chart = figure(
-        [*_areas(points, scale), _total(points, scale)],
-        x={"title": {"text": "operation of the training step"}, "range": [points[0].tick, points[-1].tick]},
-        y={"title": {"text": f"memory, {scale.unit}"}, "range": [0, top]},
-        height=440,
-        hovermode="x",
-        shapes=shapes,
-        annotations=annotations,
-    )
-    return Chart(
-        name, chart, f"Memory over the step by category; the peak is {format_bytes(peak.bytes)}, {peak.moment}."
+    is_hidden = chart.budget_bytes is not None and budget_bytes is None
+    above = f" The budget, {format_bytes(chart.budget_bytes or 0)}, lies above the chart." if is_hidden else ""
+    return Drawing(
+        figure=figure(
+            [*_areas(points, scale), _total(points, scale)],
+            x={"title": {"text": "operation of the training step"}, "range": [points[0].tick, points[-1].tick]},
+            y={"title": {"text": f"memory, {scale.unit}"}, "range": [0, top]},
+            height=440,
+            hovermode="x",
+            shapes=shapes,
+            annotations=annotations,
+        ),
+        description=f"Memory over the step by category; the peak is {format_bytes(peak.bytes)}, {peak.moment}.",
+        caption=(
+            "Simulated: what is alive while each operation of the step runs, in the order of execution. Rebuilt values and "
+            f"compressed ones count as activations, workspaces as temporary.{above}"
+        ),
     )
 
 
-def drawn_budget(budget_bytes: int | None, peak_bytes: int) -> int | None:
+def _drawn_budget(budget_bytes: int | None, peak_bytes: int) -> int | None:
     """The budget, unless it lies so far above the peak that a line for it would leave no room for the rest."""
     return None if budget_bytes is None or budget_bytes > _MOST_ROOM * peak_bytes else budget_bytes
 
 
-def _areas(points: tuple[TimelinePoint, ...], scale: Scale) -> list[dict[str, Any]]:
+def _areas(points: Sequence[TimelinePoint], scale: Scale) -> list[dict[str, Any]]:
     ticks = [point.tick for point in points]
-    names = category_order({name for point in points for name in point.by_category})
+    found = {name for point in points for name in point.by_category}
+    names = [*(name for name in CATEGORIES if name in found), *sorted(found - CATEGORIES.keys())]
     return [
         {
             "type": "scatter",
@@ -71,7 +100,7 @@ def _areas(points: tuple[TimelinePoint, ...], scale: Scale) -> list[dict[str, An
             "y": [scale.of(point.by_category.get(category, 0)) for point in points],
             "mode": "lines",
             "line": {"width": 0, "shape": "hv"},
-            "fillcolor": category_colour(category),
+            "fillcolor": CATEGORIES.get(category, PINK),
             "stackgroup": "memory",
             "hoverinfo": "skip",
         }
@@ -79,7 +108,7 @@ def _areas(points: tuple[TimelinePoint, ...], scale: Scale) -> list[dict[str, An
     ]
 
 
-def _total(points: tuple[TimelinePoint, ...], scale: Scale) -> dict[str, Any]:
+def _total(points: Sequence[TimelinePoint], scale: Scale) -> dict[str, Any]:
     """An outline over the areas that carries the words of the hover."""
     return {
         "type": "scatter",
@@ -99,7 +128,7 @@ def _words(point: TimelinePoint) -> str:
     return "<br>".join([f"<b>{format_bytes(point.bytes)}</b>, {label(point.moment, 70)}", *lines])
 
 
-def _phases(points: tuple[TimelinePoint, ...]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _phases(points: Sequence[TimelinePoint]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A thin line where a phase begins, and its name above the chart."""
     shapes, annotations = [], []
     for phase, members in itertools.groupby(points, key=lambda point: point.phase):

@@ -1,173 +1,265 @@
-"""Artifacts of one model in, the page's content out: what it comes to first, then pictures, tables, and the machine."""
+"""Makes one HTML page of documents about one model: charts, style and scripts inside, nothing fetched from anywhere.
+
+The page forbids itself the network, and every script but its own two, by a Content-Security-Policy: even a name that slipped
+through all escaping could neither load nor run anything.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import dataclasses
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
-from plimsoll.artifacts.advice import Advice
-from plimsoll.artifacts.comparison import Comparison
-from plimsoll.artifacts.comparison_summary import comparison_notes
-from plimsoll.artifacts.finding import Finding
-from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.receipt import Receipt
-from plimsoll.artifacts.store import Reportable
-from plimsoll.artifacts.verdict import Verdict
-from plimsoll.ui.html.advice_sections import advice_section, advice_statement, checklist_section
-from plimsoll.ui.html.comparison_sections import comparison_statement, comparison_table
-from plimsoll.ui.html.content import Element, Figures, Page, Paragraph, Section, Statement
-from plimsoll.ui.html.finding_sections import finding_section, finding_statement
-from plimsoll.ui.html.frontier_chart import draw_frontier
-from plimsoll.ui.html.identity import Subject
-from plimsoll.ui.html.plan_sections import (
-    decisions_section,
-    frontier_table,
-    map_section,
-    memory_section,
-    plan_statement,
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from plimsoll.artifacts.store import Artifact, Reportable, write_whole
+from plimsoll.errors import InvalidReport, PlanMismatch
+from plimsoll.ui.document import (
+    About,
+    Chart,
+    CurvesChart,
+    DecisionMap,
+    Document,
+    Element,
+    Figures,
+    Fold,
+    FrontierChart,
+    MemoryChart,
+    NormsChart,
+    Paragraph,
+    PartsChart,
+    Section,
 )
-from plimsoll.ui.html.receipt_sections import receipt_section, receipt_statement
-from plimsoll.ui.html.verdict_sections import verdict_section, verdict_statement
+from plimsoll.ui.html.drawing import Drawing
+from plimsoll.ui.html.evidence_charts import draw_curves, draw_norms, draw_parts
+from plimsoll.ui.html.frontier_chart import draw_frontier
+from plimsoll.ui.html.map_chart import draw_map
+from plimsoll.ui.html.memory_chart import draw_memory
+from plimsoll.ui.views import view
 from plimsoll.units import format_bytes
+
+_DRAW: Mapping[type, Callable[[Any], Drawing]] = {
+    MemoryChart: draw_memory,
+    DecisionMap: draw_map,
+    FrontierChart: draw_frontier,
+    CurvesChart: draw_curves,
+    NormsChart: draw_norms,
+    PartsChart: draw_parts,
+}
+_MOST_TIMES = 20
+"""A page has room for so many times the rows that a terminal shows."""
+
+
+def report(artifacts: Artifact | Sequence[Artifact], path: str | Path) -> None:
+    """Write one HTML page about one model: memory over time, decisions, time against peak, evidence.
+
+    The page needs no network and no server; it weighs about 5 MiB, nearly all of it the drawing library.
+
+    Args:
+        artifacts: a plan, receipt, comparison, verdict, finding or advice, or several about one model and batch.
+        path: where to; an existing file is replaced, whole or not at all.
+
+    Raises:
+        PlanMismatch: the artifacts are about different models or batches.
+        InvalidReport: there are no artifacts.
+        PlanFileError: the place cannot be written.
+
+    Example:
+        >>> plimsoll.report([plan, receipt], "page.html")  # doctest: +SKIP
+    """
+    several = list(artifacts) if isinstance(artifacts, Sequence) else [artifacts]
+    write_whole(build_html(several), path)
+
+
+def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
+    """The page as text.
+
+    Args:
+        artifacts: one or several about one model and batch.
+        names: what to call them in messages, such as their files; by default their kinds.
+
+    Raises:
+        PlanMismatch: they are about different models or batches.
+        InvalidReport: there are none, or one is not about one step of one model.
+    """
+    for artifact in artifacts:
+        if not isinstance(artifact, Reportable):
+            raise InvalidReport(
+                f"There is no page for an artifact of kind {artifact.KIND!r}.",
+                why="a page is about one step of one model on one device",
+                next="`plimsoll show FILE` displays it",
+            )
+    if not artifacts:
+        raise InvalidReport(
+            "There is nothing to report.",
+            why="no artifact was given",
+            next="give a plan, a receipt or a comparison: `plimsoll report plan.json -o page.html`",
+        )
+    documents = [view(artifact) for artifact in artifacts]
+    sources = names or [f"the {artifact.KIND}" for artifact in artifacts]
+    for one, other in itertools.combinations(zip(sources, documents, strict=True), 2):
+        _refuse_other(one[0], one[1].about, other[0], other[1].about)
+    return _render(_Page(documents))
+
+
+def _refuse_other(source: str, about: About, other_source: str, other: About) -> None:
+    """Both are about the same model and batch, as far as they say."""
+    advice = "make one page for each: `plimsoll report FILE -o page.html`"
+    if _differ(about.model, other.model) or _differ(about.fingerprint, other.fingerprint):
+        raise PlanMismatch(
+            f"{source} and {other_source} are about different models.",
+            why=f"{source}: {_model(about)}; {other_source}: {_model(other)}",
+            next=advice,
+        )
+    if _differ(about.signature, other.signature):
+        raise PlanMismatch(
+            f"{source} and {other_source} are about different batches of {about.model}.",
+            why=f"{source}: {about.signature}; {other_source}: {other.signature}",
+            next=advice,
+        )
+
+
+def _differ(one: str, other: str) -> bool:
+    return bool(one and other and one != other)
+
+
+def _model(about: About) -> str:
+    mark = f", fingerprint {about.fingerprint}" if about.fingerprint else ""
+    return f"{about.model or 'a model without a name'}{mark}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """The artifacts of a page by kind."""
+class _Page:
+    """What the template asks for."""
 
-    plans: tuple[Plan, ...]
-    receipts: tuple[Receipt, ...]
-    comparisons: tuple[Comparison, ...]
-    verdicts: tuple[Verdict, ...]
-    findings: tuple[Finding, ...]
-    advice: tuple[Advice, ...]
+    documents: Sequence[Document]
+
+    @property
+    def title(self) -> str:
+        return self._first("model") or "A model without a name"
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What the page is about."""
+        about = [document.about for document in self.documents]
+        budgets = [format_bytes(each.budget_bytes) for each in about if each.budget_bytes is not None]
+        rows = [
+            ("device", ", ".join(dict.fromkeys(each.device for each in about if each.device))),
+            ("budget", ", ".join(dict.fromkeys(budgets))),
+            ("batch", self._first("signature")),
+            ("model's fingerprint", self._first("fingerprint")),
+        ]
+        return [(name, text) for name, text in rows if text]
+
+    @property
+    def sections(self) -> list[Section]:
+        """Pictures of all documents, then evidence, then details, then what all have in common."""
+        kinds = Counter(document.source for document in self.documents)
+        seen: Counter[str] = Counter()
+        found = []
+        for document in self.documents:
+            seen[document.source] += 1
+            mark = f", {seen[document.source]} of {kinds[document.source]}" if kinds[document.source] > 1 else ""
+            label = f" ({document.about.label})" if mark and document.about.label else ""
+            found += [_marked(section, f"{mark}{label}") for section in document.sections]
+        ordered = sorted(_with_one_frontier(found), key=lambda section: section.place)
+        notes = dict.fromkeys(note for document in self.documents for note in document.notes)
+        remarks = [Section("Notes", [Paragraph(note) for note in notes])] if notes else []
+        return [*ordered, *remarks, Section("Machine and versions", [Figures(self._origins)])]
+
+    @property
+    def _origins(self) -> list[tuple[str, str]]:
+        rows: dict[str, str] = {}
+        for document in self.documents:
+            rows |= document.about.origins
+        devices = {f"device of the {d.source.lower()}": d.about.device for d in self.documents if d.about.device}
+        return list((rows | devices).items())
+
+    def _first(self, field: str) -> str:
+        """What the first document says that says anything of it."""
+        return next((text for d in self.documents if (text := getattr(d.about, field))), "")
 
 
-def compose_page(artifacts: Sequence[Reportable], subject: Subject) -> Page:
-    """Everything that the artifacts hold, in the order in which people ask for it."""
-    given = _Given(
-        plans=tuple(artifact for artifact in artifacts if isinstance(artifact, Plan)),
-        receipts=tuple(artifact for artifact in artifacts if isinstance(artifact, Receipt)),
-        comparisons=tuple(artifact for artifact in artifacts if isinstance(artifact, Comparison)),
-        verdicts=tuple(artifact for artifact in artifacts if isinstance(artifact, Verdict)),
-        findings=tuple(artifact for artifact in artifacts if isinstance(artifact, Finding)),
-        advice=tuple(artifact for artifact in artifacts if isinstance(artifact, Advice)),
+def _marked(section: Section, mark: str) -> Section:
+    """Told apart from others of its kind, but for the one section that all of a page have in common."""
+    if any(isinstance(element, FrontierChart) for element in section.elements):
+        return section
+    return dataclasses.replace(section, title=f"{section.title}{mark}")
+
+
+def _with_one_frontier(sections: Sequence[Section]) -> Iterator[Section]:
+    """The sections, with all that is known of time against memory in one, if that is more than one point."""
+    shared = [section for section in sections if any(isinstance(e, FrontierChart) for e in section.elements)]
+    yield from (section for section in sections if section not in shared)
+    elements = [element for section in shared for element in section.elements]
+    charts = [element for element in elements if isinstance(element, FrontierChart)]
+    plans = [plan for chart in charts for plan in chart.plans]
+    comparisons = [comparison for chart in charts for comparison in chart.comparisons]
+    if comparisons or any(len(plan.frontier) > 1 for plan in plans):
+        others = [element for element in elements if not isinstance(element, FrontierChart)]
+        yield dataclasses.replace(shared[0], elements=[FrontierChart(plans, comparisons), *others])
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A chart where it stands; its name is unique on the page."""
+
+    kind: ClassVar[str] = "chart"
+    name: str
+    drawing: Drawing
+
+
+def _render(page: _Page) -> str:
+    """Everything on a page is text: it is escaped by the template, and nowhere before."""
+    names: Counter[str] = Counter()
+    sections = [(section.title, list(_drawn(section.elements, names))) for section in page.sections]
+    library, script = (_library(), _source("page.js")) if names else ("", "")
+    environment = Environment(
+        loader=PackageLoader("plimsoll.ui.html", "templates"), autoescape=True, undefined=StrictUndefined
     )
-    statements = tuple(_statement(artifact) for artifact in artifacts)
-    sections = [*_pictures(given), *_evidence(given), *_details(given), *_remarks(artifacts), _machine(artifacts)]
-    return Page(subject.model or "A model without a name", _facts(artifacts, subject), statements, tuple(sections))
+    return environment.get_template("page.html").render(
+        page=page,
+        sections=sections,
+        most_times=_MOST_TIMES,
+        policy=_policy((library, script) if names else ()),
+        style=Markup(_source("page.css")),
+        library=Markup(library),
+        script=Markup(script),
+    )
 
 
-def _statement(artifact: Reportable) -> Statement:
-    if isinstance(artifact, Plan):
-        return plan_statement(artifact)
-    if isinstance(artifact, Receipt):
-        return receipt_statement(artifact)
-    if isinstance(artifact, Comparison):
-        return comparison_statement(artifact)
-    if isinstance(artifact, Verdict):
-        return verdict_statement(artifact)
-    if isinstance(artifact, Finding):
-        return finding_statement(artifact)
-    return advice_statement(artifact)
-
-
-def _pictures(given: _Given) -> list[Section]:
-    """Memory, decisions, time against memory."""
-    sections = []
-    for index, plan in enumerate(given.plans):
-        sections.append(memory_section(plan, f"memory-{index}", _titled("Memory over the step", index, given.plans)))
-    for index, plan in enumerate(given.plans):
-        if plan.regions:
-            title = _titled("What happens to each value", index, given.plans)
-            sections.append(map_section(plan, f"map-{index}", title))
-    return [*sections, *_frontier(given.plans, given.comparisons)]
-
-
-def _evidence(given: _Given) -> list[Section]:
-    """What was measured and checked."""
-    sections = []
-    for index, receipt in enumerate(given.receipts):
-        title = _titled("Measured beside the unmanaged step", index, given.receipts)
-        sections.append(receipt_section(receipt, f"receipt-{index}", title))
-    for index, verdict in enumerate(given.verdicts):
-        title = _numbered("Training with and without the plan", index, given.verdicts)
-        sections.append(verdict_section(verdict, f"probe-{index}", title))
-    for index, finding in enumerate(given.findings):
-        title = _numbered("Where the overhead goes", index, given.findings)
-        sections.append(finding_section(finding, f"overhead-{index}", title))
-    for index, advice in enumerate(given.advice):
-        sections.append(advice_section(advice, _numbered("What to do", index, given.advice)))
-        sections.append(checklist_section(advice, _numbered("Checklist", index, given.advice)))
-    return sections
-
-
-def _details(given: _Given) -> list[Section]:
-    return [decisions_section(plan, _titled("Decisions", index, given.plans)) for index, plan in enumerate(given.plans)]
-
-
-def _titled(title: str, index: int, all_: Sequence[Plan] | Sequence[Receipt]) -> str:
-    """The title, with the plan's name and budget where there are several."""
-    if len(all_) == 1:
-        return title
-    budget_bytes = all_[index].budget_bytes
-    limit = "no budget" if budget_bytes is None else format_bytes(budget_bytes)
-    return f"{_numbered(title, index, all_)} ({all_[index].strategy}, {limit})"
-
-
-def _numbered(title: str, index: int, all_: Sequence[object]) -> str:
-    return title if len(all_) == 1 else f"{title}, {index + 1} of {len(all_)}"
-
-
-def _facts(artifacts: Sequence[Reportable], subject: Subject) -> tuple[tuple[str, str], ...]:
-    """What the page is about: device, budget, batch, fingerprint."""
-    devices = ", ".join(dict.fromkeys(artifact.device for artifact in artifacts if artifact.device))
-    budgets = [
-        a.budget_bytes for a in artifacts if isinstance(a, Plan | Receipt | Advice) and a.budget_bytes is not None
-    ]
-    rows = [("device", devices)] if devices else []
-    if budgets:
-        rows.append(("budget", ", ".join(dict.fromkeys(format_bytes(budget) for budget in budgets))))
-    if subject.signature:
-        rows.append(("batch", subject.signature))
-    if subject.fingerprint:
-        rows.append(("model's fingerprint", subject.fingerprint))
-    return tuple(rows)
-
-
-def _frontier(plans: Sequence[Plan], comparisons: Sequence[Comparison]) -> list[Section]:
-    """Time against peak, where there is more than one point to draw."""
-    curves = [plan for plan in plans if len(plan.frontier) > 1]
-    if not curves and not comparisons:
-        return []
-    elements: list[Element] = [
-        Paragraph(
-            "Lower and further left is better. Step time is given as a multiple of the unmanaged step's; measured points "
-            "carry the interval of their paired median."
-        ),
-        draw_frontier(plans, comparisons, "frontier"),
-        *(comparison_table(comparison) for comparison in comparisons),
-        *(frontier_table(plan) for plan in curves),
-    ]
-    return [Section("Time against memory", tuple(elements))]
-
-
-def _remarks(artifacts: Sequence[Reportable]) -> list[Section]:
-    notes = [note for artifact in artifacts for note in _notes(artifact)]
-    return [Section("Notes", tuple(Paragraph(note) for note in dict.fromkeys(notes)))] if notes else []
-
-
-def _notes(artifact: Reportable) -> Sequence[str]:
-    return comparison_notes(artifact) if isinstance(artifact, Comparison) else artifact.notes
-
-
-def _machine(artifacts: Sequence[Reportable]) -> Section:
-    """Where the figures come from."""
-    rows: dict[str, str] = {}
-    for artifact in artifacts:
-        if isinstance(artifact, Plan):
-            rows["costs"] = f"{artifact.cost_source} on {artifact.cost_device}"
+def _drawn(elements: Iterable[Element], names: Counter[str]) -> Iterator[object]:
+    """The elements with their charts drawn."""
+    for element in elements:
+        if isinstance(element, Chart):
+            yield _Drawn(f"{element.name}-{names[element.name]}", _DRAW[type(element)](element))
+            names[element.name] += 1
+        elif isinstance(element, Fold):
+            yield {"kind": element.kind, "title": element.title, "elements": list(_drawn(element.elements, names))}
         else:
-            rows |= artifact.versions
-    rows |= {f"device of the {artifact.KIND}": artifact.device for artifact in artifacts if artifact.device}
-    return Section("Machine and versions", (Figures(tuple(rows.items())),))
+            yield element
+
+
+def _source(name: str) -> str:
+    """A file that ships beside the template."""
+    return Path(__file__).with_name("templates").joinpath(name).read_text(encoding="utf-8")
+
+
+def _library() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """Nothing from anywhere, but for these scripts and what the page itself contains."""
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    allowed = f"script-src {hashes}; " if hashes else ""
+    return f"default-src 'none'; {allowed}style-src 'unsafe-inline'; img-src data: blob:"

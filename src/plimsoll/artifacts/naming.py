@@ -1,0 +1,79 @@
+"""Short names for many things that are alike: ``layers.0–31`` instead of 32 names, one row for what differs in numbers only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from plimsoll.artifacts.plan import Holder
+
+_NUMBER = re.compile(r"\d+")
+
+
+def name_call(name: str, call: int) -> str:
+    """The name of a region call: the module's, and from the second call on its position."""
+    shown = name or "(the model)"
+    return shown if call == 0 else f"{shown} (call {call + 1})"
+
+
+def compress_names(names: Sequence[str]) -> str:
+    """Names that differ in one number, written as ranges.
+
+    Example:
+        >>> compress_names(["layers.0", "layers.1", "layers.2", "layers.5", "head"])
+        'layers.0–2,5, head'
+    """
+    runs: dict[tuple[str, str], list[int]] = {}
+    places: dict[tuple[str, str], str] = {}
+    for name in names:
+        found = _varying_number(name, names)
+        if found is None:
+            places[name, ""] = name
+            continue
+        key = (name[: found.start()], name[found.end() :])
+        runs.setdefault(key, []).append(int(found.group()))
+        places.setdefault(key, "")
+    return ", ".join(f"{key[0]}{_ranges(runs[key])}{key[1]}" if key in runs else alone for key, alone in places.items())
+
+
+def _varying_number(name: str, names: Sequence[str]) -> re.Match[str] | None:
+    """The first number in ``name`` whose replacement gives another of the names."""
+    for found in _NUMBER.finditer(name):
+        before, after = name[: found.start()], name[found.end() :]
+        pattern = re.compile(re.escape(before) + r"\d+" + re.escape(after))
+        if any(other != name and pattern.fullmatch(other) for other in names):
+            return found
+    return None
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``0–2,5``."""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}–{p[-1]}" for p in parts)
+
+
+def group_holders(holders: Sequence[Holder]) -> list[tuple[str, int]]:
+    """Holders whose labels differ in numbers only as one row with their sum; largest first.
+
+    Example:
+        >>> group_holders([Holder(label="layers.0::mm#1", bytes=2), Holder(label="layers.1::mm#1", bytes=2)])
+        [('layers.0::mm#1 (2 alike)', 4)]
+    """
+    groups: dict[str, list[Holder]] = {}
+    for holder in holders:
+        groups.setdefault(kind_of(holder.label), []).append(holder)
+    rows = []
+    for members in groups.values():
+        label = members[0].label if len(members) == 1 else f"{members[0].label} ({len(members)} alike)"
+        rows.append((label, sum(member.bytes for member in members)))
+    return sorted(rows, key=lambda row: -row[1])
+
+
+def kind_of(region: str) -> str:
+    """Names that differ in numbers only are of one kind."""
+    return re.sub(r"\d+", "*", region)

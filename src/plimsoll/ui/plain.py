@@ -1,0 +1,84 @@
+"""Shows a document as plain text: what ``print(plan)`` writes. Lines are as long as they are, so that text can be searched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from plimsoll.ui.document import Checks, Document, Element, Figures, Fold, Paragraph, Table, opened
+
+_INDENT = "  "
+
+
+def render_plain(document: Document, *, with_details: bool = False) -> str:
+    """The document as text.
+
+    Args:
+        document: what an artifact says.
+        with_details: with every decision and its reason, of a plan.
+    """
+    lines = [document.headline, *_indented(document.lines)]
+    for section in document.sections:
+        body = list(_lines(section.elements, with_details=with_details))
+        if body:
+            lines += ["", section.title, *_indented(body)]
+    lines += [f"\nNote: {note}" for note in document.notes]
+    return "\n".join(lines)
+
+
+def align(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
+    """Lines with all cells of a column equally wide.
+
+    Args:
+        rows: the cells; rows may be shorter than others.
+        right: indices of columns that are flush right (numbers).
+
+    Example:
+        >>> align([["a", "1"], ["bb", "22"]], right=[1])
+        ['a    1', 'bb  22']
+    """
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows), default=0))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(row)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _lines(elements: Sequence[Element], *, with_details: bool) -> Iterator[str]:
+    """The lines of elements, with an empty one before each that is more than a paragraph."""
+    is_first = True
+    for element in opened(elements, with_details=with_details):
+        title, body = _block(element, with_details=with_details)
+        if not body:
+            continue
+        if not is_first and not isinstance(element, Paragraph):
+            yield ""
+        is_first = False
+        yield from [title, *_indented(body)] if title else body
+
+
+def _block(element: Element, *, with_details: bool) -> tuple[str, list[str]]:
+    """The title of an element and its lines; charts have none."""
+    match element:
+        case Paragraph():
+            return "", [element.text]
+        case Figures():
+            return "", align(element.rows)
+        case Table():
+            header = [list(element.header)] if element.header else []
+            return element.title, align([*header, *element.shown_rows()], right=element.numbers)
+        case Checks():
+            width = max((len(check.mark) for check in element.checks), default=0)
+            lines = []
+            for check in element.checks:
+                lines.append(f"{check.mark:<{width}}  {check.title}: {check.detail}")
+                lines += [f"{'':<{width}}  next: {check.next}"] if check.next else []
+            return element.title, lines
+        case Fold():
+            return element.title, list(_lines(element.elements, with_details=with_details))
+        case _:
+            return "", []
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"{_INDENT}{line}" if line else "" for line in lines]

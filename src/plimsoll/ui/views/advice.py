@@ -1,0 +1,192 @@
+"""What advice says: what to do first, then the numbers that it rests on, and what was checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plimsoll.artifacts.advice import (
+    Advice,
+    Candidate,
+    CheckItem,
+    CheckOutcome,
+    CompilerCoverage,
+    FailureMode,
+    FailureSign,
+    GraphBreak,
+    Kind,
+    LayerUse,
+)
+from plimsoll.artifacts.naming import compress_names, kind_of, name_call
+from plimsoll.ui.document import (
+    About,
+    Check,
+    Checks,
+    Document,
+    Element,
+    Fold,
+    Paragraph,
+    Section,
+    Table,
+    Tone,
+    sentence,
+)
+from plimsoll.units import format_bytes, format_seconds, format_share
+
+_KINDS = {Kind.DOES_NOT_FIT: Tone.BAD, Kind.LOOK_ELSEWHERE: Tone.NEUTRAL}
+_WORDS = {
+    CheckOutcome.PASS: Tone.GOOD,
+    CheckOutcome.FAIL: Tone.BAD,
+    FailureSign.FOUND: Tone.BAD,
+    FailureSign.NOT_FOUND: Tone.GOOD,
+}
+_LAYERS_HEADER = ("layer", "saved", "forward", "backward", "freed per ms")
+_CANDIDATES_HEADER = ("plan", "peak", "step", "grad. error", "")
+_BREAKS_SHOWN = 8
+
+
+def view_advice(advice: Advice) -> Document:
+    """The verdict, why, and the checklist."""
+    passed = sum(item.outcome is CheckOutcome.PASS for item in advice.checklist)
+    modes = [(mode.sign, mode) for mode in advice.failure_modes]
+    return Document(
+        source="Advice",
+        subject=f"for {advice.model} on {advice.device}",
+        word=advice.recommendation.headline,
+        tone=_KINDS.get(advice.recommendation.kind, Tone.GOOD),
+        about=About(
+            model=advice.model,
+            fingerprint=advice.fingerprint,
+            signature=advice.signature,
+            device=advice.device,
+            budget_bytes=advice.budget_bytes,
+            origins=advice.versions,
+        ),
+        statement=(
+            f"{sentence(advice.recommendation.kind)} {passed} of {len(advice.checklist)} items of the checklist pass."
+        ),
+        sections=[
+            Section("What to do", _reasons(advice)),
+            Section(
+                "Checklist",
+                [
+                    _checks([(item.outcome, item) for item in advice.checklist]),
+                    Fold("Failure modes", [_checks(modes)]),
+                ],
+            ),
+        ],
+        notes=advice.notes,
+    )
+
+
+def _reasons(advice: Advice) -> list[Element]:
+    recommendation, bottleneck = advice.recommendation, advice.bottleneck
+    reasons = dict.fromkeys([*recommendation.reasons, bottleneck.summary])
+    parts = [part for part in bottleneck.parts if part.bytes]
+    elements: list[Element] = [Paragraph(sentence(reason)) for reason in reasons]
+    if recommendation.command:
+        elements.append(Paragraph(f"Command: {recommendation.command}"))
+    elements.append(
+        Table(
+            title=f"Where the memory is ({bottleneck.moment})",
+            rows=[(part.name, format_bytes(part.bytes), f"{part.share:.0%}", part.largest) for part in parts],
+            numbers=(1, 2),
+            bars=[part.share for part in parts],
+        )
+    )
+    elements += [Paragraph(sentence(remedy)) for remedy in bottleneck.remedies if remedy not in recommendation.reasons]
+    elements.append(
+        Table(
+            title="Plans that were made, predicted",
+            header=_CANDIDATES_HEADER,
+            rows=[_candidate(candidate) for candidate in advice.candidates],
+            numbers=(1, 2, 3),
+            marked=next((at for at, candidate in enumerate(advice.candidates) if candidate.is_chosen), None),
+        )
+    )
+    layers = Table(header=_LAYERS_HEADER, rows=_layers(advice.layers), numbers=(1, 2, 3, 4))
+    return [
+        *elements,
+        Fold("Layers: what autograd saves in each", [layers]),
+        Fold("torch.compile", [Paragraph(line) for line in _compiler(advice.compiler)]),
+        Fold("CUDA graphs", [Paragraph(line) for line in _hazards(advice)]),
+    ]
+
+
+def _layers(layers: Sequence[LayerUse]) -> list[tuple[str, ...]]:
+    """One row per group of layers that save the same bytes, seconds being the mean of the group."""
+    groups: dict[tuple[str, str], list[LayerUse]] = {}
+    for layer in layers:
+        groups.setdefault((kind_of(layer.name), format_bytes(layer.saved_bytes)), []).append(layer)
+    rows: list[tuple[str, ...]] = []
+    for members in groups.values():
+        count = len(members)
+        forward = sum(member.forward_seconds for member in members) / count
+        backward = sum(member.backward_seconds for member in members) / count
+        rate = members[0].saved_bytes / (forward * 1e3) if forward else 0.0
+        rows.append(
+            (
+                compress_names([name_call(member.name, member.call) for member in members]),
+                format_bytes(members[0].saved_bytes) + (" each" if count > 1 else ""),
+                format_seconds(forward),
+                format_seconds(backward),
+                format_bytes(rate),
+            )
+        )
+    return rows
+
+
+def _candidate(candidate: Candidate) -> tuple[str, ...]:
+    return (
+        f"{'→ ' if candidate.is_chosen else '  '}{candidate.name}",
+        format_bytes(candidate.predicted_peak_bytes),
+        format_share(candidate.predicted_overhead),
+        "0" if candidate.is_lossless else f"{candidate.predicted_error:.2%}",
+        candidate.reason,
+    )
+
+
+def _compiler(found: CompilerCoverage) -> list[str]:
+    """What was captured, where it broke, what follows."""
+    if not found.is_measured:
+        return [f"not checked: {found.note}"]
+    graphs = f"{found.graphs} graph{'' if found.graphs == 1 else 's'}"
+    lines = [
+        f"captured {found.op_share:.0%} of the ops ({found.captured_ops} of {found.ops}) and {found.time_share:.0%} of "
+        f"their time, in {graphs}"
+    ]
+    lines += [found.note] if found.note else []
+    lines += [_break(entry) for entry in found.breaks[:_BREAKS_SHOWN]]
+    if len(found.breaks) > _BREAKS_SHOWN:
+        lines.append(f"and {len(found.breaks) - _BREAKS_SHOWN} more breaks")
+    if found.uncaptured:
+        lines.append(f"missed in {', '.join(found.uncaptured)}")
+    return [*lines, *found.advice]
+
+
+def _break(entry: GraphBreak) -> str:
+    """``break at model.py:12, 3 times: Data-dependent branching (if x.sum() > 0)``."""
+    place = f" at {entry.file}:{entry.line}" if entry.file else ""
+    times = f", {entry.count} times" if entry.count > 1 else ""
+    code = f": {entry.code}" if entry.code else ""
+    return f"break{place}{times}{code} ({entry.reason})"
+
+
+def _hazards(advice: Advice) -> list[str]:
+    """What would keep the step from being captured as a CUDA graph, and what cannot be told."""
+    lines = [
+        f"{hazard.what} in {hazard.where}{f', {hazard.count} times' if hazard.count > 1 else ''}"
+        for hazard in advice.hazards
+    ]
+    lines = lines or ["nothing found that would stop a capture"]
+    return [*lines, advice.hazards_note] if advice.hazards_note else lines
+
+
+def _checks(entries: Sequence[tuple[CheckOutcome | FailureSign, CheckItem | FailureMode]]) -> Checks:
+    """Items with their next step; a step that an item before has already is ``as above``."""
+    checks: list[Check] = []
+    told: set[str] = set()
+    for word, entry in entries:
+        step = "as above" if entry.next in told else entry.next
+        checks.append(Check(_WORDS.get(word, Tone.NEUTRAL), word, entry.title, entry.evidence, step))
+        told |= {entry.next} if entry.next else set()
+    return Checks(checks)

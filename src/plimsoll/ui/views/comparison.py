@@ -1,0 +1,78 @@
+"""What a comparison says: strategies side by side, predicted beside measured."""
+
+from __future__ import annotations
+
+from plimsoll.artifacts.comparison import Comparison, ComparisonRow
+from plimsoll.ui.document import UNKNOWN, About, Document, FrontierChart, Place, Section, Table, Tone
+from plimsoll.units import format_bytes, format_seconds
+
+_HEADER = ("strategy", "status", "predicted", "measured", "step time ×", "gradients")
+_DIFFER = "DIFFER"
+
+
+def view_comparison(comparison: Comparison) -> Document:
+    """Every strategy in a table and a picture, the unmanaged figures above them."""
+    seconds = comparison.measured_baseline_seconds
+    time = "" if seconds is None else f", step {format_seconds(seconds)}"
+    table = Table(
+        title=f"Peaks predicted and measured; unmanaged: peak {format_bytes(comparison.baseline_peak_bytes)}{time}",
+        header=_HEADER,
+        rows=[_cells(row) for row in comparison.rows],
+        numbers=(2, 3, 4),
+        tones={_DIFFER: Tone.BAD},
+    )
+    wrong = [row.strategy for row in comparison.rows if row.is_wrong]
+    return Document(
+        source="Comparison",
+        subject=f"of strategies on {comparison.model}, {comparison.device}, {comparison.steps} steps each",
+        word=_DIFFER if wrong else "MEASURED",
+        tone=Tone.BAD if wrong else Tone.GOOD,
+        about=About(
+            model=comparison.model,
+            signature=comparison.signature,
+            device=comparison.device,
+            origins=comparison.versions,
+        ),
+        statement=_statement(comparison, wrong),
+        sections=[Section("Time against memory", [FrontierChart(comparisons=[comparison]), table], Place.PICTURE)],
+        notes=[*(f"{row.strategy}: {row.note}" for row in comparison.rows if row.note), *comparison.notes],
+    )
+
+
+def _statement(comparison: Comparison, wrong: list[str]) -> str:
+    measured = [row for row in comparison.rows if row.measured_peak_bytes is not None]
+    text = f"{len(measured)} of {len(comparison.rows)} strategies were measured side by side, {comparison.steps} steps each. "
+    if wrong:
+        return f"{text}Gradients differ under {', '.join(wrong)}: do not train with these."
+    return f"{text}None that should be exact changes the gradients."
+
+
+def _cells(row: ComparisonRow) -> tuple[str, ...]:
+    return (
+        row.strategy,
+        row.status,
+        format_bytes(row.predicted_peak_bytes),
+        UNKNOWN if row.measured_peak_bytes is None else format_bytes(row.measured_peak_bytes),
+        _ratio(row),
+        _gradients(row),
+    )
+
+
+def _gradients(row: ComparisonRow) -> str:
+    """Equal or not; for lossy forms by how much not."""
+    if row.is_bit_equal is None:
+        return UNKNOWN
+    if row.is_bit_equal:
+        return "equal"
+    if row.is_lossless:
+        return _DIFFER
+    return "not finite" if row.gradient_error is None else f"error {row.gradient_error:.2%}"
+
+
+def _ratio(row: ComparisonRow) -> str:
+    """The step-time ratio with its interval."""
+    if row.measured_ratio is None:
+        return UNKNOWN
+    if row.measured_ratio_low is None or row.measured_ratio_high is None:
+        return f"{row.measured_ratio:.3f}"
+    return f"{row.measured_ratio:.3f} [{row.measured_ratio_low:.3f}, {row.measured_ratio_high:.3f}]"

@@ -1,0 +1,193 @@
+"""What an estimate says: whether it fits, the tightest stage item by item, all stages, and the speed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.estimate import BudgetItem, Estimate, StageEstimate
+from plimsoll.ui.document import About, Document, Element, Paragraph, Section, Table, Tone
+from plimsoll.units import format_bytes, format_seconds
+
+_HOLDERS_SHOWN = 5
+_ITEMS_HEADER = ("", "bytes", "±", "basis", "")
+_TONES = {True: Tone.GOOD, False: Tone.BAD, None: Tone.NEUTRAL}
+
+
+def view_estimate(estimate: Estimate) -> Document:
+    """Everything that the estimate says."""
+    ranks = estimate.layout.ranks
+    sections = [
+        Section(_tightest_title(estimate), _items(estimate.tightest)),
+        Section(_peak_title(estimate), _peak(estimate)),
+    ]
+    if len(estimate.stages) > 1:
+        shared = _shared_name(estimate)
+        sections.append(Section(f"Stages of {shared}" if shared else "Stages", [_stages(estimate, f"{shared}.")]))
+    sections.append(Section("Speed", [Paragraph(line) for line in _speed(estimate)]))
+    return Document(
+        source="Estimate",
+        subject=f"of {estimate.target} on {f'{ranks:,} x ' if ranks > 1 else ''}{estimate.device}",
+        word=_verdict(estimate),
+        tone=_TONES[estimate.does_fit],
+        about=About(model=estimate.model, device=estimate.device, budget_bytes=estimate.budget_bytes),
+        lines=_setting(estimate),
+        sections=sections,
+        notes=estimate.notes,
+    )
+
+
+def _verdict(estimate: Estimate) -> str:
+    """Whether it fits, with the numbers that say so; a figure that leaves something out says that it does."""
+    stage = estimate.tightest
+    most = max(each.allocated_bytes for each in estimate.stages)
+    if estimate.budget_bytes is not None and most > estimate.budget_bytes:
+        return (
+            f"does not fit, its tensors take {format_bytes(most)} of a budget of {format_bytes(estimate.budget_bytes)}"
+        )
+    needed = f"{format_bytes(stage.total_bytes)} ± {format_bytes(stage.error_bytes)}"
+    if stage.unsupported:
+        needed += f" without {', '.join(item.name for item in stage.unsupported)},"
+    if estimate.device_bytes is None:
+        return f"needs {needed}"
+    room = format_bytes(estimate.device_bytes)
+    if estimate.does_fit is None:
+        return f"too close to call, {needed} of {room}"
+    return f"fits, {needed} of {room}" if estimate.does_fit else f"does not fit, {needed} of {room}"
+
+
+def _setting(estimate: Estimate) -> list[str]:
+    """What was asked: sizes, precision, optimizer, layout, plan."""
+    facts = estimate.facts
+    sizes = [estimate.model]
+    if facts.parameters is not None:
+        sizes.append(f"{format_count(facts.parameters)} parameters")
+    cp = estimate.layout.cp
+    on_rank = f" ({facts.sequence} on a rank)" if cp > 1 else ""
+    tokens = f" x {facts.sequence * cp} tokens{on_rank}" if facts.sequence else ""
+    sizes.append(f"micro-batch {facts.batch}{tokens}")
+    managed = f"strategy {estimate.strategy}"
+    if estimate.budget_bytes is not None:
+        managed += f" under {format_bytes(estimate.budget_bytes)}"
+    return [", ".join(sizes), ", ".join([estimate.precision, estimate.optimizer, f"layout {estimate.layout}", managed])]
+
+
+def format_count(count: int) -> str:
+    """A number of parameters as people write it.
+
+    Example:
+        >>> format_count(70_553_706_496)
+        '70.6B'
+    """
+    for scale, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if count >= scale:
+            return f"{count / scale:.1f}{unit}"
+    return f"{count:,}"
+
+
+def _tightest_title(estimate: Estimate) -> str:
+    """Which ranks the items are of."""
+    stage = estimate.tightest
+    if len(estimate.stages) == 1:
+        return "Every rank" if stage.ranks > 1 else "The device"
+    ranks = "its rank with" if stage.ranks == 1 else f"each of its {stage.ranks:,} ranks with"
+    return f"The tightest stage, {stage.stage} of 0 to {len(estimate.stages) - 1}: {ranks}"
+
+
+def _items(stage: StageEstimate) -> list[Element]:
+    """What one rank holds, item by item with errors. Items refer to remarks by number, each text is said once."""
+    shown = [item for item in stage.items if item.bytes or item.basis is Basis.UNSUPPORTED]
+    remarks = list(dict.fromkeys(item.note for item in shown if item.note))
+    rows = [_item(item, f"[{remarks.index(item.note) + 1}]" if item.note else "") for item in shown]
+    total = ("total", format_bytes(stage.total_bytes), format_bytes(stage.error_bytes), "", "")
+    table = Table(
+        header=_ITEMS_HEADER,
+        rows=[*rows, total],
+        numbers=(1, 2),
+        bars=[(item.bytes or 0) / max(stage.total_bytes, 1) for item in shown],
+        marked=None,
+    )
+    return [table, *(Paragraph(f"[{number}] {text}") for number, text in enumerate(remarks, start=1))]
+
+
+def _item(item: BudgetItem, remark: str) -> tuple[str, ...]:
+    if item.bytes is None:
+        return item.name, Basis.UNSUPPORTED.value, "", "", remark
+    error = format_bytes(item.error_bytes) if item.error_bytes else "0"
+    return item.name, format_bytes(item.bytes), error, item.basis.value, remark
+
+
+def _peak_title(estimate: Estimate) -> str:
+    stage = estimate.tightest
+    return f"Peak of live tensors: {format_bytes(stage.allocated_bytes)} in {stage.peak.moment}"
+
+
+def _peak(estimate: Estimate) -> list[Element]:
+    """Who holds the tightest stage's peak, and what the allocator reserves."""
+    stage = estimate.tightest
+    holders = [(holder.label, format_bytes(holder.bytes)) for holder in stage.peak.holders[:_HOLDERS_SHOWN]]
+    elements: list[Element] = [Table(rows=holders, numbers=(1,))]
+    if stage.reserved_bytes is not None and estimate.expandable_bytes is not None:
+        elements.append(
+            Paragraph(
+                f"Reserved by the allocator: {format_bytes(stage.reserved_bytes)}; "
+                f"{format_bytes(estimate.expandable_bytes)} with expandable segments"
+            )
+        )
+    return elements
+
+
+def _shared_name(estimate: Estimate) -> str:
+    """The module that all regions of all stages lie in, if it has a name: it is said once."""
+    paths = [name.split(".")[:-1] for stage in estimate.stages for name in stage.regions.split(", ")]
+    alike = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return ".".join(part for part, *_ in alike)
+
+
+def _stages(estimate: Estimate, within: str) -> Table:
+    """One row per stage; neighbours that show the same are one row.
+
+    What the stages would hold without a plan is a column only where they do not run like that.
+    """
+    is_managed = any(stage.unmanaged_bytes != stage.allocated_bytes for stage in estimate.stages)
+    unmanaged = ["no plan"] if is_managed else []
+    header = ["stage", "regions", "in flight", "total", "allocated", *unmanaged, "all recomputed", "busy", "bubble"]
+    rows: list[list[str]] = []
+    for stage in estimate.stages:
+        cells = _stage(stage, within, is_managed=is_managed)
+        if rows and rows[-1][2:] == cells[2:]:
+            rows[-1][0] = f"{rows[-1][0].partition('-')[0]}-{stage.stage}"
+            rows[-1][1] = f"{rows[-1][1].partition(' … ')[0]} … {cells[1]}"
+        else:
+            rows.append(cells)
+    return Table(header=header, rows=rows, numbers=range(2, len(header)))
+
+
+def _stage(stage: StageEstimate, within: str, *, is_managed: bool) -> list[str]:
+    seconds = stage.seconds
+    return [
+        str(stage.stage),
+        ", ".join(name.removeprefix(within) for name in stage.regions.split(", ")),
+        str(stage.in_flight),
+        format_bytes(stage.total_bytes),
+        format_bytes(stage.allocated_bytes),
+        *([format_bytes(stage.unmanaged_bytes)] if is_managed else []),
+        format_bytes(stage.recomputed_bytes),
+        format_seconds(seconds.forward_seconds + seconds.backward_seconds + seconds.recompute_seconds),
+        f"{stage.bubble_share:.0%}",
+    ]
+
+
+def _speed(estimate: Estimate) -> Sequence[str]:
+    """Seconds of the step, tokens per second, MFU, and what takes the time."""
+    speed = estimate.throughput
+    facts = [f"step {format_seconds(speed.step_seconds)}"]
+    if speed.tokens_per_second is not None:
+        facts.append(f"{speed.tokens_per_second:,.0f} tokens/s")
+    samples = speed.samples_per_second
+    facts.append(f"{samples:,.0f} samples/s" if samples >= 1000 else f"{samples:.3g} samples/s")
+    if speed.mfu is not None:
+        facts.append(f"MFU {speed.mfu:.0%}")
+    line = f"{', '.join(facts)}; ± {speed.relative_error:.0%}, {speed.basis.value}"
+    return [line, speed.note] if speed.note else [line]

@@ -1,0 +1,109 @@
+"""What an explanation of a step's peak says: the answer, where the memory is, and what would lower the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plimsoll.artifacts.explained import Change, Explanation
+from plimsoll.artifacts.naming import group_holders
+from plimsoll.artifacts.plan import Holder
+from plimsoll.ui.document import About, Document, Element, Figures, MemoryChart, Paragraph, Section, Table, Tone
+from plimsoll.units import format_bytes
+
+_SHOWN = 6
+_CHANGES_HEADER = ("change", "peak then", "lowers by", "basis")
+
+
+def view_explanation(explanation: Explanation) -> Document:
+    """Everything that the explanation says."""
+    peak = explanation.peak
+    sections = [
+        Section("In figures", [Figures(_figures(explanation))]),
+        Section(f"At the peak ({peak.moment})", [_holders(peak.holders)]),
+        Section("Resident after forward", [_holders(explanation.resident)]),
+    ]
+    if explanation.recomputed:
+        sections.append(Section("Made again in backward", [_recomputed(explanation)]))
+    sections.append(Section("What would lower it", _changes(explanation)))
+    if explanation.timeline:
+        sections.append(Section("Memory over the step", [MemoryChart(explanation.timeline)]))
+    return Document(
+        source="Explanation",
+        subject=f"of the peak of {explanation.model} on {explanation.device}",
+        word=format_bytes(peak.bytes),
+        tone=Tone.NEUTRAL,
+        about=About(
+            model=explanation.model,
+            fingerprint=explanation.fingerprint,
+            signature=explanation.signature,
+            device=explanation.device,
+        ),
+        lines=[explanation.verdict],
+        sections=sections,
+        notes=explanation.notes,
+    )
+
+
+def _figures(explanation: Explanation) -> list[tuple[str, str]]:
+    """Set-up, peak and what is resident, with and without the set-up."""
+    plain, resident = explanation.plain_peak, explanation.plain_resident_bytes
+    beside = "" if plain is None else f" (everything kept: {format_bytes(plain.bytes)}, {plain.moment})"
+    beside_resident = "" if resident is None else f" (everything kept: {format_bytes(resident)})"
+    if explanation.is_fake:
+        how = "fake tensors, counted op by op"
+        basis = f"{how}: workspaces inside of kernels are not in it (convolutions have large ones)"
+    else:
+        how = "one real step, counted op by op"
+        basis = f"{how} (allocated bytes; a caching allocator's rounding and fragments are not in it)"
+    return [
+        ("set-up", explanation.setup or "keeps everything"),
+        ("optimizer", explanation.optimizer or "none given: its state and its step are not counted"),
+        ("peak", f"{format_bytes(explanation.peak.bytes)}, {explanation.peak.moment}{beside}"),
+        ("resident after forward", f"{format_bytes(explanation.resident_bytes)}{beside_resident}"),
+        ("basis", basis),
+    ]
+
+
+def _holders(holders: Sequence[Holder]) -> Table:
+    """Those that hold most, the rest summed; holders that differ in numbers only are one row."""
+    groups = group_holders(holders)
+    rows, rest = [(label, format_bytes(size)) for label, size in groups[:_SHOWN]], groups[_SHOWN:]
+    if rest:
+        rows.append((f"{len(rest)} others", format_bytes(sum(size for _, size in rest))))
+    return Table(rows=rows, numbers=(1,))
+
+
+def _recomputed(explanation: Explanation) -> Table:
+    """Places whose forward runs again: name, most bytes at once, ops."""
+    parts = sorted(explanation.recomputed, key=lambda part: -part.most_bytes)
+    rows = [(part.place, format_bytes(part.most_bytes), f"{part.ops} ops") for part in parts[:_SHOWN]]
+    rest = parts[_SHOWN:]
+    if rest:
+        rows.append((f"{len(rest)} others", f"≤ {format_bytes(rest[0].most_bytes)}", f"{sum(p.ops for p in rest)} ops"))
+    return Table(rows=rows, numbers=(1, 2))
+
+
+def _changes(explanation: Explanation) -> list[Element]:
+    """What moves the peak, best first, with what to write to get it; then what does not, and what could not be told."""
+    helpful = explanation.helpful
+    elements: list[Element] = []
+    if helpful:
+        rows = [_change(change, explanation.peak.bytes) for change in helpful]
+        elements = [
+            Table(header=_CHANGES_HEADER, rows=rows, numbers=(1, 2), marked=0),
+            Figures([(change.name, change.how) for change in helpful]),
+        ]
+    else:
+        elements = [Paragraph("nothing of what was tried moves it")]
+    others = [change.name for change in explanation.changes if change not in helpful]
+    elements += [Paragraph(f"does not lower it: {', '.join(others)}")] if others else []
+    return elements + [Paragraph(f"unsupported: {entry.name}: {entry.why}") for entry in explanation.unsupported]
+
+
+def _change(change: Change, peak_bytes: int) -> tuple[str, ...]:
+    return (
+        change.name,
+        format_bytes(change.predicted_peak_bytes),
+        f"{format_bytes(change.lowers_bytes)} ({change.lowers_bytes / peak_bytes:.0%})",
+        change.basis,
+    )

@@ -1,0 +1,200 @@
+"""What a diagnosis says: where the overhead goes, what to do about it, phases, signs, layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from plimsoll.artifacts.finding import Finding, Layer, OverheadCause, OverheadPart, PhaseUse, Side, WorkPhase
+from plimsoll.ui.document import (
+    UNKNOWN,
+    About,
+    Check,
+    Checks,
+    Document,
+    Element,
+    Figures,
+    Fold,
+    Paragraph,
+    PartsChart,
+    Section,
+    Table,
+    Tone,
+)
+from plimsoll.units import format_bytes, format_seconds, format_share
+
+_PARTS_HEADER = ("cause", "per step", "of the baseline", "what it is")
+_PHASES_HEADER = ("phase", "baseline", "with the plan", "bytes read at least", "of peak")
+_LAYERS_HEADER = ("", "baseline", "plan", "busy", "with the plan", "recompute")
+_MOST_LAYERS = 12
+_MOST_LETTERS = 60
+_NEGLIGIBLE_SHARE = 0.0005
+_NOTABLE_SHARE = 0.1
+"""A smaller share of the parts that cost time gets no advice."""
+_UNDER_PROFILER = 1.2
+"""Profiled steps this much longer than plain ones make small parts doubtful."""
+_SIGNS = {True: (Tone.BAD, "RAISED"), False: (Tone.GOOD, "ok"), None: (Tone.NEUTRAL, "not known")}
+
+
+def view_finding(finding: Finding) -> Document:
+    """Figures, the overhead's parts, advice, phases, signs, layers."""
+    what = f"plan {finding.strategy!r} for {finding.model}" if finding.model else finding.plan.source
+    return Document(
+        source="Diagnosis",
+        subject=f"of {what}",
+        word=f"{format_share(finding.overhead_share)} per step",
+        tone=Tone.NEUTRAL,
+        about=About(model=finding.model, device=finding.device, origins=finding.versions),
+        statement=_statement(finding),
+        sections=[Section("Where the overhead goes", _overhead(finding))],
+        notes=finding.notes,
+    )
+
+
+def _statement(finding: Finding) -> str:
+    """The overhead and what most of it is."""
+    text = f"Under the profiler a step with the plan takes {_more(finding.overhead_share)} time"
+    text += f" ({format_seconds(finding.overhead_seconds)})"
+    if finding.measured_overhead_share is not None:
+        text += f", without it {_more(finding.measured_overhead_share)}"
+    text += "."
+    largest = max(_notable_parts(finding), key=lambda part: part.seconds, default=None)
+    if largest is not None and largest.seconds > 0:
+        text += f" The largest part is {largest.cause}: {largest.cause.meaning}."
+    return text
+
+
+def _more(share: float) -> str:
+    return f"{abs(share):.1%} {'more' if share >= 0 else 'less'}"
+
+
+def _overhead(finding: Finding) -> list[Element]:
+    parts = _notable_parts(finding)
+    elements: list[Element] = [Figures(_figures(finding)), *([PartsChart(parts)] if parts else [])]
+    elements += [_parts_table(finding, parts), *(Paragraph(f"Advice: {text}") for text in _advice(parts))]
+    phases = Table(title="Busy time by phase", header=_PHASES_HEADER, rows=_phases(finding), numbers=(1, 2, 3, 4))
+    signs = [Check(*_SIGNS[sign.is_raised], sign.name, sign.text) for sign in finding.signs]
+    by = "layer" if finding.are_layers_modules else "operation"
+    layers = Table(header=_LAYERS_HEADER, rows=_layers(finding), numbers=(1, 2, 3, 4, 5))
+    return [*elements, phases, Checks(signs, "Signs"), Fold(f"{finding.unit} by {by}, per step", [layers])]
+
+
+def _figures(finding: Finding) -> list[tuple[str, str]]:
+    """Both sides, figure by figure."""
+    place = f"{finding.unit} on {finding.device or 'a device without a name'}"
+    rows = [
+        ("from", f"{finding.origin}, {finding.baseline.steps} and {finding.plan.steps} steps, {place}"),
+        ("step", _both(finding, lambda side: format_seconds(side.step_seconds))),
+        ("busy", _both(finding, lambda side: _with_share(side.busy_seconds, side))),
+        ("idle", _both(finding, _idle)),
+        (str(finding.unit), _both(finding, lambda side: f"{side.count:.0f}") + f", {finding.kernel_ratio:.2f} ×"),
+        ("attributed", _both(finding, _attribution)),
+    ]
+    if finding.baseline.copied_bytes or finding.plan.copied_bytes:
+        rows.append(("copied and filled", _both(finding, _copied)))
+    if finding.measured_overhead_share is not None:
+        before, after = finding.measured_baseline_seconds or 0.0, finding.measured_plan_seconds or 0.0
+        text = f"{format_seconds(before)} → {format_seconds(after)}, {format_share(finding.measured_overhead_share)}"
+        if finding.baseline.step_seconds > _UNDER_PROFILER * before:
+            ratio = finding.baseline.step_seconds / before
+            text += f"; the profiler makes the baseline {ratio:.2f} × as long"
+        rows.insert(2, ("without a profiler", text))
+    return rows
+
+
+def _both(finding: Finding, describe: Callable[[Side], str]) -> str:
+    return f"{describe(finding.baseline)} → {describe(finding.plan)}"
+
+
+def _with_share(seconds: float, side: Side) -> str:
+    share = seconds / side.step_seconds if side.step_seconds else 0.0
+    return f"{format_seconds(seconds)} ({share:.0%})"
+
+
+def _idle(side: Side) -> str:
+    waiting = f", {format_seconds(side.waiting_seconds)} of it waiting" if side.waiting_seconds else ""
+    return _with_share(side.idle_seconds, side) + waiting
+
+
+def _copied(side: Side) -> str:
+    return "not known" if side.copied_bytes is None else format_bytes(side.copied_bytes)
+
+
+def _attribution(side: Side) -> str:
+    return (
+        f"{side.attributed_share:.1%} to an op, {side.phased_share:.1%} to a phase, {side.module_share:.1%} to a module"
+    )
+
+
+def _notable_parts(finding: Finding) -> list[OverheadPart]:
+    """The parts that can be seen beside the step."""
+    least_seconds = _NEGLIGIBLE_SHARE * finding.baseline.step_seconds
+    return [
+        part for part in finding.parts if abs(part.seconds) >= least_seconds or part.cause is OverheadCause.UNEXPLAINED
+    ]
+
+
+def _parts_table(finding: Finding, parts: list[OverheadPart]) -> Table:
+    """One row per notable part, and their sum; bars are shares of the largest part."""
+    step_seconds = finding.baseline.step_seconds or 1.0
+    rows = []
+    for part in parts:
+        spread = "" if part.spread_seconds is None else f" ± {format_seconds(part.spread_seconds)}"
+        seconds = f"{format_seconds(part.seconds)}{spread}"
+        rows.append((str(part.cause), seconds, format_share(part.seconds / step_seconds), part.cause.meaning))
+    sum_seconds = sum(part.seconds for part in finding.parts)
+    overhead = f"the measured overhead is {format_seconds(finding.overhead_seconds)}"
+    rows.append(("sum", format_seconds(sum_seconds), format_share(sum_seconds / step_seconds), overhead))
+    largest = max((abs(part.seconds) for part in parts), default=0.0)
+    bars = [part.seconds / largest for part in parts] if largest else []
+    return Table(title="By cause", header=_PARTS_HEADER, rows=rows, numbers=(1, 2), bars=bars)
+
+
+def _advice(parts: list[OverheadPart]) -> list[str]:
+    """What to do about the parts that cost most, most first; nothing where the plan costs nothing."""
+    costly = [part for part in parts if part.seconds > max(2 * (part.spread_seconds or 0.0), 0.0)]
+    total_seconds = sum(part.seconds for part in costly)
+    details = {part.cause: f" ({'; '.join(part.details)})" if part.details else "" for part in costly}
+    return [
+        f"{part.cause}: {part.cause.advice}{details[part.cause]}"
+        for part in sorted(costly, key=lambda part: -part.seconds)
+        if part.seconds >= _NOTABLE_SHARE * total_seconds
+    ]
+
+
+def _phases(finding: Finding) -> list[tuple[str, ...]]:
+    """One row per phase that either side has."""
+    before = {use.phase: use for use in finding.baseline.phases}
+    after = {use.phase: use for use in finding.plan.phases}
+    return [_phase(before.get(phase), after.get(phase)) for phase in WorkPhase if phase in before or phase in after]
+
+
+def _phase(one: PhaseUse | None, other: PhaseUse | None) -> tuple[str, ...]:
+    shown = other or one
+    assert shown is not None
+    return (
+        str(shown.phase),
+        format_seconds(one.busy_seconds) if one else UNKNOWN,
+        format_seconds(other.busy_seconds) if other else UNKNOWN,
+        UNKNOWN if shown.read_bytes is None else format_bytes(shown.read_bytes),
+        UNKNOWN if shown.bandwidth_share is None else f"{shown.bandwidth_share:.0%}",
+    )
+
+
+def _layers(finding: Finding) -> list[tuple[str, ...]]:
+    """The layers that take most, in the model's order."""
+    heavy = sorted(finding.layers, key=lambda row: -max(row.plan_seconds, row.baseline_seconds))[:_MOST_LAYERS]
+    rows = [_layer(row) for row in finding.layers if row in heavy]
+    if len(finding.layers) > len(heavy):
+        rows.append((f"and {len(finding.layers) - len(heavy)} more", "", "", "", "", ""))
+    return rows
+
+
+def _layer(row: Layer) -> tuple[str, ...]:
+    return (
+        row.name[:_MOST_LETTERS],
+        f"{row.baseline_count:.0f}",
+        f"{row.plan_count:.0f}",
+        format_seconds(row.baseline_seconds),
+        format_seconds(row.plan_seconds),
+        format_seconds(row.recompute_seconds) if row.recompute_seconds else UNKNOWN,
+    )

@@ -1,0 +1,320 @@
+"""What a plan says: its figures, memory over the step and who holds it, and every decision with its reason."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from plimsoll.artifacts.decision import Decision, Status
+from plimsoll.artifacts.naming import compress_names, kind_of, name_call
+from plimsoll.artifacts.plan import Holder, Peak, Plan, RegionPlan, ValueDecision
+from plimsoll.ui.document import (
+    UNKNOWN,
+    About,
+    DecisionMap,
+    Document,
+    Element,
+    Figures,
+    Fold,
+    FrontierChart,
+    MemoryChart,
+    Paragraph,
+    Place,
+    Section,
+    Table,
+    Tone,
+    table_of_known,
+)
+from plimsoll.units import GIB, MIB, format_bytes, format_seconds, format_share
+
+_TONES = {Status.INFEASIBLE: Tone.BAD, Status.TIMED_OUT: Tone.NEUTRAL}
+_HOLDERS_SHOWN = 5
+_OUTPUT = re.compile(r"#\d+(\.\d+)?$")
+"""``#3.1`` in ``mm#3.1``: which of several calls, and which of its outputs."""
+_REBUILT = " rebuilt "
+"""What planning writes between a region and a value that backward has brought back."""
+
+
+def view_plan(plan: Plan) -> Document:
+    """Status, figures, memory, decisions; reasons and other budgets are details."""
+    limit = "no budget" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+    sections = [
+        Section("In figures", [Figures(plan_figures(plan))], Place.DETAIL),
+        Section("Memory over the step", _memory(plan), Place.PICTURE),
+        Section("Time against memory", _frontier(plan), Place.PICTURE),
+    ]
+    if plan.regions:
+        sections += [
+            Section("What happens to each value", [DecisionMap(plan.regions)], Place.PICTURE),
+            Section("Decisions", [decisions_table(plan), *map(_values, group_regions(plan.regions))], Place.DETAIL),
+        ]
+    return Document(
+        source="Plan",
+        subject=f"{plan.strategy!r} for {plan.model} on {plan.device}",
+        word=plan.status,
+        tone=_TONES.get(plan.status, Tone.GOOD),
+        about=About(
+            model=plan.model,
+            fingerprint=plan.fingerprint,
+            signature=plan.signature,
+            device=plan.device,
+            budget_bytes=plan.budget_bytes,
+            label=f"{plan.strategy}, {limit}",
+            origins={"costs": f"{plan.cost_source} on {plan.cost_device}"},
+        ),
+        lines=[plan.status.advice],
+        statement=_statement(plan),
+        sections=sections,
+        notes=plan.notes,
+    )
+
+
+def _statement(plan: Plan) -> str:
+    if not plan.status.is_usable:
+        return plan.status.advice
+    limit = "without a budget" if plan.budget_bytes is None else f"under a budget of {format_bytes(plan.budget_bytes)}"
+    more = "more" if plan.predicted_overhead >= 0 else "less"
+    text = (
+        f"The plan {plan.strategy!r}, made {limit}, is predicted to peak at {format_bytes(plan.predicted_peak_bytes)} "
+        f"instead of {format_bytes(plan.baseline_peak_bytes)}, for {abs(plan.predicted_overhead):.1%} {more} time a step. "
+    )
+    if plan.status is Status.OPTIMAL:
+        return text + "No plan of this engine is cheaper, at these costs."
+    return text + f"At these costs no plan of this engine is faster by more than {plan.gap_of_step:.2%} of the step."
+
+
+def plan_figures(plan: Plan) -> list[tuple[str, str]]:
+    """The plan's figures as pairs of name and text."""
+    budget = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+    share = plan.predicted_peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 1.0
+    return [
+        ("budget", f"{budget} (floor {format_bytes(plan.floor_bytes)})"),
+        (
+            "predicted peak",
+            f"{format_bytes(plan.predicted_peak_bytes)}, {share:.0%} of the unmanaged "
+            f"{format_bytes(plan.baseline_peak_bytes)}",
+        ),
+        (
+            "predicted step",
+            f"{format_seconds(plan.predicted_seconds)}, {format_share(plan.predicted_overhead)} over the unmanaged "
+            f"{format_seconds(plan.baseline_seconds)}",
+        ),
+        (
+            "lower bound",
+            f"{format_seconds(plan.lower_bound_seconds)}: the gap is {plan.gap_of_step:.2%} of the step, "
+            f"{plan.gap_of_overhead:.1%} of the overhead",
+        ),
+        ("price of memory", _price(plan)),
+        *_packing_figures(plan),
+        ("costs", f"{plan.cost_source} on {plan.cost_device}; solved in {format_seconds(plan.solve_seconds)}"),
+    ]
+
+
+def _price(plan: Plan) -> str:
+    """What memory is worth here, and what one more GiB would buy: never more than the whole overhead."""
+    if plan.price_seconds_per_byte <= 0:
+        return "nothing: more memory would not make this step faster"
+    price = f"{format_seconds(plan.price_seconds_per_byte * MIB)} per MiB"
+    if plan.strategy != "auto":
+        return f"{price} to the strategy auto at this peak; {plan.strategy} has no use for more"
+    overhead_seconds = max(plan.predicted_seconds - plan.baseline_seconds, 0.0)
+    gain_seconds = min(plan.price_seconds_per_byte * GIB, overhead_seconds)
+    return f"{price}: one more GiB would save {format_seconds(gain_seconds)} a step"
+
+
+def _packing_figures(plan: Plan) -> list[tuple[str, str]]:
+    """What lossy forms and links add to the figures."""
+    rows = []
+    if not plan.is_lossless:
+        measured = "" if plan.measured_error is None else f", measured {plan.measured_error:.2%}"
+        allowed = "any is allowed" if plan.max_error is None else f"{plan.max_error:.2%} is allowed"
+        rows.append(("gradient error", f"expected {plan.predicted_error:.2%}{measured}; {allowed}"))
+    if plan.offloaded_bytes:
+        limit = "" if plan.host_budget_bytes is None else f" of {format_bytes(plan.host_budget_bytes)}"
+        rows.append(("offloaded", f"{format_bytes(plan.offloaded_bytes)}{limit} to {plan.link}"))
+    return rows
+
+
+def _memory(plan: Plan) -> list[Element]:
+    elements: list[Element] = [MemoryChart(plan.timeline, plan.budget_bytes)] if plan.timeline else []
+    unmanaged = plan.baseline_peak
+    elements += [
+        classes_table(plan),
+        _holders(plan, plan.peak, f"Who holds the peak ({plan.peak.moment})"),
+        Fold(
+            f"Without a plan the peak is {format_bytes(unmanaged.bytes)}, {unmanaged.moment}",
+            [_holders(plan, unmanaged, "")],
+            is_detail=True,
+        ),
+    ]
+    if plan.predicted_peak_bytes >= plan.baseline_peak_bytes and any(not r.is_untouched for r in plan.regions):
+        words = "The plan lowers what is held after forward, but not the peak: it lies where no decision reaches."
+        elements.append(Paragraph(words))
+    return elements
+
+
+def classes_table(plan: Plan) -> Table:
+    """What each memory category holds at the peak, largest first."""
+    total = sum(plan.classes.values())
+    found = sorted(((name, size) for name, size in plan.classes.items() if size), key=lambda item: -item[1])
+    return Table(
+        title="At the peak",
+        rows=[(name, format_bytes(size), f"{size / total:.0%}") for name, size in found],
+        numbers=(1, 2),
+        bars=[size / total for _, size in found],
+    )
+
+
+def _holders(plan: Plan, peak: Peak, title: str) -> Table:
+    """The largest holders of a peak, the rest summed."""
+    groups = _grouped(peak.holders, [region.name for region in plan.regions if region.name])
+    rows, rest = groups[:_HOLDERS_SHOWN], groups[_HOLDERS_SHOWN:]
+    if rest:
+        rows.append((f"{len(rest)} others", sum(size for _, size in rest)))
+    return Table(title=title, rows=[(label, format_bytes(size)) for label, size in rows], numbers=(1,))
+
+
+def _grouped(holders: Sequence[Holder], regions: Sequence[str]) -> list[tuple[str, int]]:
+    """Values of regions together, and calls of one op outside of them; largest first."""
+    groups: dict[tuple[str, str], list[tuple[Holder, str]]] = {}
+    for holder in holders:
+        region = _region_of(holder.label, regions)
+        verb = "rebuilt in" if _REBUILT in holder.label else "saved in"
+        key = (verb, kind_of(region)) if region else ("", _OUTPUT.sub("", holder.label))
+        groups.setdefault(key, []).append((holder, region))
+    rows = []
+    for (verb, label), members in groups.items():
+        if len(members) == 1:
+            label = members[0][0].label
+        elif verb:
+            label = f"{verb} {compress_names(list(dict.fromkeys(name for _, name in members)))} ({len(members)} values)"
+        else:
+            label = f"{label} ({len(members)} times)"
+        rows.append((label, sum(holder.bytes for holder, _ in members)))
+    return sorted(rows, key=lambda row: -row[1])
+
+
+def _region_of(label: str, regions: Sequence[str]) -> str:
+    """The region that a label belongs to: ``layers.1`` for ``layers.1.mlp::mul#0``, nothing for ``layers.10::add#0``."""
+    inside = (
+        name for name in regions if label.startswith(name) and label[len(name) : len(name) + 1] in (".", ":", " ")
+    )
+    return max(inside, key=len, default="")
+
+
+def _frontier(plan: Plan) -> list[Element]:
+    """What other budgets would cost."""
+    rows = [
+        (
+            format_bytes(point.peak_bytes),
+            format_seconds(point.step_seconds),
+            format_share(point.step_seconds / plan.baseline_seconds - 1) if plan.baseline_seconds else UNKNOWN,
+        )
+        for point in plan.frontier
+    ]
+    table = Table(header=("peak", "step", "over the unmanaged step"), rows=rows, numbers=(0, 1, 2))
+    others = [Fold("What other budgets would cost, predicted", [table], is_detail=True)] if len(rows) > 1 else []
+    return [FrontierChart(plans=[plan]), *others]
+
+
+def decisions_table(plan: Plan) -> Table:
+    """One row per group of identical regions: what is decided, what stays, what it costs."""
+    rows = []
+    for group in group_regions(plan.regions):
+        if group.first.is_untouched:
+            rows.append((group.label, f"{Decision.KEEP} everything", format_bytes(group.retained_bytes), "no replay"))
+        else:
+            boundary = ", input dropped" if group.first.is_boundary_dropped else ""
+            rows.append(
+                (
+                    group.label,
+                    f"{_counted(group.first.decisions)} of {len(group.first.decisions)} values{boundary}",
+                    f"{format_bytes(group.retained_bytes)} of {format_bytes(group.saved_bytes)}",
+                    format_seconds(group.replay_seconds),
+                )
+            )
+    return Table(header=("regions", "decision", "held until backward", "replay"), rows=rows)
+
+
+def _counted(decisions: Sequence[ValueDecision]) -> str:
+    """How many values are not kept as they are: ``RECOMPUTE 6, COMPRESS 4 (int8), OFFLOAD 2 (disk)``."""
+    counts = Counter((d.decision, d.form) for d in decisions if d.decision is not Decision.KEEP)
+    words = [f"{decision} {count}{f' ({form})' if form else ''}" for (decision, form), count in sorted(counts.items())]
+    return ", ".join(words) or f"{Decision.RECOMPUTE} 0"
+
+
+def _values(group: RegionGroup) -> Fold:
+    """Every value of regions that share their decisions."""
+    first = group.first
+    alike = f" ({len(group.regions)} alike, figures for one)" if len(group.regions) > 1 else ""
+    replay = f"replay {format_seconds(first.replay_seconds)}" if first.replay_seconds else "no replay"
+    boundary = "; its input is rebuilt through the region before" if first.is_boundary_dropped else ""
+    rows = [
+        (
+            str(entry.decision),
+            entry.value,
+            format_bytes(entry.bytes),
+            entry.form or UNKNOWN,
+            format_bytes(entry.held_bytes) if entry.is_packed else UNKNOWN,
+            format_seconds(entry.seconds) if entry.seconds else UNKNOWN,
+            describe_reason(entry) or UNKNOWN,
+        )
+        for entry in first.decisions
+    ]
+    header = ("decision", "value", "bytes", "held as", "held bytes", "seconds a step", "why")
+    table = table_of_known(header, rows, (2, 4, 5))
+    return Fold(
+        f"{group.label}{alike}: holds {format_bytes(first.retained_bytes)}, {replay}{boundary}", [table], is_detail=True
+    )
+
+
+def describe_reason(decision: ValueDecision) -> str:
+    """Why a value is decided upon as it is, in one sentence."""
+    if decision.decision is Decision.RECOMPUTE and not decision.seconds:
+        return "recompute costs nothing more: it is made on the way to another value"
+    if not decision.reason and decision.decision is Decision.RECOMPUTE and decision.bytes:
+        return f"recompute costs {format_seconds(decision.seconds * MIB / decision.bytes)}/MiB"
+    return decision.reason
+
+
+@dataclass(frozen=True, slots=True)
+class RegionGroup:
+    """Regions of one kind that share their decisions; ``label`` names them all."""
+
+    label: str
+    regions: tuple[RegionPlan, ...]
+
+    @property
+    def first(self) -> RegionPlan:
+        """The one whose decisions stand for all."""
+        return self.regions[0]
+
+    @property
+    def retained_bytes(self) -> int:
+        """Bytes that all of them hold between forward and backward."""
+        return sum(region.retained_bytes for region in self.regions)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that all of them would hold without a plan."""
+        return sum(decision.bytes for region in self.regions for decision in region.decisions)
+
+    @property
+    def replay_seconds(self) -> float:
+        """Seconds that all of them spend on running ops again."""
+        return sum(region.replay_seconds for region in self.regions)
+
+
+def group_regions(regions: Iterable[RegionPlan]) -> list[RegionGroup]:
+    """Group region calls that are of one kind and share all decisions, in the order of first appearance."""
+    groups: dict[tuple[object, ...], list[RegionPlan]] = {}
+    for region in regions:
+        packed = tuple(sorted(region.packed.items()))
+        key = (region.kind, region.dropped, packed, region.is_boundary_dropped, len(region.decisions))
+        groups.setdefault(key, []).append(region)
+    return [
+        RegionGroup(compress_names([name_call(member.name, member.call) for member in members]), tuple(members))
+        for members in groups.values()
+    ]

@@ -1,0 +1,270 @@
+"""What a receipt says: its verdict, then every claim beside its evidence, then what differs and how regions were served."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from plimsoll.artifacts.confirmation import Claim, Confirmation
+from plimsoll.artifacts.decision import Engine
+from plimsoll.artifacts.naming import compress_names, name_call
+from plimsoll.artifacts.receipt import OWN, Intermediate, Mismatch, Receipt
+from plimsoll.ui.document import About, CurvesChart, Document, Element, Figures, Fold, Section, Table, Tone
+from plimsoll.units import format_bytes, format_seconds, format_share
+
+_SHOWN = 10
+
+
+def view_receipt(receipt: Receipt) -> Document:
+    """Verdict, equality, peaks, seconds, engines."""
+    subject = receipt.method if receipt.strategy == OWN else f"plan {receipt.strategy!r}"
+    limit = "no budget" if receipt.budget_bytes is None else format_bytes(receipt.budget_bytes)
+    return Document(
+        source="Receipt",
+        subject=f"for {subject}, {receipt.model} on {receipt.device}",
+        word=receipt.verdict,
+        tone=Tone.GOOD if receipt.verdict.is_pass else Tone.BAD,
+        about=About(
+            model=receipt.model,
+            fingerprint=receipt.fingerprint,
+            signature=receipt.signature,
+            device=receipt.device,
+            budget_bytes=receipt.budget_bytes,
+            label=f"{receipt.strategy}, {limit}",
+            origins=receipt.versions,
+        ),
+        lines=[receipt.verdict.advice],
+        statement=_statement(receipt),
+        sections=[Section("Measured beside the unmanaged step", _evidence(receipt))],
+        notes=receipt.notes,
+    )
+
+
+def _statement(receipt: Receipt) -> str:
+    text = f"{receipt.verdict.advice} {receipt.compared_gradients} gradients were compared, {receipt.compared_buffers} buffers."
+    if not receipt.is_lossless:
+        text += f" The gradient's measured error is {_error(receipt)}."
+    if receipt.measured_peak_bytes is not None:
+        text += f" The measured peak is {format_bytes(receipt.measured_peak_bytes)}"
+        predicted_bytes = receipt.predicted_peak_bytes
+        text += "." if predicted_bytes is None else f"; {format_bytes(predicted_bytes)} were predicted."
+    return text
+
+
+def _evidence(receipt: Receipt) -> list[Element]:
+    elements: list[Element] = [Figures(_figures(receipt))]
+    unexpected = receipt.unexpected_mismatches
+    expected = [m for m in (*receipt.gradient_mismatches, *receipt.buffer_mismatches) if m not in unexpected]
+    if unexpected:
+        elements.append(_mismatches(unexpected, "Not equal bit for bit"))
+    if expected:
+        elements.append(Fold("Not equal bit for bit, as allowed", [_mismatches(expected, "")], is_detail=True))
+    if receipt.faults:
+        title = "Saved tensors that came back as something else"
+        elements.append(Table(title=title, rows=[(str(fault),) for fault in receipt.faults], most_rows=_SHOWN))
+    if receipt.intermediates:
+        elements.append(Table(title="Intermediates", rows=[_intermediate(each) for each in receipt.intermediates]))
+    if receipt.plan_curve:
+        elements.append(CurvesChart("loss", receipt.baseline_curve, receipt.plan_curve))
+    elif len(receipt.baseline_losses) > 1:
+        elements.append(CurvesChart("loss", receipt.baseline_losses, receipt.plan_losses))
+    if receipt.regions:
+        header = ("engine", "regions", "memory", "why")
+        elements.append(Table(title="How regions were served", header=header, rows=_engines(receipt)))
+    return elements
+
+
+def _figures(receipt: Receipt) -> list[tuple[str, str]]:
+    """Claim and evidence as pairs of name and text."""
+    equal_gradients = receipt.compared_gradients - len(receipt.gradient_mismatches)
+    equal_buffers = receipt.compared_buffers - len(receipt.buffer_mismatches)
+    is_own = receipt.strategy == OWN
+    rows = [
+        *_equality(receipt),
+        ("gradients", f"{equal_gradients} of {receipt.compared_gradients} equal bit for bit"),
+        ("buffers", f"{equal_buffers} of {receipt.compared_buffers} equal bit for bit"),
+        ("deterministic", "yes" if receipt.is_deterministic else "no: two unmanaged runs differ"),
+        ("losses", _agreement(receipt.baseline_losses, receipt.plan_losses)),
+        *_further_evidence(receipt),
+    ]
+    if not is_own:
+        rows.append(("budget", "none" if receipt.budget_bytes is None else format_bytes(receipt.budget_bytes)))
+    rows += [
+        ("peak", _peak(receipt.predicted_peak_bytes, receipt.measured_peak_bytes)),
+        ("unmanaged peak", _peak(receipt.predicted_baseline_peak_bytes, receipt.measured_baseline_peak_bytes)),
+    ]
+    if receipt.measured_recording_peak_bytes is not None:
+        rows.append(("recording step", f"measured {format_bytes(receipt.measured_recording_peak_bytes)}"))
+    unmanaged = (receipt.measured_baseline_seconds, receipt.measured_baseline_spread_seconds)
+    rows += [
+        ("step", _seconds(receipt.predicted_seconds, receipt.measured_seconds, receipt.measured_spread_seconds)),
+        ("unmanaged step", _seconds(receipt.predicted_baseline_seconds, *unmanaged)),
+        *([] if receipt.confirmation is None else _confirmation(receipt.confirmation)),
+        *([] if is_own else [("droppable", _droppable(receipt))]),
+        ("versions", ", ".join(f"{name} {version}" for name, version in sorted(receipt.versions.items()))),
+    ]
+    return rows
+
+
+def _error(receipt: Receipt) -> str:
+    return "not finite" if receipt.gradient_error is None else f"{receipt.gradient_error:.2%}"
+
+
+def _equality(receipt: Receipt) -> list[tuple[str, str]]:
+    """The gradient's error, where it is not bound to be nothing, or is more than that."""
+    if receipt.is_lossless and receipt.rounding_tolerance:
+        text = f"measured {_error(receipt)}; {receipt.rounding_tolerance:.2%} is rounding"
+    elif receipt.is_lossless:
+        text = f"measured {_error(receipt)}" if receipt.gradient_error else ""
+    else:
+        allowed = "any is allowed" if receipt.max_error is None else f"{receipt.max_error:.2%} is allowed"
+        text = f"expected {receipt.predicted_error:.2%}, measured {_error(receipt)}; {allowed}"
+    return [("gradient error", text)] if text else []
+
+
+def _agreement(baseline: Sequence[float | None], plan: Sequence[float | None]) -> str:
+    """Whether the losses of both runs agree."""
+    if baseline == plan:
+        return f"identical over {len(plan)} steps"
+    pairs = enumerate(zip(plan, baseline, strict=False))
+    first = next((index for index, (ours, theirs) in pairs if ours != theirs), min(len(plan), len(baseline)))
+    return f"differ from step {first + 1} on"
+
+
+def _further_evidence(receipt: Receipt) -> list[tuple[str, str]]:
+    """A longer loss curve, saved tensors compared one by one, the gradient against the loss itself."""
+    rows = []
+    if receipt.plan_curve:
+        theirs, ours = (
+            f"{curve[-1]:.6g}" if curve[-1] is not None else "not finite"
+            for curve in (receipt.baseline_curve, receipt.plan_curve)
+        )
+        agreement = _agreement(receipt.baseline_curve, receipt.plan_curve)
+        rows.append(("loss curve", f"{agreement}; last loss {ours}, unmanaged {theirs}"))
+    if receipt.compared_tensors:
+        text = f"{receipt.compared_tensors} compared with what came back, {len(receipt.faults)} faults"
+        rows.append(("saved tensors", text))
+    slope = receipt.slope
+    if slope is not None and slope.is_conclusive:
+        word = "is not the loss's" if slope.disagrees else "agrees with the loss"
+        ratio, error = slope.measured / slope.expected, slope.measured_error / slope.expected
+        rows.append(("slope", f"the gradient {word}: measured / expected slope {ratio:.4f} ± {error:.1g}"))
+    elif slope is not None:
+        rows.append(("slope", "the loss is too rough here to judge the gradient by it"))
+    return rows
+
+
+def _confirmation(confirmation: Confirmation) -> list[tuple[str, str]]:
+    """What the device says about a plan made without it, and what the plan solved again takes."""
+    rows = [
+        ("planned for", f"{confirmation.cost_device}, with the costs of its roofline"),
+        ("on the device", _deviation(confirmation)),
+    ]
+    if confirmation.revised is not None:
+        rows += [
+            ("given plan", _claim(confirmation.given)),
+            ("revised plan", f"{_claim(confirmation.revised)}: {confirmation.revised_verdict}"),
+        ]
+    elif confirmation.obstacle:
+        rows.append(("revised plan", f"none: {confirmation.obstacle}"))
+    return rows
+
+
+def _claim(claim: Claim) -> str:
+    """Predicted beside measured, in one line."""
+    return (
+        f"peak predicted {format_bytes(claim.predicted_peak_bytes)}, measured {format_bytes(claim.measured_peak_bytes)}; "
+        f"forward and backward predicted {format_seconds(claim.predicted_seconds)}, measured "
+        f"{format_seconds(claim.measured_seconds)} ± {format_seconds(claim.measured_spread_seconds)}"
+    )
+
+
+def _deviation(confirmation: Confirmation) -> str:
+    """Which of peak and time is off, and by how much."""
+    given, found = confirmation.given, []
+    if confirmation.budget_bytes is not None and confirmation.is_over_budget:
+        over_bytes = given.measured_peak_bytes - confirmation.budget_bytes
+        found.append(f"the peak is {format_bytes(over_bytes)} above the budget")
+    elif confirmation.is_peak_off:
+        found.append(f"the predicted peak is off by {format_share(given.peak_error)}")
+    if confirmation.is_time_off:
+        found.append(f"the predicted time is off by {format_share(given.seconds_error)}")
+    limits = f"{confirmation.peak_tolerance:.0%} of the peak and {confirmation.seconds_tolerance:.0%} of the time are allowed"
+    if not found:
+        errors = f"the peak is off by {format_share(given.peak_error)}, the time by {format_share(given.seconds_error)}"
+        return f"confirmed: {errors} ({limits})"
+    return f"{' and '.join(found)} ({limits})"
+
+
+def _intermediate(intermediate: Intermediate) -> tuple[str, str, str]:
+    """One named intermediate: which, and how far apart."""
+    name = name_call(intermediate.module, intermediate.call)
+    what = f"gradient of {name}" if intermediate.is_gradient else name
+    if intermediate.is_bit_equal:
+        return what, "equal bit for bit", ""
+    absolute = _difference(intermediate.max_absolute_difference)
+    return what, f"absolute {absolute}", f"relative {_difference(intermediate.max_relative_difference)}"
+
+
+def _droppable(receipt: Receipt) -> str:
+    """How much of what managed regions save could be dropped; regions that nobody touched were not looked at."""
+    if not any(region.activation_bytes for region in receipt.regions):
+        return "not measured: no region is managed by recipes"
+    return f"{receipt.droppable_share:.0%} of the managed regions' activations replay bit for bit"
+
+
+def _mismatches(mismatches: Sequence[Mismatch], title: str) -> Table:
+    """Unequal tensors: name, difference, what the unmanaged model itself shows."""
+    rows = [
+        (
+            mismatch.name,
+            f"absolute {_difference(mismatch.max_absolute_difference)}",
+            f"relative {_difference(mismatch.max_relative_difference)}",
+            f"unmanaged spread {_difference(mismatch.baseline_max_absolute_difference)}",
+        )
+        for mismatch in mismatches
+    ]
+    return Table(title=title, rows=rows, most_rows=_SHOWN)
+
+
+def _engines(receipt: Receipt) -> list[tuple[str, ...]]:
+    """Region calls grouped by engine and reason."""
+    groups: dict[tuple[Engine, str], list[str]] = {}
+    dropped: Counter[tuple[Engine, str]] = Counter()
+    for region in receipt.regions:
+        why = "the plan keeps everything" if region.engine is Engine.UNTOUCHED else ""
+        key = (region.engine, region.reason or why)
+        groups.setdefault(key, []).append(name_call(region.name, region.call))
+        dropped[key] += region.dropped_bytes
+    return [
+        (key[0], compress_names(names), f"dropped {format_bytes(dropped[key]) if dropped[key] else 'nothing'}", key[1])
+        for key, names in groups.items()
+    ]
+
+
+def _difference(difference: float | None) -> str:
+    return "not finite" if difference is None else f"{difference:.3g}"
+
+
+def _peak(predicted_bytes: int | None, measured_bytes: int | None) -> str:
+    predicted = None if predicted_bytes is None else format_bytes(predicted_bytes)
+    text = _claimed(predicted, None if measured_bytes is None else format_bytes(measured_bytes))
+    if predicted_bytes is not None and measured_bytes:
+        text += f" ({format_share(predicted_bytes / measured_bytes - 1)})"
+    return text
+
+
+def _seconds(predicted_seconds: float | None, measured_seconds: float | None, spread_seconds: float) -> str:
+    predicted = None if predicted_seconds is None else format_seconds(predicted_seconds)
+    measured = (
+        f"{format_seconds(measured_seconds)} ± {format_seconds(spread_seconds)}"
+        if measured_seconds is not None
+        else None
+    )
+    return _claimed(predicted, measured)
+
+
+def _claimed(predicted: str | None, measured: str | None) -> str:
+    """``predicted 60.0 MiB, measured 61.0 MiB``."""
+    found = "not measured" if measured is None else f"measured {measured}"
+    return found if predicted is None else f"predicted {predicted}, {found}"

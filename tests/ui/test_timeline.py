@@ -1,0 +1,65 @@
+"""The picture of a timeline marks the moment of the peak; errors as JSON have all their parts."""
+
+from __future__ import annotations
+
+import json
+
+from plimsoll.artifacts.plan import TimelinePoint
+from plimsoll.errors import BudgetBelowFloor
+from plimsoll.ui.cli.terminal import render_error_json
+from plimsoll.ui.timeline import draw_bar, draw_timeline
+from plimsoll.units import MIB
+
+
+def point(bytes_: int, moment: str = "forward") -> TimelinePoint:
+    return TimelinePoint(tick=0, moment=moment, bytes=bytes_, by_category={})
+
+
+def test_a_timeline_never_hides_its_peak():
+    points = [point(MIB)] * 1000
+    points[617] = point(8 * MIB, "backward of the loss")
+    picture = draw_timeline(points, width=50).plain
+    assert "peak 8.0 MiB, backward of the loss" in picture
+    lines = picture.splitlines()
+    assert lines[0].index("█") == lines[-1].index("▲")
+
+
+def test_a_peak_at_the_right_edge_is_named_to_its_left():
+    points = [point(MIB)] * 59 + [point(8 * MIB, "step of the optimizer")]
+    last = draw_timeline(points, width=60).plain.splitlines()[-1]
+    assert last.endswith("step of the optimizer ▲")
+    assert len(last) == 10 + 1 + 60
+
+
+def test_a_peak_with_a_long_name_is_named_below_its_mark():
+    points = [point(MIB)] * 29 + [point(8 * MIB, "backward of " + "very." * 20)] + [point(MIB)] * 30
+    mark, name = draw_timeline(points, width=60).plain.splitlines()[-2:]
+    assert mark.index("▲") == 10 + 1 + 29
+    assert name.strip().startswith("peak 8.0 MiB, backward of very.")
+
+
+def test_the_budget_is_drawn():
+    picture = draw_timeline([point(MIB)] * 10, budget_bytes=2 * MIB, height=4).plain
+    assert "┄┄┄ budget" in picture
+
+
+def test_an_empty_timeline_says_so():
+    assert "no timeline" in draw_timeline([]).plain
+
+
+def test_a_bar_stays_within_its_width():
+    assert draw_bar(0.5, width=4) == "██░░"
+    assert draw_bar(7.0, width=4) == "████"
+    assert draw_bar(-1.0, width=4) == "░░░░"
+
+
+def test_an_error_as_json_has_all_its_parts():
+    fields = json.loads(render_error_json(BudgetBelowFloor("a", why="b", next="c")))
+    assert fields == {
+        "plimsoll": "error",
+        "error": "BudgetBelowFloor",
+        "found": "a",
+        "why": "b",
+        "next": "c",
+        "exit_code": 3,
+    }
