@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from plimsoll.artifacts.region import Origin
 from plimsoll.engine.randomness import RandomPoints
-from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, Signature, flat_tensors
+from plimsoll.tracing.recorder.calling import flat_tensors
+from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, Signature
 from plimsoll.tracing.recorder.storages import Geometry, is_plain, same_bits, storage_fingerprint
 
 NOT_EXACT = "gives other bits when it is run again"

@@ -1,79 +1,79 @@
-"""The log of a step in, the torch-free ``Trace`` out."""
+"""Makes the torch-free parts of a ``Trace`` of the log of a step: ops by region, storages with their lives, region graphs.
+
+The lives leave out what regions' saved slots hold. What slots outside of regions hold is added, and so is what a slot holds
+that no plan may touch.
+"""
 
 from __future__ import annotations
 
 import bisect
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from plimsoll.artifacts.region import Origin, RegionGraph
-from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace, TraceOp
+from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, TraceOp, TraceParameter
 from plimsoll.tracing.capture import RegionLog, StepLog
-from plimsoll.tracing.lives import Lives, managed_slots, storages_of
 from plimsoll.tracing.optimizer import OptimizerLog
+from plimsoll.tracing.recorder.collectives import WITHOUT_ALIASES
 from plimsoll.tracing.recorder.graph import SlotRecord, build_region_graph
 from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue
-from plimsoll.tracing.tracer import StepTracer
+from plimsoll.tracing.tracer import BUFFER, StepTracer
+
+_STATIC_CATEGORIES = {
+    Origin.PARAMETER: Category.PARAMETER,
+    Origin.BUFFER: Category.BUFFER,
+    Origin.INPUT: Category.INPUT,
+}
 
 
-def assemble(
-    log: StepLog,
-    *,
-    model: str,
-    fingerprint: str,
-    signature: str,
-    device: str,
-    is_fake: bool,
-    timings: Mapping[str, tuple[float, ...]],
-    workspaces: Mapping[str, int],
-    optimizer: OptimizerLog | None = None,
-    bucket_bytes: int = 0,
-    notes: tuple[str, ...] = (),
-) -> Trace:
-    """Turn a captured step into a ``Trace``: attribute ops to regions, close lives, name storages.
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """What a log gives to a ``Trace``, and the trace's id of each storage of the tracer's table."""
 
-    ``bucket_bytes`` is what a reducer holds for gradients on their way, from before the step to after it.
+    ops: tuple[TraceOp, ...]
+    specs: dict[str, OpSpec]
+    storages: tuple[Storage, ...]
+    regions: tuple[RegionCall, ...]
+    parameters: tuple[TraceParameter, ...]
+    ids: dict[int, int]
+
+
+def assemble(log: StepLog, optimizer: OptimizerLog | None, *, bucket_bytes: int) -> Assembled:
+    """Attribute ops to regions, close lives, name storages.
+
+    Args:
+        log: of forward and backward.
+        optimizer: of its step, which comes after them.
+        bucket_bytes: what a reducer holds for gradients on their way, from before the step to after it.
     """
     op_regions = _attribute(log)
-    lives = storages_of(log, optimizer)
     ops, specs = _ops(log, op_regions), dict(log.tracer.specs)
+    storages, ids = _storages(log, optimizer)
     if optimizer is not None:
-        ops += optimizer_ops(optimizer)
-        specs.update(optimizer.tracer.specs)
-    values = _with_trace_ids(log.tracer.values, lives.ids)
-    logged = _born_with_trace_ids(log.tracer.ops, lives.ids)
-    return Trace(
-        model=model,
-        fingerprint=fingerprint,
-        signature=signature,
-        device=device,
-        is_fake=is_fake,
+        ops += optimizer.ops()
+        specs |= optimizer.tracer.specs
+    if bucket_bytes:
+        label = "buckets of DistributedDataParallel"
+        category = Category.COMMUNICATION
+        storages.append(
+            Storage(id=len(storages), bytes=bucket_bytes, category=category, label=label, born=-1, dies=len(ops))
+        )
+    # From here on ids of storages are the trace's. What backward got as a stand-in has none, and no region knows it.
+    values = [replace(value, storage=ids.get(value.storage, -1)) for value in log.tracer.values]
+    logged = [replace(op, births=tuple(ids[born] for born in op.births if born in ids)) for op in log.tracer.ops]
+    return Assembled(
         ops=tuple(ops),
         specs=specs,
-        storages=(*lives.storages, *_buckets(lives, bucket_bytes, len(ops))),
-        regions=tuple(
-            _region(log, values, logged, index, region, op_regions) for index, region in enumerate(log.regions)
-        ),
-        timings=dict(timings),
-        workspaces={key: size for key, size in workspaces.items() if size > 0},
-        notes=notes,
+        storages=tuple(storages),
+        regions=tuple(_region(log, index, values, logged, op_regions) for index in range(len(log.regions))),
         parameters=tuple(
-            msgspec.structs.replace(parameter, storage=lives.ids.get(parameter.storage, -1))
-            for parameter in log.parameters
+            msgspec.structs.replace(parameter, storage=ids.get(parameter.storage, -1)) for parameter in log.parameters
         ),
+        ids=ids,
     )
-
-
-def _buckets(lives: Lives, size: int, last: int) -> list[Storage]:
-    """The buckets of a reducer as one storage, numbered behind all others."""
-    if not size:
-        return []
-    label = "buckets of DistributedDataParallel"
-    here = Storage(id=len(lives.storages), bytes=size, category=Category.COMMUNICATION, label=label, born=-1, dies=last)
-    return [here]
 
 
 def _attribute(log: StepLog) -> list[int]:
@@ -109,42 +109,117 @@ def _ops(log: StepLog, op_regions: list[int]) -> list[TraceOp]:
     ]
 
 
-def optimizer_ops(optimizer: OptimizerLog) -> list[TraceOp]:
-    """The ops of an optimizer's step."""
+def _storages(log: StepLog, optimizer: OptimizerLog | None) -> tuple[list[Storage], dict[int, int]]:
+    """Every storage that lives in the step, numbered without gaps, those of the optimizer last; and ids by the tracer's."""
+    tracer = log.tracer
+    last = tracer.tick + (0 if optimizer is None else optimizer.tracer.tick)
+    dies = _deaths(log, last)
+    owners = {
+        storage: index
+        for index, region in enumerate(log.regions)
+        for op in tracer.ops[region.start : region.end]
+        for storage in op.births
+    }
+    buffers = {storage: label for storage, label in _buffers(log).items() if storage not in owners}
+    ids = {storage: position for position, storage in enumerate(sorted(tracer.born))}
+    found = [
+        Storage(
+            id=ids[storage],
+            bytes=tracer.first_value(storage).bytes,
+            category=_category(log, storage, buffers),
+            label=buffers.get(storage) or _label(log, storage),
+            born=tracer.born[storage],
+            dies=dies[storage],
+            region=owners.get(storage, -1),
+        )
+        for storage in ids
+    ]
+    for storage, lives in sorted(tracer.fillings.items()):
+        ids[storage] = len(found)
+        found += [
+            Storage(
+                id=len(found) + number,
+                bytes=life.bytes,
+                category=Category.PARAMETER,
+                label=tracer.first_value(storage).name,
+                born=life.born,
+                dies=life.dies if life.dies >= 0 else last,
+            )
+            for number, life in enumerate(lives)
+        ]
+    if optimizer is not None:
+        found += optimizer.storages(first_id=len(found), first_tick=tracer.tick)
+    return found, ids
+
+
+def _managed_slots(region: RegionLog) -> list[bool]:
+    """Which slots of a region a plan may decide about: not parameters, and not what was written after it was saved."""
     return [
-        TraceOp(name=op.name, module=optimizer.name, phase=Phase.OPTIMIZER, cost_key=op.cost_key)
-        for op in optimizer.tracer.ops
+        record.value >= 0 and not is_parameter and region.latest.get(record.storage) == record.value
+        for record, is_parameter in zip(region.book.records, region.book.is_parameter_slot, strict=True)
     ]
 
 
-def _with_trace_ids(values: Sequence[RecordedValue], ids: Mapping[int, int]) -> list[RecordedValue]:
-    """The log's values with the trace's storage ids; what backward got as a stand-in has none, and no region knows it."""
-    return [replace(value, storage=ids.get(value.storage, -1)) for value in values]
+def _deaths(log: StepLog, last: int) -> dict[int, int]:
+    """The tick at which every storage is gone, with what unmanaged slots hold added."""
+    dies = {storage: log.tracer.dies.get(storage, last) for storage in log.tracer.born}
+    fixed = [record for record in log.outside if record.storage >= 0]
+    for region in log.regions:
+        slots = zip(region.book.records, _managed_slots(region), strict=True)
+        fixed += [record for record, is_managed in slots if not is_managed]
+    for record in fixed:
+        if record.storage in dies:
+            dies[record.storage] = max(dies[record.storage], _released(log, record))
+    return dies
 
 
-def _born_with_trace_ids(ops: Sequence[RecordedOp], ids: Mapping[int, int]) -> list[RecordedOp]:
-    """The log's ops with the trace's ids of the storages that they make: compared with those of values."""
-    return [replace(op, births=tuple(ids[storage] for storage in op.births if storage in ids)) for op in ops]
+def _released(log: StepLog, record: SlotRecord) -> int:
+    """When a slot lets go of its tensor; some graphs outlive backward."""
+    return record.released if record.released >= 0 else log.backward_end
+
+
+def _buffers(log: StepLog) -> dict[int, str]:
+    """What only carries other tensors through a collective: made in the step, outside of regions, and no gradient."""
+    tracer = log.tracer
+    found: dict[int, str] = {}
+    for op in tracer.ops:
+        if op.func.namespace == WITHOUT_ALIASES:
+            touched = {tracer.values[value].storage for value in (*op.reads, *op.writes)}
+            found |= {s: f"{BUFFER}{op.name}" for s in touched if tracer.born.get(s, -1) >= 0}
+    return {storage: label for storage, label in found.items() if storage not in log.gradients}
+
+
+def _category(log: StepLog, storage: int, buffers: Mapping[int, str]) -> Category:
+    tracer = log.tracer
+    value = tracer.first_value(storage)
+    born = tracer.born[storage]
+    if storage in log.gradients or value.name.startswith("gradient:"):
+        return Category.GRADIENT
+    if storage in buffers or value.name.startswith(BUFFER):
+        return Category.COMMUNICATION
+    if born < 0:
+        return _STATIC_CATEGORIES.get(value.origin, Category.BUFFER)
+    return Category.ACTIVATION if tracer.contexts[born].phase is Phase.FORWARD else Category.TEMPORARY
+
+
+def _label(log: StepLog, storage: int) -> str:
+    value = log.tracer.first_value(storage)
+    return "constant" if value.origin is Origin.EXTERNAL and value.name == "external" else value.name
 
 
 def _region(
-    log: StepLog,
-    values: Sequence[RecordedValue],
-    ops: Sequence[RecordedOp],
-    index: int,
-    region: RegionLog,
-    op_regions: list[int],
+    log: StepLog, index: int, values: Sequence[RecordedValue], ops: Sequence[RecordedOp], op_regions: list[int]
 ) -> RegionCall:
-    tracer = log.tracer
+    region = log.regions[index]
     slots = [
         SlotRecord(
             value=record.value if is_managed else -1,
             storage=record.storage,
             packed=record.packed,
             unpacked=record.unpacked,
-            released=record.released if record.released >= 0 else log.backward_end,
+            released=_released(log, record),
         )
-        for record, is_managed in zip(region.book.records, managed_slots(region), strict=True)
+        for record, is_managed in zip(region.book.records, _managed_slots(region), strict=True)
     ]
     graph, _ = build_region_graph(
         values,
@@ -155,7 +230,7 @@ def _region(
         region.leaves,
         region.name,
     )
-    touched = [tick for tick in range(log.backward_end) if op_regions[tick] == index and tick >= region.end]
+    touched = [tick for tick in range(region.end, log.backward_end) if op_regions[tick] == index]
     touched += [slot.unpacked for slot in slots if slot.unpacked >= 0]
     backward = (min(touched), max(max(touched) + 1, *(slot.released for slot in slots), 0)) if touched else (-1, -1)
     obstacle = "reads the value of a tensor in Python (.item(), a branch on data)" if region.value_reads else ""
@@ -168,7 +243,7 @@ def _region(
         forward=(region.start, region.end),
         backward=backward,
         obstacle=obstacle,
-        is_emptied=_is_emptied(tracer, region, backward[0]),
+        is_emptied=_is_emptied(log.tracer, region, backward[0]),
     )
 
 

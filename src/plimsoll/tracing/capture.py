@@ -1,4 +1,10 @@
-"""A model and the arguments of a call in, the log of one training step out. Run it inside ``untouched``."""
+"""Runs one training step under the tracer, with saved tensors noted and dropped; backward gets placeholders.
+
+So a traced step never holds more than one region's temporaries, whatever the model's saved activations would take, and
+the life of a storage that the tracer sees is its life *without* what autograd saves. Floating-point placeholders are
+zeros: nobody uses the gradients of a traced step. Of integers and booleans (indices, masks) a copy is kept, because backward
+formulas index with them; the tracer does not see it.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +15,125 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Phase, TraceParameter
 from plimsoll.errors import InvalidModel
 from plimsoll.tracing.fsdp2 import Gathered
-from plimsoll.tracing.local_tensors import settled
+from plimsoll.tracing.local_tensors import Shell, settled, unwrapped
 from plimsoll.tracing.meters.timing import Clock
 from plimsoll.tracing.meters.workspaces import WorkspaceMeter
-from plimsoll.tracing.recorder.calling import Loss, ModuleStack, call_tensors, output_tensors, scalar_loss
+from plimsoll.tracing.recorder.calling import Call, Loss, ModuleStack, call_tensors, output_tensors, scalar_loss
+from plimsoll.tracing.recorder.graph import SlotRecord
+from plimsoll.tracing.recorder.storages import Geometry, is_plain
 from plimsoll.tracing.refusals import explain_backward, explain_forward
-from plimsoll.tracing.slots import SlotBook
-from plimsoll.tracing.statics import gradient_storages, listed_parameters, register_statics
-from plimsoll.tracing.tracer import StepTracer
+from plimsoll.tracing.tracer import StepTracer, gradient_storages, listed_parameters, register_statics
 
 _REENTRANT_CHECKPOINT = CheckpointFunction._backward_cls
+
+
+class SlotBook:
+    """The slots of one region call, or of all that lies outside of regions."""
+
+    def __init__(
+        self, tracer: StepTracer, is_parameter: Callable[[torch.Tensor], bool], *, holds_all: bool = False
+    ) -> None:
+        self.records: list[SlotRecord] = []
+        self.order: list[int] = []
+        self.is_parameter_slot: list[bool] = []
+        self._tracer = tracer
+        self._is_parameter = is_parameter
+        self._holds_all = holds_all
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Note what autograd saves; pushed past ``saved_tensors_hooks``, which may be switched off for the model's own."""
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        try:
+            yield
+        finally:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def pack(self, tensor: torch.Tensor) -> _Placeholder:
+        """Note the slot; hold the tensor only if a placeholder could not stand for it. Of a DTensor: the local shard."""
+        tracer = self._tracer
+        tensor, shell = unwrapped(tensor)
+        if shell is not None:
+            shell.let_go()
+        is_parameter = self._is_parameter(tensor)
+        value = -1 if is_parameter else tracer.value_of(tensor)
+        storage = tracer.table.find(tensor) if is_plain(tensor) else -1
+        self.records.append(SlotRecord(value=value, storage=storage, packed=tracer.tick))
+        self.is_parameter_slot.append(is_parameter)
+        with tracer.unseen():
+            is_value = tensor.dtype.is_floating_point and is_plain(tensor) and not is_parameter
+            can_stand_in = is_value and not self._holds_all
+            held = None if can_stand_in else tensor.detach()
+            if held is not None and value >= 0 and not self._holds_all and is_plain(tensor):
+                held = _copy(held)
+        return _Placeholder(self, len(self.records) - 1, Geometry.of(tensor), tensor.device, held, shell)
+
+    def unpack(self, placeholder: Any) -> torch.Tensor:
+        """Note the reading and hand out something of the right shape."""
+        record = self.records[placeholder.index]
+        if record.unpacked < 0:
+            record.unpacked = self._tracer.tick
+            self.order.append(placeholder.index)
+        stand_in: torch.Tensor = placeholder.stand_in(self._tracer)
+        if placeholder.shell is None:
+            return stand_in
+        with self._tracer.unseen():
+            shown: torch.Tensor = placeholder.shell.around(stand_in)
+        return shown
+
+    def released(self, index: int) -> None:
+        self.records[index].released = self._tracer.tick
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the same geometry on memory of its own; the tensor itself where elements share memory."""
+    copy = tensor.clone()
+    return copy if copy.stride() == tensor.stride() else tensor
+
+
+class _Placeholder:
+    """What autograd holds instead of the tensor; its end of life is the slot's release."""
+
+    __slots__ = ("_book", "_device", "_geometry", "_held", "index", "shell")
+
+    def __init__(
+        self,
+        book: SlotBook,
+        index: int,
+        geometry: Geometry,
+        device: torch.device,
+        held: torch.Tensor | None,
+        shell: Shell | None,
+    ) -> None:
+        self._book = book
+        self.index = index
+        self.shell = shell
+        self._geometry = geometry
+        self._device = device
+        self._held = held
+
+    def stand_in(self, tracer: StepTracer) -> torch.Tensor:
+        if self._held is not None:
+            if tracer.table.find(self._held) < 0:
+                tracer.add_stand_in(self._held)
+            return self._held
+        geometry = self._geometry
+        with tracer.unseen():
+            tensor = torch.empty_strided(geometry.size, geometry.stride, dtype=geometry.dtype, device=self._device)
+            if not isinstance(tensor, FakeTensor):  # which has nothing to set to zero
+                tensor.zero_()
+        tracer.add_stand_in(tensor)
+        return tensor
+
+    def __del__(self) -> None:
+        self._book.released(self.index)
 
 
 @dataclass(slots=True)
@@ -48,24 +157,64 @@ class RegionLog:
 
 @dataclass(slots=True)
 class StepLog:
-    """A captured step, before it is assembled into a ``Trace``."""
+    """A step that has run, before it is assembled into a ``Trace``."""
 
     tracer: StepTracer
-    regions: list[RegionLog]
-    outside: SlotBook
     gradients: set[int]
     without_gradient: frozenset[str]
     """Names of parameters that the step left without a gradient."""
     backward_end: int
     parameters: tuple[TraceParameter, ...]
     """Every parameter, with its storage in the tracer's table."""
+    regions: list[RegionLog] = field(default_factory=list)
+    outside: list[SlotRecord] = field(default_factory=list)
+    """What was saved outside of regions."""
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of the distinct storages that autograd saved in forward."""
-        books = [self.outside, *(region.book for region in self.regions)]
-        storages = {record.storage for book in books for record in book.records if record.storage >= 0}
+        records = [*self.outside, *(record for region in self.regions for record in region.book.records)]
+        storages = {record.storage for record in records if record.storage >= 0}
         return sum(self.tracer.first_value(storage).bytes for storage in storages)
+
+
+def run_step(
+    tracer: StepTracer, model: nn.Module, call: Call, loss: Loss | None, at_loss: Callable[[Any], None]
+) -> StepLog:
+    """Forward, loss and backward in an entered tracer; what the model returned and the loss are held until backward ends.
+
+    Args:
+        tracer: knows what is there before the step.
+        model: without a wrapper.
+        call: the arguments.
+        loss: makes a scalar of the output.
+        at_loss: is called with the output between forward and backward.
+
+    Raises:
+        InvalidBatch: the model refuses the batch.
+        InvalidLoss: there is no scalar loss.
+        TracingFailed: the step depends on values that a fake tensor does not have, or backward fails.
+    """
+    args, kwargs = call
+    with explain_forward(model):
+        output = model(*args, **kwargs)
+    value = scalar_loss(output, loss)
+    at_loss(output)
+    tracer.phase = Phase.BACKWARD
+    torch.clear_autocast_cache()
+    with explain_backward(model), torch.autocast(value.device.type, enabled=False):
+        value.backward()
+    tracer.note_deaths()
+    log = StepLog(
+        tracer,
+        gradients=gradient_storages(tracer, model),
+        without_gradient=frozenset(name for name, parameter in model.named_parameters() if parameter.grad is None),
+        backward_end=tracer.tick,
+        parameters=listed_parameters(tracer, model),
+    )
+    del value, output
+    tracer.note_deaths()
+    return log
 
 
 class StepCapture:
@@ -76,10 +225,10 @@ class StepCapture:
         model: nn.Module,
         regions: Mapping[str, nn.Module],
         *,
-        loss: Loss | None = None,
+        loss: Loss | None,
         clock: Clock | None = None,
         meter: WorkspaceMeter | None = None,
-        progress: Callable[[float], None] | None = None,
+        progress: Callable[[float], None],
         holds_saved: bool = False,
     ) -> None:
         self._model = model
@@ -87,7 +236,7 @@ class StepCapture:
         self._regions = regions
         self._loss = loss
         self._stack = ModuleStack()
-        self._progress = progress or (lambda share: None)
+        self._progress = progress
         self.tracer = StepTracer(
             lambda: self._stack.path,
             clock=clock,
@@ -103,42 +252,27 @@ class StepCapture:
         self._running: RegionLog | None = None
         self._sequence = (0, 0)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepLog:
-        """Forward, loss and backward; what the model returned and the loss are held until backward has ended.
+    def run(self, call: Call) -> StepLog:
+        """One step, as ``run_step`` does it. Call this inside of ``untouched``.
 
         Raises:
-            InvalidBatch: the model refuses the batch.
-            InvalidModel: the model checkpoints its own layers.
-            InvalidLoss: there is no scalar loss.
-            TracingFailed: the step depends on values that a fake tensor does not have, or backward fails.
+            InvalidModel: the model checkpoints its own layers. Others as ``run_step`` raises them.
         """
-        tracer = self.tracer
-        self._parameter_storages = register_statics(tracer, self._model, args, kwargs)
+        self._parameter_storages = register_statics(self.tracer, self._model, call)
         with contextlib.ExitStack() as stack:
             for name, module in self._regions.items():
                 stack.enter_context(self._wrapped(name, module))
             stack.enter_context(self._stack.watch(self._model))
             stack.enter_context(self._outside.entered())
-            stack.enter_context(tracer)
-            first_node = torch._C._autograd._get_sequence_nr()
-            with explain_forward(self._model):
-                output = self._model(*args, **kwargs)
-            loss = scalar_loss(output, self._loss)
-            self._sequence = (first_node, torch._C._autograd._get_sequence_nr())
-            tracer.phase = Phase.BACKWARD
-            torch.clear_autocast_cache()
-            with explain_backward(self._model), torch.autocast(loss.device.type, enabled=False):
-                loss.backward()
-            tracer.note_deaths()
-            named = dict(self._model.named_parameters())
-            gradients = gradient_storages(tracer, self._model)
-            without = frozenset(name for name, p in named.items() if p.grad is None)
-            del loss, output
-            tracer.note_deaths()
+            stack.enter_context(self.tracer)
+            first = torch._C._autograd._get_sequence_nr()
+            log = run_step(self.tracer, self._model, call, self._loss, lambda output: self._forward_ended(first))
         self._progress(1.0)
-        return StepLog(
-            tracer, self._logs, self._outside, gradients, without, tracer.tick, listed_parameters(tracer, self._model)
-        )
+        log.regions, log.outside = self._logs, self._outside.records
+        return log
+
+    def _forward_ended(self, first_node: int) -> None:
+        self._sequence = (first_node, torch._C._autograd._get_sequence_nr())
 
     def _backward_at(self, node: int) -> None:
         first, last = self._sequence
@@ -198,10 +332,10 @@ class StepCapture:
         settled_inputs = map(settled, call_tensors(args, kwargs))
         inputs = [tracer.add_leaf(t, Origin.EXTERNAL, "external") for t in settled_inputs]
         leaves: dict[int, tuple[Origin, str]] = {}
-        for buffer_name, buffer in module.named_buffers():
-            leaves.setdefault(tracer.value_of(buffer), (Origin.BUFFER, f"buffer:{buffer_name}"))
-        for parameter_name, parameter in module.named_parameters():
-            leaves[tracer.value_of(parameter)] = (Origin.PARAMETER, f"parameter:{parameter_name}")
+        for part, buffer in module.named_buffers():
+            leaves.setdefault(tracer.value_of(buffer), (Origin.BUFFER, f"buffer:{part}"))
+        for part, parameter in module.named_parameters():
+            leaves[tracer.value_of(parameter)] = (Origin.PARAMETER, f"parameter:{part}")
         for position, value in enumerate(inputs):
             leaves.setdefault(value, (Origin.INPUT, f"input:{position}"))
         leaves.pop(-1, None)

@@ -26,11 +26,13 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from plimsoll.tracing.grouped import GROUPED_MM, grouped_product
+from plimsoll.tracing.recorder.calling import flat_tensors
 
 _MOST_REAL_FLOAT_BYTES = 4 * 2**20
 _MOST_REAL_INTEGER_BYTES = 64 * 2**20
 """Up to this size a tensor that depends on nothing fake is real."""
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
+_ROW_ALIGNMENT_BYTES = 16
 _DEVICE_OF = torch.ops.prim.device.default
 
 
@@ -112,9 +114,9 @@ class KnownValues(TorchDispatchMode):
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked several times per op; the fake mode's way to it is long
         kwargs = kwargs or {}
-        if func is GROUPED_MM:
-            return grouped_product(*args, **kwargs)
-        tensors = _tensors([args, list(kwargs.values())])
+        if func is _GROUPED_MM:
+            return _grouped_product(*args, **kwargs)
+        tensors = flat_tensors([args, list(kwargs.values())])
         if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         try:
@@ -123,21 +125,48 @@ class KnownValues(TorchDispatchMode):
             if not tensors:
                 raise
         else:
-            if not all(_is_small(tensor) for tensor in _tensors(out)):
+            if not all(_is_small(tensor) for tensor in flat_tensors(out)):
                 return out
         with unset_fake_temporarily():
             return func(*args, **kwargs)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, list | tuple):
-        return [tensor for item in tree for tensor in _tensors(item)]
-    return []
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
     is_inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     most_bytes = _MOST_REAL_FLOAT_BYTES if is_inexact else _MOST_REAL_INTEGER_BYTES
     return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= most_bytes
+
+
+def _grouped_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """An empty tensor with the geometry of ``aten._grouped_mm``: the experts of a mixture, each with its rows.
+
+    torch's own fake form takes bfloat16 alone, while its kernels run in every type (2.9 to 2.13). Which rows go to which
+    expert depends on data, how many rows there are does not: tokens × experts per token.
+
+    Source: ``create_grouped_gemm_output_tensor`` in ``aten/src/ATen/native/GroupedMMUtils.h``: rows start at multiples of 16
+    bytes.
+
+    Args:
+        left: rows of all groups ``[rows, in]``, or one matrix per group ``[groups, rows, in]``.
+        right: one matrix per group ``[groups, in, out]``, or columns of all groups ``[in, out]``.
+        offs: where groups end along the dimension that they share.
+        bias: none is supported by torch either.
+        out_dtype: type of the result; by default that of ``left``.
+    """
+    dtype = out_dtype or left.dtype
+    if left.dim() == right.dim() == 2:
+        sizes = [0 if offs is None else offs.shape[0], left.shape[0], right.shape[1]]
+    elif left.dim() == right.dim():
+        sizes = [left.shape[0], left.shape[1], right.shape[2]]
+    else:
+        sizes = [left.shape[-2], right.shape[-1]]
+    lanes = _ROW_ALIGNMENT_BYTES // dtype.itemsize
+    width = -(-sizes[-1] // lanes) * lanes
+    strides = [sizes[1] * width, width, 1] if len(sizes) == 3 else [width, 1]
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=left.device)

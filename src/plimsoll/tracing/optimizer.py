@@ -1,4 +1,4 @@
-"""An optimizer in, the log of one of its steps out, traced on fake copies of its parameters and state.
+"""Traces an optimizer's step on fake copies of its parameters and state.
 
 The step that is traced comes after another one: the state is there, as it is for all of training but the first step. The
 real optimizer is only read.
@@ -9,10 +9,11 @@ Known weakness: where a step asks a fake tensor for a number (Adafactor: the nor
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -20,9 +21,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.artifacts.region import Origin
-from plimsoll.artifacts.trace import Phase
+from plimsoll.artifacts.trace import Category, Phase, Storage, Trace, TraceOp
 from plimsoll.errors import InvalidModel, TracingFailed
 from plimsoll.tracing.fake import KnownValues, fake_like
+from plimsoll.tracing.kernels import runs_gpu_kernels
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.refusals import first_line
 from plimsoll.tracing.tracer import StepTracer
@@ -38,6 +40,31 @@ class OptimizerLog:
     name: str
     tracer: StepTracer
     states: frozenset[int]
+
+    def ops(self) -> list[TraceOp]:
+        """The ops of the step."""
+        return [
+            TraceOp(name=op.name, module=self.name, phase=Phase.OPTIMIZER, cost_key=op.cost_key)
+            for op in self.tracer.ops
+        ]
+
+    def storages(self, first_id: int, first_tick: int) -> list[Storage]:
+        """The state and the temporaries of the step, numbered from ``first_id``, its first op at ``first_tick``."""
+        tracer = self.tracer
+        known = [
+            (storage, born) for storage, born in sorted(tracer.born.items()) if born >= 0 or storage in self.states
+        ]
+        return [
+            Storage(
+                id=first_id + position,
+                bytes=tracer.first_value(storage).bytes,
+                category=Category.OPTIMIZER_STATE if storage in self.states else Category.TEMPORARY,
+                label=tracer.first_value(storage).name,
+                born=-1 if born < 0 else first_tick + born,
+                dies=first_tick + tracer.dies.get(storage, tracer.tick),
+            )
+            for position, (storage, born) in enumerate(known)
+        ]
 
 
 def trace_optimizer(
@@ -81,6 +108,42 @@ def trace_optimizer(
                 next="plan without optimizer= and leave room in the budget for its state and its step",
             ) from error
     return OptimizerLog(name, tracer, states)
+
+
+def with_options(
+    trace: Trace,
+    optimizer: Optimizer,
+    model: nn.Module,
+    options: Mapping[str, object],
+    without_gradient: frozenset[str],
+) -> Trace:
+    """The same forward and backward, and the step of the optimizer with other options in its groups.
+
+    Args:
+        trace: of the step, which may or may not end with the optimizer as it is.
+        optimizer: over the model's parameters; it is only read.
+        model: names the parameters.
+        options: such as ``{"fused": True, "foreach": None}``.
+        without_gradient: parameters that the step leaves without a gradient.
+
+    Raises:
+        InvalidModel, TracingFailed: as ``trace`` raises them.
+    """
+    other = copy.copy(optimizer)  # shares parameters and state
+    other.param_groups = [{**group, **options} for group in optimizer.param_groups]
+    log = trace_optimizer(other, model, without_gradient, on_gpu=runs_gpu_kernels(trace.device))
+    first = next((t for t, op in enumerate(trace.ops) if op.phase is Phase.OPTIMIZER), len(trace.ops))
+    last, end = len(trace.ops), first + log.tracer.tick
+    kept = [s for s in trace.storages if s.born < first and s.category is not Category.OPTIMIZER_STATE]
+    assert [s.id for s in kept] == list(range(len(kept)))
+    storages = [msgspec.structs.replace(s, dies=end if s.dies >= last else min(s.dies, first)) for s in kept]
+    storages += log.storages(first_id=len(kept), first_tick=first)
+    return msgspec.structs.replace(
+        trace,
+        ops=(*trace.ops[:first], *log.ops()),
+        specs=trace.specs | log.tracer.specs,
+        storages=tuple(storages),
+    )
 
 
 def _twin_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -1,37 +1,44 @@
-"""A model, a batch, perhaps a loss and an optimizer in; the ``Trace`` of one training step out; nothing else changed."""
+"""The two ways to look at one training step: ``trace`` for a plan, ``watch`` for what the step does by itself.
+
+``trace`` drops what autograd saves, so that its storages' lives leave room for a plan's decisions. ``watch`` drops, replaces
+and refuses nothing: it serves models that checkpoint, offload or compress by themselves, and those that do nothing. Both put
+back everything that they touch.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from plimsoll.artifacts.progress import Progress, silent
-from plimsoll.artifacts.trace import Trace
-from plimsoll.errors import InvalidModel, TracingFailed
+from plimsoll.artifacts.trace import Phase, Trace
+from plimsoll.artifacts.watched import WatchedStep
 from plimsoll.tracing.assemble import assemble
-from plimsoll.tracing.capture import StepCapture, StepLog
+from plimsoll.tracing.capture import StepCapture, StepLog, run_step
 from plimsoll.tracing.ddp import bucket_bytes, inner_module, unseen_by_reducer
 from plimsoll.tracing.fake import fake_batch, faked
-from plimsoll.tracing.fsdp2 import has_flat_parameters, sharded_parameters
+from plimsoll.tracing.fsdp2 import Gathered
 from plimsoll.tracing.kernels import runs_gpu_kernels, target_kernels
-from plimsoll.tracing.local_tensors import is_wrapper
 from plimsoll.tracing.meters.memory import free_bytes, release_free_memory
-from plimsoll.tracing.meters.timing import Clock, clock_for, one_thread
+from plimsoll.tracing.meters.timing import clock_for, one_thread
 from plimsoll.tracing.meters.workspaces import WorkspaceMeter, meter_for
-from plimsoll.tracing.optimizer import OptimizerLog, trace_optimizer
-from plimsoll.tracing.recorder.calling import Loss, check_devices, split_batch
+from plimsoll.tracing.optimizer import trace_optimizer
+from plimsoll.tracing.recorder.calling import Call, Loss, ModuleStack, check_devices, output_tensors, split_batch
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.tracing.recorder.untouched import private_copy, untouched
+from plimsoll.tracing.refusals import check_traceable, refuse_shards
 from plimsoll.tracing.regions import find_regions
+from plimsoll.tracing.tracer import StepTracer, register_statics
 
+Context = Callable[[], contextlib.AbstractContextManager[object]]
+_Timings = Mapping[str, Sequence[float]]
 _ROOM_TO_HOLD = 2
 """Timed runs hold what autograd saves, as training does, where that many times its bytes are free; memory that is given
 back and asked for again with every op would be counted as the ops' time."""
@@ -80,189 +87,193 @@ def trace(
         >>> step.regions[0].name
         ''
     """
-    wrapped, model = model, inner_module(model)
-    check_traceable(model)
-    args, kwargs = split_batch(batch)
-    found = find_regions(model, regions)
-    home = home_of(model)
-    target = device_name or str(home or "cpu")
-    job = _Job(wrapped, args, kwargs, found, loss, progress or silent)
-    run = job.run_fake(target) if device_name or home is None else job.run_real(home, repeats)
-    return assemble(
-        run.log,
-        model=type(model).__name__,
-        fingerprint=fingerprint(model),
-        signature=signature(model, args, kwargs, loss=loss),
-        device=target,
-        is_fake=run.is_fake,
-        timings=run.timings,
-        workspaces=run.workspaces,
-        optimizer=_optimizer_log(optimizer, model, run.log, target),
-        bucket_bytes=bucket_bytes(wrapped),
-    )
+    step = _Step(model, batch, loss, optimizer, device_name)
+    capture = functools.partial(StepCapture, step.model, find_regions(step.model, regions), loss=loss)
+    report = progress or silent
+    if step.is_fake:
+        refuse_shards(step.model)
+    first = functools.partial(report, "tracing with fake tensors" if step.is_fake else "tracing")
+    log, workspaces = step.run_once(lambda call, meter: capture(meter=meter, progress=first).run(call))
+    if step.home is None or step.is_fake:
+        return step.described(log, workspaces, {})[0]
+
+    count = max(1, repeats - 1)
+    clock = clock_for(step.home)
+    holds_saved = log.saved_bytes * _ROOM_TO_HOLD < free_bytes(step.home)
+
+    def timings_of(run: int) -> _Timings:
+        told = functools.partial(report, f"timing {run} of {count}")
+        with step.on_its_device() as call:
+            return capture(clock=clock, progress=told, holds_saved=holds_saved).run(call).tracer.timings
+
+    with one_thread() if step.home.type == "cpu" else contextlib.nullcontext():
+        runs = [timings_of(run) for run in range(1, count + 1)]
+    release_free_memory()
+    return step.described(log, workspaces, merged_timings(runs))[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What running the step gave."""
+def watch(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
+    regions: Sequence[str] | None = None,
+    device_name: str | None = None,
+    context: Context = contextlib.nullcontext,
+) -> WatchedStep:
+    """Run one step of ``model`` on ``batch`` as it is, and note every op and the true life of every storage.
 
-    log: StepLog
-    timings: Mapping[str, tuple[float, ...]]
-    workspaces: Mapping[str, int]
-    is_fake: bool
+    Args:
+        model: as it trains.
+        batch: tensor (one argument), tuple (positional), mapping (keywords).
+        loss: makes a scalar of the model's output; by default ``output.loss`` or the output itself.
+        optimizer: over the model's parameters; its state and its step then belong to the step.
+        regions: patterns of module paths, by which memory is summed up; by default the model's repeated blocks.
+        device_name: for a device of this name that is not here (fake tensors).
+        context: makes what is entered around forward and backward: an offloading context, or the removal of hooks.
+
+    Returns:
+        The step. Model, gradients, buffers, random state, batch and optimizer are as before, also after an error.
+
+    Raises:
+        InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: as ``trace`` raises them.
+    """
+    step = _Step(model, batch, loss, optimizer, device_name)
+    names = tuple(find_regions(step.model, regions))
+    watcher = _Watcher(step, context)
+    log, workspaces = step.run_once(watcher.run)
+    found, ids = step.described(log, workspaces, {})
+    return watcher.described(log, found, ids, names)
 
 
-class _Job:
-    """One model (under its wrapper, if it has one), one call, and how to run it."""
+class _Step:
+    """One model (under its wrapper, if it has one), one call, and the device that the step is for."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        regions: Mapping[str, nn.Module],
-        loss: Loss | None,
-        progress: Progress,
+        self, model: nn.Module, batch: Any, loss: Loss | None, optimizer: Optimizer | None, device_name: str | None
     ) -> None:
-        self._wrapped = model
-        self._model = inner_module(model)
-        self._call = (args, kwargs)
-        self._regions = regions
-        self._loss = loss
-        self._progress = progress
+        self._wrapped, self.model = model, inner_module(model)
+        check_traceable(self.model)
+        self._call = split_batch(batch)
+        self.loss = loss
+        self._optimizer = optimizer
+        self.home = _home_of(self.model)
+        self._target = device_name or str(self.home or "cpu")
+        self.is_fake = bool(device_name) or self.home is None
 
-    def run_fake(self, target: str) -> _Run:
-        """Run the step once with fake tensors and the target's kernels.
-
-        Raises:
-            InvalidModel: its parameters are split over ranks.
-        """
-        _refuse_shards(self._model)
-        with untouched(self._model), faked(self._model) as mode, target_kernels(target):
-            args, kwargs = fake_batch(self._call, mode)
-            return _Run(
-                self._capture("tracing with fake tensors").run(args, kwargs), timings={}, workspaces={}, is_fake=True
-            )
-
-    def run_real(self, device: torch.device, repeats: int) -> _Run:
-        """Run the step once for structure and workspaces, then for seconds until ``repeats`` runs are made (at least one)."""
-        check_devices(self._model, *self._call)
-        meter = meter_for(device)
-        with untouched(self._model), unseen_by_reducer(self._wrapped):
-            args, kwargs = private_copy(self._call)
-            with meter.watching():  # with all threads: some kernels have a workspace for each
-                log = self._capture("tracing", meter=meter).run(args, kwargs)
+    def run_once(self, run: Callable[[Call, WorkspaceMeter], StepLog]) -> tuple[StepLog, dict[str, int]]:
+        """Run the step for its structure, and for hidden workspaces where it runs on its device."""
+        if self.home is None or self.is_fake:
+            with untouched(self.model), faked(self.model) as mode, target_kernels(self._target):
+                return run(fake_batch(self._call, mode), WorkspaceMeter()), {}
+        check_devices(self.model, *self._call)
+        meter = meter_for(self.home)
+        with self.on_its_device() as call, meter.watching():  # with all threads: some kernels have a workspace for each
+            log = run(call, meter)
         release_free_memory()
-        count = max(1, repeats - 1)
-        holds_saved = log.saved_bytes * _ROOM_TO_HOLD < free_bytes(device)
-        with one_thread() if device.type == "cpu" else contextlib.nullcontext():
-            runs = [
-                self._timings(f"timing {run} of {count}", device, holds_saved=holds_saved)
-                for run in range(1, count + 1)
-            ]
-        release_free_memory()
-        return _Run(log, merged_timings(runs), meter.bytes, is_fake=False)
+        return log, meter.bytes
 
-    def _timings(self, stage: str, device: torch.device, *, holds_saved: bool) -> dict[str, list[float]]:
-        with untouched(self._model), unseen_by_reducer(self._wrapped):
-            args, kwargs = private_copy(self._call)
-            capture = self._capture(stage, clock=clock_for(device), holds_saved=holds_saved)
-            return capture.run(args, kwargs).tracer.timings
+    @contextlib.contextmanager
+    def on_its_device(self) -> Iterator[Call]:
+        """Run something on a copy of the batch; model and reducer are as before afterwards."""
+        with untouched(self.model), unseen_by_reducer(self._wrapped):
+            yield private_copy(self._call)
 
-    def _capture(
-        self,
-        stage: str,
-        *,
-        clock: Clock | None = None,
-        meter: WorkspaceMeter | None = None,
-        holds_saved: bool = False,
-    ) -> StepCapture:
-        return StepCapture(
-            self._model,
-            self._regions,
-            loss=self._loss,
-            clock=clock,
-            meter=meter,
-            progress=lambda share: self._progress(stage, share),
-            holds_saved=holds_saved,
+    def described(self, log: StepLog, workspaces: Mapping[str, int], timings: _Timings) -> tuple[Trace, dict[int, int]]:
+        """The trace of a run, with the optimizer's step after it; and the trace's ids of the storages of the log."""
+        stepped = None
+        if self._optimizer is not None:
+            on_gpu = runs_gpu_kernels(self._target)
+            stepped = trace_optimizer(self._optimizer, self.model, log.without_gradient, on_gpu=on_gpu)
+        parts = assemble(log, stepped, bucket_bytes=bucket_bytes(self._wrapped))
+        found = Trace(
+            model=type(self.model).__name__,
+            fingerprint=fingerprint(self.model),
+            signature=signature(self.model, *self._call, loss=self.loss),
+            device=self._target,
+            is_fake=self.is_fake,
+            ops=parts.ops,
+            specs=parts.specs,
+            storages=parts.storages,
+            regions=parts.regions,
+            timings={key: tuple(samples) for key, samples in timings.items()},
+            workspaces={key: size for key, size in workspaces.items() if size > 0},
+            parameters=parts.parameters,
+        )
+        return found, parts.ids
+
+
+class _Watcher:
+    """One run under a tracer that holds nothing and changes nothing."""
+
+    def __init__(self, step: _Step, context: Context) -> None:
+        self._step = step
+        self._context = context
+        self._again: set[int] = set()
+        self._outputs: frozenset[int] = frozenset()
+        self._forward_end = 0
+        self._tracer: StepTracer
+
+    def run(self, call: Call, meter: WorkspaceMeter) -> StepLog:
+        """Forward, loss, backward; the output is held until backward has ended."""
+        model = self._step.model
+        stack = ModuleStack()
+        tracer = self._tracer = StepTracer(
+            lambda: stack.path, meter=meter, before_op=self._note, refilled=Gathered(model).tensors
+        )
+        register_statics(tracer, model, call)
+        with self._context(), stack.watch(model), tracer:
+            return run_step(tracer, model, call, self._step.loss, self._forward_ended)
+
+    def _forward_ended(self, output: Any) -> None:
+        self._outputs = frozenset(map(self._tracer.table.find, output_tensors(output)))
+        self._forward_end = self._tracer.tick
+
+    def _note(self) -> None:
+        """Forward that runs within backward makes a graph: that is how a recomputation is told from backward itself."""
+        tracer = self._tracer
+        node: object = torch._C._current_autograd_node()  # the stub forgets that outside of backward there is none
+        is_again = tracer.phase is Phase.BACKWARD and torch.is_grad_enabled() and node is not None
+        (self._again.add if is_again else self._again.discard)(tracer.tick)
+
+    def described(self, log: StepLog, trace: Trace, ids: Mapping[int, int], regions: tuple[str, ...]) -> WatchedStep:
+        """The step with what it takes to change it."""
+        tracer = log.tracer
+        last_reads: dict[int, int] = {}
+        first_writes: dict[int, int] = {}
+        before = {s for s, born in tracer.born.items() if born < 0 and s in log.gradients}
+        for tick, op in enumerate(tracer.ops):
+            for value in op.reads:
+                last_reads[tracer.values[value].storage] = tick
+            for value in op.writes:
+                storage = tracer.values[value].storage
+                if storage in before:
+                    first_writes.setdefault(ids[storage], tick)
+        return WatchedStep(
+            trace=trace,
+            regions=regions,
+            forward_end=self._forward_end,
+            backward_end=log.backward_end,
+            recomputed=tuple(sorted(tick for tick in self._again if tick < log.backward_end)),
+            output_ends={
+                ids[s]: max(last_reads.get(s, 0) + 1, self._forward_end)
+                for s in sorted(self._outputs & ids.keys())
+                if tracer.born[s] >= 0
+            },
+            first_writes=first_writes,
+            without_gradient=tuple(sorted(log.without_gradient)),
         )
 
 
-def merged_timings(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, tuple[float, ...]]:
+def merged_timings(runs: Sequence[_Timings]) -> dict[str, tuple[float, ...]]:
     """The samples of every key. None is cold: the untimed run for structure came first."""
     keys = dict.fromkeys(key for run in runs for key in run)
     return {key: tuple(sample for run in runs for sample in run.get(key, ())) for key in keys}
 
 
-def home_of(model: nn.Module) -> torch.device | None:
+def _home_of(model: nn.Module) -> torch.device | None:
     """The device that the model can run on, ``None`` if some of its parameters have no memory."""
     if any(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters()):
         return None
     return next(model.parameters()).device
-
-
-def check_traceable(model: nn.Module) -> None:
-    """Refuse a model that has no training step.
-
-    Raises:
-        InvalidModel: no parameters, parameters without a shape, nothing to train, sharded by FSDP1.
-        TracingFailed: gradients are switched off.
-    """
-    parameters = list(model.parameters())
-    name = type(model).__name__
-    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
-        raise InvalidModel(
-            f"{name} has parameters without a shape.",
-            why="lazy modules get their parameters in their first forward pass",
-            next="run the model once on a batch",
-        )
-    if has_flat_parameters(model):
-        raise InvalidModel(
-            "This model is sharded by FullyShardedDataParallel (FSDP1).",
-            why="its parameters are views of flat ones and change from call to call, so what they hold cannot be followed",
-            next="shard it with torch.distributed.fsdp.fully_shard (FSDP2)",
-        )
-    if not parameters:
-        raise InvalidModel(
-            f"{name} has no parameters.",
-            why="a training step without parameters has no gradients to make",
-            next="pass the module that is trained",
-        )
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise InvalidModel(
-            f"No parameter of {name} is trainable.",
-            why=f"requires_grad is False on all {len(parameters)} of them",
-            next="unfreeze what is to be trained: parameter.requires_grad_(True)",
-        )
-    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
-        raise TracingFailed(
-            "Gradients are switched off here.",
-            why="the call is inside torch.no_grad() or torch.inference_mode(): nothing would be saved for backward",
-            next="call Plimsoll outside of it",
-        )
-
-
-def _refuse_shards(model: nn.Module) -> None:
-    """Before anything runs: FSDP2 sets itself up in its first forward, and what it finds there it keeps.
-
-    Raises:
-        InvalidModel: parameters are split over ranks.
-    """
-    split = [parameter for parameter in (*sharded_parameters(model), *model.parameters()) if is_wrapper(parameter)]
-    if not split:
-        return
-    from torch.distributed.tensor import DTensor
-
-    if any(isinstance(parameter, DTensor) for parameter in split):
-        raise InvalidModel(
-            f"{type(model).__name__} is split over ranks, and its step is to be traced without its device.",
-            why="its parameters would be stand-ins without values: FSDP2 could not gather them, nor DTensors compute with them",
-            next="plan on the device itself, without device_profile=; or before it is split: "
-            'plimsoll.estimate(model, batch, layout="dp=8,zero=3")',
-        )
-
-
-def _optimizer_log(optimizer: Optimizer | None, model: nn.Module, log: StepLog, target: str) -> OptimizerLog | None:
-    if optimizer is None:
-        return None
-    return trace_optimizer(optimizer, model, log.without_gradient, on_gpu=runs_gpu_kernels(target))

@@ -1,4 +1,7 @@
-"""Ops of a running step in; ticks, lives of storages and seconds per op out."""
+"""Logs a running training step: its ops as ticks, the lives of its storages, the seconds of its ops.
+
+``register_statics`` makes known what is there before the step: parameters, gradients, buffers, the batch.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from plimsoll.artifacts.region import Origin
-from plimsoll.artifacts.trace import OpSpec, Phase
+from plimsoll.artifacts.trace import OpSpec, Phase, TraceParameter
+from plimsoll.tracing.fsdp2 import waiting_gradients
+from plimsoll.tracing.local_tensors import dense_parts, local_bytes
 from plimsoll.tracing.meters.timing import Clock
-from plimsoll.tracing.meters.workspaces import COLLECTIVES, WorkspaceMeter
-from plimsoll.tracing.recorder.opkey import op_spec
+from plimsoll.tracing.meters.workspaces import WorkspaceMeter
+from plimsoll.tracing.recorder.calling import Call, call_tensors
+from plimsoll.tracing.recorder.collectives import WITHOUT_ALIASES
+from plimsoll.tracing.recorder.opkey import dtype_name, op_spec
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, RecordedValue, Signature
 
 BUFFER = "buffer of "
@@ -169,7 +177,7 @@ class StepTracer(OpRecorder):
 
     def _new_value(self, storage: int, tensor: torch.Tensor, origin: Origin, name: str, producer: int) -> int:
         if origin is Origin.EXTERNAL and storage not in self.born and storage not in self.fillings:
-            sender = self.ops[-1] if self.ops and self.ops[-1].func.namespace == COLLECTIVES else None
+            sender = self.ops[-1] if self.ops and self.ops[-1].func.namespace == WITHOUT_ALIASES else None
             if sender is None:
                 self.born[storage] = -1
             else:  # the backend made it on a thread of its own, and copies from it once the message is there
@@ -179,3 +187,49 @@ class StepTracer(OpRecorder):
         fresh = super()._new_value(storage, tensor, origin, name, producer)
         self._first[storage] = fresh
         return fresh
+
+
+def register_statics(tracer: StepTracer, model: nn.Module, call: Call) -> frozenset[int]:
+    """Make parameters, gradients that exist, buffers and the batch known; returns the storages of the parameters."""
+    parameters: set[int] = set()
+    for name, parameter in model.named_parameters():
+        parameters |= _add(tracer, parameter, Origin.PARAMETER, f"parameter:{name}")
+        if parameter.grad is not None:
+            _add(tracer, parameter.grad, Origin.EXTERNAL, f"gradient:{name}")
+    for name, gradient in waiting_gradients(model):
+        _add(tracer, gradient, Origin.EXTERNAL, f"gradient:{name}")
+    for name, buffer in model.named_buffers():
+        _add(tracer, buffer, Origin.BUFFER, f"buffer:{name}")
+    for position, tensor in enumerate(call_tensors(*call)):
+        _add(tracer, tensor, Origin.INPUT, f"batch:{position}")
+    return frozenset(parameters)
+
+
+def _add(tracer: StepTracer, tensor: torch.Tensor, origin: Origin, name: str) -> set[int]:
+    """The storages of this process behind a tensor, made known."""
+    return {tracer.values[tracer.add_static(part, origin, name)].storage for part in dense_parts(tensor)}
+
+
+def gradient_storages(tracer: StepTracer, model: nn.Module) -> set[int]:
+    """The storages of this process in which the gradients of the parameters are now."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return {tracer.table.find(part) for gradient in gradients for part in dense_parts(gradient)}
+
+
+def listed_parameters(tracer: StepTracer, model: nn.Module) -> tuple[TraceParameter, ...]:
+    """Every parameter once, with its storage in the tracer's table and its other names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return tuple(
+        TraceParameter(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=dtype_name(parameter.dtype),
+            bytes=local_bytes(parameter),
+            storage=tracer.table.find(dense_parts(parameter)[0]),
+            is_trainable=parameter.requires_grad,
+            aliases=tuple(names[parameter][1:]),
+        )
+        for name, parameter in model.named_parameters()
+    )

@@ -27,8 +27,7 @@ from plimsoll.planning.what_if.chunked import with_chunked_loss
 from plimsoll.planning.what_if.head import find_head
 from plimsoll.planning.what_if.rows import chunk_rows_for
 from plimsoll.session.training_step import TrainingStep
-from plimsoll.tracing.trace import trace
-from plimsoll.tracing.watching import watch
+from plimsoll.tracing.trace import trace, watch
 
 VOCABULARY, ROWS = 5000, 32
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}

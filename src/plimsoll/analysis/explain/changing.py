@@ -26,7 +26,7 @@ from plimsoll.planning.strategies import choose_full, choose_none
 from plimsoll.planning.what_if.chunked import default_rows, with_chunked_loss
 from plimsoll.planning.what_if.head import HeadAndLoss, find_head
 from plimsoll.planning.what_if.lives import with_earlier_ends, with_eight_bit_state, with_later_births
-from plimsoll.tracing.another_optimizer import with_options
+from plimsoll.tracing.optimizer import with_options
 
 REPLAYED, MODELLED, RUN_AGAIN, PLANNED = "replayed", "modelled", "run again", "planned"
 Choose = Callable[[StepIndex], Sequence[Choice]]

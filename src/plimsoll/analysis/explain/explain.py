@@ -32,8 +32,8 @@ from plimsoll.session.matching import refuse_other_model
 from plimsoll.session.rendezvous.participants import refuse_several_ranks
 from plimsoll.session.request import as_patterns, check_model, detached, explained_loss, refuse_profiler
 from plimsoll.tracing.recorder.calling import Loss
+from plimsoll.tracing.trace import Context, watch
 from plimsoll.tracing.trace import trace as trace_step
-from plimsoll.tracing.watching import Context, watch
 
 _FORMS = ("offload", "hybrid")
 

@@ -1,4 +1,4 @@
-"""Op calls in, the bytes out that each kind of op allocates and frees inside itself: its hidden workspace.
+"""Measures the hidden workspace of each kind of op: the bytes that it allocates and frees inside itself.
 
 Dispatch sees an op's inputs and outputs, the allocator sees what its kernel asks for in between (a convolution's columns, a
 contiguous copy of a strided operand). On the CPU allocator events are read, on CUDA the allocator's own peak counter. Each
@@ -19,9 +19,7 @@ from typing import Any
 import torch
 
 from plimsoll.tracing.meters.memory import PeakMeter
-
-COLLECTIVES = "c10d"
-"""The namespace of collectives that write into buffers which are given to them."""
+from plimsoll.tracing.recorder.collectives import WITHOUT_ALIASES
 
 
 class WorkspaceMeter:
@@ -60,7 +58,7 @@ class CpuMeter(WorkspaceMeter):
             self._on_its_way = ""
         if key in self._spans:
             return call()
-        if key.startswith(f"{COLLECTIVES}."):
+        if key.startswith(f"{WITHOUT_ALIASES}."):
             self._on_its_way = key
         begin = time.time_ns()
         out = call()

@@ -13,9 +13,11 @@ from torch.utils._pytree import tree_leaves
 from plimsoll.errors import InvalidBatch, InvalidLoss
 
 Loss = Callable[[Any], torch.Tensor]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
 
 
-def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split_batch(batch: Any) -> Call:
     """Positional and keyword arguments: a tensor is one argument, a tuple is positional, a mapping is keywords.
 
     Raises:
@@ -87,6 +89,15 @@ def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Te
 def output_tensors(output: Any) -> list[torch.Tensor]:
     """The tensors that a module returned, in a fixed order."""
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def flat_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors of an op's arguments or results, which nest in lists and tuples only."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, list | tuple):
+        return [tensor for item in tree for tensor in flat_tensors(item)]
+    return []
 
 
 class ModuleStack:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from plimsoll.tracing.recorder.calling import flat_tensors
+
 IS_COLLECTIVE = "is a collective"
 """The obstacle of ops that talk to other ranks."""
 IS_ROUTING = "decides which token goes where"
@@ -17,7 +19,7 @@ IS_ROUTING = "decides which token goes where"
 _NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem"})
 _REPEATABLE = frozenset({"_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 _POINT_TO_POINT = frozenset({"isend", "irecv", "batch_p2p_ops"})
-_WITHOUT_ALIASES = "c10d"
+WITHOUT_ALIASES = "c10d"
 """The namespace whose schemas do not say what they write: their first argument holds what comes in."""
 _GROUPS = frozenset({"group_name", "process_group"})
 _WAIT = frozenset({"wait_tensor"})
@@ -64,7 +66,7 @@ def is_wait(func: torch._ops.OpOverload) -> bool:
 
 def undeclared_writes(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a collective writes without its schema saying so."""
-    return args[:1] if func.namespace == _WITHOUT_ALIASES else ()
+    return args[:1] if func.namespace == WITHOUT_ALIASES else ()
 
 
 def is_routing(func: torch._ops.OpOverload) -> bool:
@@ -76,15 +78,7 @@ def masks_of(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> list[torch.T
     """The Boolean tensors by which an op selects."""
     if func.namespace != "aten" or _name(func) not in _SELECTS:
         return []
-    found: list[torch.Tensor] = []
-    pending: list[Any] = list(args)
-    while pending:
-        value = pending.pop()
-        if isinstance(value, list | tuple):
-            pending.extend(value)
-        elif isinstance(value, torch.Tensor) and value.dtype is torch.bool:
-            found.append(value)
-    return found
+    return [tensor for tensor in flat_tensors(args) if tensor.dtype is torch.bool]
 
 
 def group_arguments(func: torch._ops.OpOverload) -> frozenset[str]:

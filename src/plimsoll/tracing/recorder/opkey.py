@@ -14,6 +14,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from plimsoll.artifacts.trace import OpSpec
+from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.recorder.collectives import group_arguments, group_text
 
 _LONGEST_KEY = 512
@@ -85,14 +86,6 @@ def _groups(func: torch._ops.OpOverload) -> frozenset[str]:
     return group_arguments(func)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, list | tuple):
-        return [tensor for item in tree for tensor in _tensors(item)]
-    return []
-
-
 def _grouped_flops(rows: torch.Tensor, weights: torch.Tensor) -> int:
     """Of a grouped product, which torch has no formula for: every row meets the weights of one group."""
     groups = rows.shape[0] if rows.dim() == weights.dim() == 3 else 1
@@ -104,8 +97,8 @@ def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
 
     Of a collective: no arithmetic, the size of the whole tensor, and the group it runs over.
     """
-    inputs = _tensors(args) + _tensors(list(kwargs.values()))
-    outputs = _tensors(out)
+    inputs = flat_tensors(args) + flat_tensors(list(kwargs.values()))
+    outputs = flat_tensors(out)
     if func.namespace == _COLLECTIVES:
         return _collective_spec(func, args, kwargs, inputs + outputs)
     count = flop_registry.get(func._overloadpacket)

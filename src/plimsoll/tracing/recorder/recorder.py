@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.artifacts.region import Origin
 from plimsoll.tracing.local_tensors import dispatches_itself, local_of
+from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.recorder.collectives import (
     IS_COLLECTIVE,
     IS_ROUTING,
@@ -341,11 +342,3 @@ class OpRecorder(TorchDispatchMode):
         self.values.append(value)
         self.current[storage] = value.id
         return value.id
-
-
-def flat_tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, list | tuple):
-        return [tensor for item in tree for tensor in flat_tensors(item)]
-    return []
