@@ -123,7 +123,7 @@ class Changes:
     def _how_to_chunk(self) -> str:
         """One line where that is enough; else what to call where the model computes its loss."""
         name = "chunk_loss(model)" if can_chunk(self._model) else "linear_cross_entropy(hidden, weight, labels)"
-        return f"plimsoll.engine.chunked_loss.{name}"
+        return f"plimsoll.chunked.{name}"
 
     def _freed_output(self) -> None:
         ends = self._in_subject(self._subject.watched.output_ends)
