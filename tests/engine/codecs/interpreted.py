@@ -8,22 +8,21 @@ import itertools
 import pytest
 import torch
 
-from plimsoll.engine.codecs.fp8 import Float8
-from plimsoll.engine.codecs.kernels import bits as bit_kernels
-from plimsoll.engine.codecs.kernels import fp8 as fp8_kernels
-from plimsoll.engine.codecs.kernels import quantize as grid_kernels
+from plimsoll.engine.codecs import kernels
+from plimsoll.engine.codecs.integers import Int4, Int8, IntegerCodec
 from plimsoll.engine.codecs.protocol import Payload
-from plimsoll.engine.codecs.quantize import Grid, dequantize, quantize
 from plimsoll.engine.codecs.registry import find_codec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GRIDS = [
-    Grid(bits, block, is_affine, is_rotated, is_stochastic=False)
-    for bits in (8, 4)
-    for block in (32, 128)
-    for is_affine in (False, True)
-    for is_rotated in (False, True)
-] + [Grid(8, 4096, is_affine=False, is_rotated=True, is_stochastic=False)]
+CODECS = [
+    *(
+        family(block, mode, basis)
+        for family, block, mode, basis in itertools.product(
+            (Int8, Int4), (32, 128), ("symmetric", "affine"), ("unrotated", "rotated")
+        )
+    ),
+    Int8(4096),
+]
 
 
 def data(dtype: torch.dtype, count: int = 9001) -> torch.Tensor:
@@ -35,16 +34,17 @@ def data(dtype: torch.dtype, count: int = 9001) -> torch.Tensor:
     return tensor.to(dtype)
 
 
-def run_encode(tensor, grid, seed=0):
-    like = quantize(torch.ones_like(tensor), grid, 0)
-    parts = [torch.empty_like(part) for part in like.parts]
-    grid_kernels.encode(tensor, parts[0], parts[1], parts[-1], grid, seed)
-    return parts
+def run_encode(tensor: torch.Tensor, codec: IntegerCodec, seed: int | None = None) -> Payload:
+    payload = codec.encode(torch.ones_like(tensor))
+    codes, scales, lows = (*payload.parts, None)[:3]
+    kernels.encode_integers(tensor, codes, scales, lows, block=codec.block, is_rotated=codec.is_rotated, seed=seed)
+    return payload
 
 
-def run_decode(parts, like, grid):
-    out = torch.empty_like(like)
-    grid_kernels.decode(parts[0], parts[1], parts[-1], out, grid)
+def run_decode(payload: Payload, codec: IntegerCodec) -> torch.Tensor:
+    out = torch.empty(payload.size, dtype=payload.dtype)
+    codes, scales, lows = (*payload.parts, None)[:3]
+    kernels.decode_integers(codes, scales, lows, out, block=codec.block, is_rotated=codec.is_rotated)
     return out
 
 
@@ -55,48 +55,45 @@ def assert_close(left, right, *, slack=0.0):
 
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 1), (torch.float16, 159), (torch.bfloat16, 9001)])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_integer_codes_are_those_of_the_torch_form(grid, dtype, count):
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_integer_codes_are_those_of_the_torch_form(codec, dtype, count):
     tensor = data(dtype, max(count, 300))[:count]
-    expected = quantize(tensor, grid, 0)
-    parts = run_encode(tensor, grid)
-    assert torch.equal(parts[1], expected.parts[1])
-    differ = (parts[0] != expected.parts[0]).sum()
-    assert differ <= (
-        count // 500 if grid.is_rotated else 0
-    )  # sums in another order may fall on the other side of a half
-    decoded, reference = run_decode(expected.parts, tensor, grid), dequantize(expected, grid)
-    assert_close(decoded, reference, slack=reference.abs().max().item() * 1e-3 if grid.is_rotated else 1e-5)
+    expected = codec.encode(tensor)
+    payload = run_encode(tensor, codec)
+    assert torch.equal(payload.parts[1], expected.parts[1])
+    differ = (payload.parts[0] != expected.parts[0]).sum()
+    # Sums in another order may fall on the other side of a half.
+    assert differ <= (count // 500 if codec.is_rotated else 0)
+    decoded, reference = run_decode(expected, codec), codec.decode(expected)
+    assert_close(decoded, reference, slack=reference.abs().max().item() * 1e-3 if codec.is_rotated else 1e-5)
 
 
 @pytest.mark.parametrize(
-    ("grid", "bad"),
-    zip(GRIDS[:-1], itertools.cycle([float("nan"), float("inf"), -float("inf")]), strict=False),
+    ("codec", "bad"),
+    zip(CODECS[:-1], itertools.cycle([float("nan"), float("inf"), -float("inf")]), strict=False),
     ids=str,
 )
-def test_what_is_no_number_makes_its_block_nan_and_no_other(grid, bad):
+def test_what_is_no_number_makes_its_block_nan_and_no_other(codec, bad):
     tensor = torch.linspace(-1, 2, 1000)
     tensor[300] = bad
-    decoded = run_decode(run_encode(tensor, grid), tensor, grid)
-    block = 300 // grid.block
-    here = slice(block * grid.block, (block + 1) * grid.block)
+    decoded = run_decode(run_encode(tensor, codec), codec)
+    block = 300 // codec.block
+    here = slice(block * codec.block, (block + 1) * codec.block)
     assert decoded[here].isnan().all()
-    assert decoded.isnan().sum() == grid.block
+    assert decoded.isnan().sum() == codec.block
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("is_affine", [False, True])
-def test_stochastic_rounding_is_unbiased_and_depends_on_the_seed_alone(bits, is_affine):
-    grid = Grid(bits, 64, is_affine, is_rotated=False, is_stochastic=True)
+@pytest.mark.parametrize("family", [Int8, Int4])
+@pytest.mark.parametrize("mode", ["symmetric", "affine"])
+def test_stochastic_rounding_is_unbiased_and_depends_on_the_seed_alone(family, mode):
+    codec = family(64, mode, "unrotated", "stochastic")
     tensor = torch.linspace(-1, 2, 256)
-    first, again, other = (run_encode(tensor, grid, seed)[0] for seed in (1, 1, 2))
+    first, again, other = (run_encode(tensor, codec, seed).parts[0] for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     seeds = 25
-    draws = torch.stack(
-        [dequantize(Payload(run_encode(tensor, grid, seed), (256,), (1,), tensor.dtype), grid) for seed in range(seeds)]
-    ).double()
-    step = run_encode(tensor, grid)[1].double().repeat_interleave(grid.block)
+    draws = torch.stack([codec.decode(run_encode(tensor, codec, seed)) for seed in range(seeds)]).double()
+    step = run_encode(tensor, codec, 0).parts[1].double().repeat_interleave(codec.block)
     off = (draws.mean(0) - tensor.double()) / step  # a rounding error has a deviation of at most half a step
     assert off.abs().max() < 5 * 0.5 / seeds**0.5
     assert abs(float(off.mean())) < 5 * 0.5 / (seeds * tensor.numel()) ** 0.5
@@ -105,15 +102,14 @@ def test_stochastic_rounding_is_unbiased_and_depends_on_the_seed_alone(bits, is_
 @pytest.mark.parametrize("count", [1, 127, 4097])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_float8_codes_are_those_of_torch(dtype, count):
-    codec = Float8()
-    tensor = data(dtype)[:count]
+    codec, tensor = find_codec("fp8"), data(dtype)[:count]
     expected = codec.encode(tensor)
     codes, scales = (torch.empty_like(part) for part in expected.parts)
-    fp8_kernels.encode(tensor, codes.view(torch.uint8), scales, codec.block)
+    kernels.encode_float8(tensor, codes.view(torch.uint8), scales, codec.block)
     assert torch.equal(codes.view(torch.uint8), expected.parts[0].view(torch.uint8))
     assert torch.equal(scales, expected.parts[1])
     decoded = torch.empty_like(tensor)
-    fp8_kernels.decode(codes.view(torch.uint8), scales, decoded, codec.block)
+    kernels.decode_float8(codes.view(torch.uint8), scales, decoded, codec.block)
     assert_close(decoded, codec.decode(expected))
 
 
@@ -121,7 +117,7 @@ def test_every_float8_number_decodes_as_in_torch():
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F]
     decoded = torch.empty(codes.numel())
-    fp8_kernels.decode(codes, torch.ones(2, 1, dtype=torch.bfloat16), decoded, 128)
+    kernels.decode_float8(codes, torch.ones(2, 1, dtype=torch.bfloat16), decoded, 128)
     assert torch.equal(decoded, codes.view(torch.float8_e4m3fn).float())
 
 
@@ -129,9 +125,9 @@ def test_what_is_no_number_makes_a_float8_block_nan():
     tensor = torch.ones(512)
     tensor[130] = float("inf")
     codes, scales = torch.empty(512, dtype=torch.uint8), torch.empty(4, 1, dtype=torch.bfloat16)
-    fp8_kernels.encode(tensor, codes, scales, 128)
+    kernels.encode_float8(tensor, codes, scales, 128)
     decoded = torch.empty_like(tensor)
-    fp8_kernels.decode(codes, scales, decoded, 128)
+    kernels.decode_float8(codes, scales, decoded, 128)
     assert decoded.isnan().tolist() == [False] * 128 + [True] * 128 + [False] * 256
 
 
@@ -141,18 +137,18 @@ def test_signs_are_those_of_the_torch_form(dtype, count):
     codec, tensor = find_codec("sign"), data(dtype)[:count]
     expected = codec.encode(tensor)
     packed, one = torch.empty_like(expected.parts[0]), torch.ones(1, dtype=dtype)
-    bit_kernels.pack_positive(tensor, packed, one)
+    kernels.pack_positive(tensor, packed, one)
     assert torch.equal(packed, expected.parts[0])
     decoded = torch.empty_like(tensor)
-    bit_kernels.unpack(packed, one, decoded)
+    kernels.unpack(packed, one, decoded)
     assert torch.equal(decoded, codec.decode(expected))
 
 
 def test_a_nan_makes_every_positive_sign_nan():
     tensor = torch.tensor([1.0, -1.0, float("nan")])
     packed, one, decoded = torch.empty(1, dtype=torch.uint8), torch.ones(1), torch.empty(3)
-    bit_kernels.pack_positive(tensor, packed, one)
-    bit_kernels.unpack(packed, one, decoded)
+    kernels.pack_positive(tensor, packed, one)
+    kernels.unpack(packed, one, decoded)
     assert decoded.isnan().all()
 
 
@@ -160,6 +156,6 @@ def test_a_nan_makes_every_positive_sign_nan():
 def test_bits_of_integers_are_exact(constant):
     mask = torch.rand(1003, generator=torch.Generator().manual_seed(0)) < 0.4
     packed, decoded = torch.empty(126, dtype=torch.uint8), torch.empty(1003, dtype=torch.int64)
-    bit_kernels.pack_nonzero(mask.view(torch.int8), packed)
-    bit_kernels.unpack(packed, torch.tensor([constant]), decoded)
+    kernels.pack_nonzero(mask.view(torch.int8), packed)
+    kernels.unpack(packed, torch.tensor([constant]), decoded)
     assert torch.equal(decoded, mask * constant)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from plimsoll.engine.codecs.blocks import GROUP, hadamard
 from plimsoll.engine.codecs.registry import find_codec
-from plimsoll.engine.codecs.rotation import GROUP, hadamard
 
 
 def relative_error(name: str, tensor: torch.Tensor) -> float:

@@ -9,22 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from plimsoll.engine.codecs.kernels import are_usable
+from plimsoll.engine.codecs.layout import runs_kernels
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 def test_kernels_do_what_the_torch_form_does():
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        str(Path(__file__).with_name("interpreted.py")),
-    ]
+    cases = str(Path(__file__).with_name("interpreted.py"))
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", cases]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
@@ -41,5 +34,5 @@ def test_codecs_do_not_import_triton_before_it_is_needed():
 
 
 def test_kernels_are_for_cuda_alone():
-    assert not are_usable(torch.device("cpu"))
-    assert are_usable(torch.device("cuda")) == HAS_TRITON
+    assert not runs_kernels(torch.device("cpu"))
+    assert runs_kernels(torch.device("cuda")) == HAS_TRITON

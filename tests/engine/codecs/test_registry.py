@@ -2,8 +2,7 @@
 
 import pytest
 
-from plimsoll.engine.codecs.int4 import Int4
-from plimsoll.engine.codecs.int8 import Int8
+from plimsoll.engine.codecs.integers import Int4, Int8
 from plimsoll.engine.codecs.registry import find_codec, lossless_codecs, lossy_codecs
 from plimsoll.errors import InvalidCodec
 

@@ -1,29 +1,46 @@
-"""Elements in, blocks with a scale of their own out: what int8, int4 and fp8 share.
+"""What int8, int4 and fp8 do with blocks of elements: scale them, rotate them, round them at random.
 
 A block is ``width`` neighbours in memory. Its scale is a bfloat16, rounded up, so that nothing of the block lies beyond the
 last code; an affine block also has the value of its code 0 in bfloat16, rounded down. The scale is NaN where the block has
 NaN, infinity, or values so close to the end of the dtype's range that decoding might leave it.
+
+Rotation multiplies groups of 32 neighbours by an orthogonal Hadamard matrix, which is its own inverse: an outlier becomes 32
+entries of a sixth of its size, so that the scale of its block is small again, and the error made in the new basis has the same
+L2 norm in the old one. Normally distributed blocks stay what they are. An exact zero comes back as a small number. Outside of
+the kernels it is a float32 matrix product of torch's: where the user lets those be less precise, so is this.
+
+Source: the idea is that of QuaRot (Ashkboos et al., NeurIPS 2024), section 4, which rotates the weights' channels; here it
+is a group of neighbours in memory, whatever they are. Why 32, and what it brings: docs/lab-notes.md.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from plimsoll.engine.codecs.layout import CHUNK, Elements
 
 SCALE_DTYPE = torch.bfloat16
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 4096
+GROUP = 32
+"""Neighbours that are rotated together."""
+GAIN = math.sqrt(GROUP)
+"""No entry of a rotated group is more than this times the largest entry before."""
 _UP = 1 + 2**-8 + 2**-15
 """Rounding to bfloat16 takes at most 2**-8: afterwards at least 2**-16 of this is left."""
 _LEAST_SCALE = 2.0**-126
 """The smallest float32 whose inverse is finite and that is not flushed to zero."""
 _HEADROOM = 1 - 2**-6
 """Of the dtype's largest number: decoding overshoots by less than this leaves."""
+_NOISE_STEPS = 2**16
+_NOISE_MIDDLE = 0.5 + 0.5 / _NOISE_STEPS
+"""Moves noise from [-1/2, 1/2 - 1/_NOISE_STEPS] into the open interval from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +49,7 @@ class Span:
 
     start: int
     stop: int
-    first_block: int
-    last_block: int
+    blocks: slice
     width: int
 
 
@@ -42,9 +58,9 @@ def spans(count: int, width: int) -> Iterator[Span]:
     whole = count - count % width
     for start in range(0, whole, CHUNK):
         stop = min(start + CHUNK, whole)
-        yield Span(start, stop, start // width, stop // width, width)
+        yield Span(start, stop, slice(start // width, stop // width), width)
     if whole < count:
-        yield Span(whole, count, whole // width, whole // width + 1, count - whole)
+        yield Span(whole, count, slice(whole // width, whole // width + 1), count - whole)
 
 
 def largest_of(dtype: torch.dtype) -> float:
@@ -89,3 +105,61 @@ def _scales(reach: torch.Tensor, farthest: torch.Tensor, steps: float, largest: 
 def are_representable(scales: torch.Tensor) -> bool:
     """Whether no scale is NaN. On CUDA the answer is True unseen: decode gives NaN for such blocks."""
     return scales.device.type != "cpu" or not math.isnan(scales.amax().item())
+
+
+@functools.cache
+def hadamard() -> npt.NDArray[np.float32]:
+    """Sylvester's matrix of order 32, orthogonal and symmetric: five times a Kronecker product with that of order 2."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < GROUP:
+        matrix = np.kron(matrix, np.array([[1, 1], [1, -1]]))
+    return (matrix / GAIN).astype(np.float32)
+
+
+def rotate(rows: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Rotate float32 rows into the beginning of ``out``, which is other memory; what is left over of the last group stays.
+
+    Returns:
+        The rotated rows, in the shape of ``rows``.
+    """
+    values, out = rows.view(-1), out[: rows.numel()]
+    whole = values.numel() - values.numel() % GROUP
+    torch.mm(values[:whole].view(-1, GROUP), matrix, out=out[:whole].view(-1, GROUP))
+    out[whole:].copy_(values[whole:])
+    return out.view(rows.shape)
+
+
+def mix_seed(seed: int) -> int:
+    """32 bits that all bits of ``seed`` have a say in: torch's CPU generator uses no more of it.
+
+    Source: the finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+    """
+    mask = 2**64 - 1
+    mixed = (seed + 0x9E3779B97F4A7C15) & mask
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
+    return (mixed ^ (mixed >> 31)) >> 32
+
+
+class StochasticRounding:
+    """Rounds up to ``most`` elements at a time, in scratch memory of its own."""
+
+    __slots__ = ("_bits", "_generator", "_noise")
+
+    def __init__(self, seed: int, most: int, device: torch.device) -> None:
+        self._generator = torch.Generator(device)
+        self._generator.manual_seed(mix_seed(seed))
+        self._bits = torch.empty(-(-most // 4), dtype=torch.int64, device=device)
+        self._noise = torch.empty(most, dtype=torch.float32, device=device)
+
+    @staticmethod
+    def scratch_bytes(most: int) -> int:
+        """Bytes of the scratch memory, and of the generator's state."""
+        return 8 * -(-most // 4) + 4 * most + 8192
+
+    def round_(self, values: torch.Tensor) -> torch.Tensor:
+        """Round a contiguous float32 tensor in place."""
+        bits = self._bits[: -(-values.numel() // 4)]
+        bits.random_(-(2**63), None, generator=self._generator)
+        noise = self._noise[: values.numel()].copy_(bits.view(torch.int16)[: values.numel()])
+        return values.add_(noise.view(values.shape), alpha=1 / _NOISE_STEPS).add_(_NOISE_MIDDLE).floor_()

@@ -1,12 +1,12 @@
-"""A tensor of any strides in, its elements in runs out; and an empty tensor to write decoded elements to.
+"""How codecs go through a tensor of any strides: as flat elements, a chunk at a time, read as values or as bit patterns.
 
-Codecs work on flat elements, a chunk at a time. A tensor without gaps or overlaps (transposed ones too) is read in the
-order of its memory, without a copy, and comes back with the same strides. Any other (sliced, expanded) is read in
-the order of its indices and comes back contiguous.
+A tensor without gaps or overlaps (transposed ones too) is read in the order of its memory, without a copy, and comes back
+with the same strides. Any other (sliced, expanded) is read in the order of its indices and comes back contiguous.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator
 from itertools import accumulate
@@ -18,6 +18,9 @@ from plimsoll.engine.codecs.protocol import Payload
 
 CHUNK = 2**18
 """Elements worked on at once: 1 MiB of float32 scratch, which stays in cache; with fewer, calls take longer than ops."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that lossy codecs take."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Elements:
@@ -66,6 +69,21 @@ def empty_decoded(payload: Payload) -> tuple[torch.Tensor, torch.Tensor]:
     device = payload.parts[0].device
     tensor = torch.empty_strided(payload.size, payload.stride, dtype=payload.dtype, device=device)
     return tensor, tensor.as_strided((tensor.numel(),), (1,))
+
+
+def has_patterns(dtype: torch.dtype) -> bool:
+    """Whether there is an integer as wide as an element."""
+    return dtype.itemsize in _INTEGERS
+
+
+def patterns_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, for codecs that must be exact: -0.0 equals 0.0 and NaN equals nothing, patterns behave."""
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether the Triton kernels run on tensors of this device; `kernels` is imported only where they do."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def chunks(count: int, most: int = CHUNK) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What every codec does: a tensor in, a payload out, and the tensor (or one close to it) back.
+"""What every codec promises: it turns a tensor into a payload of fewer bytes, and back into the tensor or one close to it.
 
 What is promised, by all of them:
 
@@ -12,8 +12,11 @@ What is promised, by all of them:
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Container
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -35,8 +38,14 @@ class Payload:
 
 
 class Codec(Protocol):
-    """One way to store a tensor in fewer bytes. Codecs are frozen, comparable and have no state."""
+    """One way to store a tensor in fewer bytes. Codecs are frozen dataclasses, comparable and without state.
 
+    Their fields are their parameters, made by ``word`` and ``number``.
+    """
+
+    family: ClassVar[str]
+    """The name of the codec with its defaults."""
+    dtypes: ClassVar[Container[torch.dtype]]
     is_lossless: ClassVar[bool]
     """Decoding gives back what backward would have read, bit by bit."""
     keeps_sign_only: ClassVar[bool] = False
@@ -44,12 +53,17 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """The canonical name: ``find_codec`` makes an equal codec of it."""
-        ...
+        """The family and the fields that differ from their defaults: ``find_codec`` makes an equal codec of it."""
+        parts = [self.family]
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # a protocol cannot say that it is a dataclass
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(value if "words" in field.metadata else f"{field.name}={value}")
+        return ":".join(parts)
 
     def accepts(self, dtype: torch.dtype) -> bool:
         """Whether tensors of this dtype can be encoded at all."""
-        ...
+        return dtype in self.dtypes
 
     def payload_bytes(self, count: int, dtype: torch.dtype) -> int | None:
         """Exact bytes of the payload of ``count`` elements; None where they depend on what the elements are."""
@@ -75,3 +89,35 @@ class Codec(Protocol):
     def decode(self, payload: Payload) -> torch.Tensor:
         """A new tensor of the payload's size, strides and dtype, on the payload's device."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a number may be; powers of two only where they are whole."""
+
+    kind: type[int] | type[float]
+    least: float
+    most: float
+
+    def read(self, text: str) -> float | None:
+        """The number that ``text`` says, if it may be one."""
+        try:
+            value = self.kind(text)
+        except ValueError:
+            return None
+        is_allowed = self.least <= value <= self.most and (self.kind is float or math.log2(value).is_integer())
+        return value if is_allowed else None
+
+    def __str__(self) -> str:
+        what = "a power of two" if self.kind is int else "a number"
+        return f"{what} from {self.least} to {self.most}"
+
+
+def word(default: str, *others: str) -> Any:
+    """A field that is one of these words; names have its value alone."""
+    return dataclasses.field(default=default, metadata={"words": (default, *others)})
+
+
+def number(default: float, *, least: float, most: float) -> Any:
+    """A field that is a number, a power of two where ``default`` is an int; names have ``field=value``."""
+    return dataclasses.field(default=default, metadata={"numbers": Numbers(type(default), least, most)})

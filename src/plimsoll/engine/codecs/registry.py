@@ -1,37 +1,80 @@
-"""A codec's name in, the codec out: ``bits``, ``int8``, ``int8:block=64``, ``int4:block=32:symmetric:stochastic``."""
+"""Finds a codec by its name: ``bits``, ``int8``, ``int8:block=64``, ``int4:block=32:symmetric:stochastic``.
+
+A new codec is a class with a family of its own and a line in the list of classes here.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from plimsoll.engine.codecs.bf16 import BFloat16
-from plimsoll.engine.codecs.bits import Bits
-from plimsoll.engine.codecs.fp8 import Float8
-from plimsoll.engine.codecs.int4 import Int4
-from plimsoll.engine.codecs.int8 import Int8
-from plimsoll.engine.codecs.narrow import Narrow
-from plimsoll.engine.codecs.options import parse
-from plimsoll.engine.codecs.sign import Sign
-from plimsoll.engine.codecs.topk import TopK
-from plimsoll.engine.codecs.zeros import Zeros
+from plimsoll.engine.codecs.floats import BFloat16, Float8
+from plimsoll.engine.codecs.integers import Int4, Int8
+from plimsoll.engine.codecs.lossless import Bits, Narrow, Sign, Zeros
+from plimsoll.engine.codecs.sparse import TopK
 from plimsoll.errors import InvalidCodec
 
 if TYPE_CHECKING:
     from plimsoll.engine.codecs.protocol import Codec
 
+
+def _parse(cls: type[Codec], name: str) -> Codec:
+    """The codec called ``name``, whose family is that of ``cls``.
+
+    Raises:
+        InvalidCodec: a parameter that the family does not have, twice the same, or with a value that it cannot have.
+    """
+    values: dict[str, Any] = {}
+    for text in name.split(":")[1:]:
+        key, value = _parameter(cls, text)
+        if value is None or key in values:
+            raise InvalidCodec(
+                f"{name!r} is not a codec: {text!r} does not fit.",
+                why=_allowed(cls) if value is None else "it says so twice",
+                next=f'write "{cls.family}" for its defaults',
+            )
+        values[key] = value
+    return cls(**values)
+
+
+def _parameter(cls: type[Codec], text: str) -> tuple[str, float | str | None]:
+    """The field that ``text`` sets, and its value; None where there is no such field or value."""
+    key, is_number, value = text.partition("=")
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # a protocol cannot say that it is a dataclass
+        if is_number and key == field.name and "numbers" in field.metadata:
+            return key, field.metadata["numbers"].read(value)
+        if not is_number and text in field.metadata.get("words", ()):
+            return field.name, text
+    return key, None
+
+
+def _allowed(cls: type[Codec]) -> str:
+    """What may follow the family's name."""
+    texts = [
+        " or ".join(field.metadata["words"])
+        if "words" in field.metadata
+        else f"{field.name}={field.metadata['numbers']}"
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]  # as above
+    ]
+    return f"{cls.family} takes " + ("; ".join(texts) or "no parameters")
+
+
 _FAMILIES: dict[str, Callable[[str], Codec]] = {
-    "bits": partial(parse, Bits),
-    "narrow": partial(parse, Narrow),
-    "sign": partial(parse, Sign),
-    "zeros": partial(parse, Zeros),
-    "bf16": partial(parse, BFloat16),
-    "fp8": partial(parse, Float8),
-    "int8": partial(parse, Int8),
-    "int4": partial(parse, Int4),
-    "topk": partial(parse, TopK),
+    cls.family: partial(_parse, cls)
+    for cls in (
+        Bits,
+        Narrow,
+        Sign,
+        Zeros,
+        BFloat16,
+        Float8,
+        Int8,
+        Int4,
+        TopK,
+    )
 }
 
 
@@ -59,13 +102,9 @@ def find_codec(name: str) -> Codec:
 
 def lossless_codecs() -> tuple[Codec, ...]:
     """One of each family that gives back what backward would have read, with its defaults."""
-    return tuple(codec for codec in _defaults() if codec.is_lossless)
+    return tuple(codec for codec in map(find_codec, _FAMILIES) if codec.is_lossless)
 
 
 def lossy_codecs() -> tuple[Codec, ...]:
     """One of each family that rounds or leaves out, with its defaults."""
-    return tuple(codec for codec in _defaults() if not codec.is_lossless)
-
-
-def _defaults() -> tuple[Codec, ...]:
-    return tuple(find_codec(family) for family in _FAMILIES)
+    return tuple(codec for codec in map(find_codec, _FAMILIES) if not codec.is_lossless)

@@ -1,4 +1,4 @@
-"""A codec, a dtype and a number of elements in, the seconds that it takes on this device out.
+"""Measures how long a codec takes on this device.
 
 Timed on data of the dtype: normal numbers, coin flips for booleans, small counts for integers. Tensors above 4 Mi elements
 are scaled up from there, because a codec works through any tensor in the same chunks. Median of three runs on one

@@ -1,18 +1,14 @@
-"""A float tensor in, one float8 (e4m3) per element and a scale per block out, and back.
-
-4 significant bits at every magnitude down to 2**-15 of the block's largest: off by at most 1/16 of the value itself
-where int8 is off by the same amount everywhere. For tensors that span many orders of magnitude.
-"""
+"""bf16 and fp8: floats of fewer bits."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from plimsoll.engine.codecs.blocks import (
-    FLOATS,
     SCALE_DTYPE,
     WIDEST,
     are_representable,
@@ -22,29 +18,58 @@ from plimsoll.engine.codecs.blocks import (
     spans,
     symmetric_scales,
 )
-from plimsoll.engine.codecs.kernels import are_usable
-from plimsoll.engine.codecs.layout import CHUNK, Elements, empty_decoded
-from plimsoll.engine.codecs.options import number, spell
-from plimsoll.engine.codecs.protocol import Codec, Payload
+from plimsoll.engine.codecs.layout import CHUNK, FLOATS, Elements, chunks, empty_decoded, runs_kernels
+from plimsoll.engine.codecs.protocol import Codec, Payload, number
 
-LAST = 448.0
-"""The largest e4m3 number."""
+_LARGEST_FLOAT8 = 448.0
+
+
+@dataclass(frozen=True, slots=True)
+class BFloat16(Codec):
+    """float32 rounded to the nearest bfloat16: off by at most 1/256 of the value. What rounds to infinity is out of range."""
+
+    family: ClassVar[str] = "bf16"
+    dtypes: ClassVar = (torch.float32,)
+    is_lossless: ClassVar[bool] = False
+
+    def payload_bytes(self, count: int, dtype: torch.dtype) -> int:
+        return count * torch.bfloat16.itemsize
+
+    def workspace_bytes(self, count: int, dtype: torch.dtype) -> int:
+        return min(count, CHUNK) * dtype.itemsize + 256
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
+        elements = Elements(tensor)
+        if most_bytes is not None and self.payload_bytes(elements.count, elements.dtype) > most_bytes:
+            return None
+        rounded = torch.empty(elements.count, dtype=torch.bfloat16, device=elements.device)
+        for start, stop in chunks(elements.count):
+            run = elements.run(start, stop)
+            farthest = torch.maximum(run.amax(), -run.amin())  # NaN if there is one
+            if elements.device.type == "cpu" and not math.isfinite(farthest.bfloat16().item()):
+                return None
+            rounded[start:stop].copy_(run)
+        return elements.payload(rounded)
+
+    def decode(self, payload: Payload) -> torch.Tensor:
+        tensor, flat = empty_decoded(payload)
+        flat.copy_(payload.parts[0])
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Float8(Codec):
-    """float8_e4m3fn with block scales."""
+    """float8 (e4m3) with a scale per block, for tensors that span many orders of magnitude.
+
+    4 significant bits at every magnitude down to 2**-15 of the block's largest: off by at most 1/16 of the value itself
+    where int8 is off by the same amount everywhere.
+    """
 
     block: int = number(128, least=32, most=WIDEST)
 
+    family: ClassVar[str] = "fp8"
+    dtypes: ClassVar = FLOATS
     is_lossless: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        return spell("fp8", self)
-
-    def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in FLOATS
 
     def payload_bytes(self, count: int, dtype: torch.dtype) -> int:
         return count + SCALE_DTYPE.itemsize * block_count(count, self.block)
@@ -59,30 +84,29 @@ class Float8(Codec):
             return None
         codes = torch.empty(elements.count, dtype=torch.float8_e4m3fn, device=elements.device)
         scales = torch.empty(block_count(elements.count, self.block), 1, dtype=SCALE_DTYPE, device=elements.device)
-        if elements.flat is not None and are_usable(elements.device):
-            from plimsoll.engine.codecs.kernels import fp8 as kernels
+        if elements.flat is not None and runs_kernels(elements.device):
+            from plimsoll.engine.codecs import kernels
 
-            kernels.encode(elements.flat, codes.view(torch.uint8), scales, self.block)
+            kernels.encode_float8(elements.flat, codes.view(torch.uint8), scales, self.block)
             return elements.payload(codes, scales)
         scratch = torch.empty(min(CHUNK, elements.count), dtype=torch.float32, device=elements.device)
         for span in spans(elements.count, self.block):
             rows = blocks_of(elements, span, scratch)
-            here = slice(span.first_block, span.last_block)
-            scales[here] = symmetric_scales(rows, LAST, largest_of(elements.dtype))
-            if not are_representable(scales[here]):
+            scales[span.blocks] = symmetric_scales(rows, _LARGEST_FLOAT8, largest_of(elements.dtype))
+            if not are_representable(scales[span.blocks]):
                 return None
             values = scratch[: span.stop - span.start].view(rows.shape)
-            torch.mul(rows, scales[here].float().reciprocal_(), out=values)
+            torch.mul(rows, scales[span.blocks].float().reciprocal_(), out=values)
             codes[span.start : span.stop].copy_(values.view(-1))
         return elements.payload(codes, scales)
 
     def decode(self, payload: Payload) -> torch.Tensor:
         tensor, flat = empty_decoded(payload)
         codes, scales = payload.parts
-        if are_usable(flat.device):
-            from plimsoll.engine.codecs.kernels import fp8 as kernels
+        if runs_kernels(flat.device):
+            from plimsoll.engine.codecs import kernels
 
-            kernels.decode(codes.view(torch.uint8), scales, flat, self.block)
+            kernels.decode_float8(codes.view(torch.uint8), scales, flat, self.block)
             return tensor
         most = min(CHUNK, flat.numel())
         halves = torch.empty(most, dtype=torch.int16, device=flat.device)
@@ -92,7 +116,7 @@ class Float8(Codec):
             rows = (scratch[: out.numel()] if scratch.numel() else out).view(-1, span.width)
             _to_float(codes[span.start : span.stop], halves[: out.numel()], rows.view(-1))
             # Halves have an exponent bias of 15 where e4m3 has 7.
-            rows.mul_(scales[span.first_block : span.last_block].float().mul_(2**8))
+            rows.mul_(scales[span.blocks].float().mul_(2**8))
             if scratch.numel():
                 out.copy_(rows.view(-1))
         return tensor

@@ -1,0 +1,304 @@
+"""The codecs' hot loops as Triton kernels: one read and one write, where the torch form makes a pass per op.
+
+Codecs use them for CUDA tensors where Triton is installed; nothing else imports this. A program works on whole blocks, 4096
+elements or one block. Rotation is a small matrix product in full float32 precision; stochastic rounding draws from Philox by
+element, so that it does not depend on the launch. NaN, infinity and values out of range make the scale of their block NaN:
+nothing waits for the device.
+
+What a kernel can see of its arguments is not passed again: symmetric blocks have no lows (None), rounding to nearest has no
+seed (None), and codes of 4 bits lie two in a uint8. Triton compiles a kernel for each of these, as it does for constants.
+
+Not yet run on a GPU: so far they have been tested under Triton's interpreter, against the torch form.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from plimsoll.engine.codecs.blocks import GAIN, largest_of, mix_seed
+
+_TILE = tl.constexpr(4096)
+"""Elements of a program that works on blocks."""
+_BYTES = 512
+"""Packed bytes of a program that works on bits."""
+_UP = tl.constexpr(1 + 2**-8 + 2**-15)
+_DOWN = tl.constexpr(2**-8 + 2**-15)
+_LEAST_SCALE = tl.constexpr(2.0**-126)
+_LARGEST = tl.constexpr(largest_of(torch.float32))
+"""Of bfloat16 too."""
+_LARGEST_HALF = tl.constexpr(largest_of(torch.float16))
+_LARGEST_ROTATED = tl.constexpr(largest_of(torch.float32) / (2 * GAIN))
+"""Rotating back may bring as much again."""
+_GROUP = tl.constexpr(32)
+_TO_UNIT = tl.constexpr(32**-0.5)
+_TO_WHOLE = tl.constexpr(1.5 * 2**23)
+"""Adding this to a small float32 and taking it away again rounds to the nearest whole number, halves to even ones."""
+_LARGEST_FLOAT8 = tl.constexpr(448)
+_LEAST_NORMAL_FLOAT8 = tl.constexpr(2.0**-6)
+_SUBNORMAL_STEP_FLOAT8 = tl.constexpr(2.0**-9)
+_BIAS_FLOAT8 = tl.constexpr(127 - 7)
+"""Between the exponents of float32 and e4m3."""
+
+
+def encode_integers(
+    flat: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    lows: torch.Tensor | None,
+    *,
+    block: int,
+    is_rotated: bool,
+    seed: int | None,
+) -> None:
+    """Write the codes (int8, or two in each uint8), scales and lows of contiguous ``flat``; with a seed, round at random."""
+    if flat.numel():
+        mixed = None if seed is None else mix_seed(seed)
+        _encode_integers[_tiles(flat, block)](flat, codes, scales, lows, flat.numel(), mixed, block, is_rotated)
+
+
+def decode_integers(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    lows: torch.Tensor | None,
+    flat: torch.Tensor,
+    *,
+    block: int,
+    is_rotated: bool,
+) -> None:
+    """Write what the codes stand for to contiguous ``flat``."""
+    if flat.numel():
+        most = float(torch.finfo(flat.dtype).max)
+        _decode_integers[_tiles(flat, block)](codes, scales, lows, flat, flat.numel(), most, block, is_rotated)
+
+
+def encode_float8(flat: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int) -> None:
+    """Write the e4m3 codes (as bytes) and scales of contiguous ``flat``.
+
+    The conversion is done on the bits, so that devices without float8 of their own (before compute capability 8.9) have it too.
+    """
+    if flat.numel():
+        _encode_float8[_tiles(flat, block)](flat, codes, scales, flat.numel(), block)
+
+
+def decode_float8(codes: torch.Tensor, scales: torch.Tensor, flat: torch.Tensor, block: int) -> None:
+    """Write what the codes (as bytes) stand for to contiguous ``flat``."""
+    if flat.numel():
+        _decode_float8[_tiles(flat, block)](codes, scales, flat, flat.numel(), block)
+
+
+def pack_positive(flat: torch.Tensor, packed: torch.Tensor, one: torch.Tensor) -> None:
+    """Write a bit for each of contiguous floats: above zero or not; ``one`` becomes NaN if there is a NaN."""
+    if flat.numel():
+        _pack[_byte_tiles(flat)](flat, packed, one, flat.numel(), _BYTES)
+
+
+def pack_nonzero(flat: torch.Tensor, packed: torch.Tensor) -> None:
+    """Write a bit for each of contiguous integers, none of them negative: not zero, or zero."""
+    if flat.numel():
+        _pack[_byte_tiles(flat)](flat, packed, None, flat.numel(), _BYTES)
+
+
+def unpack(packed: torch.Tensor, constant: torch.Tensor, flat: torch.Tensor) -> None:
+    """Write ``constant``, of one element, where bits are set, and ``constant * 0`` elsewhere."""
+    if flat.numel():
+        is_float = flat.dtype.is_floating_point
+        _unpack[_byte_tiles(flat)](packed, constant, flat, flat.numel(), _BYTES, is_float)
+
+
+def _tiles(flat: torch.Tensor, block: int) -> tuple[int]:
+    return (triton.cdiv(flat.numel(), max(_TILE.value, block)),)
+
+
+def _byte_tiles(flat: torch.Tensor) -> tuple[int]:
+    return (triton.cdiv(flat.numel(), 8 * _BYTES),)
+
+
+@triton.jit
+def _to_bfloat16(values):  # type: ignore[no-untyped-def]
+    """The nearest bfloat16 numbers of finite values: Triton's interpreter cuts off where a GPU rounds."""
+    bits = values.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
+    return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
+def _to_whole(values):  # type: ignore[no-untyped-def]
+    """The nearest whole numbers of values below 2**22: Triton's interpreter has no ``rint``."""
+    return (values + _TO_WHOLE) - _TO_WHOLE
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton ships no types
+def _places(block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The blocks of this program, and the elements of each."""
+    rows: tl.constexpr = _TILE // block if block < _TILE else 1
+    blocks = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    return blocks, blocks[:, None] * block + tl.arange(0, block)[None, :]
+
+
+@triton.jit
+def _rotate(values, offsets, count):  # type: ignore[no-untyped-def]
+    """Whole groups in the other basis, the rest of the last group as it is."""
+    row = tl.arange(0, _GROUP)[:, None]
+    column = tl.arange(0, _GROUP)[None, :]
+    parity = row & column
+    parity = parity ^ (parity >> 4)
+    parity = parity ^ (parity >> 2)
+    parity = (parity ^ (parity >> 1)) & 1
+    matrix = (1 - 2 * parity).to(tl.float32) * _TO_UNIT
+    groups = tl.reshape(values, (values.shape[0] * values.shape[1] // _GROUP, _GROUP))
+    rotated = tl.reshape(tl.dot(groups, matrix, input_precision="ieee"), values.shape)
+    is_whole = offsets < count - count % _GROUP
+    return tl.where(is_whole, rotated, values)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bad_blocks(values, is_element, largest: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which blocks hold NaN, infinity or a value beyond ``largest``."""
+    return tl.max((is_element & ~(tl.abs(values) <= largest)).to(tl.int32), 1) > 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scales(reach, is_bad, steps: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scale of each block, as bfloat16: ``reach / steps`` rounded up; NaN of bad blocks."""
+    step = tl.maximum(reach * (_UP / steps), _LEAST_SCALE)
+    return tl.where(is_bad, float("nan"), _to_bfloat16(step).to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _encode_integers(  # type: ignore[no-untyped-def]
+    flat, codes, scales, lows, count, seed, block: tl.constexpr, is_rotated: tl.constexpr
+):
+    is_affine: tl.constexpr = lows is not None
+    has_bytes: tl.constexpr = codes.dtype.element_ty == tl.int8
+    bias: tl.constexpr = (-128 if is_affine else 0) if has_bytes else (0 if is_affine else 8)
+    steps: tl.constexpr = (255 if is_affine else 127) if has_bytes else (15 if is_affine else 7)
+    limit: tl.constexpr = _LARGEST_HALF if flat.dtype.element_ty == tl.float16 else _LARGEST
+    largest: tl.constexpr = _LARGEST_ROTATED if is_rotated else limit
+    blocks, offsets = _places(block)
+    is_element = offsets < count
+    is_block = blocks * block < count
+    values = tl.load(flat + offsets, mask=is_element, other=0.0).to(tl.float32)
+    if is_rotated:
+        values = _rotate(values, offsets, count)
+    is_bad = _bad_blocks(values, is_element, largest)
+    if is_affine:
+        most = tl.max(tl.where(is_element, values, -float("inf")), 1)
+        least = tl.min(tl.where(is_element, values, float("inf")), 1)
+        low = _to_bfloat16(least - tl.abs(least) * _DOWN)
+        tl.store(lows + blocks, low, mask=is_block)
+        reach = most - low.to(tl.float32)
+    else:
+        reach = tl.max(tl.abs(values), 1)
+    scale = _scales(reach, is_bad, steps)
+    tl.store(scales + blocks, scale, mask=is_block)
+    step = scale.to(tl.float32)
+    if is_affine:
+        values = values - (low.to(tl.float32) - bias * step)[:, None]
+    values = values * (1.0 / step)[:, None]
+    if seed is not None:
+        values = tl.floor(values + tl.rand(seed, offsets))
+    else:
+        values = _to_whole(values)
+    if is_affine:
+        values = tl.minimum(tl.maximum(values, bias), bias + steps)
+    else:
+        values = values + bias
+    whole = tl.where(is_element & ~is_bad[:, None], values, 0).to(tl.int32)
+    if has_bytes:
+        tl.store(codes + offsets, whole.to(tl.int8), mask=is_element)
+    else:
+        pairs = tl.reshape(whole, (whole.shape[0], block // 2, 2)) << (4 * tl.arange(0, 2))[None, None, :]
+        places = blocks[:, None] * (block // 2) + tl.arange(0, block // 2)[None, :]
+        tl.store(codes + places, tl.sum(pairs, 2).to(tl.uint8), mask=places * 2 < count)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decode_integers(  # type: ignore[no-untyped-def]
+    codes, scales, lows, flat, count, most, block: tl.constexpr, is_rotated: tl.constexpr
+):
+    is_affine: tl.constexpr = lows is not None
+    has_bytes: tl.constexpr = codes.dtype.element_ty == tl.int8
+    bias: tl.constexpr = (-128 if is_affine else 0) if has_bytes else (0 if is_affine else 8)
+    blocks, offsets = _places(block)
+    is_element = offsets < count
+    is_block = blocks * block < count
+    if has_bytes:
+        whole = tl.load(codes + offsets, mask=is_element, other=0).to(tl.float32)
+    else:
+        places = blocks[:, None] * (block // 2) + tl.arange(0, block // 2)[None, :]
+        packed = tl.load(codes + places, mask=places * 2 < count, other=0).to(tl.int32)
+        pairs = (packed[:, :, None] >> (4 * tl.arange(0, 2))[None, None, :]) & 15
+        whole = tl.reshape(pairs, offsets.shape).to(tl.float32)
+    step = tl.load(scales + blocks, mask=is_block, other=0.0).to(tl.float32)
+    if is_affine:
+        low = tl.load(lows + blocks, mask=is_block, other=0.0).to(tl.float32)
+        values = whole * step[:, None] + (low - bias * step)[:, None]
+    else:
+        values = (whole - bias) * step[:, None]
+    if is_rotated:
+        values = _rotate(tl.where(is_element, values, 0.0), offsets, count)
+        # A comparison with NaN is false: NaN stays.
+        values = tl.where(values > most, most, tl.where(values < -most, -most, values))
+    tl.store(flat + offsets, values.to(flat.dtype.element_ty), mask=is_element)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _encode_float8(flat, codes, scales, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    largest: tl.constexpr = _LARGEST_HALF if flat.dtype.element_ty == tl.float16 else _LARGEST
+    blocks, offsets = _places(block)
+    is_element = offsets < count
+    values = tl.load(flat + offsets, mask=is_element, other=0.0).to(tl.float32)
+    is_bad = _bad_blocks(values, is_element, largest)
+    scale = _scales(tl.max(tl.abs(values), 1), is_bad, _LARGEST_FLOAT8)
+    tl.store(scales + blocks, scale, mask=blocks * block < count)
+    values = tl.where(is_bad[:, None], 0.0, values * (1.0 / scale.to(tl.float32))[:, None])
+    magnitude = tl.abs(values)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    # To the nearest of 3 bits behind the leading one, halves to even ones; what carries raises the exponent.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (_BIAS_FLOAT8 << 3)
+    subnormal = _to_whole(magnitude * (1.0 / _SUBNORMAL_STEP_FLOAT8)).to(tl.int32)
+    code = tl.where(magnitude < _LEAST_NORMAL_FLOAT8, subnormal, normal)
+    sign = (values.to(tl.int32, bitcast=True) >> 24) & 0x80
+    tl.store(codes + offsets, (code | sign).to(tl.uint8), mask=is_element)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decode_float8(codes, scales, flat, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    blocks, offsets = _places(block)
+    is_element = offsets < count
+    code = tl.load(codes + offsets, mask=is_element, other=0).to(tl.int32)
+    scale = tl.load(scales + blocks, mask=blocks * block < count, other=0.0).to(tl.float32)
+    normal = (((code & 0x7F) << 20) + (_BIAS_FLOAT8 << 23)).to(tl.float32, bitcast=True)
+    magnitude = tl.where((code & 0x78) == 0, (code & 7).to(tl.float32) * _SUBNORMAL_STEP_FLOAT8, normal)
+    values = tl.where(code >= 0x80, -magnitude, magnitude) * scale[:, None]
+    tl.store(flat + offsets, values.to(flat.dtype.element_ty), mask=is_element)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pack(flat, packed, one, count, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Floats come with ``one``, integers without."""
+    places = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)
+    offsets = places[:, None] * 8 + tl.arange(0, 8)[None, :]
+    values = tl.load(flat + offsets, mask=offsets < count, other=0)
+    if one is not None:
+        values = values.to(tl.float32)
+        is_nan = tl.max(tl.max((values != values).to(tl.int32), 1), 0)
+        if is_nan > 0:
+            tl.store(one, float("nan"))  # every program that gets here writes the same
+    bits = (values > 0).to(tl.int32) << tl.arange(0, 8)[None, :]
+    tl.store(packed + places, tl.sum(bits, 1).to(tl.uint8), mask=places * 8 < count)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _unpack(packed, constant, flat, count, width: tl.constexpr, is_float: tl.constexpr):  # type: ignore[no-untyped-def]
+    places = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)
+    offsets = places[:, None] * 8 + tl.arange(0, 8)[None, :]
+    bytes_ = tl.load(packed + places, mask=places * 8 < count, other=0).to(tl.int32)
+    bits = (bytes_[:, None] >> tl.arange(0, 8)[None, :]) & 1
+    if is_float:
+        values = bits.to(tl.float32) * tl.load(constant).to(tl.float32)
+    else:
+        values = bits.to(flat.dtype.element_ty) * tl.load(constant)
+    tl.store(flat + offsets, values.to(flat.dtype.element_ty), mask=offsets < count)

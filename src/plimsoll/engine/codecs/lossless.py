@@ -1,0 +1,219 @@
+"""Lossless codecs: masks and signs in a bit per element, whole numbers in fewer bytes, mostly-zero tensors as a bitmap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from plimsoll.engine.codecs.layout import (
+    CHUNK,
+    Elements,
+    chunks,
+    empty_decoded,
+    has_patterns,
+    patterns_of,
+    runs_kernels,
+)
+from plimsoll.engine.codecs.packing import BitPacker, packed_bits_bytes
+from plimsoll.engine.codecs.protocol import Codec, Payload
+from plimsoll.engine.codecs.sparse import SPARSE_CHUNK, gather, scatter, sparse_bytes, sparse_workspace_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Bits(Codec):
+    """A bit per element and a constant, for tensors that hold nothing but zero and one other value.
+
+    Booleans, 0/1 masks of any dtype, and dropout's mask times 1/(1 - p). Exact by bit pattern. Looking whether a tensor is
+    such a mask waits for the device, except with booleans.
+    """
+
+    family: ClassVar[str] = "bits"
+    is_lossless: ClassVar[bool] = True
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return has_patterns(dtype)
+
+    def payload_bytes(self, count: int, dtype: torch.dtype) -> int:
+        return packed_bits_bytes(count) + dtype.itemsize
+
+    def workspace_bytes(self, count: int, dtype: torch.dtype) -> int:
+        most = min(count, CHUNK)
+        return BitPacker.scratch_bytes(most) + most * (2 * dtype.itemsize + 1) + 64
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
+        elements = Elements(tensor)
+        if most_bytes is not None and self.payload_bytes(elements.count, elements.dtype) > most_bytes:
+            return None
+        packed = torch.empty(packed_bits_bytes(elements.count), dtype=torch.uint8, device=elements.device)
+        if elements.dtype is torch.bool and elements.flat is not None and runs_kernels(elements.device):
+            from plimsoll.engine.codecs import kernels
+
+            kernels.pack_nonzero(patterns_of(elements.flat), packed)
+            return elements.payload(packed, torch.ones(1, dtype=torch.bool, device=elements.device))
+        packer = BitPacker(min(CHUNK, elements.count), elements.device)
+        constant = 1 if elements.dtype is torch.bool else 0  # 0 until an element says otherwise
+        for start, stop in chunks(elements.count):
+            patterns = patterns_of(elements.run(start, stop))
+            bits = packer.bits(stop - start).copy_(patterns)
+            if elements.dtype is not torch.bool:
+                least, most = (int(end) for end in torch.aminmax(patterns))
+                constant = constant or most or least
+                if not {least, most} <= {0, constant} or not _is_mask(patterns, bits, constant):
+                    return None
+            packer.pack(stop - start, out=packed[start // 8 : packed_bits_bytes(stop)])
+        value = torch.empty(1, dtype=elements.dtype, device=elements.device)
+        patterns_of(value).fill_(constant)
+        return elements.payload(packed, value)
+
+    def decode(self, payload: Payload) -> torch.Tensor:
+        tensor, flat = empty_decoded(payload)
+        packed, value = payload.parts
+        _unpack(packed, patterns_of(value), patterns_of(flat))
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sign(Codec):
+    """A bit per element: above zero or not, which is all that the backward of ReLU reads.
+
+    Decodes to 1 where the tensor was above 0 and to 0 elsewhere. A NaN is neither: on the CPU ``encode`` answers None, on CUDA
+    everything decodes to NaN.
+    """
+
+    family: ClassVar[str] = "sign"
+    dtypes: ClassVar = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    is_lossless: ClassVar[bool] = True
+    keeps_sign_only: ClassVar[bool] = True
+
+    def payload_bytes(self, count: int, dtype: torch.dtype) -> int:
+        return packed_bits_bytes(count) + dtype.itemsize
+
+    def workspace_bytes(self, count: int, dtype: torch.dtype) -> int:
+        most = min(count, CHUNK)
+        return BitPacker.scratch_bytes(most) + most * 2 * dtype.itemsize + 64
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
+        elements = Elements(tensor)
+        if most_bytes is not None and self.payload_bytes(elements.count, elements.dtype) > most_bytes:
+            return None
+        packed = torch.empty(packed_bits_bytes(elements.count), dtype=torch.uint8, device=elements.device)
+        one = torch.ones(1, dtype=elements.dtype, device=elements.device)
+        if elements.flat is not None and runs_kernels(elements.device):
+            from plimsoll.engine.codecs import kernels
+
+            kernels.pack_positive(elements.flat, packed, one)
+            return elements.payload(packed, one)
+        packer = BitPacker(min(CHUNK, elements.count), elements.device)
+        clamped = torch.empty(min(CHUNK, elements.count), dtype=elements.dtype, device=elements.device)
+        for start, stop in chunks(elements.count):
+            positive = torch.clamp(elements.run(start, stop), min=0, max=1, out=clamped[: stop - start])
+            most = positive.amax()  # NaN if there is one, and never infinity
+            if elements.device.type == "cpu" and torch.isnan(most):
+                return None
+            one.add_(most - most)
+            packer.bits(stop - start).copy_(positive)
+            packer.pack(stop - start, out=packed[start // 8 : packed_bits_bytes(stop)])
+        return elements.payload(packed, one)
+
+    def decode(self, payload: Payload) -> torch.Tensor:
+        tensor, flat = empty_decoded(payload)
+        packed, one = payload.parts
+        _unpack(packed, one, flat)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow(Codec):
+    """The narrowest integers that hold the range of wider ones, and the number to add to get them back.
+
+    Token ids, positions, indices of max-pooling, class labels. Finding the range waits for the device.
+    """
+
+    family: ClassVar[str] = "narrow"
+    dtypes: ClassVar = (torch.int16, torch.int32, torch.int64)
+    is_lossless: ClassVar[bool] = True
+
+    def payload_bytes(self, count: int, dtype: torch.dtype) -> int | None:
+        return None
+
+    def workspace_bytes(self, count: int, dtype: torch.dtype) -> int:
+        return 2 * min(count, CHUNK) * dtype.itemsize + 64
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
+        elements = Elements(tensor)
+        ranges = [tuple(map(int, torch.aminmax(elements.run(start, stop)))) for start, stop in chunks(elements.count)]
+        least = min((low for low, _ in ranges), default=0)
+        most = max((high for _, high in ranges), default=0)
+        narrower = (d for d in (torch.int8, torch.int16, torch.int32) if d.itemsize < elements.dtype.itemsize)
+        dtype = next((d for d in narrower if most - least < 2 ** (8 * d.itemsize)), None)
+        if dtype is None:
+            return None
+        if most_bytes is not None and elements.count * dtype.itemsize + elements.dtype.itemsize > most_bytes:
+            return None
+        half = 2 ** (8 * dtype.itemsize - 1)
+        offset = least + half if least < 0 else most - half + 1  # what stays within both dtypes
+        codes = torch.empty(elements.count, dtype=dtype, device=elements.device)
+        scratch = torch.empty(min(CHUNK, elements.count), dtype=elements.dtype, device=elements.device)
+        for start, stop in chunks(elements.count):
+            codes[start:stop].copy_(torch.sub(elements.run(start, stop), offset, out=scratch[: stop - start]))
+        return elements.payload(codes, torch.tensor([offset], dtype=elements.dtype, device=elements.device))
+
+    def decode(self, payload: Payload) -> torch.Tensor:
+        tensor, flat = empty_decoded(payload)
+        codes, offset = payload.parts
+        for start, stop in chunks(flat.numel()):
+            flat[start:stop].copy_(codes[start:stop]).add_(offset)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros(Codec):
+    """A bit for each element, and in full what is not zero: activations behind ReLU.
+
+    Exact by bit pattern: -0.0 and NaN are values like any other; dropout, which multiplies by zero, makes -0.0 of half of what
+    it drops. Both directions wait for the device, to know how many values there are.
+    """
+
+    family: ClassVar[str] = "zeros"
+    is_lossless: ClassVar[bool] = True
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return has_patterns(dtype) and dtype is not torch.bool
+
+    def payload_bytes(self, count: int, dtype: torch.dtype) -> int | None:
+        return None
+
+    def workspace_bytes(self, count: int, dtype: torch.dtype) -> int:
+        return sparse_workspace_bytes(count, dtype)
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
+        elements = Elements(tensor)
+        ends = chunks(elements.count, SPARSE_CHUNK)
+        kept = sum(int(torch.count_nonzero(patterns_of(elements.run(start, stop)))) for start, stop in ends)
+        if most_bytes is not None and sparse_bytes(elements.count, kept, elements.dtype) > most_bytes:
+            return None
+        return gather(elements, kept, lambda patterns, bits: bits.copy_(patterns))
+
+    def decode(self, payload: Payload) -> torch.Tensor:
+        return scatter(payload)
+
+
+def _is_mask(patterns: torch.Tensor, bits: torch.Tensor, constant: int) -> bool:
+    """Whether every pattern that is not zero is ``constant``."""
+    rebuilt = torch.empty_like(patterns).copy_(bits.view(torch.int8)).mul_(constant)
+    return torch.equal(rebuilt, patterns)
+
+
+def _unpack(packed: torch.Tensor, constant: torch.Tensor, flat: torch.Tensor) -> None:
+    """Write ``constant``, of one element, where bits are set, and ``constant * 0`` elsewhere."""
+    if runs_kernels(flat.device):
+        from plimsoll.engine.codecs import kernels
+
+        kernels.unpack(packed, constant, flat)
+        return
+    packer = BitPacker(min(CHUNK, flat.numel()), flat.device)
+    for start, stop in chunks(flat.numel()):
+        bits = packer.unpack(packed[start // 8 : packed_bits_bytes(stop)], stop - start)
+        flat[start:stop].copy_(bits.view(torch.int8)).mul_(constant)
