@@ -25,7 +25,7 @@ from benchmarks.launching import launch
 from benchmarks.machine import device_name, page_head, page_stem, versions
 from benchmarks.page import format_table
 from plimsoll.ui.demo.corpus import Batches, read_corpus
-from plimsoll.ui.demo.training import Setup, make_model
+from plimsoll.ui.demo.training import DemoSetup, make_model
 
 RANKS = 2
 _HELD_OUT = 0.1
@@ -106,7 +106,7 @@ def on_a_rank(payload: dict[str, Any]) -> dict[tuple[int, int], Run]:
 def _train(setting: Setting, seed: int, steps: int, training: bytes, held_out: bytes) -> Run:
     from plimsoll.distributed import compress_gradients
 
-    setup = Setup(hidden_size=64, intermediate_size=172, layers=2, batch=4, sequence=64, seed=seed)
+    setup = DemoSetup(hidden_size=64, intermediate_size=172, layers=2, batch=4, sequence=64, seed=seed)
     model = DistributedDataParallel(make_model(setup))
     warmup_steps = int(setting.warmup * steps)
     handle = compress_gradients(model, setting.method, momentum=setting.momentum, warmup_steps=warmup_steps, seed=seed)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from plimsoll.artifacts.base import Printable
+from plimsoll.artifacts.base import ArtifactBase
 
 if TYPE_CHECKING:
     from plimsoll.analysis.advise.advise import advise
@@ -75,7 +75,7 @@ def _text_of(artifact: object, *, with_details: bool = False) -> str:
     return render_plain(view(artifact), with_details=with_details)
 
 
-Printable.render = staticmethod(_text_of)
+ArtifactBase.render = staticmethod(_text_of)
 
 
 def __getattr__(name: str) -> object:

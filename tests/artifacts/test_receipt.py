@@ -6,7 +6,8 @@ import pytest
 
 from plimsoll.artifacts.fault import Cause, Fault
 from plimsoll.artifacts.receipt import OWN, Mismatch, Slope, Verdict, finite
-from plimsoll.artifacts.store import from_json, to_json
+from plimsoll.artifacts.store import from_json
+from plimsoll.artifacts.writing import to_json
 from plimsoll.units import MIB
 from samples import make_comparison, make_mismatch, make_receipt
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plimsoll
-from plimsoll.artifacts.store import from_json, load_any, load_plan, save, to_json, write_whole
+from plimsoll.artifacts.store import from_json, load_any, load_plan
+from plimsoll.artifacts.writing import to_json, write_whole
 from plimsoll.errors import PlanFileError
 from samples import make_comparison, make_mismatch, make_plan, make_receipt
 
@@ -94,7 +95,7 @@ def test_a_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_saving_into_a_missing_directory_says_so(tmp_path: Path):
     with pytest.raises(PlanFileError) as caught:
-        save(make_plan(), tmp_path / "nowhere" / "plan.json")
+        make_plan().save(tmp_path / "nowhere" / "plan.json")
     assert "cannot be written" in caught.value.found
 
 

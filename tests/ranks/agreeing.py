@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import plimsoll
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.store import to_json
+from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import PlimsollError, RankError, RankMissing
 from plimsoll.session import agreement
 from plimsoll.session.attach import Attachment

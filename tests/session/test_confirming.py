@@ -20,8 +20,9 @@ from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Engine, Status
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt, Verdict
-from plimsoll.artifacts.store import from_json, to_json
+from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.trace import Category
+from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import PlanMismatch
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.strategies import choose_full, choose_none

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from plimsoll.artifacts.advice import CompilerCoverage, Recommendation
 from plimsoll.artifacts.store import Artifact, Reportable
-from plimsoll.ui.document import Check, Checks, Document, Element, Figures, Fold, Paragraph, Table, opened
+from plimsoll.ui.document import Check, Checks, Document, Element, Fold, NamedFigures, Paragraph, Table, opened
 from plimsoll.ui.html.page import build_html
 from plimsoll.ui.plain import align, render_plain
 from plimsoll.ui.terminal import render_artifact
@@ -48,7 +48,7 @@ def texts_of(elements: Sequence[Element], *, with_details: bool, times: int) -> 
         match element:
             case Paragraph():
                 yield element.text
-            case Figures():
+            case NamedFigures():
                 yield from (text for row in element.rows for text in row)
             case Table():
                 rows = element.shown_rows(times)

@@ -6,12 +6,11 @@ Every figure of a candidate is *predicted* from op seconds; what a receipt or a 
 from __future__ import annotations
 
 import enum
-from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import Printable
+from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.decision import Status
 
 SCHEMA_VERSION = 1
@@ -189,7 +188,7 @@ class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
     next: str = ""
 
 
-class Advice(Printable, msgspec.Struct, frozen=True, kw_only=True):
+class Advice(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """What to do about the memory of one training step, and why. ``plimsoll.advise`` makes one; ``str`` shows it."""
 
     KIND: ClassVar[str] = "advice"
@@ -220,13 +219,3 @@ class Advice(Printable, msgspec.Struct, frozen=True, kw_only=True):
     def chosen(self) -> Candidate | None:
         """The candidate that is recommended; ``None`` where none is."""
         return next((candidate for candidate in self.candidates if candidate.is_chosen), None)
-
-    def save(self, path: str | Path) -> None:
-        """Write the advice as JSON, whole or not at all.
-
-        Raises:
-            PlanFileError: the place cannot be written.
-        """
-        from plimsoll.artifacts.store import save
-
-        save(self, path)

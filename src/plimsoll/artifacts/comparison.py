@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import Printable
+from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.decision import Status
 
 SCHEMA_VERSION = 1
@@ -42,7 +41,7 @@ class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.is_lossless and self.is_bit_equal is False
 
 
-class Comparison(Printable, msgspec.Struct, frozen=True, kw_only=True):
+class Comparison(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Strategies side by side. ``plimsoll.compare`` makes one; ``str`` shows it."""
 
     KIND: ClassVar[str] = "comparison"
@@ -62,9 +61,3 @@ class Comparison(Printable, msgspec.Struct, frozen=True, kw_only=True):
     def exit_code(self) -> int:
         """1 where a strategy changed the gradients, else 0."""
         return 1 if any(row.is_wrong for row in self.rows) else 0
-
-    def save(self, path: str | Path) -> None:
-        """Write the comparison as JSON, whole or not at all."""
-        from plimsoll.artifacts.store import save
-
-        save(self, path)

@@ -6,12 +6,11 @@ Bytes of a stage's items add up to what the device has to provide at the moment 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import Printable
+from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.basis import Basis
 from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.model_facts import ModelFacts
@@ -110,7 +109,7 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-class Estimate(Printable, msgspec.Struct, frozen=True, kw_only=True):
+class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """The training budget of ``target`` on ``device`` under ``layout``. Build one with ``plimsoll.estimate``."""
 
     KIND: ClassVar[str] = "estimate"
@@ -150,13 +149,3 @@ class Estimate(Printable, msgspec.Struct, frozen=True, kw_only=True):
         if needed + error <= self.device_bytes:
             return True
         return False if needed - error > self.device_bytes else None
-
-    def save(self, path: str | Path) -> None:
-        """Write the estimate as JSON, whole or not at all.
-
-        Raises:
-            PlanFileError: the place cannot be written.
-        """
-        from plimsoll.artifacts.store import save
-
-        save(self, path)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import Printable
+from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.plan import Holder, Peak, TimelinePoint
 
 SCHEMA_VERSION = 1
@@ -45,7 +44,7 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Explanation(Printable, msgspec.Struct, frozen=True, kw_only=True):
+class Explanation(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Where the peak of one step is, who holds it, and what would lower it. Make one with ``plimsoll.explain``.
 
     ``plain`` figures are those of the same step with everything kept (``None``: nothing is at work, or it could not be run).
@@ -83,19 +82,6 @@ class Explanation(Printable, msgspec.Struct, frozen=True, kw_only=True):
     def helpful(self) -> tuple[Change, ...]:
         """The changes that move the peak by more than half a percent."""
         return tuple(change for change in self.changes if change.lowers_bytes > LEAST_SHARE * self.peak.bytes)
-
-    def save(self, path: str | Path) -> None:
-        """Write the explanation as JSON, whole or not at all.
-
-        Raises:
-            PlanFileError: the place cannot be written.
-
-        Example:
-            >>> explanation.save("explanation.json")  # doctest: +SKIP
-        """
-        from plimsoll.artifacts.store import save
-
-        save(self, path)
 
 
 LEAST_SHARE = 0.005

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
-from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import Printable
+from plimsoll.artifacts.base import ArtifactBase
 
 SCHEMA_VERSION = 1
 
@@ -166,7 +165,7 @@ class WarningSign(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Finding(Printable, msgspec.Struct, frozen=True, kw_only=True):
+class Finding(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Where the overhead of a plan goes. ``plimsoll.diagnose`` makes one; ``str`` shows it.
 
     The seconds are those under the profiler. ``measured_*_seconds`` are medians of steps without one, where they could be
@@ -226,13 +225,3 @@ class Finding(Printable, msgspec.Struct, frozen=True, kw_only=True):
     def seconds_of(self, cause: OverheadCause) -> float:
         """Seconds per step of one cause."""
         return sum(part.seconds for part in self.parts if part.cause is cause)
-
-    def save(self, path: str | Path) -> None:
-        """Write the finding as JSON.
-
-        Raises:
-            PlanFileError: the place cannot be written.
-        """
-        from plimsoll.artifacts.store import save
-
-        save(self, path)

@@ -5,12 +5,11 @@ No torch in here. ``items`` are tokens for models that read token ids, else exam
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import Printable
+from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.basis import Basis
 from plimsoll.artifacts.confirmation import Claim
 from plimsoll.artifacts.costs import CostSource
@@ -87,7 +86,7 @@ class FitChange(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-class Fit(Printable, msgspec.Struct, frozen=True, kw_only=True):
+class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """The micro-batch and the plan with the most throughput under a budget. Build one with ``plimsoll.fit``.
 
     ``best`` is a position in ``points``; ``None``: nothing fits, and ``changes`` say what would. ``plan`` was solved for the
@@ -141,9 +140,3 @@ class Fit(Printable, msgspec.Struct, frozen=True, kw_only=True):
     def exit_code(self) -> int:
         """0 where something fits, else that of a budget below the floor."""
         return 0 if self.best is not None else 3
-
-    def save(self, path: str | Path) -> None:
-        """Write it as JSON, whole or not at all."""
-        from plimsoll.artifacts.store import save
-
-        save(self, path)

@@ -1,4 +1,4 @@
-"""The name of a device in, whether it runs GPU kernels out: what a trace depends on, and all it depends on. No torch here."""
+"""Says which devices run GPU kernels: all that a trace depends on of a device. No torch here."""
 
 from __future__ import annotations
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import Printable
+from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Decision, Status
 
@@ -123,7 +122,7 @@ COLLECTIVES = "collectives"
 """What ``allow`` says where recipes may run collectives again."""
 
 
-class Plan(Printable, msgspec.Struct, frozen=True, kw_only=True):
+class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """What to do with every saved value under a budget. Build one with ``plimsoll.plan``; save it with ``save``.
 
     ``lower_bound_seconds`` bounds the step of *any* plan of this engine under this model of the machine (each op run again
@@ -191,19 +190,6 @@ class Plan(Printable, msgspec.Struct, frozen=True, kw_only=True):
             return 0.0
         return self.predicted_seconds / self.baseline_seconds - 1.0
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, whole or not at all; ``plimsoll.load`` reads it back exactly.
-
-        Raises:
-            PlanFileError: the place cannot be written.
-
-        Example:
-            >>> plan.save("plan.json")  # doctest: +SKIP
-        """
-        from plimsoll.artifacts.store import save
-
-        save(self, path)
-
     def explain(self) -> str:
         """Every decision with its reason in terms of the price of memory, what one more GiB buys, who holds the peak."""
-        return Printable.render(self, with_details=True)
+        return ArtifactBase.render(self, with_details=True)

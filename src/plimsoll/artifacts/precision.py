@@ -1,4 +1,4 @@
-"""The name of a precision in, what it means for parameters and for arithmetic out. No torch here.
+"""What each named precision means for parameters and for arithmetic. No torch here.
 
 ``bf16`` and ``fp16`` hold parameters, gradients and activations in the narrow type. ``bf16-mixed`` and ``fp16-mixed`` hold
 parameters in float32 and run the forward pass under autocast (Micikevicius et al. 2018, Mixed Precision Training).

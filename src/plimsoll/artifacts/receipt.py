@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import enum
 import math
-from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import Printable
+from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.confirmation import Confirmation
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.fault import Fault
@@ -140,7 +139,7 @@ class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
     dropped_bytes: int = 0
 
 
-class Receipt(Printable, msgspec.Struct, frozen=True, kw_only=True):
+class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """The evidence for one plan on one batch. ``plimsoll.verify`` makes one; ``str`` shows it.
 
     Where the ``strategy`` is ``own`` there is no plan: the model's own checkpointing, offloading or compiled budget is held
@@ -296,12 +295,6 @@ class Receipt(Printable, msgspec.Struct, frozen=True, kw_only=True):
     def exit_code(self) -> int:
         """0 where the verdict passes, else 1."""
         return 0 if self.verdict.is_pass else 1
-
-    def save(self, path: str | Path) -> None:
-        """Write the receipt as JSON, whole or not at all."""
-        from plimsoll.artifacts.store import save
-
-        save(self, path)
 
 
 def _is_close(one: float | None, other: float | None, tolerance: float) -> bool:

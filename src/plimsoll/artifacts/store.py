@@ -1,13 +1,10 @@
-"""An artifact in, a JSON file out, and back exactly: versioned, tagged, written whole or not at all.
+"""Reads artifacts from their JSON files, exactly as they were saved, whichever kind and older schema a file holds.
 
 The file says what it is (``"plimsoll": "plan"``) and which schema it follows. Reading one runs nothing: it is data.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.traffic import Traffic
 from plimsoll.artifacts.verdict import Verdict
+from plimsoll.artifacts.writing import NUMBER, TAG
 from plimsoll.errors import PlanFileError
 
 Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding
@@ -43,20 +41,6 @@ _KINDS: dict[str, tuple[type[Artifact], int]] = {
     Explanation.KIND: (Explanation, explained.SCHEMA_VERSION),
     Traffic.KIND: (Traffic, traffic.SCHEMA_VERSION),
 }
-_TAG = "plimsoll"
-_NUMBER = "plimsoll.number"
-
-
-def to_json(artifact: Artifact) -> str:
-    """The artifact as indented JSON with its tag first.
-
-    Example:
-        >>> to_json(plan).splitlines()[1]  # doctest: +SKIP
-        '  "plimsoll": "plan",'
-    """
-    fields: dict[str, Any] = _wrap_odd_numbers(msgspec.to_builtins(artifact))
-    encoded = msgspec.json.encode({_TAG: artifact.KIND} | fields)
-    return msgspec.json.format(encoded, indent=2).decode()
 
 
 def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
@@ -77,13 +61,13 @@ def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
             why=f"reading stopped: {error}",
             next="the file may have been cut off while it was copied: copy it again, or save the plan again",
         ) from error
-    if not isinstance(fields, dict) or _TAG not in fields:
+    if not isinstance(fields, dict) or TAG not in fields:
         raise PlanFileError(
             f"{source} is JSON, but no plan.",
-            why=f'it lacks the tag "{_TAG}" that every file of Plimsoll starts with',
+            why=f'it lacks the tag "{TAG}" that every file of Plimsoll starts with',
             next="give a file that plan.save() or `plimsoll plan --output` wrote",
         )
-    kind = fields.pop(_TAG)
+    kind = fields.pop(TAG)
     if not isinstance(kind, str) or kind not in _KINDS:
         raise PlanFileError(
             f"{source} holds {kind!r}, which this version does not know.",
@@ -102,21 +86,10 @@ def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
         ) from error
 
 
-def _wrap_odd_numbers(node: Any) -> Any:
-    """Infinity and NaN have no JSON: write them as ``{"plimsoll.number": "inf"}`` so that they come back."""
-    if isinstance(node, float) and not math.isfinite(node):
-        return {_NUMBER: repr(node)}
-    if isinstance(node, dict):
-        return {key: _wrap_odd_numbers(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [_wrap_odd_numbers(value) for value in node]
-    return node
-
-
 def _unwrap_odd_numbers(node: Any) -> Any:
     if isinstance(node, dict):
-        if node.keys() == {_NUMBER} and node[_NUMBER] in ("inf", "-inf", "nan"):
-            return float(node[_NUMBER])
+        if node.keys() == {NUMBER} and node[NUMBER] in ("inf", "-inf", "nan"):
+            return float(node[NUMBER])
         return {key: _unwrap_odd_numbers(value) for key, value in node.items()}
     if isinstance(node, list):
         return [_unwrap_odd_numbers(value) for value in node]
@@ -136,48 +109,6 @@ def _check_version(found: object, known: int, *, kind: str, source: str) -> None
             why="a newer Plimsoll wrote it",
             next=f"upgrade Plimsoll, or make the {kind} again with this version",
         )
-
-
-def save(artifact: Artifact, path: str | Path) -> None:
-    """Write an artifact as JSON. The file appears whole or not at all.
-
-    Args:
-        artifact: a plan, receipt or comparison.
-        path: where to; an existing file is replaced.
-
-    Raises:
-        PlanFileError: the place cannot be written.
-    """
-    write_whole(to_json(artifact) + "\n", path)
-
-
-def write_whole(text: str, path: str | Path) -> None:
-    """Write text to a file that appears whole or not at all; an existing file is replaced.
-
-    Its name until then is random: on a disk that machines share, two processes may have the same id.
-
-    Raises:
-        PlanFileError: the place cannot be written.
-    """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        if isinstance(error, OSError):
-            raise _not_writable(target, error) from error
-        raise
-
-
-def _not_writable(target: Path, error: OSError) -> PlanFileError:
-    return PlanFileError(
-        f"{target} cannot be written.",
-        why=error.strerror or type(error).__name__,
-        next="give a file in a directory that exists and that you may write to",
-    )
 
 
 def load_any(path: str | Path) -> Artifact:

@@ -6,12 +6,11 @@ How each figure is defined is in docs/gradient-compression.md.
 from __future__ import annotations
 
 import enum
-from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import Printable
+from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.verdict import Estimate, Outcome
 
 SCHEMA_VERSION = 2
@@ -174,7 +173,7 @@ class MethodTraffic(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class Traffic(Printable, msgspec.Struct, frozen=True, kw_only=True):
+class Traffic(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """What gradient compression would do to a data-parallel step here. ``str`` shows it.
 
     ``methods`` begins with the uncompressed one, whose ruling is that of all: ``KEEP`` where some method is worth it. Of a
@@ -208,13 +207,3 @@ class Traffic(Printable, msgspec.Struct, frozen=True, kw_only=True):
     sharded: ShardedStep | None = None
     methods: tuple[MethodTraffic, ...]
     notes: tuple[str, ...] = ()
-
-    def save(self, path: str | Path) -> None:
-        """Write it as JSON, whole or not at all.
-
-        Raises:
-            PlanFileError: the place cannot be written.
-        """
-        from plimsoll.artifacts.store import save
-
-        save(self, path)

@@ -6,12 +6,11 @@ Numbers that are not finite are ``None``. How each figure is defined is in docs/
 from __future__ import annotations
 
 import enum
-from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import Printable
+from plimsoll.artifacts.base import ArtifactBase
 
 SCHEMA_VERSION = 1
 
@@ -166,7 +165,7 @@ class Curves(msgspec.Struct, frozen=True, kw_only=True):
     plan_norms: tuple[float | None, ...]
 
 
-class Verdict(Printable, msgspec.Struct, frozen=True, kw_only=True):
+class Verdict(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Training under a plan held against training without one. ``plimsoll.probe`` makes one; ``str`` shows it.
 
     ``decided_by`` is the name of the rule that the ruling follows from, ``missing`` what an undecided one lacks.
@@ -222,13 +221,3 @@ class Verdict(Printable, msgspec.Struct, frozen=True, kw_only=True):
     def exit_code(self) -> int:
         """0 where training may rely on the plan, else 1."""
         return 0 if self.ruling.is_pass else 1
-
-    def save(self, path: str | Path) -> None:
-        """Write the verdict as JSON, whole or not at all.
-
-        Raises:
-            PlanFileError: the place cannot be written.
-        """
-        from plimsoll.artifacts.store import save
-
-        save(self, path)

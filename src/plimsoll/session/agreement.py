@@ -20,7 +20,8 @@ import msgspec
 import torch
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.store import from_json, to_json
+from plimsoll.artifacts.store import from_json
+from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlimsollError, RankFailed
 from plimsoll.session.allowance import Allowance
 from plimsoll.session.rendezvous.conversation import Conversation, differing

@@ -1,4 +1,4 @@
-"""The demo's evidence in, what it shows out: the plan, claims beside measurements, and three sentences."""
+"""Shows the demo on a terminal: the plan, claims beside measurements, and what happened in three sentences."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from plimsoll.units import format_bytes, format_seconds, format_share
 
 if TYPE_CHECKING:
     from plimsoll.ui.demo.story import Preparation, Story
-    from plimsoll.ui.demo.training import Setup
+    from plimsoll.ui.demo.training import DemoSetup
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _HELD = {True: "✓", False: "✗"}
 
 
-def render_introduction(setup: Setup) -> RenderableType:
+def render_introduction(setup: DemoSetup) -> RenderableType:
     """What is about to happen."""
     return Text.assemble(
         ("Plimsoll demo\n", "bold"),

@@ -45,7 +45,7 @@ class Paragraph:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class NamedFigures:
     """Pairs of name and value."""
 
     kind: ClassVar[str] = "figures"
@@ -186,7 +186,7 @@ class PartsChart:
 
 
 Chart = MemoryChart | DecisionMap | FrontierChart | CurvesChart | NormsChart | PartsChart
-Element = Paragraph | Figures | Table | Checks | Fold | Chart
+Element = Paragraph | NamedFigures | Table | Checks | Fold | Chart
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +199,10 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About:
+class Subject:
     """What a document is about, as far as its artifact says; it goes with documents about the same."""
 
-    model: str
+    model: str = ""
     fingerprint: str = ""
     signature: str = ""
     device: str = ""
@@ -225,7 +225,8 @@ class Document:
     subject: str
     word: str
     tone: Tone
-    about: About
+    about: Subject = field(default_factory=Subject)
+    """Asked for by pages alone."""
     lines: Sequence[str] = ()
     statement: str = ""
     sections: Sequence[Section]

@@ -1,4 +1,4 @@
-"""Plans in, a trace file's text out that ui.perfetto.dev and chrome://tracing open: memory by category, the peak marked.
+"""Writes plans' memory timelines as a trace file for ui.perfetto.dev and chrome://tracing, the peak marked.
 
 Source: the Trace Event Format (JSON): counter events ``C``, complete events ``X``, instant events ``i``, metadata ``M``.
 """

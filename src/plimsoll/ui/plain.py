@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from plimsoll.ui.document import Checks, Document, Element, Figures, Fold, Paragraph, Table, opened
+from plimsoll.ui.document import Checks, Document, Element, Fold, NamedFigures, Paragraph, Table, opened
 
 _INDENT = "  "
 
@@ -62,7 +62,7 @@ def _block(element: Element, *, with_details: bool) -> tuple[str, list[str]]:
     match element:
         case Paragraph():
             return "", [element.text]
-        case Figures():
+        case NamedFigures():
             return "", align(element.rows)
         case Table():
             header = [list(element.header)] if element.header else []

@@ -10,8 +10,19 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from plimsoll.artifacts.store import Artifact
-from plimsoll.ui.document import Checks, Document, Element, Figures, Fold, MemoryChart, Paragraph, Table, Tone, opened
-from plimsoll.ui.timeline import Timeline, draw_bar
+from plimsoll.ui.document import (
+    Checks,
+    Document,
+    Element,
+    Fold,
+    MemoryChart,
+    NamedFigures,
+    Paragraph,
+    Table,
+    Tone,
+    opened,
+)
+from plimsoll.ui.timeline import MemoryTimeline, draw_bar
 from plimsoll.ui.views import view
 
 _STYLES = {Tone.GOOD: "bold green", Tone.BAD: "bold red", Tone.NEUTRAL: "bold yellow"}
@@ -57,7 +68,7 @@ def _render(element: Element) -> RenderableType | None:
     match element:
         case Paragraph():
             return Text(element.text)
-        case Figures():
+        case NamedFigures():
             grid = Grid.grid(padding=(0, 2))
             grid.add_column(style="dim", no_wrap=True)
             grid.add_column(overflow="fold")
@@ -71,7 +82,7 @@ def _render(element: Element) -> RenderableType | None:
         case Fold():
             return Group(*render_elements(element.elements))
         case MemoryChart():
-            return Timeline(element.points, element.budget_bytes)
+            return MemoryTimeline(element.points, element.budget_bytes)
         case _:
             return None
 

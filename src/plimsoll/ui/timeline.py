@@ -1,4 +1,4 @@
-"""Memory over a step in, a unicode picture out: columns of bars, the budget as a line, the peak marked and named."""
+"""Draws memory over a step for a terminal: columns of bars, the budget as a line, the peak marked and named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_ROOM = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class MemoryTimeline:
     """A timeline that takes the width of the terminal that it is printed on."""
 
     points: Sequence[TimelinePoint]

@@ -15,7 +15,8 @@ from plimsoll.analysis.verify.repeated_ops import RepeatedOps
 from plimsoll.artifacts.fault import Cause
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import OWN, Verdict
-from plimsoll.artifacts.store import from_json, to_json
+from plimsoll.artifacts.store import from_json
+from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import InvalidOption
 from steps import CheckpointedStack, Stack, mean_square
 

@@ -10,7 +10,8 @@ from plimsoll.ui.fit_terminal import render_fit
 
 import plimsoll
 from plimsoll.artifacts.fit import Fit
-from plimsoll.artifacts.store import from_json, to_json
+from plimsoll.artifacts.store import from_json
+from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import InvalidBatch, InvalidBudget, InvalidOption, PlimsollError
 from plimsoll.estimator.fit.micro_batches import MicroBatches
 from plimsoll.estimator.fit.point import Shape

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from plimsoll.artifacts.explained import Explanation
-from plimsoll.artifacts.store import load_any, save
+from plimsoll.artifacts.store import load_any
 from plimsoll.ui.cli.app import app
 from samples import make_plan, make_receipt
 
@@ -73,11 +73,11 @@ def test_json_holds_the_same_numbers(runner: CliRunner, step: str):
 def test_a_saved_plan_is_explained_from_its_file(runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     plan = make_plan()
-    save(plan, "plan.json")
+    plan.save("plan.json")
     result = runner.invoke(app, ["explain", "plan.json"])
     assert result.exit_code == 0
     assert result.stdout.rstrip("\n") == plan.explain()
-    save(make_receipt(), "receipt.json")
+    make_receipt().save("receipt.json")
     for arguments, message in (
         (["receipt.json"], "holds a receipt, not a plan"),
         (["plan.json", "--strategy", "full"], "would have no effect on a saved plan"),

@@ -24,8 +24,9 @@ from plimsoll.analysis.probe.until_clear import run_probe
 from plimsoll.analysis.verify.evidence import versions
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
-from plimsoll.artifacts.store import from_json, to_json
+from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.verdict import Verdict
+from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import InvalidModel, InvalidProbe, PlanNotUsable, ProbeRunUnusable
 from plimsoll.session.manage import manage
 from plimsoll.session.matching import refuse_other_model, refuse_other_signature

@@ -9,7 +9,8 @@ import msgspec
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt, Verdict
-from plimsoll.artifacts.store import from_json, to_json
+from plimsoll.artifacts.store import from_json
+from plimsoll.artifacts.writing import to_json
 from plimsoll.session.agreement import Agreement
 from plimsoll.units import format_bytes
 

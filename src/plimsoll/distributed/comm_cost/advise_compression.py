@@ -19,8 +19,9 @@ from plimsoll.analysis.probe.step import Blocks, Trainer
 from plimsoll.analysis.probe.stream import Call, Stream, held_out_calls
 from plimsoll.analysis.probe.verb import check_trainable, describe_optimizer
 from plimsoll.artifacts.progress import Progress, silent
-from plimsoll.artifacts.store import from_json, to_json
+from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.traffic import UNCOMPRESSED, Traffic
+from plimsoll.artifacts.writing import to_json
 from plimsoll.distributed.comm_cost.traffic_figures import Figures, ReplicaFigures, ShardFigures
 from plimsoll.distributed.comm_cost.traffic_found import LEAST_ROUNDS, Found, validate_methods
 from plimsoll.distributed.comm_cost.traffic_layout import check_layout, check_reducible, find_units, name_methods

@@ -33,13 +33,13 @@ def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed
     from plimsoll.estimator.targets.hugging_face import quiet_transformers
     from plimsoll.ui.cli.progress import show_progress
     from plimsoll.ui.demo import story
-    from plimsoll.ui.demo.training import Setup
+    from plimsoll.ui.demo.training import DemoSetup
     from plimsoll.ui.demo_terminal import render_introduction, render_preparation, render_story
 
     console = terminal.stdout()
     with ranks.one_process("demo"):
         quiet_transformers()
-        setup = Setup(steps=steps, seed=seed)
+        setup = DemoSetup(steps=steps, seed=seed)
         console.print(render_introduction(setup))
         with show_progress(terminal.stderr()) as report:
             ready = story.prepare(setup, budget, report)

@@ -1,4 +1,4 @@
-"""A target built from a configuration in; the real data that it is probed with, and what that is in words, out.
+"""Chooses the real data that a target built from a configuration is probed with, and says in words what it is.
 
 Language models get the source of Python's standard library, a byte per token; image classifiers get scikit-learn's digits
 where that is installed. Both are pieces that do not overlap, in an order drawn once.

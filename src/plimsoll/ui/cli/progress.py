@@ -1,4 +1,4 @@
-"""Stages with their share done in, a live bar on stderr out; without a terminal a line now and then instead."""
+"""Shows progress as a live bar on stderr; without a terminal as a line now and then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command that torchrun has started on several ranks in, one voice and one exit code for all of them out.
+"""Makes a command that torchrun has started on several ranks speak once and end with one exit code.
 
 The ranks join a process group once the target is loaded, unless the target has made one itself. One rank prints and writes
 files: the first. An error is printed by the first rank whose own it is. In the end all wait for each other, so that nobody

@@ -1,4 +1,4 @@
-"""What a command says in, terminal or JSON out: consoles, artifacts, errors and exit codes in one place.
+"""Writes what commands say, for people or as JSON: consoles, artifacts, errors and exit codes in one place.
 
 Exit codes: 0 all is well; 1 verification failed; 2 bad input; 3 the budget is below the floor; 4 a replay did not match;
 130 interrupted.
@@ -17,7 +17,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from plimsoll.artifacts.store import Artifact, to_json
+from plimsoll.artifacts.store import Artifact
+from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import PlimsollError
 
 INTERRUPTED = 130

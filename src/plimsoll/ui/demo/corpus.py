@@ -1,4 +1,4 @@
-"""Python's standard library in, batches of bytes out: real text that every machine already has."""
+"""Batches of bytes from Python's standard library: real text that every machine already has."""
 
 from __future__ import annotations
 

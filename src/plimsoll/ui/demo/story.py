@@ -1,4 +1,4 @@
-"""A setup in, the whole demo's evidence out: plan, receipt, and the same training without and with the plan."""
+"""Runs the demo and collects its evidence: plan, receipt, and the same training without and with the plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import plimsoll
 from plimsoll.artifacts.progress import Progress
 from plimsoll.ui.demo.corpus import Batches, read_corpus
-from plimsoll.ui.demo.training import Run, Setup, make_model, make_optimizer, take_step
+from plimsoll.ui.demo.training import DemoSetup, Run, make_model, make_optimizer, take_step
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ class Story:
         return statistics.median(ours / plain for ours, plain in pairs[1:] or pairs) - 1.0
 
 
-def prepare(setup: Setup, budget: str, on_stage: Progress) -> Preparation:
+def prepare(setup: DemoSetup, budget: str, on_stage: Progress) -> Preparation:
     """Plan the training step under the budget and verify the plan.
 
     Args:
@@ -86,7 +86,7 @@ def prepare(setup: Setup, budget: str, on_stage: Progress) -> Preparation:
     return Preparation(plan=plan, receipt=receipt, parameters=sum(p.numel() for p in model.parameters()))
 
 
-def compare_training(setup: Setup, ready: Preparation, on_plain_step: OnStep, on_managed_step: OnStep) -> Story:
+def compare_training(setup: DemoSetup, ready: Preparation, on_plain_step: OnStep, on_managed_step: OnStep) -> Story:
     """Train twice from the same seed, plainly and under the plan, and compare bit for bit.
 
     The two trainings take turns, step by step, so that what else the machine does meets both alike.
@@ -117,7 +117,7 @@ def compare_training(setup: Setup, ready: Preparation, on_plain_step: OnStep, on
     )
 
 
-def _batches(setup: Setup) -> Batches:
+def _batches(setup: DemoSetup) -> Batches:
     return Batches(read_corpus(), batch=setup.batch, sequence=setup.sequence, seed=setup.seed)
 
 

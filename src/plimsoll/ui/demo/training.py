@@ -1,4 +1,4 @@
-"""Sizes and a seed in, a Llama and its training step out: what the demo does twice, with and without a plan."""
+"""The small Llama and its training step that the demo runs twice, with and without a plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class DemoSetup:
     """What is trained: a Llama of the real architecture in a size that a laptop trains in a minute or two."""
 
     hidden_size: int = 256
@@ -40,7 +40,7 @@ class Run:
         return min(self.step_seconds)
 
 
-def make_model(setup: Setup) -> torch.nn.Module:
+def make_model(setup: DemoSetup) -> torch.nn.Module:
     """A transformers Llama with random weights, the same for the same seed."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -60,7 +60,7 @@ def make_model(setup: Setup) -> torch.nn.Module:
     return model.train()
 
 
-def make_optimizer(model: torch.nn.Module, setup: Setup) -> torch.optim.Optimizer:
+def make_optimizer(model: torch.nn.Module, setup: DemoSetup) -> torch.optim.Optimizer:
     """AdamW, as such models are trained."""
     import torch
 

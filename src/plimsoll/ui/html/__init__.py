@@ -1,1 +1,1 @@
-"""Artifacts in, one HTML page out that holds everything it needs: charts, tables, style. No torch, no network."""
+"""Documents as one HTML page that holds everything it needs: charts, tables, style. No torch, no network."""

@@ -19,23 +19,24 @@ from typing import Any, ClassVar
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from plimsoll.artifacts.store import Artifact, Reportable, write_whole
+from plimsoll.artifacts.store import Artifact, Reportable
+from plimsoll.artifacts.writing import write_whole
 from plimsoll.errors import InvalidReport, PlanMismatch
 from plimsoll.ui.document import (
-    About,
     Chart,
     CurvesChart,
     DecisionMap,
     Document,
     Element,
-    Figures,
     Fold,
     FrontierChart,
     MemoryChart,
+    NamedFigures,
     NormsChart,
     Paragraph,
     PartsChart,
     Section,
+    Subject,
 )
 from plimsoll.ui.html.drawing import Drawing
 from plimsoll.ui.html.evidence_charts import draw_curves, draw_norms, draw_parts
@@ -109,7 +110,7 @@ def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
     return _render(_Page(documents))
 
 
-def _refuse_other(source: str, about: About, other_source: str, other: About) -> None:
+def _refuse_other(source: str, about: Subject, other_source: str, other: Subject) -> None:
     """Both are about the same model and batch, as far as they say."""
     advice = "make one page for each: `plimsoll report FILE -o page.html`"
     if _differ(about.model, other.model) or _differ(about.fingerprint, other.fingerprint):
@@ -130,7 +131,7 @@ def _differ(one: str, other: str) -> bool:
     return bool(one and other and one != other)
 
 
-def _model(about: About) -> str:
+def _model(about: Subject) -> str:
     mark = f", fingerprint {about.fingerprint}" if about.fingerprint else ""
     return f"{about.model or 'a model without a name'}{mark}"
 
@@ -172,7 +173,7 @@ class _Page:
         ordered = sorted(_with_one_frontier(found), key=lambda section: section.place)
         notes = dict.fromkeys(note for document in self.documents for note in document.notes)
         remarks = [Section("Notes", [Paragraph(note) for note in notes])] if notes else []
-        return [*ordered, *remarks, Section("Machine and versions", [Figures(self._origins)])]
+        return [*ordered, *remarks, Section("Machine and versions", [NamedFigures(self._origins)])]
 
     @property
     def _origins(self) -> list[tuple[str, str]]:

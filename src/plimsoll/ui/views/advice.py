@@ -18,7 +18,6 @@ from plimsoll.artifacts.advice import (
 )
 from plimsoll.artifacts.naming import compress_names, kind_of, name_call
 from plimsoll.ui.document import (
-    About,
     Check,
     Checks,
     Document,
@@ -26,6 +25,7 @@ from plimsoll.ui.document import (
     Fold,
     Paragraph,
     Section,
+    Subject,
     Table,
     Tone,
     sentence,
@@ -53,7 +53,7 @@ def view_advice(advice: Advice) -> Document:
         subject=f"for {advice.model} on {advice.device}",
         word=advice.recommendation.headline,
         tone=_KINDS.get(advice.recommendation.kind, Tone.GOOD),
-        about=About(
+        about=Subject(
             model=advice.model,
             fingerprint=advice.fingerprint,
             signature=advice.signature,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
-from plimsoll.ui.document import UNKNOWN, About, Document, FrontierChart, Place, Section, Table, Tone
+from plimsoll.ui.document import UNKNOWN, Document, FrontierChart, Place, Section, Subject, Table, Tone
 from plimsoll.units import format_bytes, format_seconds
 
 _HEADER = ("strategy", "status", "predicted", "measured", "step time ×", "gradients")
@@ -27,7 +27,7 @@ def view_comparison(comparison: Comparison) -> Document:
         subject=f"of strategies on {comparison.model}, {comparison.device}, {comparison.steps} steps each",
         word=_DIFFER if wrong else "MEASURED",
         tone=Tone.BAD if wrong else Tone.GOOD,
-        about=About(
+        about=Subject(
             model=comparison.model,
             signature=comparison.signature,
             device=comparison.device,

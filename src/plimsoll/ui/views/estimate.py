@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from plimsoll.artifacts.basis import Basis
 from plimsoll.artifacts.estimate import BudgetItem, Estimate, StageEstimate
-from plimsoll.ui.document import About, Document, Element, Paragraph, Section, Table, Tone
+from plimsoll.ui.document import Document, Element, Paragraph, Section, Table, Tone
 from plimsoll.units import format_bytes, format_seconds
 
 _HOLDERS_SHOWN = 5
@@ -31,7 +31,6 @@ def view_estimate(estimate: Estimate) -> Document:
         subject=f"of {estimate.target} on {f'{ranks:,} x ' if ranks > 1 else ''}{estimate.device}",
         word=_verdict(estimate),
         tone=_TONES[estimate.does_fit],
-        about=About(model=estimate.model, device=estimate.device, budget_bytes=estimate.budget_bytes),
         lines=_setting(estimate),
         sections=sections,
         notes=estimate.notes,

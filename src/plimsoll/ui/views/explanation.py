@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from plimsoll.artifacts.explained import Change, Explanation
 from plimsoll.artifacts.naming import group_holders
 from plimsoll.artifacts.plan import Holder
-from plimsoll.ui.document import About, Document, Element, Figures, MemoryChart, Paragraph, Section, Table, Tone
+from plimsoll.ui.document import Document, Element, MemoryChart, NamedFigures, Paragraph, Section, Table, Tone
 from plimsoll.units import format_bytes
 
 _SHOWN = 6
@@ -18,7 +18,7 @@ def view_explanation(explanation: Explanation) -> Document:
     """Everything that the explanation says."""
     peak = explanation.peak
     sections = [
-        Section("In figures", [Figures(_figures(explanation))]),
+        Section("In figures", [NamedFigures(_figures(explanation))]),
         Section(f"At the peak ({peak.moment})", [_holders(peak.holders)]),
         Section("Resident after forward", [_holders(explanation.resident)]),
     ]
@@ -32,12 +32,6 @@ def view_explanation(explanation: Explanation) -> Document:
         subject=f"of the peak of {explanation.model} on {explanation.device}",
         word=format_bytes(peak.bytes),
         tone=Tone.NEUTRAL,
-        about=About(
-            model=explanation.model,
-            fingerprint=explanation.fingerprint,
-            signature=explanation.signature,
-            device=explanation.device,
-        ),
         lines=[explanation.verdict],
         sections=sections,
         notes=explanation.notes,
@@ -91,7 +85,7 @@ def _changes(explanation: Explanation) -> list[Element]:
         rows = [_change(change, explanation.peak.bytes) for change in helpful]
         elements = [
             Table(header=_CHANGES_HEADER, rows=rows, numbers=(1, 2), marked=0),
-            Figures([(change.name, change.how) for change in helpful]),
+            NamedFigures([(change.name, change.how) for change in helpful]),
         ]
     else:
         elements = [Paragraph("nothing of what was tried moves it")]

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from plimsoll.artifacts.finding import Finding, Layer, OverheadCause, OverheadPart, PhaseUse, Side, WorkPhase
 from plimsoll.ui.document import (
     UNKNOWN,
-    About,
     Check,
     Checks,
     Document,
     Element,
-    Figures,
     Fold,
+    NamedFigures,
     Paragraph,
     PartsChart,
     Section,
+    Subject,
     Table,
     Tone,
 )
@@ -43,7 +43,7 @@ def view_finding(finding: Finding) -> Document:
         subject=f"of {what}",
         word=f"{format_share(finding.overhead_share)} per step",
         tone=Tone.NEUTRAL,
-        about=About(model=finding.model, device=finding.device, origins=finding.versions),
+        about=Subject(model=finding.model, device=finding.device, origins=finding.versions),
         statement=_statement(finding),
         sections=[Section("Where the overhead goes", _overhead(finding))],
         notes=finding.notes,
@@ -69,7 +69,7 @@ def _more(share: float) -> str:
 
 def _overhead(finding: Finding) -> list[Element]:
     parts = _notable_parts(finding)
-    elements: list[Element] = [Figures(_figures(finding)), *([PartsChart(parts)] if parts else [])]
+    elements: list[Element] = [NamedFigures(_figures(finding)), *([PartsChart(parts)] if parts else [])]
     elements += [_parts_table(finding, parts), *(Paragraph(f"Advice: {text}") for text in _advice(parts))]
     phases = Table(title="Busy time by phase", header=_PHASES_HEADER, rows=_phases(finding), numbers=(1, 2, 3, 4))
     signs = [Check(*_SIGNS[sign.is_raised], sign.name, sign.text) for sign in finding.signs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plimsoll.artifacts.fit import Fit, FitChange, FitPoint
-from plimsoll.ui.document import About, Document, Figures, Section, Table, Tone
+from plimsoll.ui.document import Document, NamedFigures, Section, Table, Tone
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 _FRONTIER_HEADER = ("batch", "seq", "accum", "per s", "peak", "unmanaged", "plan", "")
@@ -21,7 +21,7 @@ def view_fit(fit: Fit) -> Document:
         marked=fit.best,
     )
     sections = [
-        Section("In figures", [Figures(_figures(fit))]),
+        Section("In figures", [NamedFigures(_figures(fit))]),
         Section(f"Frontier ({fit.items_name} per second; share of the saved bytes that is recomputed)", [frontier]),
     ]
     if fit.changes:
@@ -32,7 +32,6 @@ def view_fit(fit: Fit) -> Document:
         subject=f"of {fit.model} on {fit.device} within {format_bytes(fit.budget_bytes)}",
         word="nothing fits" if best is None else f"{_sizes(best)}, {_plan(best)}",
         tone=Tone.BAD if best is None else Tone.GOOD,
-        about=About(model=fit.model, device=fit.device, budget_bytes=fit.budget_bytes),
         sections=sections,
         notes=fit.notes,
     )

@@ -12,17 +12,17 @@ from plimsoll.artifacts.naming import compress_names, kind_of, name_call
 from plimsoll.artifacts.plan import Holder, Peak, Plan, RegionPlan, ValueDecision
 from plimsoll.ui.document import (
     UNKNOWN,
-    About,
     DecisionMap,
     Document,
     Element,
-    Figures,
     Fold,
     FrontierChart,
     MemoryChart,
+    NamedFigures,
     Paragraph,
     Place,
     Section,
+    Subject,
     Table,
     Tone,
     table_of_known,
@@ -41,7 +41,7 @@ def view_plan(plan: Plan) -> Document:
     """Status, figures, memory, decisions; reasons and other budgets are details."""
     limit = "no budget" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     sections = [
-        Section("In figures", [Figures(plan_figures(plan))], Place.DETAIL),
+        Section("In figures", [NamedFigures(plan_figures(plan))], Place.DETAIL),
         Section("Memory over the step", _memory(plan), Place.PICTURE),
         Section("Time against memory", _frontier(plan), Place.PICTURE),
     ]
@@ -55,7 +55,7 @@ def view_plan(plan: Plan) -> Document:
         subject=f"{plan.strategy!r} for {plan.model} on {plan.device}",
         word=plan.status,
         tone=_TONES.get(plan.status, Tone.GOOD),
-        about=About(
+        about=Subject(
             model=plan.model,
             fingerprint=plan.fingerprint,
             signature=plan.signature,

@@ -9,7 +9,7 @@ from plimsoll.artifacts.confirmation import Claim, Confirmation
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.naming import compress_names, name_call
 from plimsoll.artifacts.receipt import OWN, Intermediate, Mismatch, Receipt
-from plimsoll.ui.document import About, CurvesChart, Document, Element, Figures, Fold, Section, Table, Tone
+from plimsoll.ui.document import CurvesChart, Document, Element, Fold, NamedFigures, Section, Subject, Table, Tone
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 _SHOWN = 10
@@ -24,7 +24,7 @@ def view_receipt(receipt: Receipt) -> Document:
         subject=f"for {subject}, {receipt.model} on {receipt.device}",
         word=receipt.verdict,
         tone=Tone.GOOD if receipt.verdict.is_pass else Tone.BAD,
-        about=About(
+        about=Subject(
             model=receipt.model,
             fingerprint=receipt.fingerprint,
             signature=receipt.signature,
@@ -52,7 +52,7 @@ def _statement(receipt: Receipt) -> str:
 
 
 def _evidence(receipt: Receipt) -> list[Element]:
-    elements: list[Element] = [Figures(_figures(receipt))]
+    elements: list[Element] = [NamedFigures(_figures(receipt))]
     unexpected = receipt.unexpected_mismatches
     expected = [m for m in (*receipt.gradient_mismatches, *receipt.buffer_mismatches) if m not in unexpected]
     if unexpected:

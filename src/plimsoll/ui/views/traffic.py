@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plimsoll.artifacts.traffic import UNCOMPRESSED, LinkFit, MethodTraffic, Traffic, TrafficRuling
 from plimsoll.artifacts.verdict import Estimate
-from plimsoll.ui.document import UNKNOWN, About, Document, Element, Paragraph, Section, Table, Tone, table_of_known
+from plimsoll.ui.document import UNKNOWN, Document, Element, Paragraph, Section, Table, Tone, table_of_known
 from plimsoll.ui.views.verdict import OUTCOMES
 from plimsoll.units import format_bytes, format_rate, format_seconds
 
@@ -25,9 +25,6 @@ def view_traffic(traffic: Traffic) -> Document:
         subject=f"of {traffic.model}, {traffic.ranks} ranks on {traffic.device} ({traffic.backend})",
         word=traffic.ruling,
         tone=_RULINGS[traffic.ruling],
-        about=About(
-            model=traffic.model, fingerprint=traffic.fingerprint, device=traffic.device, origins=traffic.versions
-        ),
         lines=[traffic.ruling.advice, traffic.reason, *(f"missing: {missing}" for missing in traffic.missing)],
         sections=[
             Section("The step", [Paragraph(line) for line in _step(traffic)]),

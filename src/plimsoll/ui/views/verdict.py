@@ -14,7 +14,6 @@ from plimsoll.artifacts.verdict import (
 )
 from plimsoll.ui.document import (
     UNKNOWN,
-    About,
     CurvesChart,
     Document,
     Element,
@@ -22,6 +21,7 @@ from plimsoll.ui.document import (
     NormsChart,
     Paragraph,
     Section,
+    Subject,
     Table,
     Tone,
     sentence,
@@ -42,7 +42,7 @@ def view_verdict(verdict: Verdict) -> Document:
         subject=f"of plan {verdict.strategy!r}, {verdict.model} on {verdict.device}",
         word=verdict.ruling,
         tone=Tone.NEUTRAL if verdict.ruling is Ruling.UNDECIDED else tone,
-        about=About(
+        about=Subject(
             model=verdict.model,
             fingerprint=verdict.fingerprint,
             signature=verdict.signature,
