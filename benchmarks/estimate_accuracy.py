@@ -28,9 +28,9 @@ from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.estimate import StageEstimate
 from plimsoll.artifacts.precision import parse_precision
 from plimsoll.artifacts.trace import Category
-from plimsoll.estimator.caching.traces import TraceCache
 from plimsoll.estimator.estimate import estimate
-from plimsoll.estimator.tracing_targets import TraceRequest, trace_target
+from plimsoll.estimator.targets.tracing import TraceRequest, trace_target
+from plimsoll.estimator.trace_cache import TraceCache
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_none

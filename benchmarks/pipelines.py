@@ -16,14 +16,13 @@ from functools import cached_property
 
 from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.trace import Trace
-from plimsoll.estimator.caching.traces import TraceCache
-from plimsoll.estimator.parallelism.read import read_layout
+from plimsoll.estimator.parallelism.layouts import read_layout
 from plimsoll.estimator.parallelism.stages import StageTrace, split_stages
-from plimsoll.estimator.pipeline_schedule.growth import bubble_growth
-from plimsoll.estimator.pipeline_schedule.orders import Orders, pipeline_orders
-from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds, held_bytes, simulate_pipeline
+from plimsoll.estimator.pipeline_schedule.orders import Orders, held_bytes, pipeline_orders
+from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds, bubble_growth, simulate_pipeline
 from plimsoll.estimator.rank_estimates import Setting, StageOfRank
-from plimsoll.estimator.tracing_targets import TraceRequest, trace_target
+from plimsoll.estimator.targets.tracing import TraceRequest, trace_target
+from plimsoll.estimator.trace_cache import TraceCache
 from plimsoll.planning.costing.collectives import Collective, collective_seconds, group_of
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.simulate import Simulation
@@ -58,19 +57,19 @@ class _Pipeline:
         self.orders: Orders = pipeline_orders(layout)
 
     @cached_property
-    def seconds(self) -> list[StageSeconds]:
+    def seconds(self) -> list[ActionSeconds]:
         """Of every stage."""
-        known: dict[tuple[bool, bool, int], StageSeconds] = {}
+        known: dict[tuple[bool, bool, int], ActionSeconds] = {}
         for stage in self.stages:
             kind = (stage.has_embedding, stage.has_head, len(stage.regions))
             if kind not in known:
                 known[kind] = self._seconds_of(stage)
         return [known[stage.has_embedding, stage.has_head, len(stage.regions)] for stage in self.stages]
 
-    def _seconds_of(self, stage: StageTrace) -> StageSeconds:
+    def _seconds_of(self, stage: StageTrace) -> ActionSeconds:
         alone = StageOfRank(self.setting, stage, 1)
         group = group_of(self.layout, "pp")
-        return StageSeconds(
+        return ActionSeconds(
             forward_seconds=alone.overlap.forward_seconds,
             input_gradient_seconds=alone.overlap.backward_seconds - alone.seconds.weight_gradient_seconds,
             weight_gradient_seconds=alone.seconds.weight_gradient_seconds,
@@ -130,7 +129,7 @@ def growth(trace: Trace) -> list[str]:
     return rows
 
 
-def _last_kept(trace: Trace, pipeline: _Pipeline) -> Sequence[StageSeconds]:
+def _last_kept(trace: Trace, pipeline: _Pipeline) -> Sequence[ActionSeconds]:
     """The last stage, which has one micro-batch in flight, keeps everything."""
     kept = _Pipeline(trace, pipeline.layout, "none").seconds[-1]
     return [*pipeline.seconds[:-1], kept]
@@ -139,7 +138,7 @@ def _last_kept(trace: Trace, pipeline: _Pipeline) -> Sequence[StageSeconds]:
 def simulation_seconds() -> list[str]:
     """How long simulating a pipeline takes here."""
     layout = Layout(dp=128, tp=8, pp=16, micro_batches=128)
-    each = StageSeconds(
+    each = ActionSeconds(
         forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0, recompute_seconds=1.0
     )
     start = time.process_time()

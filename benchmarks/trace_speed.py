@@ -26,8 +26,8 @@ _DEVICE = "H100-SXM"
 
 def trace_figures(name: str) -> dict[str, Any]:
     start, start_process = time.perf_counter(), time.process_time()
-    from plimsoll.estimator.caching.traces import TraceCache
-    from plimsoll.estimator.tracing_targets import TraceRequest, trace_target
+    from plimsoll.estimator.targets.tracing import TraceRequest, trace_target
+    from plimsoll.estimator.trace_cache import TraceCache
 
     made = trace_target(TraceRequest(target=name, device_name=_DEVICE), cache=TraceCache())
     return {

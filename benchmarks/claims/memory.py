@@ -13,10 +13,10 @@ from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.precision import Precision
 from plimsoll.artifacts.trace import Category
-from plimsoll.estimator.caching.traces import TraceCache
 from plimsoll.estimator.parallelism.stages import split_stages
 from plimsoll.estimator.rank_estimates import Setting, StageOfRank
-from plimsoll.estimator.tracing_targets import TraceRequest, trace_target
+from plimsoll.estimator.targets.tracing import TraceRequest, trace_target
+from plimsoll.estimator.trace_cache import TraceCache
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex

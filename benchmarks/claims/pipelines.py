@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.claims.claim import Claim, Figure
 from plimsoll.artifacts.layout import Layout, PipelineSchedule
-from plimsoll.estimator.pipeline_schedule.orders import pipeline_orders
-from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds, held_bytes, in_flight, simulate_pipeline
+from plimsoll.estimator.pipeline_schedule.orders import held_bytes, in_flight, pipeline_orders
+from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds, simulate_pipeline
 
 _FORWARD, _BACKWARD = 1.0, 2.0
 
@@ -13,7 +13,7 @@ _FORWARD, _BACKWARD = 1.0, 2.0
 def _bubble(layout: Layout) -> float:
     """Idle time over the time of the work itself, with equal stages."""
     share = 1 / layout.virtual_stages
-    stage = StageSeconds(
+    stage = ActionSeconds(
         forward_seconds=_FORWARD * share,
         input_gradient_seconds=_BACKWARD / 2 * share,
         weight_gradient_seconds=_BACKWARD / 2 * share,

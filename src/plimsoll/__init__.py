@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from plimsoll.artifacts.receipt import Receipt
     from plimsoll.errors import PlimsollError
     from plimsoll.estimator.estimate import estimate
-    from plimsoll.estimator.fit.verb import fit
+    from plimsoll.estimator.fit.fit import fit
     from plimsoll.session.attach import attach
     from plimsoll.session.plan import apply, load, plan
     from plimsoll.ui.html.page import report
@@ -59,7 +59,7 @@ _HOMES = {
     "diagnose": "plimsoll.analysis.diagnose.diagnose",
     "estimate": "plimsoll.estimator.estimate",
     "explain": "plimsoll.analysis.explain.explain",
-    "fit": "plimsoll.estimator.fit.verb",
+    "fit": "plimsoll.estimator.fit.fit",
     "load": "plimsoll.session.plan",
     "plan": "plimsoll.session.plan",
     "probe": "plimsoll.analysis.probe.verb",

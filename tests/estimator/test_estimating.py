@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from plimsoll.ui.estimate_terminal import render_estimate
 from rich.console import Console
 
 import plimsoll
@@ -27,6 +26,7 @@ from plimsoll.errors import (
     UnknownOptimizer,
 )
 from plimsoll.estimator import estimate as estimating
+from plimsoll.ui.terminal import render_artifact
 from plimsoll.units import format_bytes
 
 SIZES: dict[str, Any] = {"sequence": 256}
@@ -185,7 +185,7 @@ def test_a_narrow_terminal_shows_every_number_of_every_stage_whole():
     found = on_gpu(layout="pp=4,micro-batches=4", strategy="full")
     text = io.StringIO()
     screen = Console(file=text, width=80, color_system=None)
-    screen.print(render_estimate(found))
+    screen.print(render_artifact(found))
     shown = text.getvalue()
     for stage in found.stages:
         for size in (stage.total_bytes, stage.allocated_bytes, stage.unmanaged_bytes, stage.recomputed_bytes):

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 
 from plimsoll.artifacts.basis import Basis
 from plimsoll.artifacts.layout import Layout
-from plimsoll.estimator.framework import framework_items
+from plimsoll.estimator.budget import framework_items
 from plimsoll.planning.costing.devices import find_device, known_devices
 from plimsoll.units import MIB
-
-
-@dataclass(frozen=True)
-class Unknown:
-    name: str = "TPU-v7"
-    ranks_per_node: int = 8
 
 
 def buffers(layout: Layout, device: str = "A100") -> dict[str, int]:
@@ -38,7 +32,9 @@ def test_every_figure_names_its_source_and_error_or_says_that_it_is_unsupported(
         assert len(items) >= 5
 
 
-@pytest.mark.parametrize("device", [find_device("MI300X"), Unknown()], ids=lambda device: device.name)
+@pytest.mark.parametrize(
+    "device", [find_device("MI300X"), replace(find_device("H100"), name="TPU-v7")], ids=lambda device: device.name
+)
 def test_devices_without_published_figures_are_not_guessed(device):
     items = framework_items(device, Layout(tp=2))
     assert {item.basis for item in items} == {Basis.UNSUPPORTED}

@@ -1,20 +1,30 @@
-"""Bytes by category at the peak of one rank, its allocator and its framework in; the items of its memory budget out.
+"""Lists every part of a device's memory at the peak of a step: what the tensors take, and what lies beside them.
 
 The error of an item is what comparisons with real steps leave open (``docs/estimate.md``). On a CPU the peak of live tensors
 is compared with torch's own count; on a GPU the same trace takes the kernels that the device would run, which has been
 compared with published figures only, so errors are wider there.
+
+What a process takes beside its tensors (context, workspaces, communicators) cannot be counted from the model; every figure
+was measured by others or read in a library's source, and says where. Devices whose figures nobody has published are
+``UNSUPPORTED``, not guessed.
+
+Known weaknesses: figures move with the versions of driver, CUDA and NCCL; ``CUDA_MODULE_LOADING=EAGER`` takes more than
+1 GiB more; ``NCCL_BUFFSIZE``, ``NCCL_MAX_NCHANNELS`` and communicators that share resources take less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plimsoll.artifacts.allocation import AllocatorUse
 from plimsoll.artifacts.basis import Basis
 from plimsoll.artifacts.estimate import BudgetItem
+from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.optimizer_use import OptimizerUse
 from plimsoll.artifacts.trace import Category
+from plimsoll.planning.costing.devices import Device
+from plimsoll.units import KIB, MIB
 
 _ACTIVATION_ERROR = {False: 0.02, True: 0.05}
 _TEMPORARY_ERROR = {False: 0.03, True: 0.15}
@@ -23,6 +33,12 @@ _COMMUNICATION_ERROR = 0.2
 """Buffers follow FSDP2 and DDP of torch 2.13; settings of theirs change how many are alive at once."""
 _FRAGMENTATION_ERROR = 0.8
 """Recorded on an A100: 210, 152, 157 and 924 MiB; simulated: 215, 165, 38 and 909 (``docs/allocator.md``)."""
+_EXACT = {
+    Category.PARAMETER: "parameters",
+    Category.GRADIENT: "gradients",
+    Category.BUFFER: "buffers",
+    Category.INPUT: "batch",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,21 +70,24 @@ def budget_items(
     exact = {
         category: _item(name, classes.get(category.value, 0), 0.0, Basis.EXACT) for category, name in _EXACT.items()
     }
-    activations = classes.get(Category.ACTIVATION, 0) - memory.waiting_bytes
     error = _ACTIVATION_ERROR[is_gpu]
-    items = [
+
+    def modelled(name: str, bytes_: int, relative_error: float) -> BudgetItem:
+        return _item(name, bytes_, relative_error, Basis.MODELLED)
+
+    return (
         exact[Category.PARAMETER],
         exact[Category.GRADIENT],
         *_optimizer_items(classes.get(Category.OPTIMIZER_STATE, 0), optimizers),
-        _item("activations", activations, error, Basis.MODELLED),
-        _item("activations of other micro-batches", memory.waiting_bytes, error + memory.waiting_error, Basis.MODELLED),
-        _item("temporaries", classes.get(Category.TEMPORARY, 0), _TEMPORARY_ERROR[is_gpu], Basis.MODELLED),
-        _item("communication", classes.get(Category.COMMUNICATION, 0), _COMMUNICATION_ERROR, Basis.MODELLED),
+        modelled("activations", classes.get(Category.ACTIVATION, 0) - memory.waiting_bytes, error),
+        modelled("activations of other micro-batches", memory.waiting_bytes, error + memory.waiting_error),
+        modelled("temporaries", classes.get(Category.TEMPORARY, 0), _TEMPORARY_ERROR[is_gpu]),
+        modelled("communication", classes.get(Category.COMMUNICATION, 0), _COMMUNICATION_ERROR),
         exact[Category.BUFFER],
         exact[Category.INPUT],
         *_allocator_items(memory),
-    ]
-    return (*items, *outside)
+        *outside,
+    )
 
 
 def kernel_items(op_names: Iterable[str]) -> tuple[BudgetItem, ...]:
@@ -85,14 +104,6 @@ def kernel_items(op_names: Iterable[str]) -> tuple[BudgetItem, ...]:
         return ()
     note = "chosen by the kernel's library on the device; a CPU's took up to 2.4 times what the convolution reads and writes"
     return (_item("workspaces of convolutions", None, 0.0, Basis.UNSUPPORTED, note),)
-
-
-_EXACT = {
-    Category.PARAMETER: "parameters",
-    Category.GRADIENT: "gradients",
-    Category.BUFFER: "buffers",
-    Category.INPUT: "batch",
-}
 
 
 def _item(name: str, bytes_: int | None, relative_error: float, basis: Basis, note: str = "") -> BudgetItem:
@@ -121,3 +132,155 @@ def _allocator_items(memory: RankMemory) -> list[BudgetItem]:
         _item("allocator rounding", use.rounding_bytes, 0.1, Basis.MODELLED, "blocks of 512 bytes"),
         _item("fragmentation", cached, _FRAGMENTATION_ERROR, Basis.MODELLED, "reserved, and not in use at the peak"),
     ]
+
+
+# Beside the tensors -------------------------------------------------------------------------------------------------
+
+_SMALL_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * KIB
+_LARGE_WORKSPACE_BYTES = 8 * 4096 * KIB
+_HANDLES = 2
+"""The thread of forward and autograd's thread have a cuBLAS handle each, and every handle its workspace."""
+_PAIR_BYTES = 544 * MIB
+_RING_BYTES = 688 * MIB
+_MEASURED_CHANNELS = 24
+_PEER_BYTES = 447 * MIB
+"""3.28 GB for the seven peers of an all-to-all among eight."""
+_NETWORK_PEER_BYTES = 2 * 2 * 10 * MIB
+"""Two channels each way, of 10 MiB each."""
+_KERNELS_BYTES = 164 * MIB
+_KERNELS = "kernels that are loaded when first used: 0.16 GiB in a run on an H100 (vllm-project/vllm#12126)"
+_NVLINK = (
+    "NVIDIA/nccl#964: 544 MiB for a group of two A100, 688 MiB for more, over NVLink with 24 channels; #1685: 3.28 GB for an "
+    "all-to-all among eight H100; #1424: two channels per peer over the network"
+)
+_PCIE = f"{_NVLINK}; over PCIe 4 channels are assumed, and bytes grow with channels (#864)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figures:
+    """What is known of one family of devices: the context's bytes, and NCCL's channels between devices of one node."""
+
+    context_bytes: int
+    context_error: float
+    context_source: str
+    workspace_bytes: int
+    channels: int
+    channels_error: float
+    channels_source: str
+
+
+_AMPERE = _Figures(
+    context_bytes=400_000_000,
+    context_error=0.35,
+    context_source="about 400 MB with lazy loading (pytorch/pytorch#109888); 256 MiB on an RTX 3090 (invoke-ai/InvokeAI#9413)",
+    workspace_bytes=_SMALL_WORKSPACE_BYTES,
+    channels=24,
+    channels_error=0.3,
+    channels_source=_NVLINK,
+)
+_ADA = _Figures(
+    context_bytes=426 * MIB,
+    context_error=0.3,
+    context_source="426 MiB on an RTX 6000 Ada with torch 2.10 (unslothai/unsloth-zoo#1053)",
+    workspace_bytes=_SMALL_WORKSPACE_BYTES,
+    channels=4,
+    channels_error=1.0,
+    channels_source=_PCIE,
+)
+_HOPPER = _Figures(
+    context_bytes=616 * MIB,
+    context_error=0.35,
+    context_source="616 MiB on a server of eight (LMCache/LMCache#4019, which does not name the device)",
+    workspace_bytes=_LARGE_WORKSPACE_BYTES,
+    channels=24,
+    channels_error=0.6,
+    channels_source=_NVLINK,
+)
+_FIGURES = {
+    "A100-40GB": _AMPERE,
+    "A100-80GB": _AMPERE,
+    "H100-SXM": _HOPPER,
+    "H100-PCIe": replace(_HOPPER, channels=4, channels_error=1.0, channels_source=_PCIE),
+    "H200": _HOPPER,
+    "B200": _HOPPER,
+    "L40S": _ADA,
+    "RTX-4090": _ADA,
+}
+_WITHOUT_CONTEXT = {"laptop-CPU"}
+"""On a CPU libraries take memory from the host as every program does; nothing is set aside."""
+
+
+def framework_items(device: Device, layout: Layout) -> tuple[BudgetItem, ...]:
+    """What one training process takes on its device beside the tensors that a trace knows.
+
+    The workspaces of cuBLAS come from the caching allocator, so torch counts them as allocated; all else is outside of it.
+
+    Args:
+        device: of the catalogue.
+        layout: tells which groups of ranks communicate, and which of them within a node.
+
+    Returns:
+        One item for the context, one for workspaces, one per group that communicates. None for a CPU.
+
+    Example:
+        >>> from plimsoll.planning.costing.devices import find_device
+        >>> items = framework_items(find_device("A100-80GB"), Layout(tp=2))
+        >>> [(item.name, item.bytes // MIB) for item in items]
+        [('CUDA context', 381), ('kernels', 164), ('cuBLAS workspaces', 16), ('NCCL buffers (tp)', 544)]
+
+    Source: named in the note of every item.
+    """
+    if device.name in _WITHOUT_CONTEXT:
+        return ()
+    groups = _groups(layout)
+    figures = _FIGURES.get(device.name)
+    if figures is None:
+        note = f"no measured figure for {device.name} is known: measure it there, as the driver's count less torch's reserved"
+        names = ("device context", "library workspaces", *(f"buffers ({group.name})" for group in groups))
+        return tuple(_item(name, None, 0.0, Basis.UNSUPPORTED, note) for name in names)
+    workspaces = "ATen/cuda/CublasHandlePool.cpp of torch 2.13: one per handle and stream, forward's and backward's"
+    context, error, source = figures.context_bytes, figures.context_error, figures.context_source
+    return (
+        _item("CUDA context", context, error, Basis.ASSUMED, source),
+        _item("kernels", _KERNELS_BYTES, 0.6, Basis.ASSUMED, _KERNELS),
+        _item("cuBLAS workspaces", _HANDLES * figures.workspace_bytes, 0.0, Basis.EXACT, workspaces),
+        *(_communicator(each, figures, device.ranks_per_node) for each in groups),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Ranks that communicate: how many, how far apart in the numbering of ranks, and whether each talks to each."""
+
+    name: str
+    ranks: int
+    stride: int
+    traffic: str
+
+
+def _groups(layout: Layout) -> list[_Group]:
+    """The groups of one rank, with ranks numbered as ``Layout`` does: tp fastest, then cp, dp, pp.
+
+    Gradients are reduced over data-parallel and context-parallel ranks together.
+    """
+    groups = (
+        _Group("tp", layout.tp, 1, "ring"),
+        _Group("cp", layout.cp, layout.tp, "ring"),
+        _Group("dp and cp" if layout.cp > 1 else "dp", layout.shards, layout.tp, "ring"),
+        _Group("ep", layout.ep, layout.tp, "all-to-all"),
+        _Group("pp", layout.pp, layout.tp * layout.shards, "neighbours"),
+    )
+    return [group for group in groups if group.ranks > 1]
+
+
+def _communicator(group: _Group, figures: _Figures, ranks_per_node: int) -> BudgetItem:
+    share = figures.channels / _MEASURED_CHANNELS
+    near = min(group.ranks, max(ranks_per_node // group.stride, 1))
+    if group.traffic == "ring":
+        bytes_ = share * (_PAIR_BYTES if group.ranks == 2 else _RING_BYTES)
+    else:
+        peers = group.ranks - 1 if group.traffic == "all-to-all" else min(group.ranks - 1, 2)
+        in_node = min(near - 1, peers)
+        bytes_ = share * in_node * _PEER_BYTES + (peers - in_node) * _NETWORK_PEER_BYTES
+    error = figures.channels_error if near == group.ranks else max(figures.channels_error, 0.8)
+    return _item(f"NCCL buffers ({group.name})", int(bytes_), error, Basis.ASSUMED, figures.channels_source)

@@ -1,4 +1,4 @@
-"""A model in words or as a module, and a layout in; the whole training budget of every rank out, without a GPU or weights."""
+"""``plimsoll.estimate``: the whole training budget of every rank of a job, without a GPU and without weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from plimsoll.artifacts.model_facts import ModelFacts
 from plimsoll.artifacts.precision import Precision, parse_precision
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.errors import InvalidLayout, InvalidOption
-from plimsoll.estimator.caching.traces import TraceCache
+from plimsoll.estimator.budget import framework_items
 from plimsoll.estimator.estimate_job import EstimateJob
-from plimsoll.estimator.framework import framework_items
-from plimsoll.estimator.local_rank.context import with_context_parallel
-from plimsoll.estimator.parallelism.check import check_layout
-from plimsoll.estimator.parallelism.read import read_layout
+from plimsoll.estimator.parallelism.context import with_context_parallel
+from plimsoll.estimator.parallelism.layouts import check_layout, read_layout
 from plimsoll.estimator.rank_estimates import AUTO, NOTHING, Setting, check_setting
-from plimsoll.estimator.tracing_targets import TraceRequest, target_facts, trace_target
+from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace_target
+from plimsoll.estimator.trace_cache import TraceCache
 from plimsoll.planning.costing.devices import Device, find_device
 from plimsoll.session.budgets import AUTO_MARGIN, read_budget
 

@@ -1,27 +1,36 @@
-"""A traced micro-batch and a setting in, the estimate out: every rank decided, the pipeline run on paper."""
+"""Makes the estimate of one traced micro-batch: every rank decided, the pipeline simulated, the throughput computed.
+
+MFU counts the arithmetic of the model's own forward and backward, matrix products and attention as torch's flop formulas
+count them (a causal mask is not halved), against the dense peak of all ranks; what is run again does not count (Chowdhery et
+al. 2022, PaLM, appendix B).
+"""
 
 from __future__ import annotations
 
 import time
 
 from plimsoll.artifacts.allocation import AllocatorUse
-from plimsoll.artifacts.estimate import Estimate, StageEstimate, StageSeconds
+from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.estimate import Estimate, StageEstimate, StageSeconds, Throughput
+from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.model_facts import ModelFacts
 from plimsoll.artifacts.naming import compress_names
 from plimsoll.artifacts.trace import Trace
 from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings
 from plimsoll.estimator.allocator_sim.simulate import simulate_allocator
-from plimsoll.estimator.budget import RankMemory, budget_items, kernel_items
-from plimsoll.estimator.framework import framework_items
+from plimsoll.estimator.budget import RankMemory, budget_items, framework_items, kernel_items
+from plimsoll.estimator.parallelism.layouts import layout_notes
 from plimsoll.estimator.parallelism.rank import sharding_notes
-from plimsoll.estimator.parallelism.read import layout_notes
 from plimsoll.estimator.parallelism.stages import split_stages
-from plimsoll.estimator.pipeline_schedule.growth import bubble_growth
-from plimsoll.estimator.pipeline_schedule.orders import pipeline_orders
-from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds as PipelineSeconds
-from plimsoll.estimator.pipeline_schedule.timeline import Timeline, held_bytes, simulate_pipeline
+from plimsoll.estimator.pipeline_schedule.orders import held_bytes, pipeline_orders
+from plimsoll.estimator.pipeline_schedule.timeline import (
+    ActionSeconds,
+    PipelineTimeline,
+    bubble_growth,
+    simulate_pipeline,
+)
 from plimsoll.estimator.rank_estimates import KnownChoices, Rank, Setting, StageOfRank, decide_rank
-from plimsoll.estimator.throughput import throughput
-from plimsoll.estimator.tracing_targets import TracedTarget
+from plimsoll.estimator.targets.tracing import TracedTarget
 from plimsoll.planning.costing.collectives import Collective, collective_seconds, group_of
 from plimsoll.planning.costing.roofline import peak_flops_per_second
 from plimsoll.planning.describe import classes_at_peak, describe_peak, waiting_bytes
@@ -83,7 +92,7 @@ class EstimateJob:
             ranks.append(decide_rank([StageOfRank(setting, cut[stage], waiting) for stage in own], setting, known))
         return ranks
 
-    def _pipeline_seconds(self, ranks: list[Rank]) -> list[PipelineSeconds]:
+    def _pipeline_seconds(self, ranks: list[Rank]) -> list[ActionSeconds]:
         """What one micro-batch takes in every stage."""
         layout, device = self.layout, self.setting.device
         group = group_of(layout, "pp")
@@ -94,7 +103,7 @@ class EstimateJob:
             overlap, weight_gradient = stage.overlap, stage.seconds.weight_gradient_seconds
             received = stage.stage.received_bytes
             found.append(
-                PipelineSeconds(
+                ActionSeconds(
                     forward_seconds=overlap.forward_seconds,
                     input_gradient_seconds=overlap.backward_seconds - weight_gradient,
                     weight_gradient_seconds=weight_gradient,
@@ -112,7 +121,7 @@ class EstimateJob:
         """What follows the last micro-batch: the reduction of gradients that nothing hides, and the optimizer."""
         return sum(stage.overlap.reduction_seconds + stage.overlap.optimizer_seconds for stage in rank.stages)
 
-    def _stage(self, position: int, rank: Rank, timeline: Timeline) -> StageEstimate:
+    def _stage(self, position: int, rank: Rank, timeline: PipelineTimeline) -> StageEstimate:
         """One row of the estimate: the ranks of one position in the pipeline."""
         layout, setting = self.layout, self.setting
         tightest = rank.tightest
@@ -191,7 +200,7 @@ class EstimateJob:
         seconds = sum(spec.flops / peak_flops_per_second(spec, self.setting.device) for spec in specs)
         return sum(spec.flops for spec in specs) / seconds if seconds else 0.0
 
-    def _notes(self, ranks: list[Rank], timeline: Timeline) -> list[str]:
+    def _notes(self, ranks: list[Rank], timeline: PipelineTimeline) -> list[str]:
         """What the figures do not show by themselves."""
         notes = []
         recompute = [sum(_recompute_seconds(rank, p) for p in range(len(rank.stages))) for rank in ranks]
@@ -225,3 +234,33 @@ def _optimizer_name(rank: Rank, setting: Setting) -> str:
     if not uses:
         return "no optimizer"
     return f"{uses[0].name} ({uses[0].form})" + (" with master weights" if setting.has_master_weights else "")
+
+
+ROOFLINE_ERROR = 0.3
+"""What a roofline's seconds are off by, as a share: ``docs/claims.md`` compares it with published training runs."""
+
+
+def throughput(
+    step_seconds: float, layout: Layout, facts: ModelFacts, model_flops: int, peak_flops_per_second: float
+) -> Throughput:
+    """The speed of a whole job.
+
+    Args:
+        step_seconds: from the first forward to the end of the optimizer's step.
+        layout: the job's.
+        facts: of the model and one rank's micro-batch.
+        model_flops: of one micro-batch, on the ranks of one data-parallel replica together.
+        peak_flops_per_second: dense, of one device, in the types that it computes in.
+    """
+    replicas = layout.dp * layout.micro_batches
+    samples = (facts.batch or 1) * replicas
+    tokens = None if facts.tokens is None else facts.tokens * layout.cp * replicas
+    peak = layout.ranks * peak_flops_per_second
+    return Throughput(
+        step_seconds=step_seconds,
+        samples_per_second=samples / step_seconds,
+        tokens_per_second=None if tokens is None else tokens / step_seconds,
+        mfu=model_flops * replicas / (step_seconds * peak) if peak else None,
+        relative_error=ROOFLINE_ERROR,
+        basis=Basis.MODELLED,
+    )

@@ -17,8 +17,8 @@ from plimsoll.artifacts.basis import Basis
 from plimsoll.artifacts.optimizer_use import OptimizerUse, StepForm, Temporary
 from plimsoll.artifacts.trace import TraceParameter
 from plimsoll.errors import InvalidOption, UnknownOptimizer
-from plimsoll.estimator import steps
-from plimsoll.estimator.steps import Ledger, Step, Tensor
+from plimsoll.estimator import optimizer_steps as steps
+from plimsoll.estimator.optimizer_steps import OptimizerStep, StepLedger, Tensor
 
 _COUNTER_BYTES = 4
 _MASTER_ITEM_BYTES = 4
@@ -35,7 +35,7 @@ class _Recipe:
     """One optimizer: what it keeps per parameter, how it steps, in which forms, and how it is checked."""
 
     name: str
-    steps: Mapping[StepForm, Step]
+    steps: Mapping[StepForm, OptimizerStep]
     state_bytes: Callable[[Tensor], int]
     has_counters: bool = True
     leaves_rest_to: str = ""
@@ -173,8 +173,8 @@ def _is_hidden_matrix(tensor: Tensor) -> bool:
     return len(tensor.shape) == 2 and not _EMBEDDING_OR_HEAD.search(tensor.name)
 
 
-def _ledger(recipe: _Recipe, tensors: Sequence[Tensor], form: StepForm) -> Ledger:
-    ledger = Ledger()
+def _ledger(recipe: _Recipe, tensors: Sequence[Tensor], form: StepForm) -> StepLedger:
+    ledger = StepLedger()
     ledger.run(recipe.steps[form], tensors, form)
     return ledger
 
@@ -238,7 +238,7 @@ def _two_in_8bit(tensor: Tensor) -> int:
 
 
 # One kernel per parameter: weight read and written, gradient read, both states read and written.
-_STEP_8BIT = Step(3, 8, besides=lambda each: (2 * _two_in_8bit(each), 0))
+_STEP_8BIT = OptimizerStep(3, 8, besides=lambda each: (2 * _two_in_8bit(each), 0))
 _8BIT_NOTES = (
     "bitsandbytes' block-wise form: states of fewer than 4096 elements stay in f32; embeddings too, if they were registered "
     "for it (transformers' Trainer does), which is not counted; nor are 2 KiB of tables that all parameters share",

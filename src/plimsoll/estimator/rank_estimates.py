@@ -1,4 +1,4 @@
-"""The trace of one micro-batch and a setting in; what the ranks of every pipeline stage hold, and how long they take, out.
+"""Decides what every rank of a pipeline keeps and recomputes: what it then holds, and how long it takes.
 
 A rank of an interleaved pipeline holds several stages. Each is planned on its own, as if all micro-batches in flight on the
 rank waited in it, beside what the others hold for good: exact for stages that are alike; ``Rank.waiting_error`` says how alike.
@@ -19,11 +19,10 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Trace, TraceParameter
 from plimsoll.errors import InvalidOption, InvalidStrategy
 from plimsoll.estimator.optimizers import optimizer_use
-from plimsoll.estimator.parallelism.overlap import OverlappedSeconds, overlapped_seconds
+from plimsoll.estimator.parallelism.overlap import OverlappedSeconds, RankSeconds, measure_rank, overlapped_seconds
 from plimsoll.estimator.parallelism.rank import rank_trace
 from plimsoll.estimator.parallelism.stages import StageTrace
 from plimsoll.estimator.parallelism.units import rank_parameters
-from plimsoll.estimator.seconds import RankSeconds, measure_rank
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.costing.collectives import Collective, collective_seconds
 from plimsoll.planning.costing.devices import Device

@@ -29,8 +29,7 @@ from plimsoll.distributed.pipelines.stage_plans import renamed
 from plimsoll.distributed.pipelines.stage_steps import StageStep, trace_stage
 from plimsoll.distributed.pipelines.wrapping import Wrapped
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidModel, InvalidOption, PlanMismatch, RanksDiffer
-from plimsoll.estimator.pipeline_schedule.orders import Action, Work
-from plimsoll.estimator.pipeline_schedule.timeline import check_orders
+from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind, check_orders
 from samples import make_plan, make_region
 
 
@@ -59,8 +58,12 @@ def test_gpipe_and_1f1b_have_one_stage_and_their_loops():
 def test_the_first_stage_runs_backward_whole_where_others_split_it():
     found = read_schedule(ScheduleInterleavedZeroBubble([stage(0)], 4, loss_fn=torch.sum))
     check_orders(found.orders, 2)
-    assert {action.work for action in found.orders[0]} == {Work.FORWARD, Work.BACKWARD}
-    assert {action.work for action in found.orders[1]} == {Work.FORWARD, Work.INPUT_GRADIENT, Work.WEIGHT_GRADIENT}
+    assert {action.work for action in found.orders[0]} == {ActionKind.FORWARD, ActionKind.BACKWARD}
+    assert {action.work for action in found.orders[1]} == {
+        ActionKind.FORWARD,
+        ActionKind.INPUT_GRADIENT,
+        ActionKind.WEIGHT_GRADIENT,
+    }
 
 
 @pytest.mark.parametrize("kind", [ScheduleZBVZeroBubble, ScheduleDualPipeV])
@@ -181,7 +184,7 @@ def steps() -> dict[int, StageStep]:
 
 def interleaved() -> list[Action]:
     order = "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
-    return [Action(int(text[0]), Work(text[1]), int(text[2])) for text in order.split()]
+    return [Action(int(text[0]), ActionKind(text[1]), int(text[2])) for text in order.split()]
 
 
 def test_stages_of_a_rank_share_its_budget_and_stay_within_it(steps: dict[int, StageStep]):

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.estimator.caching.directory import cache_directory
-from plimsoll.estimator.caching.files import FileCache
+from plimsoll.estimator.trace_cache import FileCache, cache_directory
 
 KEY = "0123456789abcdef"
 OTHER = "fedcba9876543210"
 WRITER = """
 import sys
 from pathlib import Path
-from plimsoll.estimator.caching.files import FileCache
+from plimsoll.estimator.trace_cache import FileCache
 cache, mine = FileCache(Path(sys.argv[1]), most_bytes=40_000), sys.argv[2].encode()
 for turn in range(20):
     for number in range(6):

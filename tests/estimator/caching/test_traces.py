@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from plimsoll.artifacts.precision import Precision
-from plimsoll.estimator import tracing_targets
-from plimsoll.estimator.caching import traces
-from plimsoll.estimator.caching.traces import TraceCache, key_of
-from plimsoll.estimator.tracing_targets import TracedTarget, TraceRequest, trace_target
+from plimsoll.estimator import trace_cache
+from plimsoll.estimator.targets import tracing
+from plimsoll.estimator.targets.tracing import TracedTarget, TraceRequest, trace_target
+from plimsoll.estimator.trace_cache import TraceCache, key_of
 
 REQUEST = TraceRequest(target="llama-tiny", device_name="H100-SXM", batch=1, sequence=16, precision=Precision.BF16)
 AGAIN = """
 import sys
 from plimsoll.artifacts.precision import Precision
-from plimsoll.estimator.caching.traces import TraceCache
-from plimsoll.estimator.tracing_targets import TraceRequest, trace_target
+from plimsoll.estimator.trace_cache import TraceCache
+from plimsoll.estimator.targets.tracing import TraceRequest, trace_target
 made = trace_target(
     TraceRequest(target="llama-tiny", device_name="A100-80GB", batch=1, sequence=16, precision=Precision.BF16),
     cache=TraceCache(),
@@ -45,7 +45,7 @@ def traced_anew(monkeypatch: pytest.MonkeyPatch, kept: tuple[Path, TracedTarget]
         requests.append(request)
         return kept[1]
 
-    monkeypatch.setattr(tracing_targets, "_trace", watched)
+    monkeypatch.setattr(tracing, "_trace", watched)
     return requests
 
 
@@ -107,7 +107,7 @@ def test_gpus_share_an_answer():
 
 def test_another_version_of_a_library_is_another_question(monkeypatch: pytest.MonkeyPatch):
     before = key_of({"a": 1})
-    monkeypatch.setattr(traces, "_version", lambda library: "9.9" if library == "torch" else "1.0")
+    monkeypatch.setattr(trace_cache, "_version", lambda library: "9.9" if library == "torch" else "1.0")
     assert key_of({"a": 1}) != before
 
 
@@ -115,7 +115,7 @@ def test_another_version_of_a_library_is_another_question(monkeypatch: pytest.Mo
 def test_changed_sources_are_another_question(source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     package = tmp_path / "plimsoll"
     (package / source).parent.mkdir(parents=True)
-    monkeypatch.setattr(traces, "_PACKAGE", package)
+    monkeypatch.setattr(trace_cache, "_PACKAGE", package)
     (package / source).write_text("a = 1")
     before = key_of({"a": 1})
     assert key_of({"a": 1}) == before
@@ -124,5 +124,5 @@ def test_changed_sources_are_another_question(source: str, monkeypatch: pytest.M
 
 
 def question_key(request: TraceRequest) -> str:
-    recipe = tracing_targets.find_recipe(request.target)
-    return key_of(tracing_targets._question(request, recipe))
+    recipe = tracing.find_recipe(request.target)
+    return key_of(tracing._question(request, recipe))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plimsoll.estimator.catalogue.models import known_models
-from plimsoll.estimator.tracing_targets import TracedTarget, TraceRequest, target_facts, trace_target
+from plimsoll.estimator.targets.tracing import TracedTarget, TraceRequest, target_facts, trace_target
 
 CATALOGUE = known_models()
 TINY = "made for a CPU: the real architecture, small sizes"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from plimsoll.artifacts.precision import Precision, parse_precision
 from plimsoll.estimator.catalogue.models import known_models
-from plimsoll.estimator.tracing_targets import TraceRequest, target_facts
+from plimsoll.estimator.targets.tracing import TraceRequest, target_facts
 
 PAGE = Path(__file__).parents[3] / "docs" / "catalogue.md"
 START = "<!-- table: made by tests/estimator/catalogue/test_page.py -->\n"

@@ -9,9 +9,8 @@ from torch import nn
 
 from plimsoll.artifacts.costs import Costs, CostSource, OpCost
 from plimsoll.artifacts.trace import Trace
-from plimsoll.estimator.fit.family import Family
-from plimsoll.estimator.fit.point import Shape
-from plimsoll.estimator.fit.structure import find_difference
+from plimsoll.estimator.fit.family import Family, find_difference
+from plimsoll.estimator.fit.polynomial import Shape
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full, choose_none

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from plimsoll.ui.fit_terminal import render_fit
 
 import plimsoll
 from plimsoll.artifacts.fit import Fit
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import InvalidBatch, InvalidBudget, InvalidOption, PlimsollError
-from plimsoll.estimator.fit.micro_batches import MicroBatches
-from plimsoll.estimator.fit.point import Shape
+from plimsoll.estimator.fit.polynomial import Shape
+from plimsoll.estimator.fit.single_device import MicroBatches
+from plimsoll.ui.terminal import render_artifact
 from plimsoll.units import KIB
 from steps import Stack, mean_square, stack
 from unchanged import unchanged
@@ -83,7 +83,7 @@ def test_a_fit_comes_back_from_json_and_is_shown(elsewhere: Fit):
         "the plan gives",
     ):
         assert part in text
-    render_fit(elsewhere)
+    render_artifact(elsewhere)
 
 
 def test_on_the_device_itself_the_best_plan_is_run_and_nothing_is_left_behind():

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plimsoll.estimator.fit.point import Shape
-from plimsoll.estimator.fit.polynomial import Fitter
+from plimsoll.estimator.fit.polynomial import Fitter, Shape
 
 SHAPES = [Shape(2, 32), Shape(4, 32), Shape(2, 64), Shape(3, 64), Shape(2, 128), Shape(4, 128)]
 

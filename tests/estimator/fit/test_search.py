@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.fit import FitPoint
-from plimsoll.estimator.fit.point import Shape
+from plimsoll.estimator.fit.polynomial import Shape
 from plimsoll.estimator.fit.search import Outlook, Search, Space
 
 MOST_BATCH = 256

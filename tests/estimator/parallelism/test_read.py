@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from plimsoll.artifacts.layout import Layout, PipelineSchedule
 from plimsoll.artifacts.model_facts import ModelFacts
 from plimsoll.errors import InvalidLayout
-from plimsoll.estimator.parallelism.check import check_layout
-from plimsoll.estimator.parallelism.read import layout_notes, read_layout
+from plimsoll.estimator.parallelism.layouts import check_layout, layout_notes, read_layout
 
 LLAMA = ModelFacts(
     name="llama-3-8b", architecture="LlamaForCausalLM", sequence=8192, layers=32, heads=32, kv_heads=8,

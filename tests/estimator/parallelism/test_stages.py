@@ -15,8 +15,7 @@ from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.parallelism.members import even_counts
 from plimsoll.estimator.parallelism.rank import rank_trace
 from plimsoll.estimator.parallelism.stages import StageTrace, split_stages
-from plimsoll.estimator.pipeline_schedule.orders import Work, pipeline_orders
-from plimsoll.estimator.pipeline_schedule.timeline import in_flight
+from plimsoll.estimator.pipeline_schedule.orders import ActionKind, in_flight, pipeline_orders
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
@@ -161,7 +160,7 @@ def test_a_stage_at_work_in_its_pipeline_holds_what_is_predicted(schedule: str):
         with PeakMeter() as meter:
             held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
             for action in orders[1]:
-                if action.work is Work.FORWARD:
+                if action.work is ActionKind.FORWARD:
                     received = torch.ones(64, 16).requires_grad_()
                     held[action.micro_batch] = received, middle(received)
                 else:

@@ -14,8 +14,8 @@ from torch.distributed.pipelining import schedules
 
 from plimsoll.artifacts.layout import Layout, PipelineSchedule
 from plimsoll.errors import InvalidLayout
-from plimsoll.estimator.pipeline_schedule.orders import Action, Work, pipeline_orders
-from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds, check_orders, in_flight, simulate_pipeline
+from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind, check_orders, in_flight, pipeline_orders
+from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds, simulate_pipeline
 
 SIZES = [(1, 3), (2, 2), (2, 7), (4, 4), (4, 9), (8, 16), (16, 64)]
 GPIPE, ONE_F_ONE_B = PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B
@@ -75,7 +75,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 seconds = st.floats(0.0, 10.0)
 stage_seconds = st.builds(
-    StageSeconds,
+    ActionSeconds,
     forward_seconds=seconds,
     input_gradient_seconds=seconds,
     weight_gradient_seconds=seconds,
@@ -98,15 +98,15 @@ def test_every_pipeline_ends_and_no_rank_does_two_things_at_once(layout: Layout,
         assert event.start_seconds - event.rebuild_seconds >= free[event.rank] - 1e-9
         free[event.rank] = event.end_seconds
         work[event.rank] += stages[event.action.stage].of(event.action.work)
-        if event.action.work in (Work.BACKWARD, Work.INPUT_GRADIENT):
+        if event.action.work in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
             work[event.rank] += stages[event.action.stage].recompute_seconds
     assert timeline.busy_seconds == pytest.approx(work)
     assert all(most <= ahead for most in timeline.rebuilt_ahead)
     assert timeline.step_seconds >= max(work) - 1e-6
     ends = {event.action: event.end_seconds for event in timeline.events}
     for event in timeline.events:
-        if event.action.work is Work.FORWARD and event.action.stage:
-            before = Action(event.action.stage - 1, Work.FORWARD, event.action.micro_batch)
+        if event.action.work is ActionKind.FORWARD and event.action.stage:
+            before = Action(event.action.stage - 1, ActionKind.FORWARD, event.action.micro_batch)
             assert event.start_seconds >= ends[before] + stages[event.action.stage].transfer_seconds - 1e-9
 
 

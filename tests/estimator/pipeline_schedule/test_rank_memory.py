@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plimsoll.artifacts.layout import Layout, PipelineSchedule
-from plimsoll.estimator.pipeline_schedule.orders import Action, Work, pipeline_orders
-from plimsoll.estimator.pipeline_schedule.rank_memory import StageMemory, most_in_flight, rank_peak
-from plimsoll.estimator.pipeline_schedule.timeline import in_flight
+from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind, in_flight, most_in_flight, pipeline_orders
+from plimsoll.estimator.pipeline_schedule.rank_memory import StageMemory, rank_peak
 
 STAGE = StageMemory(
     lasting_bytes=1000, forward_bytes=30, held_bytes=10, backward_bytes=50, input_gradient_bytes=50, between_bytes=10
@@ -76,15 +75,15 @@ def test_stages_of_one_rank_are_counted_together_as_their_actions_come():
     light = StageMemory(lasting_bytes=10, forward_bytes=1, held_bytes=1, backward_bytes=2)
     heavy = StageMemory(lasting_bytes=100, forward_bytes=50, held_bytes=40, backward_bytes=60)
     actions = [
-        Action(0, Work.FORWARD, 0),
-        Action(0, Work.FORWARD, 1),
-        Action(2, Work.FORWARD, 0),
-        Action(2, Work.BACKWARD, 0),
-        Action(0, Work.BACKWARD, 0),
-        Action(2, Work.FORWARD, 1),
-        Action(2, Work.BACKWARD, 1),
-        Action(0, Work.BACKWARD, 1),
+        Action(0, ActionKind.FORWARD, 0),
+        Action(0, ActionKind.FORWARD, 1),
+        Action(2, ActionKind.FORWARD, 0),
+        Action(2, ActionKind.BACKWARD, 0),
+        Action(0, ActionKind.BACKWARD, 0),
+        Action(2, ActionKind.FORWARD, 1),
+        Action(2, ActionKind.BACKWARD, 1),
+        Action(0, ActionKind.BACKWARD, 1),
     ]
     peak = rank_peak(actions, {0: light, 2: heavy})
     assert peak.peak_bytes == 110 + 2 * 1 + 60
-    assert peak.action == Action(2, Work.BACKWARD, 0)
+    assert peak.action == Action(2, ActionKind.BACKWARD, 0)

@@ -6,12 +6,18 @@ import pytest
 
 from plimsoll.artifacts.layout import Layout, PipelineSchedule
 from plimsoll.errors import InvalidLayout
-from plimsoll.estimator.pipeline_schedule.growth import bubble_growth
-from plimsoll.estimator.pipeline_schedule.orders import Action, Orders, Work, pipeline_orders
-from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds, held_bytes, in_flight, simulate_pipeline
+from plimsoll.estimator.pipeline_schedule.orders import (
+    Action,
+    ActionKind,
+    Orders,
+    held_bytes,
+    in_flight,
+    pipeline_orders,
+)
+from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds, bubble_growth, simulate_pipeline
 
 SIZES = [(1, 4), (2, 4), (4, 8), (8, 8), (8, 32), (16, 32)]
-EQUAL = StageSeconds(forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0)
+EQUAL = ActionSeconds(forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0)
 
 
 def layout(ranks: int, micro_batches: int, schedule: str = "1f1b", virtual: int = 1) -> Layout:
@@ -21,7 +27,7 @@ def layout(ranks: int, micro_batches: int, schedule: str = "1f1b", virtual: int 
 @pytest.mark.parametrize(("p", "m"), SIZES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_bubble_of_gpipe_and_1f1b_is_the_textbooks(schedule: str, p: int, m: int):
-    stage = StageSeconds(forward_seconds=2.0, input_gradient_seconds=1.5, weight_gradient_seconds=2.5)
+    stage = ActionSeconds(forward_seconds=2.0, input_gradient_seconds=1.5, weight_gradient_seconds=2.5)
     timeline = simulate_pipeline(pipeline_orders(layout(p, m, schedule)), [stage] * p)
     assert timeline.step_seconds == pytest.approx((m + p - 1) * 6.0)
     assert timeline.bubble_shares == pytest.approx([(p - 1) / (m + p - 1)] * p)
@@ -35,7 +41,7 @@ def test_interleaving_divides_the_bubble_by_the_stages_per_rank(p: int, v: int, 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_zero_bubble_idles_as_qi_et_al_derive(p: int, m: int):
-    stage = StageSeconds(forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=0.75)
+    stage = ActionSeconds(forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=0.75)
     timeline = simulate_pipeline(pipeline_orders(layout(p, m, "zero-bubble")), [stage] * p)
     assert timeline.idle_seconds == pytest.approx([(p - 1) * (1.0 + 1.0 - 0.75)] * p)
     thirds = simulate_pipeline(pipeline_orders(layout(p, m, "zero-bubble")), [EQUAL] * p)
@@ -59,7 +65,7 @@ def test_interleaving_holds_more_on_the_first_rank_than_1f1b_does():
 
 
 def test_transfers_delay_who_waits_for_them_and_nobody_else():
-    far = StageSeconds(
+    far = ActionSeconds(
         forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0, transfer_seconds=0.5
     )
     timeline = simulate_pipeline(pipeline_orders(layout(2, 1)), [EQUAL, far])
@@ -72,7 +78,7 @@ def test_transfers_delay_who_waits_for_them_and_nobody_else():
 
 
 def test_a_slow_stage_sets_the_pace():
-    slow = StageSeconds(forward_seconds=2.0, input_gradient_seconds=2.0, weight_gradient_seconds=2.0)
+    slow = ActionSeconds(forward_seconds=2.0, input_gradient_seconds=2.0, weight_gradient_seconds=2.0)
     timeline = simulate_pipeline(pipeline_orders(layout(3, 12)), [EQUAL, slow, EQUAL])
     assert timeline.busy_seconds == (36.0, 72.0, 36.0)
     assert timeline.idle_seconds[1] < timeline.idle_seconds[0]
@@ -81,7 +87,7 @@ def test_a_slow_stage_sets_the_pace():
 
 def test_recomputation_lengthens_the_bubble_and_running_ahead_takes_some_back():
     p, m = 4, 8
-    stage = StageSeconds(
+    stage = ActionSeconds(
         forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0, recompute_seconds=1.0
     )
     growth = bubble_growth(pipeline_orders(layout(p, m)), [stage] * p)
@@ -94,7 +100,7 @@ def test_recomputation_lengthens_the_bubble_and_running_ahead_takes_some_back():
 
 
 def test_running_further_ahead_hides_more_and_holds_more():
-    stage = StageSeconds(
+    stage = ActionSeconds(
         forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0, recompute_seconds=1.0
     )
     orders = pipeline_orders(layout(6, 12))
@@ -113,7 +119,7 @@ def test_a_step_of_16384_ranks_is_one_of_its_pipelines():
 
 def orders_of(*ranks: str) -> Orders:
     """Orders written like ``0F0 0B0``."""
-    return tuple(tuple(Action(int(t[0]), Work(t[1]), int(t[2])) for t in text.split()) for text in ranks)
+    return tuple(tuple(Action(int(t[0]), ActionKind(t[1]), int(t[2])) for t in text.split()) for text in ranks)
 
 
 @pytest.mark.parametrize(

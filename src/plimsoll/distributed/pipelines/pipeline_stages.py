@@ -28,8 +28,8 @@ from plimsoll.distributed.pipelines.stage_steps import KnownChoices, StageStep, 
 from plimsoll.distributed.pipelines.wrapping import Wrapped, is_wrapped
 from plimsoll.engine.apply import Handle
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, PlimsollError
-from plimsoll.estimator.pipeline_schedule.rank_memory import most_in_flight
-from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds
+from plimsoll.estimator.pipeline_schedule.orders import most_in_flight
+from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
 from plimsoll.session.budgets import resolve_budget
 from plimsoll.session.calibration import MeasuredStep, OptimizerWatch
 from plimsoll.session.manage import manage
@@ -72,7 +72,7 @@ class ScheduleAttachment:
         self._errors: list[Exception] = []
         self._planner: RankPlanner | None = None
         self._made: RankPlan | None = None
-        self._seconds: dict[int, StageSeconds] = {}
+        self._seconds: dict[int, ActionSeconds] = {}
         self._excess_bytes = 0
         self._steps_run = 0
         self._is_calibrating = True

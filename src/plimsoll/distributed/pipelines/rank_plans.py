@@ -16,7 +16,7 @@ from plimsoll.distributed.pipelines.stage_steps import StageStep
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.estimator.pipeline_schedule.orders import Action
 from plimsoll.estimator.pipeline_schedule.rank_memory import RankPeak, rank_peak
-from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds
+from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
 from plimsoll.planning.describe import describe_peak
 from plimsoll.planning.explain import format_bytes_up, name_holders
 from plimsoll.planning.simulate import Simulation
@@ -32,7 +32,7 @@ class RankPlan:
 
     plans: dict[int, Plan]
     peak: RankPeak
-    seconds: dict[int, StageSeconds]
+    seconds: dict[int, ActionSeconds]
 
 
 class RankPlanner:

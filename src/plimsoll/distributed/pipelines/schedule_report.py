@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plimsoll.estimator.pipeline_schedule.growth import BubbleGrowth, bubble_growth
 from plimsoll.estimator.pipeline_schedule.orders import Orders
-from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds
+from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds, BubbleGrowth, bubble_growth
 from plimsoll.units import format_bytes, format_seconds
 
 
@@ -92,7 +91,7 @@ class ScheduleReport:
         return "\n".join([*lines, *(f"  {name:<14}  {text}" for name, text in rows)])
 
 
-def added_seconds(orders: Orders, seconds: Mapping[int, StageSeconds], stage_count: int) -> AddedSeconds | None:
+def added_seconds(orders: Orders, seconds: Mapping[int, ActionSeconds], stage_count: int) -> AddedSeconds | None:
     """The timeline of the pipeline with its stages' recomputation; ``None`` if some stage's seconds are not known."""
     if any(stage not in seconds for stage in range(stage_count)):
         return None

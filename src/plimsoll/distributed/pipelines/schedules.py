@@ -18,7 +18,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from plimsoll.artifacts.layout import Layout, PipelineSchedule
 from plimsoll.errors import InvalidModel, InvalidOption
-from plimsoll.estimator.pipeline_schedule.orders import Action, Orders, Work, pipeline_orders
+from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind, Orders, pipeline_orders
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 _COMPUTE = re.compile(r"(\d+)([FIBW])(\d+)")
@@ -49,7 +49,7 @@ class RankSchedule:
 
     def splits_backward(self, stage: int) -> bool:
         """Whether a stage of this rank makes gradients of its input and of its weights one after the other."""
-        return any(action.stage == stage and action.work is Work.INPUT_GRADIENT for action in self.actions)
+        return any(action.stage == stage and action.work is ActionKind.INPUT_GRADIENT for action in self.actions)
 
     @property
     def stage_count(self) -> int:
@@ -69,7 +69,7 @@ def read_schedule(schedule: object) -> RankSchedule:
 
     Example:
         >>> read_schedule(schedule).actions[:2]  # doctest: +SKIP
-        (Action(stage=0, work=<Work.FORWARD: 'F'>, micro_batch=0), ...)
+        (Action(stage=0, work=<ActionKind.FORWARD: 'F'>, micro_batch=0), ...)
     """
     if not isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti):
         raise InvalidModel(
@@ -139,19 +139,19 @@ def _compute_actions(table: Iterable[Any]) -> Iterator[Action]:
             continue
         found = _COMPUTE.fullmatch(str(action))
         if found is not None:
-            yield Action(int(found[1]), Work(found[2]), int(found[3]))
+            yield Action(int(found[1]), ActionKind(found[2]), int(found[3]))
 
 
 def _whole_where_first(orders: Orders) -> Orders:
     """The first stage has no input gradient to make: torch leaves its ``I`` empty and runs all of backward in its ``W``."""
-    halved = {action for actions in orders for action in actions if action.work is Work.INPUT_GRADIENT}
+    halved = {action for actions in orders for action in actions if action.work is ActionKind.INPUT_GRADIENT}
 
     def as_run(action: Action) -> Action | None:
-        if action.stage or Action(0, Work.INPUT_GRADIENT, action.micro_batch) not in halved:
+        if action.stage or Action(0, ActionKind.INPUT_GRADIENT, action.micro_batch) not in halved:
             return action
-        if action.work is Work.INPUT_GRADIENT:
+        if action.work is ActionKind.INPUT_GRADIENT:
             return None
-        return action._replace(work=Work.BACKWARD) if action.work is Work.WEIGHT_GRADIENT else action
+        return action._replace(work=ActionKind.BACKWARD) if action.work is ActionKind.WEIGHT_GRADIENT else action
 
     return tuple(tuple(run for action in actions if (run := as_run(action)) is not None) for actions in orders)
 

@@ -15,7 +15,7 @@ import msgspec
 from plimsoll.artifacts.plan import Plan
 from plimsoll.distributed.pipelines.rank_plans import RankPlan
 from plimsoll.errors import RanksDiffer
-from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds
+from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
 from plimsoll.session.rendezvous.exchange import exchange, together
 from plimsoll.session.rendezvous.world import World
 
@@ -70,7 +70,7 @@ class StageAgreement:
             return contextlib.nullcontext()
         return together(self.world, _TOPIC, timeout_seconds=self._timeout_seconds)
 
-    def adopt(self, mine: Standing, made: RankPlan) -> tuple[dict[int, Plan], dict[int, StageSeconds]]:
+    def adopt(self, mine: Standing, made: RankPlan) -> tuple[dict[int, Plan], dict[int, ActionSeconds]]:
         """The plans of the first replica, and the seconds of every stage that some rank runs.
 
         Args:
@@ -80,7 +80,7 @@ class StageAgreement:
         seconds = {index: _Seconds.of(found) for index, found in made.seconds.items()}
         offers = self._exchange("plans", _Offer(stages=mine.stages, seconds=seconds, plans=made.plans))
         first = next(offer for offer in offers if offer.stages == mine.stages)
-        everyones: dict[int, StageSeconds] = {}
+        everyones: dict[int, ActionSeconds] = {}
         for offer in offers:
             for index, found in offer.seconds.items():
                 everyones.setdefault(index, found.as_stage())
@@ -102,7 +102,7 @@ class _Seconds(msgspec.Struct, frozen=True, kw_only=True):
     recompute: float
 
     @classmethod
-    def of(cls, stage: StageSeconds) -> _Seconds:
+    def of(cls, stage: ActionSeconds) -> _Seconds:
         return cls(
             forward=stage.forward_seconds,
             input_gradient=stage.input_gradient_seconds,
@@ -110,8 +110,8 @@ class _Seconds(msgspec.Struct, frozen=True, kw_only=True):
             recompute=stage.recompute_seconds,
         )
 
-    def as_stage(self) -> StageSeconds:
-        return StageSeconds(
+    def as_stage(self) -> ActionSeconds:
+        return ActionSeconds(
             forward_seconds=self.forward,
             input_gradient_seconds=self.input_gradient,
             weight_gradient_seconds=self.weight_gradient,

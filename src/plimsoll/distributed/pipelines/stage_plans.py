@@ -20,7 +20,7 @@ from plimsoll.distributed.pipelines.schedules import RankSchedule, Schedule, rea
 from plimsoll.distributed.pipelines.stage_agreement import TIMEOUT_SECONDS, StageAgreement
 from plimsoll.engine.apply import Handle
 from plimsoll.errors import InvalidOption, PlanFileError, PlanMismatch
-from plimsoll.estimator.pipeline_schedule.rank_memory import most_in_flight
+from plimsoll.estimator.pipeline_schedule.orders import most_in_flight
 from plimsoll.session.manage import manage
 from plimsoll.session.matching import refuse_other_device
 from plimsoll.session.rendezvous.world import current_world

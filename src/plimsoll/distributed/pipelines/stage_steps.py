@@ -23,7 +23,7 @@ from plimsoll.artifacts.trace import Category, Trace
 from plimsoll.errors import InvalidBatch
 from plimsoll.estimator.parallelism.rank import rank_trace
 from plimsoll.estimator.pipeline_schedule.rank_memory import StageMemory
-from plimsoll.estimator.pipeline_schedule.timeline import StageSeconds
+from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.describe import held_bytes
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
@@ -198,12 +198,12 @@ class StageStep:
             merged_bytes=self._merged_bytes,
         )
 
-    def seconds(self, simulation: Simulation) -> StageSeconds:
+    def seconds(self, simulation: Simulation) -> ActionSeconds:
         """Seconds of one micro-batch; backward's are halved between gradients of inputs and of weights."""
         index = simulation.index
         forward = float(index.seconds_before[index.handover // 2])
         backward = index.base_seconds - forward
-        return StageSeconds(
+        return ActionSeconds(
             forward_seconds=forward,
             input_gradient_seconds=backward / 2,
             weight_gradient_seconds=backward / 2,

@@ -1,4 +1,4 @@
-"""Requests and releases in, addresses and what is reserved for them out: PyTorch's CUDA caching allocator, simulated.
+"""A simulation of PyTorch's CUDA caching allocator: the addresses that requests get, and what is reserved for them.
 
 Algorithm: best fit among cached blocks of the same stream and pool; what is too large is split; what comes back is merged with
 its free neighbours; where nothing fits, a segment is asked from the device; where the device has no more, what is
@@ -21,10 +21,11 @@ from plimsoll.estimator.allocator_sim.blocks import (
     SMALLEST_BYTES,
     Block,
     Pool,
+    extend,
     round_up,
     segment_bytes,
+    unmap,
 )
-from plimsoll.estimator.allocator_sim.expandable import extend, unmap
 
 _FIRST_ADDRESS = 1 << 32
 _ADDRESS_SPACE_BYTES = 1 << 44

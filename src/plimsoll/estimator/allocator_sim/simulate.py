@@ -1,4 +1,4 @@
-"""The allocations of a step in, what the caching allocator reserves for them out, once the step has been repeated.
+"""Runs the allocations of a training step through the simulated allocator, as often as it takes to reach a steady state.
 
 The first step differs from all others: what lasts is allocated in it, parameters first and the optimizer's state at its end, as
 torch's optimizers make it, into what backward has left in the cache. Steps are run until one asks nothing of the device.

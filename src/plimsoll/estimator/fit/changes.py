@@ -1,4 +1,4 @@
-"""A step that fits under no plan in; what one change at a time would lead to, each evaluated, out.
+"""Says what would make a step fit that fits under no plan: one change at a time, each evaluated.
 
 Every change is made to the smallest point of the search alone, which is evaluated again with it: more memory, half the
 sequence, no accumulation, compression; an 8-bit optimizer and more ranks by the estimate of such a job. What cannot be
@@ -17,9 +17,8 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import silent
 from plimsoll.errors import PlimsollError
 from plimsoll.estimator.estimate import estimate
-from plimsoll.estimator.fit.point import Shape
-from plimsoll.estimator.fit.single_device import Accumulation, SingleDevice, described
-from plimsoll.estimator.fit.step_family import Training
+from plimsoll.estimator.fit.polynomial import Shape
+from plimsoll.estimator.fit.single_device import Accumulation, FitTraining, SingleDevice, described
 from plimsoll.estimator.optimizers import known_optimizers
 from plimsoll.planning.explain import format_bytes_up
 from plimsoll.session.allowance import read_allowance
@@ -33,7 +32,7 @@ _RANKS = 8
 """How many ranks ZeRO is tried over: a node of most accelerators."""
 
 
-def find_changes(training: Training, device: SingleDevice, smallest: FitPoint) -> tuple[FitChange, ...]:
+def find_changes(training: FitTraining, device: SingleDevice, smallest: FitPoint) -> tuple[FitChange, ...]:
     """Changes to the smallest point, those that make it fit first, then by throughput.
 
     Args:
@@ -51,7 +50,7 @@ def find_changes(training: Training, device: SingleDevice, smallest: FitPoint) -
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Finder:
-    training: Training
+    training: FitTraining
     device: SingleDevice
     smallest: FitPoint
 
@@ -174,7 +173,7 @@ class _Finder:
         )
 
 
-def _name_here(training: Training) -> str:
+def _name_here(training: FitTraining) -> str:
     """What the device that the model is on is called in the catalogue, if it is there."""
     home = next(training.model.parameters()).device
     return torch.cuda.get_device_name(home) if home.type == "cuda" else home.type

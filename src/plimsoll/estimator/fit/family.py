@@ -1,23 +1,26 @@
-"""Traces of one model at a few shapes in, its trace at any other shape out: bytes and arithmetic as exact polynomials.
+"""Predicts the trace of a model at one shape from its traces at a few others: bytes and arithmetic as exact polynomials.
 
 Where a shape was traced, that very trace comes back. Elsewhere every size of storages and values, every op's arithmetic, moved
 bytes and workspace comes from a polynomial through the traced shapes (see ``polynomial``); ops keep their order, storages
 their lives. Cost keys name sizes, so ops of such a trace get keys of their own.
+
+Only traces of the same structure can be used: the same ops in the same order on the same storages with the same lives, so that
+one can be made of the others by changing numbers. Where a step branches on its batch (masks that are built for more than one
+example, a dimension of size one that needs no copy) the structures differ, and that batch has to be traced by itself.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from plimsoll.artifacts.costs import Costs, OpCost
 from plimsoll.artifacts.region import RegionGraph
-from plimsoll.artifacts.trace import OpSpec, RegionCall, Trace
-from plimsoll.estimator.fit.point import Shape
-from plimsoll.estimator.fit.polynomial import Fitter, Polynomial
-from plimsoll.estimator.fit.structure import find_difference
+from plimsoll.artifacts.trace import OpSpec, RegionCall, Trace, TraceOp
+from plimsoll.estimator.fit.polynomial import Fitter, Polynomial, Shape
 
 LEAST_TRACES = 2
 LEAST_SEQUENCES = 3
@@ -33,7 +36,6 @@ class Family:
     def __init__(self, traces: Mapping[Shape, Trace]) -> None:
         assert traces, "a family has at least one trace"
         self._traces = dict(traces)
-        self._shapes: tuple[Shape, ...]
         self.strays: dict[Shape, str] = {}
         largest = max(traces, key=lambda shape: (shape.items, shape))
         members = [largest]
@@ -75,17 +77,17 @@ class Family:
         """Bytes of storages whose sizes no polynomial passes through, at a shape: those are estimates."""
         if shape in self._traces:
             return 0
-        found = [
-            self._fitter.fit(tuple(t.storages[i].bytes for t in self._members))
-            for i in range(len(self._members[0].storages))
-        ]
-        return sum(polynomial.at(shape) for polynomial in found if not polynomial.is_exact)
+        return sum(polynomial.at(shape) for polynomial in self._storage_sizes() if not polynomial.is_exact)
 
     @property
     def is_checked(self) -> bool:
         """Whether every size of a storage was determined with a traced shape to spare."""
-        count = len(self._members[0].storages)
-        return all(self._fitter.fit(tuple(t.storages[i].bytes for t in self._members)).is_checked for i in range(count))
+        return all(polynomial.is_checked for polynomial in self._storage_sizes())
+
+    def _storage_sizes(self) -> Iterator[Polynomial]:
+        """Of every storage, the polynomial of its bytes."""
+        for each in zip(*(trace.storages for trace in self._members), strict=True):
+            yield self._fitter.fit(tuple(storage.bytes for storage in each))
 
     def seconds_at(self, shape: Shape, known: Mapping[Shape, Costs]) -> Costs:
         """Costs of the trace at an untraced shape, interpolated between costs that were measured at traced ones.
@@ -121,41 +123,38 @@ class Family:
             names.setdefault(keys, f"{together[0].name}#{len(names)}")
         return names
 
-    def _number(self, values: tuple[int, ...], shape: Shape) -> int:
-        return self._polynomial(values).at(shape)
+    def _number(self, values: Iterable[int], shape: Shape) -> int:
+        """What was counted at the members' shapes, at another one."""
+        return self._fitter.fit(tuple(values)).at(shape)
 
-    def _polynomial(self, values: tuple[int, ...]) -> Polynomial:
-        return self._fitter.fit(values)
+    def _resized(self, sized: Sequence[Sequence[Any]], shape: Shape) -> tuple[Any, ...]:
+        """Storages or values of the first member, with the bytes that they have at a shape."""
+        return tuple(
+            msgspec.structs.replace(each[0], bytes=self._number((one.bytes for one in each), shape))
+            for each in zip(*sized, strict=True)
+        )
 
     def _spec(self, keys: tuple[str, ...], shape: Shape) -> OpSpec:
         specs = [trace.specs[key] for trace, key in zip(self._members, keys, strict=True)]
         return msgspec.structs.replace(
             specs[0],
-            flops=self._number(tuple(spec.flops for spec in specs), shape),
-            moved_bytes=self._number(tuple(spec.moved_bytes for spec in specs), shape),
+            flops=self._number((spec.flops for spec in specs), shape),
+            moved_bytes=self._number((spec.moved_bytes for spec in specs), shape),
         )
 
     def _predict(self, shape: Shape) -> Trace:
         first, suffix = self._members[0], _suffix(shape)
         names = {keys: name + suffix for keys, name in self._keys.items()}
-        together = list(zip(*(trace.ops for trace in self._members), strict=True))
-        ops = [msgspec.structs.replace(each[0], cost_key=names[tuple(op.cost_key for op in each)]) for each in together]
-        storages = [
-            msgspec.structs.replace(each[0], bytes=self._number(tuple(s.bytes for s in each), shape))
-            for each in zip(*(trace.storages for trace in self._members), strict=True)
-        ]
         workspaces = {
-            name: self._number(
-                tuple(trace.workspaces.get(key, 0) for trace, key in zip(self._members, keys, strict=True)), shape
-            )
+            name: self._number((t.workspaces.get(key, 0) for t, key in zip(self._members, keys, strict=True)), shape)
             for keys, name in names.items()
         }
         return msgspec.structs.replace(
             first,
             signature=f"a micro-batch of {shape}, not traced: it follows from {', '.join(map(str, self._shapes))}",
-            ops=tuple(ops),
+            ops=_renamed([trace.ops for trace in self._members], names),
             specs={name: self._spec(keys, shape) for keys, name in names.items() if keys[0] in first.specs},
-            storages=tuple(storages),
+            storages=self._resized([trace.storages for trace in self._members], shape),
             regions=tuple(
                 self._region(each, shape, names) for each in zip(*(t.regions for t in self._members), strict=True)
             ),
@@ -165,18 +164,21 @@ class Family:
 
     def _region(self, calls: tuple[RegionCall, ...], shape: Shape, names: Mapping[tuple[str, ...], str]) -> RegionCall:
         graphs: list[RegionGraph] = [call.graph for call in calls]
-        values = tuple(
-            msgspec.structs.replace(each[0], bytes=self._number(tuple(v.bytes for v in each), shape))
-            for each in zip(*(graph.values for graph in graphs), strict=True)
-        )
-        ops = tuple(
-            msgspec.structs.replace(each[0], cost_key=names[tuple(op.cost_key for op in each)])
-            for each in zip(*(graph.ops for graph in graphs), strict=True)
+        graph = msgspec.structs.replace(
+            graphs[0],
+            values=self._resized([each.values for each in graphs], shape),
+            ops=_renamed([each.ops for each in graphs], names),
         )
         kind = hashlib.sha256(f"{[call.kind for call in calls]}{shape}".encode()).hexdigest()[:16]
-        return msgspec.structs.replace(
-            calls[0], kind=kind, graph=msgspec.structs.replace(graphs[0], values=values, ops=ops)
-        )
+        return msgspec.structs.replace(calls[0], kind=kind, graph=graph)
+
+
+def _renamed(ops: Sequence[Sequence[Any]], names: Mapping[tuple[str, ...], str]) -> tuple[Any, ...]:
+    """Ops of the first member, with the cost keys of their own."""
+    return tuple(
+        msgspec.structs.replace(each[0], cost_key=names[tuple(op.cost_key for op in each)])
+        for each in zip(*ops, strict=True)
+    )
 
 
 def _suffix(shape: Shape) -> str:
@@ -202,3 +204,53 @@ def _interpolate(samples: list[tuple[int, float]], work: int) -> float:
     if work > high:
         slope = max(slope, 0.0)
     return max(points[high] + slope * (work - high), 0.0)
+
+
+def find_difference(one: Trace, other: Trace) -> str:
+    """What is different, in words; empty if only sizes are."""
+    if len(one.ops) != len(other.ops):
+        return f"{len(one.ops)} ops against {len(other.ops)}{_first_op(one, other)}"
+    for tick, (mine, theirs) in enumerate(zip(one.ops, other.ops, strict=True)):
+        if msgspec.structs.replace(mine, cost_key="") != msgspec.structs.replace(theirs, cost_key=""):
+            return f"op {tick} is {_name(mine)} against {_name(theirs)}"
+        if not _same_spec(one, mine.cost_key, other, theirs.cost_key):
+            return f"op {tick}, {mine.name} in {mine.module}, computes in another dtype"
+    if _without_bytes(one.storages) != _without_bytes(other.storages):
+        return f"{len(one.storages)} storages against {len(other.storages)}, or other lives of them"
+    if one.parameters != other.parameters:
+        return "other parameters"
+    if len(one.regions) != len(other.regions):
+        return f"{len(one.regions)} regions against {len(other.regions)}"
+    for mine_region, their_region in zip(one.regions, other.regions, strict=True):
+        if _bare_region(mine_region) != _bare_region(their_region):
+            return f"the graph of {mine_region.name or 'the model'} saves or reads other tensors"
+    return ""
+
+
+def _first_op(one: Trace, other: Trace) -> str:
+    pairs = zip(one.ops, other.ops, strict=False)
+    first = next(((a, b) for a, b in pairs if (a.name, a.module) != (b.name, b.module)), None)
+    return "" if first is None else f", first {_name(first[0])} against {_name(first[1])}"
+
+
+def _name(op: TraceOp) -> str:
+    return f"{op.name} in {op.module}" if op.module else op.name
+
+
+def _same_spec(one: Trace, key: str, other: Trace, other_key: str) -> bool:
+    mine, theirs = one.specs.get(key), other.specs.get(other_key)
+    if mine is None or theirs is None:
+        return mine is theirs
+    return (mine.name, mine.dtype, mine.group) == (theirs.name, theirs.dtype, theirs.group)
+
+
+def _without_bytes(sized: Sequence[Any]) -> list[Any]:
+    return [msgspec.structs.replace(each, bytes=0) for each in sized]
+
+
+def _bare_region(region: RegionCall) -> tuple[object, ...]:
+    """A region call without sizes."""
+    graph: RegionGraph = region.graph
+    ops = [msgspec.structs.replace(op, cost_key="") for op in graph.ops]
+    bare = (_without_bytes(graph.values), ops, graph.slots, graph.outputs, graph.backward_order)
+    return (region.name, region.call, region.forward, region.backward, region.obstacle, bare)

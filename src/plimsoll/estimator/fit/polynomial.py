@@ -1,4 +1,4 @@
-"""Whole numbers at a few points (micro-batch b, sequence s) in, the polynomial that passes through all of them out, exactly.
+"""Finds the polynomial in micro-batch b and sequence s that passes through whole numbers counted at a few shapes, exactly.
 
 What a step counts (bytes, arithmetic) is a sum of products of the sizes of tensors, so it is a polynomial in b and s with few
 terms: constants (weights), b·s (activations), b·s² (attention scores), s² (masks), b² (contrastive losses). The one with the
@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
-
-from plimsoll.estimator.fit.point import Shape
 
 Term = tuple[int, int]
 """The powers of b and s."""
@@ -89,14 +88,11 @@ class Fitter:
     def _least_squares(self, values: tuple[int, ...]) -> Polynomial:
         terms = tuple(dict.fromkeys(term for support in self._supports[: len(_TERMS)] for term in support.terms))
         terms = terms[: max(1, len(values) - 1)]
-        matrix = np.array([[float(b**i * s**j) for i, j in terms] for b, s in self._pairs()])
+        matrix = np.array([[float(b**i * s**j) for i, j in terms] for b, s in self._shapes])
         found, *_ = np.linalg.lstsq(matrix, np.array(values, dtype=np.float64), rcond=None)
         return Polynomial(
             {term: Fraction(float(c)) for term, c in zip(terms, found, strict=True)}, is_exact=False, is_checked=False
         )
-
-    def _pairs(self) -> list[tuple[int, int]]:
-        return [(shape.batch, shape.sequence) for shape in self._shapes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +146,18 @@ def _inverse(matrix: list[list[Fraction]]) -> tuple[tuple[Fraction, ...], ...] |
                 factor = wide[row][column]
                 wide[row] = [a - factor * b for a, b in zip(wide[row], wide[column], strict=True)]
     return tuple(tuple(row[size:]) for row in wide)
+
+
+class Shape(NamedTuple):
+    """One micro-batch: ``batch`` examples of ``sequence`` tokens (1 for models that have no sequence to vary)."""
+
+    batch: int
+    sequence: int
+
+    @property
+    def items(self) -> int:
+        """Tokens, or examples, in it."""
+        return self.batch * self.sequence
+
+    def __str__(self) -> str:
+        return f"{self.batch} × {self.sequence}" if self.sequence > 1 else f"{self.batch}"

@@ -1,4 +1,4 @@
-"""What evaluates a point in, the points worth knowing with the best among them out, within a number of solves.
+"""Searches the micro-batches of a fit for the fastest one that fits, within a number of solves.
 
 A larger micro-batch needs more memory (every size grows with it), but is not always faster: fixed costs (launches, reading
 the weights, the optimizer's step) spread over more examples, while a plan has to recompute more and more. So the search
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from plimsoll.artifacts.fit import FitPoint
-from plimsoll.estimator.fit.point import Shape
+from plimsoll.estimator.fit.polynomial import Shape
 
 MOST_SOLVES = 16
 _WORTH = 1.002

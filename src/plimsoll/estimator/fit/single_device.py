@@ -1,24 +1,202 @@
-"""A shape in, the best plan for it on one device out: simulated where everything fits, solved where it does not."""
+"""The training step of one model on one device at any micro-batch, and the best plan for it there.
+
+The step is traced where that has to be, and predicted from other traces where it can be. On a device that is not here a trace
+costs seconds and needs no memory, and three sizes per structure determine all others. On the device itself seconds are
+measured, so the sizes that the search climbs are traced and timed, and what lies between two of them is predicted. Where
+everything fits, the step is simulated without a plan; where it does not, a plan is solved.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.fit import FitPoint
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Trace
-from plimsoll.estimator.fit.point import Shape
+from plimsoll.errors import InvalidBatch, InvalidOption
+from plimsoll.estimator.fit.family import Family
+from plimsoll.estimator.fit.polynomial import Shape
 from plimsoll.estimator.fit.search import Outlook
-from plimsoll.estimator.fit.step_family import Report, StepFamily, Training
+from plimsoll.planning.costing.devices import find_device
+from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.costing.step_seconds import optimizer_seconds
 from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.solve import solve
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full, choose_none
+from plimsoll.session.plan import trace_and_cost
+from plimsoll.session.request import split_detached
+from plimsoll.tracing.recorder.calling import Loss, call_tensors
+
+Report = Callable[[str], None]
+MakeBatch = Callable[[int, int], Any]
+
+
+class MicroBatches:
+    """Makes batches. ``items_name`` is what their size counts: ``tokens`` or ``examples``."""
+
+    def __init__(self, batch: Any, sequences: tuple[int, ...] | None) -> None:
+        self._make: MakeBatch | None = None
+        if callable(batch) and not isinstance(batch, torch.Tensor):
+            self._make = batch
+            self.sequences = sequences or (1,)
+            self.items_name = "tokens" if sequences else "examples"
+            return
+        self._sample = batch
+        args, kwargs = split_detached(batch)
+        tokens = _tokens(args, kwargs)
+        first = next((tensor for tensor in call_tensors(args, kwargs) if tensor.dim() > 0), None)
+        if first is None or not first.shape[0]:
+            raise InvalidBatch(
+                "The batch has no tensor with examples in it."
+                if first is None
+                else f"The batch's first tensor, of shape {tuple(first.shape)}, has no examples in it.",
+                why="its size is what is to be found",
+                next="pass tensors with the examples along their first dimension, or batch=lambda size, sequence: ...",
+            )
+        self._examples = first.shape[0]
+        self._positions = 0 if tokens is None else tokens.shape[1]
+        self.items_name = "examples" if tokens is None else "tokens"
+        if tokens is None and sequences:
+            raise InvalidOption(
+                "sequences= has no effect on this batch.",
+                why="it has no two-dimensional tensor of token ids whose length could be varied",
+                next="leave it out, or pass batch=lambda size, sequence: ...",
+            )
+        self.sequences = sequences or (self._positions or 1,)
+
+    def of(self, shape: Shape) -> Any:
+        """A batch of this shape."""
+        if self._make is not None:
+            return self._make(shape.batch, shape.sequence)
+        return tree_map_only(torch.Tensor, lambda tensor: self._resized(tensor, shape), self._sample)
+
+    def _resized(self, tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] != self._examples:
+            return tensor
+        resized = tensor.detach().index_select(0, _cycle(shape.batch, self._examples, tensor.device))
+        if self._positions and tensor.dim() > 1 and tensor.shape[1] == self._positions:
+            resized = resized.index_select(1, _cycle(shape.sequence, self._positions, tensor.device))
+        return resized.requires_grad_(tensor.requires_grad)
+
+
+def _cycle(count: int, length: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device="cpu").remainder(length).to(device)
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The token ids of a batch."""
+    named = kwargs.get("input_ids")
+    if isinstance(named, torch.Tensor) and named.dim() == 2:
+        return named
+    found = (tensor for tensor in call_tensors(args, kwargs) if tensor.dim() == 2)
+    return next((tensor for tensor in found if not tensor.is_floating_point()), None)
+
+
+@dataclass(frozen=True, slots=True)
+class FitTraining:
+    """What is trained, and where it will run."""
+
+    model: nn.Module
+    batches: MicroBatches
+    loss: Loss | None
+    optimizer: torch.optim.Optimizer | None
+    regions: Sequence[str] | None
+    device_profile: str | None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the step cannot run here: another device, or parameters without memory."""
+        return self.device_profile is not None or any(parameter.is_meta for parameter in self.model.parameters())
+
+
+@contextlib.contextmanager
+def gradients_in_place(model: nn.Module) -> Iterator[None]:
+    """Every trainable parameter has a gradient, as after the first micro-batch of a step; then it is as it was."""
+    given = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.grad is None]
+    try:
+        for parameter in given:
+            parameter.grad = torch.zeros_like(parameter)
+        yield
+    finally:
+        for parameter in given:
+            parameter.grad = None
+
+
+@dataclass(slots=True)
+class StepFamily:
+    """The step of one model at any shape; with ``accumulates`` gradients are there already."""
+
+    training: FitTraining
+    accumulates: bool
+    report: Report
+    traces: dict[Shape, Trace] = field(default_factory=dict)
+    _costs: dict[Shape, Costs] = field(default_factory=dict)
+    _family: Family | None = None
+
+    def foreseen(self, shape: Shape) -> tuple[Trace, Costs] | None:
+        """The step at an untraced shape as far as traces so far tell for certain; ``None`` where they do not."""
+        if shape in self.traces or not self.traces:
+            return None
+        return self._predicted(shape) if self.family.covers(shape) and self.family.is_checked else None
+
+    def at(self, shape: Shape, *, must_trace: bool = False) -> tuple[Trace, Costs]:
+        """The step at a shape with its costs.
+
+        Args:
+            shape: micro-batch and sequence.
+            must_trace: whether a prediction will not do.
+        """
+        if shape not in self.traces and (must_trace or not self._is_predictable(shape)):
+            self._trace(shape)
+        if shape in self.traces:
+            return self.traces[shape], self._costs[shape]
+        return self._predicted(shape)
+
+    @property
+    def family(self) -> Family:
+        """What the traces so far have in common."""
+        if self._family is None:
+            self._family = Family(self.traces)
+        return self._family
+
+    def _predicted(self, shape: Shape) -> tuple[Trace, Costs]:
+        predicted = self.family.at(shape)
+        if self.training.is_elsewhere:
+            return predicted, roofline_costs(predicted, find_device(self.training.device_profile or "CPU"))
+        return predicted, self.family.seconds_at(shape, self._costs)
+
+    def _is_predictable(self, shape: Shape) -> bool:
+        if not self.traces or not self.family.covers(shape):
+            return False
+        if self.training.is_elsewhere:
+            return self.family.is_checked
+        members = [each.batch for each in self.family.shapes if each.sequence == shape.sequence]
+        return any(batch < shape.batch for batch in members) and any(batch > shape.batch for batch in members)
+
+    def _trace(self, shape: Shape) -> None:
+        training = self.training
+        self.report(f"tracing {shape}")
+        with gradients_in_place(training.model) if self.accumulates else contextlib.nullcontext():
+            self.traces[shape], self._costs[shape] = trace_and_cost(
+                training.model,
+                training.batches.of(shape),
+                loss=training.loss,
+                optimizer=training.optimizer,
+                regions=training.regions,
+                device_profile=training.device_profile,
+            )
+        self._family = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,13 +213,13 @@ class Accumulation:
 
 @dataclass(slots=True)
 class SingleDevice:
-    """Evaluates points on one device (see ``fitting.search.Evaluate``).
+    """Evaluates points on one device (see ``fit.search.Evaluate``).
 
     ``plans`` and ``unmanaged`` (the simulated steps without a plan) belong to this accumulation and budget; families of traces
     may be shared with another one.
     """
 
-    training: Training
+    training: FitTraining
     accumulation: Accumulation
     budget_bytes: int
     report: Report
@@ -53,7 +231,7 @@ class SingleDevice:
     def outlook(self, shape: Shape) -> Outlook:
         """The step without a plan."""
         simulation = self._simulate(shape)
-        optimizer = optimizer_seconds(simulation.index.trace, simulation.index.costs)
+        optimizer = _step_seconds(simulation)
         count = self.accumulation.of(shape.batch)
         seconds = count * (simulation.seconds - optimizer) + optimizer
         return Outlook(simulation.peak_bytes, count * shape.items / seconds if seconds else 0.0)
@@ -61,8 +239,7 @@ class SingleDevice:
     def evaluate(self, shape: Shape) -> FitPoint:
         """The best plan at a shape; one that does not fit comes back with the floor."""
         unmanaged = self._simulate(shape)
-        trace, costs = unmanaged.index.trace, unmanaged.index.costs
-        saved_bytes = sum(_decided_bytes(unmanaged.index).values())
+        optimizer = _step_seconds(unmanaged)
         point = FitPoint(
             micro_batch=shape.batch,
             sequence=shape.sequence,
@@ -70,10 +247,10 @@ class SingleDevice:
             status=Status.OPTIMAL,
             unmanaged_peak_bytes=unmanaged.peak_bytes,
             predicted_peak_bytes=unmanaged.peak_bytes,
-            unmanaged_seconds=unmanaged.seconds - optimizer_seconds(trace, costs),
-            micro_seconds=unmanaged.seconds - optimizer_seconds(trace, costs),
-            optimizer_seconds=optimizer_seconds(trace, costs),
-            saved_bytes=saved_bytes,
+            unmanaged_seconds=unmanaged.seconds - optimizer,
+            micro_seconds=unmanaged.seconds - optimizer,
+            optimizer_seconds=optimizer,
+            saved_bytes=_decided_bytes(unmanaged.index),
             rebuilt_bytes=0,
             is_traced=shape in self._family(shape).traces,
         )
@@ -120,8 +297,7 @@ class SingleDevice:
 
     def optimizer_seconds(self, shape: Shape) -> float:
         """Predicted seconds of the optimizer's step."""
-        index = self._simulate(shape).index
-        return optimizer_seconds(index.trace, index.costs)
+        return _step_seconds(self._simulate(shape))
 
     def _solved(self, shape: Shape, point: FitPoint) -> FitPoint:
         index = self._simulate(shape).index
@@ -165,7 +341,12 @@ def described(point: FitPoint, plan: Plan) -> FitPoint:
     )
 
 
-def _decided_bytes(index: StepIndex) -> dict[int, int]:
-    """Bytes of every storage that a plan may decide about."""
-    storages = (view.graph.values[value].storage for view in index.views for value in view.decided)
-    return {storage: index.trace.storages[storage].bytes for storage in storages}
+def _step_seconds(simulation: Simulation) -> float:
+    """Seconds of the optimizer's step in a simulated one."""
+    return optimizer_seconds(simulation.index.trace, simulation.index.costs)
+
+
+def _decided_bytes(index: StepIndex) -> int:
+    """Bytes of all storages that a plan may decide about."""
+    storages = {view.graph.values[value].storage for view in index.views for value in view.decided}
+    return sum(index.trace.storages[storage].bytes for storage in storages)

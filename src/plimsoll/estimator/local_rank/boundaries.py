@@ -1,4 +1,4 @@
-"""Groups, experts and blocks in, hooks with the collectives at their ends out.
+"""Hooks the collectives of tensor and sequence parallelism in around the groups of each block.
 
 Without sequence parallelism the residual stream is whole on every rank: f before the columns (the gradient summed), g after
 the row (the result summed). With it the residual stream is ``[batch, sequence / tp, hidden]``: gathered before the columns,
@@ -21,8 +21,8 @@ from torch import nn
 
 from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.local_rank.collectives import all_gather, enter, leave, reduce_scatter, split, unsplit
-from plimsoll.estimator.local_rank.edits import Edits
-from plimsoll.estimator.local_rank.groups import Block, Group
+from plimsoll.estimator.local_rank.cuts import Edits
+from plimsoll.estimator.local_rank.groups import DividedBlock, Group
 
 _GROUP = "tp"
 _SEQUENCE = 1
@@ -43,7 +43,7 @@ class Boundaries:
         self._streams: set[tuple[int, ...]] = set()
         edits.at_end(self._streams.clear)
 
-    def around_block(self, block: Block) -> None:
+    def around_block(self, block: DividedBlock) -> None:
         """Around every group of a block; a mixture of experts is one group with all that stands beside its experts."""
         mixtures = sorted({path.rpartition(".")[0] for path in block.experts})
         for path in mixtures:

@@ -1,4 +1,4 @@
-"""One rank's tensors in, tensors of the shapes that a collective would give it out: stand-ins, on a single rank.
+"""Stand-ins for collectives on a single rank: ops that give tensors the shapes that the real ones would.
 
 Each is an op of its own (``plimsoll::all_gather`` and so on), so that a trace shows it, a planner sees its output as a value
 with a producer and a price, and a fake trace knows its shape. Nothing is sent: every other rank is taken to hold what this

@@ -1,4 +1,4 @@
-"""Blocks and roles in, the groups that compute together out: column-parallel layers, and the row-parallel one that ends them.
+"""Finds the layers that compute together under tensor parallelism: column-parallel ones and the row-parallel one after them.
 
 A group is an attention or an MLP. Between its columns and its row every rank works on its own share; at its ends stand
 collectives. Attention is divided by whole heads: how many there are follows from the size of a head and the width of the row.
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from plimsoll.errors import InvalidLayout
-from plimsoll.estimator.local_rank.names import QUERY_KEY_VALUE
-from plimsoll.estimator.local_rank.roles import Role, RoleBook, is_conv1d, matrices_of
+from plimsoll.estimator.local_rank.roles import QUERY_KEY_VALUE, Role, RoleBook, is_conv1d, matrices_of
 
 _HEAD_SIZES = ("v_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -50,7 +49,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class DividedBlock:
     """One repeated block: its groups, and the stacks of experts in it."""
 
     path: str
@@ -60,7 +59,7 @@ class Block:
     """Embeddings with one column per head."""
 
 
-def read_block(path: str, block: nn.Module, book: RoleBook) -> Block:
+def read_block(path: str, block: nn.Module, book: RoleBook) -> DividedBlock:
     """The groups of one block; a block without any is not a block of a transformer (``groups`` is empty).
 
     Raises:
@@ -79,7 +78,7 @@ def read_block(path: str, block: nn.Module, book: RoleBook) -> Block:
     if divided and unknown:
         raise _unknown(block, path, unknown)
     at = {name: modules[name.removeprefix(path).removeprefix(".")] for name in roles}
-    return Block(
+    return DividedBlock(
         path=path,
         groups=_groups(roles, at, modules, path),
         experts={name: at[name] for name, role in roles.items() if role is Role.EXPERTS},
@@ -129,7 +128,7 @@ def _heads(
     parent: str, holder: nn.Module, columns: Sequence[str], at: Mapping[str, nn.Module], row: nn.Module
 ) -> Heads | None:
     named = {name.rpartition(".")[2]: at[name] for name in columns}
-    if not named.keys() & QUERY_KEY_VALUE:
+    if not any(map(QUERY_KEY_VALUE.fullmatch, named)):
         return None
     known = {name: value for name, value in vars(holder).items() if isinstance(value, int)}
     width = widths(row)[0]

@@ -1,4 +1,4 @@
-"""A model and degrees of parallelism in; a block in which the model is that of one rank out, then exactly what it was.
+"""Lets a model be the model of one rank while a block lasts; then it is exactly what it was.
 
 The rank described is the first of every group. Parameters are replaced by local ones, attributes that forward derives shapes
 from (numbers of heads, widths, sizes of the vocabulary) are set to local values, and stand-in collectives are hooked in
@@ -19,10 +19,15 @@ from torch import nn
 
 from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.local_rank.boundaries import Boundaries
-from plimsoll.estimator.local_rank.edits import Edits, Shard
-from plimsoll.estimator.local_rank.experts import divide_experts, divide_widths
-from plimsoll.estimator.local_rank.groups import Block, read_block
-from plimsoll.estimator.local_rank.parameters import divide_group, divide_head_biases
+from plimsoll.estimator.local_rank.cuts import (
+    Edits,
+    Shard,
+    divide_experts,
+    divide_group,
+    divide_head_biases,
+    divide_widths,
+)
+from plimsoll.estimator.local_rank.groups import DividedBlock, read_block
 from plimsoll.estimator.local_rank.roles import RoleBook, blocks_of, is_experts, words_of
 from plimsoll.estimator.local_rank.vocabulary import VocabularyLoss, divide_words
 from plimsoll.units import format_bytes
@@ -107,7 +112,7 @@ class _Division:
         self._model = model
         self._modules = dict(model.named_modules())
         self._edits = edits
-        self._blocks: list[Block] = []
+        self._blocks: list[DividedBlock] = []
         self._norms: list[str] = []
         self.notes: list[str] = []
 

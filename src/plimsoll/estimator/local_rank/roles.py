@@ -1,8 +1,8 @@
-"""A model in, the role of each of its weight matrices under tensor parallelism out.
+"""Says how the ranks of a tensor-parallel group share each weight matrix of a model.
 
-The model's own plan (transformers' ``base_model_tp_plan`` and ``_tp_plan``) comes first, then ``roles=`` of the caller over
-it, then the names that the field uses. A matrix inside a block that none of them knows is an error, not a guess: half a block
-divided would compute something else.
+``roles=`` of the caller comes first, then the model's own plan (transformers' ``base_model_tp_plan`` and ``_tp_plan``), then
+the names that the field uses. A matrix inside a block that none of them knows is an error, not a guess: half a block divided
+would compute something else.
 
 Source: column- and row-parallel layers of Shoeybi et al. 2019, section 3.
 """
@@ -17,7 +17,24 @@ from typing import Any
 from torch import nn
 
 from plimsoll.errors import InvalidLayout
-from plimsoll.estimator.local_rank.names import COLUMN_NAMES, LATENT_NAMES, REPLICATED_NAMES, ROW_NAMES, WORDS_NAMES
+
+# The names that the field gives to weights: a module's last name, or its last two. The families: Llama and its kin (q_proj,
+# gate_proj), GPT-2 (c_attn, c_fc), BERT (query, intermediate.dense), T5 (q, wi_0), CLIP, ViT and Whisper (fc1), GPT-NeoX and
+# BLOOM (query_key_value), DistilBERT (q_lin), Meta's own Llama (wq, w1), multi-head latent attention (kv_b_proj).
+QUERY_KEY_VALUE = re.compile(
+    r"[qkv]_proj|query|key|value|[qkv]|w[qkv]|[qkv]_lin|c_attn|q_attn|query_key_value|q_b_proj|kv_b_proj"
+)
+"""Column-parallel layers that are divided by whole heads."""
+_COLUMNS = (
+    rf"{QUERY_KEY_VALUE.pattern}|gate_proj|up_proj|gate_up_proj|c_fc|fc1|fc_in|lin1|wi|wi_0|wi_1|w1|w3|dense_h_to_4h|"
+    r"intermediate\.dense"
+)
+_ROWS = (
+    r"o_proj|out_proj|c_proj|o|wo|out_lin|down_proj|fc2|fc_out|lin2|w2|dense_4h_to_h|"
+    r"output\.dense|attention\.dense|self_attention\.dense"
+)
+_REPLICATED = re.compile(r"(.*\.)?(gate|router|shared_expert_gate)")
+_WORDS = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|shared|token_embedding|embed_in)")
 
 
 class Role(enum.StrEnum):
@@ -49,6 +66,12 @@ _STYLES = {
     "replicated_with_grad_allreduce": Role.REPLICATE,
 }
 """Styles of transformers' plans, for modules within blocks."""
+_NAMED = {
+    Role.COLUMN: re.compile(rf"(.*\.)?({_COLUMNS})"),
+    Role.ROW: re.compile(rf"(.*\.)?({_ROWS})"),
+    Role.LATENT: re.compile(r"(.*\.)?(q_a_proj|kv_a_proj_with_mqa)"),
+}
+"""Roles of matrices by their names, in the order in which they are tried."""
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -83,7 +106,9 @@ class RoleBook:
 
     def __init__(self, model: nn.Module, overrides: Mapping[str, str] | None) -> None:
         self._plan = _own_plan(model)
-        self._overrides = {_regex(pattern): _role_of_user(role) for pattern, role in (overrides or {}).items()}
+        self._overrides = {
+            re.compile(_stars(pattern)): _role_of_user(role) for pattern, role in (overrides or {}).items()
+        }
         self._matched: set[re.Pattern[str]] = set()
 
     def role(self, path: str, module: nn.Module) -> Role | None:
@@ -95,8 +120,15 @@ class RoleBook:
         if is_experts(module):
             return Role.EXPERTS
         for pattern, style in self._plan.items():
-            if pattern.fullmatch(path):
-                return _role_of_style(style, path)
+            if not pattern.fullmatch(path):
+                continue
+            if style not in _STYLES:
+                raise InvalidLayout(
+                    f"unsupported: the model's own tensor-parallel plan gives {path} the style {style!r}.",
+                    why=f"known are {', '.join(_STYLES)}",
+                    next="pass its role with roles=, or leave tensor parallelism out",
+                )
+            return _STYLES[style]
         if isinstance(module, nn.Embedding):
             return Role.HEADS if path.endswith("relative_attention_bias") else None
         return _by_name(path, is_matrix=is_linear(module))
@@ -130,16 +162,9 @@ def _check_kind(role: Role, path: str, module: nn.Module) -> None:
 
 
 def _by_name(path: str, *, is_matrix: bool) -> Role | None:
-    last = path.rpartition(".")[2]
-    last_two = ".".join(path.split(".")[-2:])
-    if last in REPLICATED_NAMES:
+    if _REPLICATED.fullmatch(path):
         return Role.REPLICATE
-    if not is_matrix:
-        return None
-    for role, names in ((Role.COLUMN, COLUMN_NAMES), (Role.ROW, ROW_NAMES), (Role.LATENT, LATENT_NAMES)):
-        if last in names or last_two in names:
-            return role
-    return None
+    return next((role for role, names in _NAMED.items() if is_matrix and names.fullmatch(path)), None)
 
 
 def words_of(model: nn.Module, blocks: Mapping[str, nn.Module], book: RoleBook) -> dict[str, nn.Module]:
@@ -152,7 +177,7 @@ def words_of(model: nn.Module, blocks: Mapping[str, nn.Module], book: RoleBook) 
         path: module
         for path, module in outside.items()
         if isinstance(module, nn.Embedding)
-        and (said[path] is Role.VOCABULARY or (said[path] is None and path.rpartition(".")[2] in WORDS_NAMES))
+        and (said[path] is Role.VOCABULARY or (said[path] is None and _WORDS.fullmatch(path)))
     }
     shapes = {tuple(table.get_parameter("weight").shape) for table in tables.values()}
     heads: dict[str, nn.Module] = {
@@ -182,20 +207,6 @@ def _own_plan(model: nn.Module) -> dict[re.Pattern[str], str]:
         config: Any = vars(module).get("config")
         plan.update(getattr(config, "base_model_tp_plan", None) or {})
     return {re.compile(f"(.*\\.)?{_stars(pattern)}"): style for pattern, style in plan.items()}
-
-
-def _role_of_style(style: str, path: str) -> Role:
-    if style not in _STYLES:
-        raise InvalidLayout(
-            f"unsupported: the model's own tensor-parallel plan gives {path} the style {style!r}.",
-            why=f"known are {', '.join(_STYLES)}",
-            next="pass its role with roles=, or leave tensor parallelism out",
-        )
-    return _STYLES[style]
-
-
-def _regex(pattern: str) -> re.Pattern[str]:
-    return re.compile(_stars(pattern))
 
 
 def _stars(pattern: str) -> str:

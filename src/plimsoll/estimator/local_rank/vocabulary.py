@@ -1,4 +1,4 @@
-"""Word embeddings, heads and a degree in, vocabulary-parallel ones out, with the cross entropy over a part of the words.
+"""Divides word embeddings and heads by vocabulary, with the cross entropy over a part of the words.
 
 Each rank holds a range of the words. Embedding: words of other ranks give zeros, and the results are summed. Head: logits
 ``[tokens, vocabulary / tp]``. Loss: largest logit, sum of exponentials and the logit of the label are each reduced over
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.local_rank.collectives import all_reduce_, leave
-from plimsoll.estimator.local_rank.edits import Edits, Shard
+from plimsoll.estimator.local_rank.cuts import Edits, Shard
 
 _GROUP = "tp"
 _COUNTS = ("vocab_size", "num_embeddings", "out_features")

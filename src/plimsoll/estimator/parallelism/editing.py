@@ -1,4 +1,4 @@
-"""A trace in, the same trace with ops put between its own and storages added or changed out. No torch here.
+"""Inserts ops into a trace and adds or changes storages, with every tick moved along. No torch here.
 
 Ops are inserted *before* a tick of the original trace; those at one tick keep the order in which they were inserted. What
 dies at that tick dies before them, what is read first or starts there comes after them.

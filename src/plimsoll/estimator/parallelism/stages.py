@@ -1,4 +1,4 @@
-"""A traced step and a layout in, one trace per pipeline stage out. No torch here.
+"""Cuts a traced step into the stages of a pipeline, each with a trace of its own. No torch here.
 
 The region calls are cut into consecutive runs, as even as can be: where they do not divide, the first and the last stage get
 the smaller runs, since they also hold embedding and head. What precedes the regions goes to the first stage, what follows
@@ -27,8 +27,14 @@ from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.region import RegionGraph, Slot
 from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace
 from plimsoll.errors import InvalidLayout
-from plimsoll.estimator.parallelism.crossing import Crossings, find_crossings
-from plimsoll.estimator.parallelism.members import Membership, assign, even_counts, tied_parameters
+from plimsoll.estimator.parallelism.members import (
+    Crossings,
+    Membership,
+    assign,
+    even_counts,
+    find_crossings,
+    tied_parameters,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The parameters of one stage and a layout in, what is gathered and reduced together out. No torch here.
+"""Groups the parameters of one stage into units, which are gathered and reduced together. No torch here.
 
 A unit is what ``fully_shard`` would be called on: every block (region) with its parameters, and the rest as the root. Under
 expert parallelism a block's experts are a unit of their own: expert-parallel ranks hold different experts, so that only
@@ -8,19 +8,21 @@ expert parallelism a block's experts are a unit of their own: expert-parallel ra
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from plimsoll.artifacts.layout import Layout
-from plimsoll.artifacts.trace import RegionCall, Trace, TraceParameter
+from plimsoll.artifacts.trace import Category, RegionCall, Storage, Trace, TraceParameter
 
 ROOT = ""
 """The name of what belongs to no block."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ShardedUnit:
     """Parameters that are sharded over ``ranks`` ranks and move together; ``calls`` are the calls of its block."""
 
     name: str
@@ -50,7 +52,7 @@ class Unit:
         return sum(self.ranks * shard_bytes(p, self.ranks) for p in self.parameters if p.is_trainable)
 
 
-def find_units(trace: Trace, layout: Layout) -> tuple[Unit, ...]:
+def find_units(trace: Trace, layout: Layout) -> tuple[ShardedUnit, ...]:
     """The units of one stage, the root last.
 
     Args:
@@ -64,7 +66,7 @@ def find_units(trace: Trace, layout: Layout) -> tuple[Unit, ...]:
         members.setdefault((name, layout.ep > 1 and is_expert(parameter.name)), []).append(parameter)
     order = [(name, kind) for name in (*names, ROOT) for kind in (False, True)]
     return tuple(
-        Unit(
+        ShardedUnit(
             name=name,
             is_expert=kind,
             ranks=layout.shards // layout.ep if kind else layout.shards,
@@ -124,3 +126,53 @@ def _block_of(name: str, names: dict[str, None]) -> str:
     parts = name.split(".")
     prefixes = (".".join(parts[:depth]) for depth in range(len(parts)))
     return next((prefix for prefix in prefixes if prefix in names), ROOT)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What backward makes for one unit, and the tick before which all of it is there."""
+
+    unit: ShardedUnit
+    storages: tuple[Storage, ...]
+    whole: int
+
+    @property
+    def label(self) -> str:
+        """The unit's name for people."""
+        return self.unit.label
+
+
+def gradients_of(trace: Trace, units: Sequence[ShardedUnit]) -> tuple[Gradients, ...]:
+    """Every unit's gradients, in the order in which backward completes them.
+
+    A block's gradients are whole when its backward ends, those outside of blocks when backward ends. A block's experts are
+    told from the rest of it by their sizes.
+
+    Args:
+        trace: of one stage.
+        units: all of its units.
+    """
+    pools: dict[str, list[Storage]] = {}
+    for storage in trace.storages:
+        if storage.category is Category.GRADIENT and storage.born >= 0:
+            region = trace.ops[storage.born].region
+            pools.setdefault(trace.regions[region].name if region >= 0 else ROOT, []).append(storage)
+    found = []
+    for unit in sorted(units, key=lambda unit: not unit.is_expert):
+        mine = _take(pools.get(unit.name, []), unit)
+        ends = [call.backward[1] for call in unit.calls if call.backward[0] >= 0]
+        if mine:
+            found.append(Gradients(unit, tuple(mine), max(ends, default=len(trace.ops))))
+    return tuple(sorted(found, key=lambda each: each.whole))
+
+
+def _take(pool: list[Storage], unit: ShardedUnit) -> list[Storage]:
+    """Take the gradients that have the sizes of the unit's parameters out of its block's."""
+    left = Counter(parameter.bytes for parameter in unit.parameters if parameter.is_trainable)
+    mine = []
+    for storage in tuple(pool):
+        if left[storage.bytes] > 0:
+            left[storage.bytes] -= 1
+            mine.append(storage)
+            pool.remove(storage)
+    return mine

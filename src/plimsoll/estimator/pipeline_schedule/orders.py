@@ -1,4 +1,4 @@
-"""A schedule's name and sizes in, the actions of every rank in order out. No torch.
+"""The actions of every rank of a pipeline, in the order of its schedule. No torch here.
 
 ``F`` is the forward of one micro-batch in one stage, ``B`` its backward; the zero-bubble schedule runs backward in halves:
 ``I`` makes the gradient of the stage's input, ``W`` those of its weights. Stage ``s`` lies on rank ``s % ranks``.
@@ -14,15 +14,16 @@ this one do not.
 from __future__ import annotations
 
 import enum
-from collections import defaultdict
-from collections.abc import Iterator
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from plimsoll.artifacts.layout import Layout, PipelineSchedule
 from plimsoll.errors import InvalidLayout
 
 
-class Work(enum.StrEnum):
+class ActionKind(enum.StrEnum):
     """What an action computes."""
 
     FORWARD = "F"
@@ -35,7 +36,7 @@ class Action(NamedTuple):
     """One piece of work of one stage on one micro-batch; ``str`` is PyTorch's notation: ``3F0`` is stage, work, micro-batch."""
 
     stage: int
-    work: Work
+    work: ActionKind
     micro_batch: int
 
     def __str__(self) -> str:
@@ -94,17 +95,17 @@ def _check(layout: Layout) -> None:
 
 
 def _gpipe(rank: int, micro_batches: int) -> Iterator[Action]:
-    yield from (Action(rank, Work.FORWARD, m) for m in range(micro_batches))
-    yield from (Action(rank, Work.BACKWARD, m) for m in range(micro_batches))
+    yield from (Action(rank, ActionKind.FORWARD, m) for m in range(micro_batches))
+    yield from (Action(rank, ActionKind.BACKWARD, m) for m in range(micro_batches))
 
 
 def _one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
     ahead = min(ranks - 1 - rank, micro_batches)
-    yield from (Action(rank, Work.FORWARD, m) for m in range(ahead))
+    yield from (Action(rank, ActionKind.FORWARD, m) for m in range(ahead))
     for m in range(micro_batches):
         if m + ahead < micro_batches:
-            yield Action(rank, Work.FORWARD, m + ahead)
-        yield Action(rank, Work.BACKWARD, m)
+            yield Action(rank, ActionKind.FORWARD, m + ahead)
+        yield Action(rank, ActionKind.BACKWARD, m)
 
 
 def _interleaved(rank: int, ranks: int, virtual: int, micro_batches: int) -> Iterator[Action]:
@@ -114,27 +115,114 @@ def _interleaved(rank: int, ranks: int, virtual: int, micro_batches: int) -> Ite
     forwards: dict[int, int] = defaultdict(int)
     backwards: dict[int, int] = defaultdict(int)
 
-    def following(step: int, seen: dict[int, int], work: Work) -> Action:
+    def following(step: int, seen: dict[int, int], work: ActionKind) -> Action:
         chunk = step // ranks % virtual
-        stage = (chunk if work is Work.FORWARD else virtual - 1 - chunk) * ranks + rank
+        stage = (chunk if work is ActionKind.FORWARD else virtual - 1 - chunk) * ranks + rank
         seen[stage] += 1
         return Action(stage, work, seen[stage] - 1)
 
-    yield from (following(step, forwards, Work.FORWARD) for step in range(ahead))
+    yield from (following(step, forwards, ActionKind.FORWARD) for step in range(ahead))
     for step in range(total):
         if step + ahead < total:
-            yield following(step + ahead, forwards, Work.FORWARD)
-        yield following(step, backwards, Work.BACKWARD)
+            yield following(step + ahead, forwards, ActionKind.FORWARD)
+        yield following(step, backwards, ActionKind.BACKWARD)
 
 
 def _zero_bubble(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
     """ZB-H1: as many micro-batches in flight as 1F1B has; weight gradients wait behind as many input gradients as ``rank``."""
     ahead = min(ranks - 1 - rank, micro_batches)
-    yield from (Action(rank, Work.FORWARD, m) for m in range(ahead))
+    yield from (Action(rank, ActionKind.FORWARD, m) for m in range(ahead))
     for m in range(micro_batches):
         if m + ahead < micro_batches:
-            yield Action(rank, Work.FORWARD, m + ahead)
-        yield Action(rank, Work.INPUT_GRADIENT, m)
+            yield Action(rank, ActionKind.FORWARD, m + ahead)
+        yield Action(rank, ActionKind.INPUT_GRADIENT, m)
         if m >= rank:
-            yield Action(rank, Work.WEIGHT_GRADIENT, m - rank)
-    yield from (Action(rank, Work.WEIGHT_GRADIENT, m) for m in range(max(0, micro_batches - rank), micro_batches))
+            yield Action(rank, ActionKind.WEIGHT_GRADIENT, m - rank)
+    yield from (Action(rank, ActionKind.WEIGHT_GRADIENT, m) for m in range(max(0, micro_batches - rank), micro_batches))
+
+
+# What orders mean ---------------------------------------------------------------------------------------------------
+
+
+def in_flight(orders: Orders, stages: int) -> tuple[int, ...]:
+    """By stage: between forward and last backward action at most so many micro-batches; it follows from the order alone."""
+    most = {stage: count for actions in orders for stage, count in most_in_flight(actions).items()}
+    return tuple(most.get(stage, 0) for stage in range(stages))
+
+
+def most_in_flight(actions: Sequence[Action]) -> dict[int, int]:
+    """By stage of one rank: between forward and the last action of backward at most so many micro-batches.
+
+    Example:
+        >>> most_in_flight(pipeline_orders(Layout(pp=4, micro_batches=8))[1])
+        {1: 3}
+    """
+    now: Counter[int] = Counter()
+    most: dict[int, int] = {}
+    for stage, change in _holding(actions):
+        now[stage] += change
+        most[stage] = max(most.get(stage, 0), now[stage])
+    return most
+
+
+def held_bytes(orders: Orders, bytes_by_stage: Sequence[int]) -> tuple[int, ...]:
+    """By rank: the most that its stages hold together between forward and backward.
+
+    Args:
+        orders: by rank.
+        bytes_by_stage: what one micro-batch holds in each stage.
+
+    Example:
+        >>> held_bytes(pipeline_orders(Layout(pp=2, micro_batches=8)), [100, 10])
+        (200, 10)
+    """
+    changes = ([change * bytes_by_stage[stage] for stage, change in _holding(actions)] for actions in orders)
+    return tuple(max(itertools.accumulate(each, initial=0)) for each in changes)
+
+
+def _holding(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
+    """One more micro-batch held (forward), or one less (the last action of its backward), stage by stage."""
+    for stage, work, _ in actions:
+        if work is ActionKind.FORWARD:
+            yield stage, 1
+        elif work is not ActionKind.INPUT_GRADIENT:
+            yield stage, -1
+
+
+def check_orders(orders: Orders, stages: int) -> None:
+    """Refuse orders that are not one step of a pipeline.
+
+    Raises:
+        InvalidLayout: an action that is missing, doubled, of no stage, or on a rank other than its stage's.
+    """
+    seen: set[Action] = set()
+    rank_of: dict[int, int] = {}
+    for rank, actions in enumerate(orders):
+        for action in actions:
+            if not 0 <= action.stage < stages or action.micro_batch < 0:
+                raise invalid_orders(f"{action} is no action of a pipeline of {stages} stages.", "stages count from 0")
+            if action in seen:
+                raise invalid_orders(f"{action} runs twice.", "every stage runs every micro-batch once")
+            if rank_of.setdefault(action.stage, rank) != rank:
+                raise invalid_orders(f"Stage {action.stage} runs on two ranks.", "a stage's weights lie on one rank")
+            seen.add(action)
+    micro_batches = {action.micro_batch for action in seen}
+    for stage in range(stages):
+        for micro_batch in micro_batches:
+            forward = Action(stage, ActionKind.FORWARD, micro_batch)
+            whole = Action(stage, ActionKind.BACKWARD, micro_batch) in seen
+            halves = [
+                Action(stage, work, micro_batch) in seen
+                for work in (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+            ]
+            if forward not in seen or not (whole or all(halves)) or (whole and any(halves)):
+                raise invalid_orders(
+                    f"Stage {stage} does not run micro-batch {micro_batch} forward and backward once.",
+                    f"it needs {forward} and either B or both I and W",
+                )
+
+
+def invalid_orders(found: str, why: str) -> InvalidLayout:
+    return InvalidLayout(
+        found, why=why, next="take the orders from pipeline_orders, or correct the ones written by hand"
+    )

@@ -1,4 +1,4 @@
-"""The actions of one rank and the bytes of its stages in, the rank's peak and the moment of it out. No torch here.
+"""Finds the peak memory of one rank of a pipeline, and the action in which it lies. No torch here.
 
 Between actions a rank holds what its stages hold for good, what every micro-batch in flight holds, and what finished ones
 leave until the step ends (outputs that are returned, tensors that were sent and not let go of). The peak lies in an action:
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from plimsoll.estimator.pipeline_schedule.orders import Action, Work
+from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +50,10 @@ class RankPeak:
 
 
 _NAMES = {
-    Work.FORWARD: "forward",
-    Work.BACKWARD: "backward",
-    Work.INPUT_GRADIENT: "input gradient",
-    Work.WEIGHT_GRADIENT: "weight gradients",
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_GRADIENT: "input gradient",
+    ActionKind.WEIGHT_GRADIENT: "weight gradients",
 }
 
 
@@ -85,34 +85,14 @@ def rank_peak(actions: Sequence[Action], stages: Mapping[int, StageMemory], *, b
     return peak if peak.peak_bytes >= end_bytes else RankPeak(end_bytes, None)
 
 
-def _effect(work: Work, stage: StageMemory) -> tuple[int, int, int]:
+def _effect(work: ActionKind, stage: StageMemory) -> tuple[int, int, int]:
     """What the micro-batch of an action holds before it, takes while it runs, and holds after it."""
     match work:
-        case Work.FORWARD:
+        case ActionKind.FORWARD:
             return 0, stage.forward_bytes, stage.held_bytes
-        case Work.BACKWARD:
+        case ActionKind.BACKWARD:
             return stage.held_bytes, stage.backward_bytes, stage.left_bytes
-        case Work.INPUT_GRADIENT:
+        case ActionKind.INPUT_GRADIENT:
             return stage.held_bytes, stage.input_gradient_bytes, stage.between_bytes + stage.left_bytes
-        case Work.WEIGHT_GRADIENT:
+        case ActionKind.WEIGHT_GRADIENT:
             return stage.between_bytes, stage.between_bytes, 0
-
-
-def most_in_flight(actions: Sequence[Action]) -> dict[int, int]:
-    """By stage of one rank: between forward and the last action of backward at most so many micro-batches.
-
-    Example:
-        >>> from plimsoll.artifacts.layout import Layout
-        >>> from plimsoll.estimator.pipeline_schedule.orders import pipeline_orders
-        >>> most_in_flight(pipeline_orders(Layout(pp=4, micro_batches=8))[1])
-        {1: 3}
-    """
-    now: dict[int, int] = {}
-    most: dict[int, int] = {}
-    for stage, work, _ in actions:
-        if work is Work.FORWARD:
-            now[stage] = now.get(stage, 0) + 1
-            most[stage] = max(most.get(stage, 0), now[stage])
-        elif work is not Work.INPUT_GRADIENT:
-            now[stage] -= 1
-    return most

@@ -1,4 +1,4 @@
-"""The actions of every rank and seconds per stage in, when each action runs and where ranks idle out. No torch.
+"""Simulates one step of a pipeline: when each action runs, and where ranks idle. No torch here.
 
 An event-driven simulation, linear in the number of actions. A rank runs its actions in their order, one at a time; an action
 starts when the rank is free and what it needs has arrived:
@@ -12,21 +12,31 @@ for 16.
 Recomputation runs before the backward that needs it, either then (``ahead=0``) or, for up to ``ahead`` micro-batches, in
 seconds in which the rank would idle. It may be cut into pieces: it is a sequence of ops.
 
+Recomputation lengthens every backward, and with it the bubble at both ends of the step: (p - 1) more recomputations for
+1F1B with equal stages, on top of the m that every rank runs. A rank that idles before its backward can use that time; the
+price is that what it rebuilds is held from then on, for as many micro-batches as it ran ahead of.
+
 Known weakness: the same seconds for every micro-batch; sends never wait for one another.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from plimsoll.errors import InvalidLayout
-from plimsoll.estimator.pipeline_schedule.orders import Action, Orders, Work
+from plimsoll.estimator.pipeline_schedule.orders import (
+    Action,
+    ActionKind,
+    Orders,
+    check_orders,
+    in_flight,
+    invalid_orders,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageSeconds:
+class ActionSeconds:
     """What one micro-batch takes in one stage.
 
     ``transfer_seconds`` is the way of its input from the stage before, and of that input's gradient back.
@@ -39,16 +49,16 @@ class StageSeconds:
     recompute_seconds: float = 0.0
     transfer_seconds: float = 0.0
 
-    def of(self, work: Work) -> float:
+    def of(self, work: ActionKind) -> float:
         """Seconds of one action, without recomputation."""
         match work:
-            case Work.FORWARD:
+            case ActionKind.FORWARD:
                 return self.forward_seconds
-            case Work.INPUT_GRADIENT:
+            case ActionKind.INPUT_GRADIENT:
                 return self.input_gradient_seconds
-            case Work.WEIGHT_GRADIENT:
+            case ActionKind.WEIGHT_GRADIENT:
                 return self.weight_gradient_seconds
-            case Work.BACKWARD:
+            case ActionKind.BACKWARD:
                 return self.input_gradient_seconds + self.weight_gradient_seconds
 
 
@@ -64,7 +74,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class PipelineTimeline:
     """One step of a pipeline.
 
     ``in_flight`` is by stage: micro-batches between the start of their forward and the end of their last backward action,
@@ -96,7 +106,7 @@ class Timeline:
         return sum(self.bubble_shares) / len(self.bubble_shares)
 
 
-def simulate_pipeline(orders: Orders, stages: Sequence[StageSeconds], *, ahead: int = 0) -> Timeline:
+def simulate_pipeline(orders: Orders, stages: Sequence[ActionSeconds], *, ahead: int = 0) -> PipelineTimeline:
     """Run one step of a pipeline on paper.
 
     Args:
@@ -113,7 +123,7 @@ def simulate_pipeline(orders: Orders, stages: Sequence[StageSeconds], *, ahead: 
     Example:
         >>> from plimsoll.artifacts.layout import Layout
         >>> from plimsoll.estimator.pipeline_schedule.orders import pipeline_orders
-        >>> each = StageSeconds(forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0)
+        >>> each = ActionSeconds(forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0)
         >>> timeline = simulate_pipeline(pipeline_orders(Layout(pp=4, micro_batches=8)), [each] * 4)
         >>> timeline.step_seconds, timeline.in_flight, round(timeline.bubble_share, 4)
         (33.0, (4, 3, 2, 1), 0.2727)
@@ -124,91 +134,13 @@ def simulate_pipeline(orders: Orders, stages: Sequence[StageSeconds], *, ahead: 
     machine = _Machine(orders, stages, ahead)
     machine.run()
     events = sorted(machine.events, key=lambda event: (event.start_seconds, event.rank))
-    return Timeline(
+    return PipelineTimeline(
         events=tuple(events),
         step_seconds=max((event.end_seconds for event in events), default=0.0),
         busy_seconds=tuple(rank.busy_seconds for rank in machine.ranks),
         in_flight=in_flight(orders, len(stages)),
         hidden_seconds=tuple(rank.hidden_seconds for rank in machine.ranks),
         rebuilt_ahead=tuple(rank.most_rebuilt for rank in machine.ranks),
-    )
-
-
-def in_flight(orders: Orders, stages: int) -> tuple[int, ...]:
-    """By stage: between forward and last backward action at most so many micro-batches; it follows from the order alone."""
-    now, most = [0] * stages, [0] * stages
-    for actions in orders:
-        for stage, change in _holding(actions):
-            now[stage] += change
-            most[stage] = max(most[stage], now[stage])
-    return tuple(most)
-
-
-def held_bytes(orders: Orders, bytes_by_stage: Sequence[int]) -> tuple[int, ...]:
-    """By rank: the most that its stages hold together between forward and backward.
-
-    Args:
-        orders: by rank.
-        bytes_by_stage: what one micro-batch holds in each stage.
-
-    Example:
-        >>> from plimsoll.artifacts.layout import Layout
-        >>> from plimsoll.estimator.pipeline_schedule.orders import pipeline_orders
-        >>> held_bytes(pipeline_orders(Layout(pp=2, micro_batches=8)), [100, 10])
-        (200, 10)
-    """
-    most_by_rank = []
-    for actions in orders:
-        now = most = 0
-        for stage, change in _holding(actions):
-            now += change * bytes_by_stage[stage]
-            most = max(most, now)
-        most_by_rank.append(most)
-    return tuple(most_by_rank)
-
-
-def _holding(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
-    """One more micro-batch held (forward), or one less (the last action of its backward), stage by stage."""
-    for stage, work, _ in actions:
-        if work is Work.FORWARD:
-            yield stage, 1
-        elif work is not Work.INPUT_GRADIENT:
-            yield stage, -1
-
-
-def check_orders(orders: Orders, stages: int) -> None:
-    """Refuse orders that are not one step of a pipeline.
-
-    Raises:
-        InvalidLayout: an action that is missing, doubled, of no stage, or on a rank other than its stage's.
-    """
-    seen: set[Action] = set()
-    rank_of: dict[int, int] = {}
-    for rank, actions in enumerate(orders):
-        for action in actions:
-            if not 0 <= action.stage < stages or action.micro_batch < 0:
-                raise _invalid(f"{action} is no action of a pipeline of {stages} stages.", "stages count from 0")
-            if action in seen:
-                raise _invalid(f"{action} runs twice.", "every stage runs every micro-batch once")
-            if rank_of.setdefault(action.stage, rank) != rank:
-                raise _invalid(f"Stage {action.stage} runs on two ranks.", "a stage's weights lie on one rank")
-            seen.add(action)
-    micro_batches = {action.micro_batch for action in seen}
-    for stage in range(stages):
-        for micro_batch in micro_batches:
-            forward = Action(stage, Work.FORWARD, micro_batch)
-            whole = Action(stage, Work.BACKWARD, micro_batch) in seen
-            halves = [Action(stage, work, micro_batch) in seen for work in (Work.INPUT_GRADIENT, Work.WEIGHT_GRADIENT)]
-            if forward not in seen or not (whole or all(halves)) or (whole and any(halves)):
-                raise _invalid(
-                    f"Stage {stage} does not run micro-batch {micro_batch} forward and backward once.",
-                    f"it needs {forward} and either B or both I and W",
-                )
-
-
-def _invalid(found: str, why: str) -> InvalidLayout:
-    return InvalidLayout(
-        found, why=why, next="take the orders from pipeline_orders, or correct the ones written by hand"
     )
 
 
@@ -227,20 +159,22 @@ class _Rank:
 
 
 class _Machine:
-    def __init__(self, orders: Orders, stages: Sequence[StageSeconds], ahead: int) -> None:
+    def __init__(self, orders: Orders, stages: Sequence[ActionSeconds], ahead: int) -> None:
         self.stages = stages
         self.ahead = ahead
         self.events: list[Event] = []
         self.ends: dict[Action, float] = {}
         self.waiting: dict[Action, list[int]] = {}
-        self.halves = {action.stage for actions in orders for action in actions if action.work is Work.INPUT_GRADIENT}
+        self.halves = {
+            action.stage for actions in orders for action in actions if action.work is ActionKind.INPUT_GRADIENT
+        }
         self.ranks = [
             _Rank(
                 actions,
                 deque(
                     a
                     for a in actions
-                    if a.work in (Work.BACKWARD, Work.INPUT_GRADIENT) and stages[a.stage].recompute_seconds
+                    if a.work in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT) and stages[a.stage].recompute_seconds
                 ),
             )
             for actions in orders
@@ -265,7 +199,7 @@ class _Machine:
             rank, state = stuck[0]
             action = state.actions[state.at]
             need = next(need for need, _ in self._needs(action) if need not in self.ends)
-            raise _invalid(
+            raise invalid_orders(
                 f"The ranks wait for each other: rank {rank} cannot run {action} before {need}, which never runs.",
                 f"{len(stuck)} of {len(self.ranks)} ranks are stuck",
             )
@@ -273,14 +207,14 @@ class _Machine:
     def _needs(self, action: Action) -> list[tuple[Action, float]]:
         """What has to end first, and how long its result travels."""
         stage, work, micro_batch = action
-        if work is Work.FORWARD:
+        if work is ActionKind.FORWARD:
             before = Action(stage - 1, work, micro_batch)
             return [(before, self.stages[stage].transfer_seconds)] if stage else []
-        if work is Work.WEIGHT_GRADIENT:
-            return [(Action(stage, Work.INPUT_GRADIENT, micro_batch), 0.0)]
-        needs = [(Action(stage, Work.FORWARD, micro_batch), 0.0)]
+        if work is ActionKind.WEIGHT_GRADIENT:
+            return [(Action(stage, ActionKind.INPUT_GRADIENT, micro_batch), 0.0)]
+        needs = [(Action(stage, ActionKind.FORWARD, micro_batch), 0.0)]
         if stage + 1 < len(self.stages):
-            after = Work.INPUT_GRADIENT if stage + 1 in self.halves else Work.BACKWARD
+            after = ActionKind.INPUT_GRADIENT if stage + 1 in self.halves else ActionKind.BACKWARD
             needs.append((Action(stage + 1, after, micro_batch), self.stages[stage + 1].transfer_seconds))
         return needs
 
@@ -289,7 +223,10 @@ class _Machine:
         if self.ahead and arrived > state.free_seconds:
             self._rebuild_ahead(state, arrived)
         rebuild = 0.0
-        if action.work in (Work.BACKWARD, Work.INPUT_GRADIENT) and self.stages[action.stage].recompute_seconds:
+        if (
+            action.work in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+            and self.stages[action.stage].recompute_seconds
+        ):
             rebuild = self.stages[action.stage].recompute_seconds - state.rebuilt.pop(action, 0.0)
             if state.backwards and state.backwards[0] == action:
                 state.backwards.popleft()
@@ -305,7 +242,7 @@ class _Machine:
         while state.backwards and state.free_seconds < until:
             following = state.backwards[0]
             is_new = following not in state.rebuilt
-            if Action(following.stage, Work.FORWARD, following.micro_batch) not in self.ends:
+            if Action(following.stage, ActionKind.FORWARD, following.micro_batch) not in self.ends:
                 return
             if is_new and len(state.rebuilt) >= self.ahead:
                 return
@@ -319,3 +256,80 @@ class _Machine:
             state.hidden_seconds += piece
             if piece == left:
                 state.backwards.popleft()
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrowth:
+    """One rank: how long it idles without recomputation, with it, and with it run ahead.
+
+    ``held_ahead`` is how many micro-batches' rebuilt values it holds early at most; ``hidden_seconds`` how much of its
+    recomputation ran in idle time.
+    """
+
+    rank: int
+    idle_seconds_without: float
+    idle_seconds_inside: float
+    idle_seconds_ahead: float
+    hidden_seconds: float
+    held_ahead: int
+
+
+@dataclass(frozen=True, slots=True)
+class BubbleGrowth:
+    """The same pipeline three times: no recomputation, recomputation inside backward, recomputation run ahead."""
+
+    without: PipelineTimeline
+    inside: PipelineTimeline
+    ahead: PipelineTimeline
+    ranks: tuple[RankGrowth, ...]
+
+    @property
+    def added_seconds(self) -> float:
+        """What recomputation inside backward adds to the step."""
+        return self.inside.step_seconds - self.without.step_seconds
+
+    @property
+    def regained_seconds(self) -> float:
+        """What running ahead takes off again."""
+        return self.inside.step_seconds - self.ahead.step_seconds
+
+
+def bubble_growth(orders: Orders, stages: Sequence[ActionSeconds], *, ahead: int = 1) -> BubbleGrowth:
+    """What the stages' recomputation does to a pipeline.
+
+    Args:
+        orders: the actions of every rank.
+        stages: seconds of every stage, ``recompute_seconds`` among them.
+        ahead: how many micro-batches a rank may rebuild before their gradient has come.
+
+    Returns:
+        Three timelines, and idle seconds rank by rank.
+
+    Raises:
+        InvalidLayout: the orders are not one step of a pipeline.
+
+    Example:
+        >>> from plimsoll.artifacts.layout import Layout
+        >>> from plimsoll.estimator.pipeline_schedule.orders import pipeline_orders
+        >>> each = ActionSeconds(
+        ...     forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0, recompute_seconds=1.0
+        ... )
+        >>> growth = bubble_growth(pipeline_orders(Layout(pp=4, micro_batches=8)), [each] * 4)
+        >>> growth.added_seconds, growth.regained_seconds, [rank.held_ahead for rank in growth.ranks]
+        (11.0, 3.0, [1, 1, 1, 0])
+    """
+    without = simulate_pipeline(orders, [replace(stage, recompute_seconds=0.0) for stage in stages])
+    inside = simulate_pipeline(orders, stages)
+    earlier = simulate_pipeline(orders, stages, ahead=ahead)
+    ranks = tuple(
+        RankGrowth(
+            rank=rank,
+            idle_seconds_without=without.idle_seconds[rank],
+            idle_seconds_inside=inside.idle_seconds[rank],
+            idle_seconds_ahead=earlier.idle_seconds[rank],
+            hidden_seconds=earlier.hidden_seconds[rank],
+            held_ahead=earlier.rebuilt_ahead[rank],
+        )
+        for rank in range(len(orders))
+    )
+    return BubbleGrowth(without, inside, earlier, ranks)

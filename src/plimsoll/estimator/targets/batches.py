@@ -1,4 +1,4 @@
-"""A built model and the size of a batch in, a random batch that trains it out: text, pictures, both, sound, latents.
+"""Makes a random batch that trains a model: text, pictures, both, sound, or latents.
 
 Integers always have values, also for a model without memory: what a step computes from them (masks, positions) is then
 computed as it would be. Everything else has none on the meta device.
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InvalidTarget
-from plimsoll.estimator.targets.diffusion import NoisePrediction
+from plimsoll.estimator.targets.models import NoisePrediction
 
 _SEED = 0
 _PROMPT_TOKENS = 77

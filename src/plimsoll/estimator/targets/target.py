@@ -1,4 +1,4 @@
-"""A target in words in, model, batch and loss out: a function to call, a configuration to build, or a catalogue name."""
+"""Loads a model with its batch and loss from words: a function to call, a configuration, or a catalogue name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from plimsoll.artifacts.precision import Precision
 from plimsoll.errors import InvalidTarget
-from plimsoll.estimator.targets.recipe import find_recipe
+from plimsoll.estimator.targets.recipe import Recipe, find_recipe
 
 if TYPE_CHECKING:
     import torch
 
 _HERE = "cpu"
+_SEED = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +83,6 @@ def load_target(text: str, options: TargetOptions) -> Target:
     if recipe is None:
         _refuse_sizes(text, options)
         return _load_function(text, options.precision)
-    from plimsoll.estimator.targets.build import build
-
     return build(recipe, options)
 
 
@@ -119,10 +118,7 @@ def _load_function(text: str, precision: Precision | None) -> Target:
         function = _find_function(text, module_name, function_name)
         try:
             made = function()
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # user code may raise anything; whatever it was belongs into the message
+        except (Exception, SystemExit) as error:  # user code may raise anything, and the message says what
             raise InvalidTarget(
                 f"{text} failed.",
                 why=f"{type(error).__name__}: {error}",
@@ -173,8 +169,9 @@ def _with_stream(text: str, model: torch.nn.Module, batch: Any, loss: Callable[[
     if isinstance(batch, torch.Tensor | tuple | Mapping) or not isinstance(batch, Iterable):
         return Target(model=model, batch=batch, loss=loss)
     batches: Iterable[Any] = batch
-    if isinstance(batch, Iterator):
-        first, batches = _peek(batch)
+    if isinstance(batch, Iterator):  # it can be passed through only once
+        first = next(batch, None)
+        batches = itertools.chain([first], batch)
     else:
         first = next(iter(batch), None)
     if first is None:
@@ -184,12 +181,6 @@ def _with_stream(text: str, model: torch.nn.Module, batch: Any, loss: Callable[[
             next="return at least one batch",
         )
     return Target(model=model, batch=first, loss=loss, batches=batches)
-
-
-def _peek(stream: Iterator[Any]) -> tuple[Any, Iterator[Any]]:
-    """The first of a stream that can be passed through only once, and the whole stream."""
-    first = next(stream, None)
-    return first, itertools.chain([first], stream)
 
 
 @contextlib.contextmanager
@@ -204,3 +195,54 @@ def _importable_working_directory() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(here)
+
+
+def build(recipe: Recipe, options: TargetOptions) -> Target:
+    """Build a model from its configuration, with random weights, and a random batch that trains it.
+
+    Args:
+        recipe: class, fields of the configuration, default sizes.
+        options: what the command line says about size, place and precision; overrides the recipe.
+
+    Raises:
+        InvalidTarget: a library is missing or refuses the configuration, there is no such device, or no batch is known.
+    """
+    import torch
+
+    from plimsoll.estimator.targets.batches import BatchSize, make_batch
+    from plimsoll.estimator.targets.models import build_denoiser, build_model
+
+    if not options.is_meta:
+        _refuse_absent(options.device)
+    dtype = None if options.precision is None else getattr(torch, options.precision.parameter_dtype)
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if options.is_meta else options.device):
+        torch.manual_seed(_SEED)
+        model = (build_denoiser if recipe.is_diffusers else build_model)(recipe, dtype)
+    size = BatchSize(
+        samples=options.batch or recipe.batch,
+        sequence=options.sequence or recipe.sequence,
+        is_asked=options.sequence is not None,
+        device=options.device,
+        is_meta=options.is_meta,
+    )
+    return Target(
+        model=model,
+        batch=make_batch(model, size),
+        is_configured=True,
+        precision=options.precision,
+        notes=recipe.notes,
+    )
+
+
+def _refuse_absent(device: str) -> None:
+    """Refuse a device that torch cannot allocate on here."""
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:  # torch raises AssertionError, RuntimeError or NotImplementedError, by kind of device
+        raise InvalidTarget(
+            f"There is no device {device!r} here.",
+            why=f"torch {torch.__version__} says: {str(error).strip().split(chr(10))[0]}",
+            next="leave --device out for the CPU, or plan for a device that is not here with --device-profile",
+        ) from error

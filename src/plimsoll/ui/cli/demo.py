@@ -30,7 +30,7 @@ def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed
 
     Takes a few minutes on a laptop. Exits with 1 if gradients, losses or weights differ anywhere.
     """
-    from plimsoll.estimator.targets.hugging_face import quiet_transformers
+    from plimsoll.estimator.targets.models import quiet_transformers
     from plimsoll.ui.cli.progress import show_progress
     from plimsoll.ui.demo import story
     from plimsoll.ui.demo.training import DemoSetup

@@ -58,7 +58,7 @@ _BYTES: dict[str, Callable[[Tensor], int]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OptimizerStep:
     """One form of a step.
 
     Args:
@@ -88,7 +88,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Ledger:
+class StepLedger:
     """Results by the name that holds them, each one tensor per parameter, and what is held at the highest sum.
 
     A name that is bound anew holds the old result until the new one is there: a loop holds the leftovers of one parameter
@@ -106,7 +106,7 @@ class Ledger:
         """The tensors that are held at the highest sum."""
         return tuple(Temporary(label=label, bytes=size) for label, sizes in self.highest for size in sizes)
 
-    def run(self, step: Step, parameters: Sequence[Tensor], form: StepForm) -> None:
+    def run(self, step: OptimizerStep, parameters: Sequence[Tensor], form: StepForm) -> None:
         """One step over the parameters."""
         for each in parameters:
             moved_bytes, flops = step.besides(each)
@@ -153,30 +153,30 @@ def _muon_besides(each: Tensor) -> tuple[int, int]:
     return moved_bytes, _NEWTON_SCHULZ_STEPS * 2 * short * short * (2 * long_ + short)
 
 
-def _same(step: Step) -> dict[StepForm, Step]:
+def _same(step: OptimizerStep) -> dict[StepForm, OptimizerStep]:
     return {StepForm.LOOP: step, StepForm.FOREACH: step}
 
 
-def _adam(*, decay: int) -> dict[StepForm, Step]:
+def _adam(*, decay: int) -> dict[StepForm, OptimizerStep]:
     """Lerp, mul, addcmul, then sqrt, div, add, addcdiv; ``decay`` is 1 with AdamW's ``param.mul_``, else 0."""
     passes, flops = 19 + 2 * decay, 7 + decay
     return {
-        StepForm.LOOP: Step(passes, flops, ("square roots", "denominators", "del square roots")),
-        StepForm.FOREACH: Step(passes, flops, ("denominators",)),
-        StepForm.FUSED: Step(7, flops),
+        StepForm.LOOP: OptimizerStep(passes, flops, ("square roots", "denominators", "del square roots")),
+        StepForm.FOREACH: OptimizerStep(passes, flops, ("denominators",)),
+        StepForm.FUSED: OptimizerStep(7, flops),
     }
 
 
-SGD = {**_same(Step(3, 1)), StepForm.FUSED: Step(3, 1)}
-SGD_MOMENTUM = {**_same(Step(8, 3)), StepForm.FUSED: Step(5, 3)}
+SGD = {**_same(OptimizerStep(3, 1)), StepForm.FUSED: OptimizerStep(3, 1)}
+SGD_MOMENTUM = {**_same(OptimizerStep(8, 3)), StepForm.FUSED: OptimizerStep(5, 3)}
 ADAM, ADAMW = _adam(decay=0), _adam(decay=1)
 # Mul, addcmul, then sqrt, add, addcdiv.
-RMSPROP = _same(Step(14, 5, ("denominators",)))
+RMSPROP = _same(OptimizerStep(14, 5, ("denominators",)))
 # Addcmul, sqrt, add, addcdiv; the multi-tensor form also makes the scaled gradients.
 ADAGRAD = {
-    StepForm.LOOP: Step(12, 4, ("denominators",)),
-    StepForm.FOREACH: Step(14, 5, ("denominators", "scaled gradients")),
-    StepForm.FUSED: Step(5, 4),
+    StepForm.LOOP: OptimizerStep(12, 4, ("denominators",)),
+    StepForm.FOREACH: OptimizerStep(14, 5, ("denominators", "scaled gradients")),
+    StepForm.FUSED: OptimizerStep(5, 4),
 }
 # Factors of the second moment for what has two dimensions or more, the second moment itself for the rest.
 _ESTIMATES = ("estimates", "means of rows", "del means of rows", "updates = estimates", "norm", "del norm")
@@ -190,12 +190,12 @@ _APART = (
 )
 _TOGETHER = ("norm", "del norm", "row means", "column means", "squared gradients")
 ADAFACTOR = {
-    StepForm.LOOP: Step(17, 6, (*_TOGETHER, *_ESTIMATES), _adafactor_besides),
-    StepForm.FOREACH: Step(17, 6, (*_APART, *_ESTIMATES), _adafactor_besides),
+    StepForm.LOOP: OptimizerStep(17, 6, (*_TOGETHER, *_ESTIMATES), _adafactor_besides),
+    StepForm.FOREACH: OptimizerStep(17, 6, (*_APART, *_ESTIMATES), _adafactor_besides),
 }
 # Newton-Schulz iterations in bf16 per matrix, always in a loop; what the second one holds, all others hold.
 _ITERATION = ("Gram matrix", "Gram update", "next", "in bf16 = next")
 _ORTHOGONAL = ("update", "in bf16", *_ITERATION * 2, "del Gram matrix", "del Gram update")
-MUON = _same(Step(10, 7, (*_ORTHOGONAL, "update = in bf16"), _muon_besides, is_loop=True))
+MUON = _same(OptimizerStep(10, 7, (*_ORTHOGONAL, "update = in bf16"), _muon_besides, is_loop=True))
 # As lion-pytorch has it: a copy of the momentum, the blend with the gradient, its sign.
-LION = {StepForm.LOOP: Step(19, 8, ("copy of momentum", "update", "del copy of momentum", "del update"))}
+LION = {StepForm.LOOP: OptimizerStep(19, 8, ("copy of momentum", "update", "del copy of momentum", "del update"))}

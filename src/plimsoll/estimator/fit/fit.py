@@ -1,4 +1,4 @@
-"""A model and a budget in; the micro-batch, the accumulation and the plan with the most throughput out."""
+"""``plimsoll.fit``: chooses micro-batch, accumulation and plan together for the highest throughput under a budget."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.trace import Category
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidOption
+from plimsoll.estimator.estimate_job import ROOFLINE_ERROR
 from plimsoll.estimator.fit.changes import find_changes
-from plimsoll.estimator.fit.micro_batches import MicroBatches
-from plimsoll.estimator.fit.point import Shape
+from plimsoll.estimator.fit.polynomial import Shape
 from plimsoll.estimator.fit.search import MOST_SOLVES, Search, Space
-from plimsoll.estimator.fit.single_device import Accumulation, SingleDevice, described
-from plimsoll.estimator.fit.step_family import Training, gradients_in_place
+from plimsoll.estimator.fit.single_device import (
+    Accumulation,
+    FitTraining,
+    MicroBatches,
+    SingleDevice,
+    described,
+    gradients_in_place,
+)
 from plimsoll.estimator.targets.target import TargetOptions, load_target
-from plimsoll.estimator.throughput import ROOFLINE_ERROR
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.session.budgets import resolve_budget
 from plimsoll.session.confirm import Trial, confirmed
@@ -123,7 +128,7 @@ def fit(
         optimizer = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     check_model(model, optimizer)
     refuse_profiler(model)
-    training = Training(
+    training = FitTraining(
         model=model,
         batches=MicroBatches(batch, _sequences(sequences)),
         loss=explained_loss(loss),
@@ -142,7 +147,7 @@ def fit(
 class _Job:
     """One search, and what becomes of its best point."""
 
-    def __init__(self, training: Training, accumulation: Accumulation, report: Progress) -> None:
+    def __init__(self, training: FitTraining, accumulation: Accumulation, report: Progress) -> None:
         self._training = training
         self._accumulation = accumulation
         self._report = report
@@ -322,7 +327,7 @@ def _sequences(sequences: Sequence[int] | int | None) -> tuple[int, ...] | None:
 
 
 def _space(
-    training: Training, global_batch: int | None, accumulation: int, most_batch: int
+    training: FitTraining, global_batch: int | None, accumulation: int, most_batch: int
 ) -> tuple[Space, Accumulation]:
     """What may be chosen, and how micro-batches make a step."""
     check_count("most_batch", most_batch, least=1)

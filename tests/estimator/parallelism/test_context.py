@@ -14,7 +14,7 @@ from estimator.local_rank.families import WORDS, text
 from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.errors import InvalidLayout
-from plimsoll.estimator.local_rank.context import with_context_parallel
+from plimsoll.estimator.parallelism.context import with_context_parallel
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.simulate import run_choices

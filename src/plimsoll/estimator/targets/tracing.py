@@ -1,4 +1,4 @@
-"""A target with its sizes in, the trace of one rank's step and the facts of the model out: fake tensors, cached by question.
+"""Traces one rank's step of a target with fake tensors, or takes the trace of an earlier run from the cache.
 
 An answer from the cache loads neither torch nor transformers.
 """
@@ -6,7 +6,7 @@ An answer from the cache loads neither torch nor transformers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +15,15 @@ import msgspec
 from plimsoll.artifacts.kernels import runs_gpu_kernels
 from plimsoll.artifacts.model_facts import ModelFacts
 from plimsoll.artifacts.precision import Precision
-from plimsoll.artifacts.progress import Progress
+from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidTarget
-from plimsoll.estimator.caching.traces import KeptTrace, TraceCache
-from plimsoll.estimator.targets.facts import facts_of
-from plimsoll.estimator.targets.recipe import Recipe, find_recipe
+from plimsoll.estimator.targets.recipe import Recipe, facts_of, find_recipe
 from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
+from plimsoll.estimator.trace_cache import KeptTrace, TraceCache
 
 if TYPE_CHECKING:
     import torch
-
 
 _BALANCED = (
     "experts: every token goes to experts_per_token of them in one grouped product, none is dropped; "
@@ -71,7 +69,7 @@ def target_facts(request: TraceRequest) -> ModelFacts | None:
 
 
 def trace_target(
-    request: TraceRequest, *, cache: TraceCache | None = None, progress: Progress | None = None
+    request: TraceRequest, *, cache: TraceCache | None = None, progress: Progress = silent
 ) -> TracedTarget:
     """Trace the step of one rank with fake tensors, or take the answer of an earlier run.
 
@@ -89,14 +87,15 @@ def trace_target(
         PlimsollError: whatever tracing refuses.
     """
     recipe = find_recipe(request.target) if isinstance(request.target, str) else None
-    question = None if recipe is None or cache is None else _question(request, recipe)
-    if cache is not None and question is not None:
-        kept = cache.get(question)
-        if kept is not None:
-            return TracedTarget(trace=_for_device(kept.trace, request.device_name), facts=kept.facts)
+    if cache is None or recipe is None:
+        return _trace(request, recipe, progress)
+    question = _question(request, recipe)
+    kept = cache.get(question)
+    if kept is not None:
+        trace = msgspec.structs.replace(kept.trace, device=request.device_name)
+        return TracedTarget(trace=trace, facts=kept.facts)
     made = _trace(request, recipe, progress)
-    if cache is not None and question is not None:
-        cache.put(question, KeptTrace(trace=made.trace, facts=made.facts))
+    cache.put(question, KeptTrace(trace=made.trace, facts=made.facts))
     return made
 
 
@@ -118,11 +117,7 @@ def _question(request: TraceRequest, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _for_device(trace: Trace, device_name: str) -> Trace:
-    return msgspec.structs.replace(trace, device=device_name)
-
-
-def _trace(request: TraceRequest, recipe: Recipe | None, progress: Progress | None) -> TracedTarget:
+def _trace(request: TraceRequest, recipe: Recipe | None, progress: Progress) -> TracedTarget:
     from plimsoll.tracing.trace import trace
 
     target = _load(request, progress)
@@ -133,7 +128,7 @@ def _trace(request: TraceRequest, recipe: Recipe | None, progress: Progress | No
     return TracedTarget(trace=msgspec.structs.replace(made, notes=notes), facts=facts)
 
 
-def _load(request: TraceRequest, progress: Progress | None) -> Target:
+def _load(request: TraceRequest, progress: Progress) -> Target:
     if isinstance(request.target, Target):
         if request.batch is not None or request.sequence is not None:
             raise InvalidTarget(
@@ -142,8 +137,7 @@ def _load(request: TraceRequest, progress: Progress | None) -> Target:
                 next="leave them out, or give a catalogue name or a config.json",
             )
         return request.target
-    if progress is not None:
-        progress(f"building {request.target}", 0.0)
+    progress(f"building {request.target}", 0.0)
     options = TargetOptions(batch=request.batch, sequence=request.sequence, is_meta=True, precision=request.precision)
     return load_target(request.target, options)
 
@@ -162,11 +156,58 @@ def _one_rank_of(model: torch.nn.Module, request: TraceRequest) -> Iterator[tupl
 
 def _facts(request: TraceRequest, recipe: Recipe | None, target: Target) -> ModelFacts:
     """The configuration's facts with what only the built model knows: its parameters."""
-    from plimsoll.estimator.targets.counting import count_parameters, described
-
     if recipe is None:
         facts = described(target)
     else:
         facts = facts_of(recipe, batch=request.batch, sequence=request.sequence)
     total, active = count_parameters(target.model, facts)
     return msgspec.structs.replace(facts, parameters=total, active_parameters=active)
+
+
+def count_parameters(model: torch.nn.Module, facts: ModelFacts) -> tuple[int, int | None]:
+    """All parameters, and those that one token passes (``None`` where the model has experts and does not say how many).
+
+    Stacked experts are recognised by their first dimension, which is the number of experts; tied parameters count once.
+
+    Args:
+        model: the whole model.
+        facts: with its experts, if it has some.
+    """
+    total = active = 0
+    for name, parameter in model.named_parameters():
+        count = parameter.numel()
+        total += count
+        is_stacked = parameter.dim() == 3 and ".experts." in name and parameter.shape[0] == facts.experts
+        active += count * (facts.experts_per_token or 0) // parameter.shape[0] if is_stacked else count
+    if facts.experts and not facts.experts_per_token:
+        return total, None
+    return total, active
+
+
+def described(target: Target) -> ModelFacts:
+    """Facts of a model that a function built: from its configuration if it carries one, from its batch otherwise."""
+    model = target.model
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    to_dict = getattr(config, "to_dict", None)
+    fields = to_dict() if callable(to_dict) else {}
+    samples, sequence = _sizes(target.batch)
+    known = fields if isinstance(fields, Mapping) else {}
+    recipe = Recipe(name=name, architecture=name, fields=known, batch=samples or 1, sequence=sequence)
+    return msgspec.structs.replace(facts_of(recipe), batch=samples)
+
+
+def _sizes(batch: Any) -> tuple[int | None, int | None]:
+    """Samples, and tokens of text per sample, as far as the batch shows them."""
+    import torch
+
+    if isinstance(batch, Mapping):
+        tokens = batch.get("input_ids")
+        if isinstance(tokens, torch.Tensor) and tokens.dim() == 2:
+            return tokens.shape[0], tokens.shape[1]
+        tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+    elif isinstance(batch, torch.Tensor):
+        tensors = [batch]
+    else:
+        tensors = [value for value in batch if isinstance(value, torch.Tensor)] if isinstance(batch, tuple) else []
+    return next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), None), None

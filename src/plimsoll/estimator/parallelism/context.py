@@ -1,4 +1,4 @@
-"""The trace of a step at a rank's share of the sequence in, the trace of one rank under context parallelism out. No torch.
+"""Turns the trace of a step at a rank's share of the sequence into that of a context-parallel rank. No torch here.
 
 Every rank holds ``sequence / cp`` positions of everything; only attention looks beyond them. In ring attention the keys and
 values of every rank pass every other one, while each computes its own queries against those that it holds just then. So, in

@@ -1,4 +1,7 @@
-"""Bytes under a key in, the same bytes out of a later process, or nothing: a directory of checksummed files.
+"""Keeps traces of earlier estimates in the user's cache directory, so that a question asked again needs no torch.
+
+The key of a trace is a digest of the whole question and of everything that could change the answer: the versions of the
+libraries, and the sources of Plimsoll itself. The device is not part of it, only whether it runs GPU kernels.
 
 A file appears whole or not at all (written beside its place, then renamed), so that any number of processes may read and
 write. What does not check out is removed. When a new file takes the directory past its limit, those that were used least
@@ -14,15 +17,30 @@ import hashlib
 import logging
 import os
 import re
+import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from plimsoll.artifacts.model_facts import ModelFacts
+from plimsoll.artifacts.trace import SCHEMA_VERSION, Trace
 from plimsoll.units import MIB
 
+OVERRIDE = "PLIMSOLL_CACHE_DIR"
+"""The environment variable that names another directory."""
+MOST_BYTES = 512 * MIB
+"""The most that a cache directory holds unless another limit is given."""
 _LOG = logging.getLogger(__name__)
+_LIBRARIES = ("plimsoll", "torch", "transformers", "diffusers")
+_PACKAGE = Path(__file__).parents[1]
+_SOURCES = ("artifacts", "estimator/catalogue", "estimator/local_rank", "estimator/targets", "tracing")
+"""The parts of Plimsoll that a trace depends on."""
 _MAGIC = b"plimsoll cache 1"
 _DIGEST_BYTES = 32
 _SUFFIX = ".trace"
@@ -31,8 +49,100 @@ _KEY = re.compile(r"[0-9a-f]{16,}")
 _FAST = 1
 _ABANDONED_SECONDS = 3600.0
 """A file that is still being written after this long belongs to a process that died."""
-MOST_BYTES = 512 * MIB
-"""The most that a cache directory holds unless another limit is given."""
+
+
+class KeptTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """What one file of the cache holds."""
+
+    trace: Trace
+    facts: ModelFacts
+
+
+class TraceCache:
+    """Traces by the question they answer, in files.
+
+    Args:
+        directory: by default ``$PLIMSOLL_CACHE_DIR``, or the user's cache directory.
+        most_bytes: of all files together; the least recently used are removed beyond it.
+    """
+
+    def __init__(self, directory: Path | None = None, *, most_bytes: int = MOST_BYTES) -> None:
+        self._files = FileCache(directory or cache_directory(), most_bytes=most_bytes)
+
+    def get(self, question: Mapping[str, Any]) -> KeptTrace | None:
+        """The answer that was kept for an equal question; anything that cannot be read counts as none."""
+        key = key_of(question)
+        payload = self._files.get(key)
+        if payload is None:
+            return None
+        try:
+            return msgspec.msgpack.decode(payload, type=KeptTrace)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            _LOG.debug("what is kept under %s is no trace: %s", key, error)
+            self._files.drop(key)
+            return None
+
+    def put(self, question: Mapping[str, Any], answer: KeptTrace) -> None:
+        """Keep the answer to a question."""
+        self._files.put(key_of(question), msgspec.msgpack.encode(answer))
+
+
+def key_of(question: Mapping[str, Any]) -> str:
+    """A digest of the question, of library versions and of Plimsoll's sources; the order of keys does not matter.
+
+    Example:
+        >>> key_of({"tp": 1, "batch": 2}) == key_of({"batch": 2, "tp": 1})
+        True
+    """
+    surroundings = {
+        "schema": SCHEMA_VERSION,
+        "versions": {name: _version(name) for name in _LIBRARIES},
+        "sources": _sources_digest(_PACKAGE / part for part in _SOURCES),
+    }
+    text = msgspec.json.encode({"question": dict(question), **surroundings}, order="deterministic")
+    return hashlib.sha256(text).hexdigest()[:40]
+
+
+def _version(library: str) -> str:
+    """The installed version, read without importing the library."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
+
+
+def _sources_digest(folders: Iterable[Path]) -> str:
+    """Changes when a source file does: name, size and time of each, which takes a millisecond where contents take many.
+
+    The models of the catalogue are sources too: they are the TOML files.
+    """
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".toml")):
+            status = path.stat()
+            digest.update(f"{path.relative_to(_PACKAGE)}:{status.st_size}:{status.st_mtime_ns};".encode())
+    return digest.hexdigest()
+
+
+def cache_directory(environment: Mapping[str, str] | None = None) -> Path:
+    """Where cached files go: ``$PLIMSOLL_CACHE_DIR``, else the place that the system has for them.
+
+    Args:
+        environment: variables by name; by default those of this process.
+
+    Example:
+        >>> cache_directory({"PLIMSOLL_CACHE_DIR": "/scratch/plimsoll"}).as_posix()
+        '/scratch/plimsoll'
+
+    Source: XDG Base Directory Specification 0.8; on macOS and Windows the directories that their guidelines name.
+    """
+    known = os.environ if environment is None else environment
+    if known.get(OVERRIDE):
+        return Path(known[OVERRIDE]).expanduser()
+    base = known.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
+    if base and Path(base).is_absolute():
+        return Path(base) / "plimsoll"
+    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "plimsoll"
 
 
 class FileCache:
@@ -105,9 +215,8 @@ class FileCache:
 
     def _shrink(self, keep: Path) -> None:
         """Remove the least recently used until the rest fits; what was just written stays."""
-        files = sorted(self._files(), reverse=True)
         total_bytes = 0
-        for _, size_bytes, path in files:
+        for _, size_bytes, path in sorted(self._files(), reverse=True):
             total_bytes += size_bytes
             if total_bytes > self._most_bytes and path != keep:
                 with contextlib.suppress(OSError):

@@ -1,1 +1,0 @@
-"""Keeps answers of earlier runs as files in the user's cache directory."""

@@ -1,0 +1,324 @@
+"""Cuts the parameters of layers and experts to one rank's share, and undoes every change to the model at the end.
+
+Expert parallelism: every rank sends each of its ``tokens · top_k`` rows to the rank that holds the row's expert, and gets as
+many for its own experts: routing is taken to be balanced. The rows travel back after the experts; the weights of the
+router travel along, so that the weighted sum over a token's experts is taken at home.
+
+Source: the all-to-all dispatcher of GShard (Lepikhin et al. 2021, section 3.2). Known weakness: unbalanced routing is not
+modelled; a rank whose experts are popular holds more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from plimsoll.errors import InvalidLayout
+from plimsoll.estimator.local_rank.collectives import all_to_all
+from plimsoll.estimator.local_rank.groups import Group, Heads, widths
+from plimsoll.estimator.local_rank.roles import is_conv1d
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """How one rank's share of a parameter is cut: along ``dim``, from each of ``parts`` equal parts, ``kept`` of it.
+
+    ``ranks`` is the size of the group that shares it, ``group`` its dimension of the layout.
+    """
+
+    dim: int
+    kept: int
+    ranks: int
+    group: str
+    parts: int = 1
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The share of the first rank, on memory of its own."""
+        pieces = tensor.chunk(self.parts, self.dim) if self.parts > 1 else (tensor,)
+        return torch.cat([piece.narrow(self.dim, 0, self.kept) for piece in pieces], self.dim)
+
+
+class Edits:
+    """Notes what is done to a model, and undoes it."""
+
+    def __init__(self) -> None:
+        self._shards: dict[int, list[Shard]] = {}
+        self._tables: list[tuple[dict[str, Any], str, Any]] = []
+        self._handles: list[RemovableHandle] = []
+        self._on_undo: list[Callable[[], None]] = []
+
+    def shard(self, parameter: nn.Parameter | None, shard: Shard) -> None:
+        """Cut the parameter so, wherever the model uses it (once, where two modules share it)."""
+        if parameter is not None:
+            shards = self._shards.setdefault(id(parameter), [])
+            if shard not in shards:
+                shards.append(shard)
+
+    def set(self, owner: object, name: str, value: Any) -> None:
+        """Set an attribute that ``owner`` has itself."""
+        table = vars(owner)
+        self._tables.append((table, name, table[name]))
+        table[name] = value
+
+    def scale(self, owner: object, names: Iterable[str], change: Callable[[int], int]) -> None:
+        """Set each of those attributes that ``owner`` has as an int."""
+        for name in names:
+            value = vars(owner).get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                self.set(owner, name, change(value))
+
+    def hook(self, handle: RemovableHandle) -> None:
+        """Remove the hook at the end."""
+        self._handles.append(handle)
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Let go of what a hook holds."""
+        self._on_undo.append(call)
+
+    def swap_parameters(self, model: nn.Module) -> dict[str, tuple[Shard, ...]]:
+        """Put the local parameters in their places; how each was cut, by name."""
+        cut = {name: tuple(self._shards[id(p)]) for name, p in model.named_parameters() if id(p) in self._shards}
+        local: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            table: dict[str, Any] = module._parameters
+            for name, parameter in table.items():
+                if id(parameter) not in self._shards:
+                    continue
+                if id(parameter) not in local:
+                    local[id(parameter)] = _cut(parameter, self._shards[id(parameter)])
+                self._tables.append((table, name, parameter))
+                table[name] = local[id(parameter)]
+        return cut
+
+    def undo(self) -> None:
+        """Everything as it was."""
+        for handle in self._handles:
+            handle.remove()
+        for table, name, value in reversed(self._tables):
+            table[name] = value
+        for call in self._on_undo:
+            call()
+
+
+def _cut(parameter: nn.Parameter, shards: Iterable[Shard]) -> nn.Parameter:
+    share = parameter.detach()
+    for shard in shards:
+        share = shard.cut(share)
+    return nn.Parameter(share, requires_grad=parameter.requires_grad)
+
+
+_QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_GROUPINGS = ("num_key_value_groups", "n_rep")
+_HEAD_WIDTHS = ("all_head_size", "inner_dim", "split_size")
+_MLP_WIDTHS = ("intermediate_size", "intermediate_dim")
+_KEYS_AND_VALUES = frozenset(["k_proj", "v_proj", "wk", "wv"])
+_IN_PARTS = {"c_attn": (3, 2), "gate_up_proj": (2,)}
+"""Layers that are several layers side by side, each of which is divided."""
+
+
+def divide_group(group: Group, holder: nn.Module, tp: int, edits: Edits) -> tuple[str, ...]:
+    """Cut the parameters of a group and set the attributes that its forward derives shapes from.
+
+    Args:
+        group: the layers.
+        holder: the module that holds the columns.
+        tp: the degree of tensor parallelism.
+        edits: takes the changes.
+
+    Returns:
+        What a user should know about it.
+
+    Raises:
+        InvalidLayout: heads or widths that ``tp`` does not divide.
+    """
+    notes: tuple[str, ...] = ()
+    if group.heads is not None:
+        notes = _check_heads(group, group.heads, tp)
+        _localise_attention(holder, group.heads, tp, edits)
+    else:
+        edits.scale(holder, _MLP_WIDTHS, lambda width: width // tp)
+    for path, module in group.columns.items():
+        dim = 1 if is_conv1d(module) else 0
+        parts, kept = _column_share(path, module, group.heads, tp)
+        shard = Shard(dim=dim, kept=kept, ranks=tp, group="tp", parts=parts)
+        edits.shard(module._parameters["weight"], shard)
+        edits.shard(module._parameters.get("bias"), Shard(dim=0, kept=kept, ranks=tp, group="tp", parts=parts))
+        _set_width(module, parts * kept, edits)
+    inputs = widths(group.row_module)[0]
+    _check_width(group.row, inputs, tp)
+    row_dim = 0 if is_conv1d(group.row_module) else 1
+    edits.shard(group.row_module._parameters["weight"], Shard(dim=row_dim, kept=inputs // tp, ranks=tp, group="tp"))
+    edits.scale(group.row_module, ("in_features", "nx"), lambda width: width // tp)
+    return notes
+
+
+def _set_width(module: nn.Module, outputs: int, edits: Edits) -> None:
+    edits.scale(module, ("out_features", "nf"), lambda _: outputs)
+
+
+def _check_heads(group: Group, heads: Heads, tp: int) -> tuple[str, ...]:
+    divides_keys = heads.keys % tp == 0 or tp % heads.keys == 0
+    if heads.queries % tp or not divides_keys:
+        possible = [
+            degree
+            for degree in range(1, heads.queries + 1)
+            if heads.queries % degree == 0 and (heads.keys % degree == 0 or degree % heads.keys == 0)
+        ]
+        counts = f"{heads.queries} attention heads"
+        if heads.keys != heads.queries:
+            counts += f" and {heads.keys} key-value heads"
+        raise InvalidLayout(
+            f"Tensor parallelism over {tp} ranks cannot divide the {counts} of {group.parent}.",
+            why="a head stays whole on one rank",
+            next=f"take one of tp={', '.join(map(str, possible))}",
+        )
+    if heads.keys < tp:
+        return (
+            f"{heads.keys} key-value heads on {tp} ranks: each is held by {tp // heads.keys} of them, as in Megatron, "
+            "so the shares of its projections add up to more than the whole",
+        )
+    return ()
+
+
+def _localise_attention(holder: nn.Module, heads: Heads, tp: int, edits: Edits) -> None:
+    edits.scale(holder, _QUERY_COUNTS, lambda _: heads.local_queries(tp))
+    edits.scale(holder, _KEY_COUNTS, lambda _: heads.local_keys(tp))
+    edits.scale(holder, _GROUPINGS, lambda _: heads.local_queries(tp) // heads.local_keys(tp))
+    edits.scale(holder, _HEAD_WIDTHS, lambda width: width // tp)
+
+
+def _column_share(path: str, module: nn.Module, heads: Heads | None, tp: int) -> tuple[int, int]:
+    """Of how many parts, and how much of each part's outputs, one rank keeps."""
+    name = path.rpartition(".")[2]
+    outputs = widths(module)[1]
+    if name in _KEYS_AND_VALUES and heads is not None:
+        return 1, outputs // heads.keys * heads.local_keys(tp)
+    parts = 1
+    if name in _IN_PARTS:
+        whole = heads.queries * heads.size if heads is not None else outputs // 2
+        parts = outputs // whole
+        if parts not in _IN_PARTS[name] or parts * whole != outputs:
+            raise _unsupported_width(path, outputs, _IN_PARTS[name], whole)
+    if name == "query_key_value" and heads is not None and outputs != 3 * heads.queries * heads.size:
+        raise _unsupported_width(path, outputs, (3,), heads.queries * heads.size)
+    _check_width(path, outputs // parts, tp)
+    return parts, outputs // parts // tp
+
+
+def _unsupported_width(path: str, outputs: int, parts: tuple[int, ...], whole: int) -> InvalidLayout:
+    return InvalidLayout(
+        f"unsupported: {path} makes {outputs} outputs, not {' or '.join(str(p * whole) for p in parts)}.",
+        why="queries, keys and values in one layer are only divided where each is as wide as the others",
+        next="leave tensor parallelism out for this model",
+    )
+
+
+def _check_width(path: str, width: int, tp: int) -> None:
+    if width % tp:
+        possible = [degree for degree in range(1, min(width, 128) + 1) if width % degree == 0]
+        raise InvalidLayout(
+            f"Tensor parallelism over {tp} ranks cannot divide the {width} features of {path}.",
+            why=f"{width} is no multiple of {tp}",
+            next=f"take one of tp={', '.join(map(str, possible))}",
+        )
+
+
+def divide_head_biases(biases: Mapping[str, nn.Module], tp: int, edits: Edits) -> None:
+    """Cut embeddings that have one column per head (T5's relative positions)."""
+    for path, module in biases.items():
+        weight = module._parameters["weight"]
+        assert weight is not None
+        _check_width(path, weight.shape[1], tp)
+        edits.shard(weight, Shard(dim=1, kept=weight.shape[1] // tp, ranks=tp, group="tp"))
+        edits.scale(module, ("embedding_dim",), lambda width: width // tp)
+
+
+_GROUP = "ep"
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_UP = ("gate_up_proj", "up_proj", "gate_proj", "gate_up_proj_bias", "up_proj_bias")
+
+
+def divide_widths(experts: Mapping[str, nn.Module], tp: int, edits: Edits) -> None:
+    """Tensor parallelism within each expert.
+
+    Raises:
+        InvalidLayout: ``tp`` does not divide the experts' width.
+    """
+    for path, module in experts.items():
+        known = vars(module)
+        is_transposed = bool(known.get("is_transposed", False))
+        is_packed = bool(known.get("is_concatenated", True))
+        for name, parameter in module._parameters.items():
+            if parameter is None or (name not in _UP and name != "down_proj"):
+                continue
+            parts = 2 if name.startswith("gate_up_proj") and is_packed else 1
+            dim = _width_dim(name, is_transposed=is_transposed)
+            width = parameter.shape[dim] // parts
+            if width % tp:
+                raise InvalidLayout(
+                    f"Tensor parallelism over {tp} ranks cannot divide the experts of {path}, which are {width} wide.",
+                    why=f"{width} is no multiple of {tp}",
+                    next="take a degree that divides it, or expert parallelism",
+                )
+            edits.shard(parameter, Shard(dim=dim, kept=width // tp, ranks=tp, group="tp", parts=parts))
+        edits.scale(module, ("intermediate_dim", "intermediate_size"), lambda width: width // tp)
+
+
+def _width_dim(name: str, *, is_transposed: bool) -> int:
+    if name.endswith("_bias"):
+        return 1
+    return 2 if (name in _UP) == is_transposed else 1
+
+
+def divide_experts(experts: Mapping[str, nn.Module], ep: int, edits: Edits) -> None:
+    """Expert parallelism: some of the experts, and the exchange of tokens.
+
+    Raises:
+        InvalidLayout: the number of experts is no multiple of ``ep``.
+    """
+    for path, module in experts.items():
+        stacks = [parameter for parameter in module._parameters.values() if parameter is not None]
+        count = stacks[0].shape[0]
+        if count % ep:
+            possible = [degree for degree in range(1, count + 1) if count % degree == 0]
+            raise InvalidLayout(
+                f"Expert parallelism over {ep} ranks cannot divide the {count} experts of {path}.",
+                why=f"{count} is no multiple of {ep}, and an expert stays whole on one rank",
+                next=f"take one of ep={', '.join(map(str, possible))}",
+            )
+        for parameter in stacks:
+            edits.shard(parameter, Shard(dim=0, kept=count // ep, ranks=ep, group=_GROUP))
+        edits.scale(module, _COUNTS, lambda experts: experts // ep)
+        exchange = _Exchange(ep, count // ep)
+        edits.hook(module.register_forward_pre_hook(exchange.dispatch))
+        edits.hook(module.register_forward_hook(exchange.combine))
+
+
+class _Exchange:
+    """Tokens to the ranks of their experts, and back."""
+
+    def __init__(self, ep: int, local_experts: int) -> None:
+        self._ep = ep
+        self._local_experts = local_experts
+        self._top_k = 1
+
+    def dispatch(self, module: nn.Module, args: Any) -> Any:
+        """``[tokens, hidden]`` with ``top_k`` experts each becomes ``[tokens · top_k, hidden]`` with one of this rank's."""
+        hidden, index, weights = args
+        self._top_k = index.shape[-1]
+        rows = torch.arange(index.numel(), device=index.device)
+        sent = hidden[rows // self._top_k]
+        received = all_to_all(sent, self._ep, _GROUP)
+        received_weights = all_to_all(weights.reshape(-1, 1), self._ep, _GROUP)
+        return received, (rows % self._local_experts).unsqueeze(-1), received_weights
+
+    def combine(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The rows back home, summed over each token's experts."""
+        returned = all_to_all(output, self._ep, _GROUP)
+        return returned.view(-1, self._top_k, returned.shape[-1]).sum(dim=1)
