@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = training.Setup
+    setup = training.DemoSetup
     sizes = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "batch": 2, "sequence": 32}
     monkeypatch.setattr(training, "Setup", lambda **given: setup(**sizes, **given))
 
@@ -62,7 +62,7 @@ def test_the_corpus_is_real_text_and_batches_repeat():
 
 
 def test_a_training_with_the_same_seed_repeats_itself():
-    setup = training.Setup(hidden_size=32, intermediate_size=64, layers=2, batch=2, sequence=32, steps=3)
+    setup = training.DemoSetup(hidden_size=32, intermediate_size=64, layers=2, batch=2, sequence=32, steps=3)
     losses = []
     for _ in range(2):
         model = training.make_model(setup)
