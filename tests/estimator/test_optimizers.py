@@ -115,14 +115,15 @@ def test_state_and_highest_moment_are_those_of_torchs_own_optimizer(
 
 
 @pytest.mark.parametrize("dtype", MIXED)
-@pytest.mark.parametrize("name", sorted(TORCH))
-def test_traffic_and_arithmetic_of_a_loop_are_those_of_its_ops(name: str, dtype: torch.dtype):
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_traffic_and_arithmetic_of_a_step_are_those_of_its_ops(name: str, form: StepForm, dtype: torch.dtype):
     model = model_for(name, dtype)
-    log = traced(name, StepForm.LOOP, model)
+    log = traced(name, form, model)
     specs = [log.tracer.specs[op.cost_key] for op in log.tracer.ops]
-    use = optimizer_use(name, described(model), form=StepForm.LOOP)
+    use = optimizer_use(name, described(model), form=form)
     assert use.moved_bytes == pytest.approx(sum(spec.moved_bytes for spec in specs), rel=0.02)
-    assert use.flops == pytest.approx(sum(spec.flops for spec in specs), rel=0.02)
+    if form is not StepForm.FUSED:  # one op, of which nobody tells how much it computes
+        assert use.flops == pytest.approx(sum(spec.flops for spec in specs), rel=0.02)
 
 
 @pytest.mark.parametrize("name", sorted(TORCH))

@@ -191,7 +191,7 @@ _APART = (
 _TOGETHER = ("norm", "del norm", "row means", "column means", "squared gradients")
 ADAFACTOR = {
     StepForm.LOOP: OptimizerStep(17, 6, (*_TOGETHER, *_ESTIMATES), _adafactor_besides),
-    StepForm.FOREACH: OptimizerStep(17, 6, (*_APART, *_ESTIMATES), _adafactor_besides),
+    StepForm.FOREACH: OptimizerStep(19, 7, (*_APART, *_ESTIMATES), _adafactor_besides),
 }
 # Newton-Schulz iterations in bf16 per matrix, always in a loop; what the second one holds, all others hold.
 _ITERATION = ("Gram matrix", "Gram update", "next", "in bf16 = next")

@@ -95,10 +95,11 @@ def _grouped_flops(rows: torch.Tensor, weights: torch.Tensor) -> int:
 def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpSpec:
     """Arithmetic (torch's own flop formulas) and bytes moved (every tensor read or written once).
 
-    Of a collective: no arithmetic, the size of the whole tensor, and the group it runs over.
+    An op without a formula counts one operation per element that it makes or updates: too few for fused optimizers, whose
+    bytes take longer in any case. Of a collective: no arithmetic, the size of the whole tensor, and the group it runs over.
     """
     inputs = flat_tensors(args) + flat_tensors(list(kwargs.values()))
-    outputs = flat_tensors(out)
+    outputs = flat_tensors(out) if func._schema.returns else _updated(func, args, kwargs)
     if func.namespace == _COLLECTIVES:
         return _collective_spec(func, args, kwargs, inputs + outputs)
     count = flop_registry.get(func._overloadpacket)
@@ -116,6 +117,19 @@ def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
         moved_bytes=moved,
         dtype=dtype_name(floats[0]) if floats else "i64",
     )
+
+
+def _updated(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """What an op that returns nothing updates in place: a multi-tensor or fused step of an optimizer."""
+    updated = [
+        value
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        # Fused steps declare that they write gradients, and do so only to take a scale off them.
+        and (argument.name != "grads" or kwargs.get("grad_scale") is not None)
+    ]
+    return flat_tensors(updated)
 
 
 def _collective_spec(
