@@ -9,6 +9,8 @@ import torch
 
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.errors import InvalidModel, TracingFailed
+from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
+from plimsoll.tracing.optimizer import trace_optimizer
 from plimsoll.tracing.trace import trace
 from tracing import zoo
 
@@ -88,6 +90,16 @@ def test_optimizer_and_its_state_are_not_touched(has_state: bool):
     for index, state in before["state"].items():
         assert all(torch.equal(state[name], after["state"][index][name]) for name in state)
     assert state_bytes(with_state) > 0
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW])
+def test_fused_step_is_traced_without_memory_as_large_as_the_parameters(make: type[torch.optim.Optimizer]):
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = make(model.parameters(), lr=0.1, fused=True)
+    with PeakMeter() as meter:
+        log = trace_optimizer(optimizer, model, frozenset(), on_gpu=False)
+    assert log.ops()[-1].name.startswith("_fused_")
+    assert meter.peak_bytes < 2**20 < storage_bytes(model.parameters())
 
 
 def test_frozen_parameters_have_no_state():

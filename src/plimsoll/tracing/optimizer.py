@@ -89,7 +89,7 @@ def trace_optimizer(
         try:
             twins = {id(p): _twin_of(p, mode) for p in _parameters(optimizer)}
             twin = _copy(optimizer, twins, mode, on_gpu=on_gpu)
-            with mode, KnownValues(), _NumbersAreOne():
+            with mode, KnownValues(), _StandIns():
                 for parameter in _parameters(optimizer):
                     if parameter.requires_grad and names[id(parameter)] not in without_gradient:
                         twins[id(parameter)].grad = torch.empty_like(twins[id(parameter)])
@@ -218,12 +218,18 @@ def _state_tensors(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tenso
             yield from _state_tensors(value, f"{key}.{position}")
 
 
-class _NumbersAreOne(TorchDispatchMode):
-    """Answers one where Python asks a fake tensor for its number."""
+class _StandIns(TorchDispatchMode):
+    """Answers one where Python asks a fake tensor for its number, and skips fused steps.
+
+    Some of them have no fake form (SGD, Adagrad), and torch would run them on zeros as large as the parameters. They return
+    nothing, and shapes stay.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].dtype.is_floating_point else 1
+        if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
+            return None
         return func(*args, **(kwargs or {}))
