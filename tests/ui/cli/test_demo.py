@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = training.DemoSetup
     sizes = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "batch": 2, "sequence": 32}
-    monkeypatch.setattr(training, "Setup", lambda **given: setup(**sizes, **given))
+    monkeypatch.setattr(training, "DemoSetup", lambda **given: setup(**sizes, **given))
 
 
 @pytest.mark.usefixtures("_small")
