@@ -12,9 +12,8 @@ from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
 
-from plimsoll.analysis.advise.compiler.ask import ask_compiler
-from plimsoll.analysis.advise.compiler.breaks import shorten
-from plimsoll.analysis.advise.compiler.hazards import find_hazards
+from plimsoll.analysis.advise.compiler_capture import ask_compiler, shorten
+from plimsoll.analysis.advise.compiler_coverage import find_hazards
 from plimsoll.tracing.trace import trace
 from steps import Block, Stack, conv_net, gpt2, llama, mean_square, stack
 from unchanged import unchanged

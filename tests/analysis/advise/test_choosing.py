@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from plimsoll.analysis.advise.candidates import find_knee
 from plimsoll.analysis.advise.choosing import Made, Wish, choose, recommend
-from plimsoll.analysis.advise.knee import find_knee
 from plimsoll.artifacts.advice import Bottleneck, Kind
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.plan import FrontierPoint, RegionPlan, ValueDecision

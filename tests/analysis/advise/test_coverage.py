@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from plimsoll.analysis.advise.coverage import captured_ticks, judge_coverage
+from plimsoll.analysis.advise.compiler_coverage import captured_ticks, judge_coverage
 from plimsoll.artifacts.capture import BackwardOp, Capture
 from plimsoll.artifacts.costs import Costs, CostSource, OpCost
 from plimsoll.artifacts.trace import OpSpec, Phase, Trace, TraceOp

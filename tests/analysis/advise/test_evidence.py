@@ -7,9 +7,8 @@ import dataclasses
 import msgspec
 import pytest
 
-from plimsoll.analysis.advise.checklist import check_all
+from plimsoll.analysis.advise.checklist import StepEvidence, check_all
 from plimsoll.analysis.advise.choosing import Made, Wish, choose
-from plimsoll.analysis.advise.evidence import Evidence
 from plimsoll.analysis.advise.failures import find_failures
 from plimsoll.analysis.advise.memory import find_bottleneck, measure_layers
 from plimsoll.artifacts.advice import CheckOutcome, FailureSign
@@ -27,7 +26,7 @@ WISH = Wish(budget_bytes=None, budget_text="", max_error=0.0, target="pkg:step")
 
 
 @pytest.fixture(scope="module")
-def evidence() -> Evidence:
+def evidence() -> StepEvidence:
     model, batch, loss = stack()
     trace, costs = trace_and_cost(model, batch, loss=loss, optimizer=None, regions=None)
     planner = Planner(trace, costs)
@@ -35,7 +34,7 @@ def evidence() -> Evidence:
         Made(name=name, plan=solve(trace, costs, budget_bytes=None, strategy=name, planner=planner))
         for name in ("none", "full")
     )
-    return Evidence(
+    return StepEvidence(
         trace=trace,
         costs=costs,
         bottleneck=find_bottleneck(trace, none.plan),
@@ -50,15 +49,15 @@ def evidence() -> Evidence:
     )
 
 
-def checked(evidence: Evidence, **changes: object):
+def checked(evidence: StepEvidence, **changes: object):
     return {item.name: item for item in check_all(dataclasses.replace(evidence, **changes))}
 
 
-def modes(evidence: Evidence, **changes: object):
+def modes(evidence: StepEvidence, **changes: object):
     return {mode.name: mode for mode in find_failures(dataclasses.replace(evidence, **changes))}
 
 
-def test_without_a_receipt_only_what_the_trace_shows_passes(evidence: Evidence):
+def test_without_a_receipt_only_what_the_trace_shows_passes(evidence: StepEvidence):
     items = checked(evidence)
     passed = {name for name, item in items.items() if item.outcome is CheckOutcome.PASS}
     assert passed == {"activations-by-layer", "parameters-apart", "granularity-chosen", "attention-backward"}
@@ -68,7 +67,7 @@ def test_without_a_receipt_only_what_the_trace_shows_passes(evidence: Evidence):
         assert "pkg:step" in items[name].next
 
 
-def test_a_receipt_is_evidence_for_time_determinism_and_throughput(evidence: Evidence):
+def test_a_receipt_is_evidence_for_time_determinism_and_throughput(evidence: StepEvidence):
     items = checked(evidence, receipt=make_receipt())
     for name in ("recompute-profiled", "determinism-tested", "throughput"):
         assert items[name].outcome is CheckOutcome.PASS
@@ -77,14 +76,14 @@ def test_a_receipt_is_evidence_for_time_determinism_and_throughput(evidence: Evi
     assert items["loss-curves"].outcome is CheckOutcome.NOT_CHECKED
 
 
-def test_a_model_that_differs_from_itself_fails_the_test_of_determinism(evidence: Evidence):
+def test_a_model_that_differs_from_itself_fails_the_test_of_determinism(evidence: StepEvidence):
     item = checked(evidence, receipt=make_receipt(is_deterministic=False))["determinism-tested"]
     assert item.outcome is CheckOutcome.FAIL
     assert "use_deterministic_algorithms" in item.next
 
 
 @pytest.mark.parametrize(("steps", "outcome"), [(10, CheckOutcome.NOT_CHECKED), (100, CheckOutcome.PASS)])
-def test_a_curve_takes_steps(evidence: Evidence, steps: int, outcome: CheckOutcome):
+def test_a_curve_takes_steps(evidence: StepEvidence, steps: int, outcome: CheckOutcome):
     curve = tuple(1 / (step + 1) for step in range(steps))
     receipt = make_receipt(baseline_curve=curve, plan_curve=curve)
     assert checked(evidence, receipt=receipt)["loss-curves"].outcome is outcome
@@ -100,25 +99,25 @@ def test_a_curve_takes_steps(evidence: Evidence, steps: int, outcome: CheckOutco
     ],
 )
 def test_only_a_verdict_that_says_something_about_the_plan_passes_or_fails(
-    evidence: Evidence, ruling: Ruling, outcome: CheckOutcome
+    evidence: StepEvidence, ruling: Ruling, outcome: CheckOutcome
 ):
     item = checked(evidence, verdict=make_verdict(ruling=ruling))["loss-curves"]
     assert item.outcome is outcome
     assert "strategy" in item.evidence
 
 
-def test_losses_that_differ_fail_however_few_they_are(evidence: Evidence):
+def test_losses_that_differ_fail_however_few_they_are(evidence: StepEvidence):
     item = checked(evidence, receipt=make_receipt(plan_losses=(1.25, 9.0)))["loss-curves"]
     assert item.outcome is CheckOutcome.FAIL
     assert "Do not train" in item.next
 
 
-def test_a_fake_trace_counts_but_does_not_measure(evidence: Evidence):
+def test_a_fake_trace_counts_but_does_not_measure(evidence: StepEvidence):
     fake = msgspec.structs.replace(evidence.trace, is_fake=True)
     assert checked(evidence, trace=fake)["activations-by-layer"].outcome is CheckOutcome.NOT_CHECKED
 
 
-def test_wrong_gradients_are_found_and_named(evidence: Evidence):
+def test_wrong_gradients_are_found_and_named(evidence: StepEvidence):
     mode = modes(evidence, receipt=make_receipt(gradient_mismatches=(make_mismatch(),)))["non-determinism"]
     assert mode.sign is FailureSign.FOUND
     assert "GRADIENTS_DIFFER" in mode.evidence
@@ -127,31 +126,31 @@ def test_wrong_gradients_are_found_and_named(evidence: Evidence):
 
 
 @pytest.mark.parametrize(("seconds", "sign"), [(0.114, FailureSign.NOT_FOUND), (0.2, FailureSign.FOUND)])
-def test_a_collapse_of_throughput_is_measured(evidence: Evidence, seconds: float, sign: FailureSign):
+def test_a_collapse_of_throughput_is_measured(evidence: StepEvidence, seconds: float, sign: FailureSign):
     mode = modes(evidence, receipt=make_receipt(measured_seconds=seconds))["throughput"]
     assert mode.sign is sign
     assert ("plimsoll diagnose" in mode.next) is (sign is FailureSign.FOUND)
 
 
-def test_a_peak_above_the_predicted_one_is_less_saved_than_expected(evidence: Evidence):
+def test_a_peak_above_the_predicted_one_is_less_saved_than_expected(evidence: StepEvidence):
     receipt = make_receipt(measured_peak_bytes=make_receipt().predicted_peak_bytes * 2, budget_bytes=None)
     mode = modes(evidence, receipt=receipt)["less-saved"]
     assert mode.sign is FailureSign.FOUND
     assert "120.0 MiB" in mode.evidence
 
 
-def test_layers_that_kept_everything_are_less_saved_than_expected(evidence: Evidence):
+def test_layers_that_kept_everything_are_less_saved_than_expected(evidence: StepEvidence):
     kept = RegionOutcome(name="blocks.0", call=0, engine=Engine.KEEP, reason="reads a value")
     mode = modes(evidence, receipt=make_receipt(regions=(kept,)))["less-saved"]
     assert mode.sign is FailureSign.FOUND
     assert "blocks.0" in mode.evidence
 
 
-def test_bubbles_are_never_claimed_to_be_known(evidence: Evidence):
+def test_bubbles_are_never_claimed_to_be_known(evidence: StepEvidence):
     assert modes(evidence, receipt=make_receipt())["pipeline-bubbles"].sign is FailureSign.NOT_CHECKED
 
 
-def test_what_a_plan_hides_from_a_debugger_is_counted(evidence: Evidence):
+def test_what_a_plan_hides_from_a_debugger_is_counted(evidence: StepEvidence):
     mode = modes(evidence)["debugging"]
     dropped = sum(len(region.dropped) for region in evidence.made[1].plan.regions)
     assert mode.sign is FailureSign.FOUND
@@ -161,11 +160,11 @@ def test_what_a_plan_hides_from_a_debugger_is_counted(evidence: Evidence):
     assert modes(alone)["debugging"].sign is FailureSign.NOT_FOUND
 
 
-def test_parts_of_the_peak_add_up_to_it(evidence: Evidence):
+def test_parts_of_the_peak_add_up_to_it(evidence: StepEvidence):
     assert sum(part.bytes for part in evidence.bottleneck.parts) == evidence.bottleneck.peak_bytes
 
 
-def test_layers_save_what_the_unmanaged_plan_holds_and_take_their_ops_time(evidence: Evidence):
+def test_layers_save_what_the_unmanaged_plan_holds_and_take_their_ops_time(evidence: StepEvidence):
     assert [layer.name for layer in evidence.layers] == [call.name for call in evidence.trace.regions]
     forward = sum(
         evidence.costs.ops[op.cost_key].seconds

@@ -1,22 +1,21 @@
-"""Model and batch in, advice out: the step traced, plans made, the compiler asked, the evidence at hand judged."""
+"""``plimsoll.advise``: traces a step, makes plans, asks the compiler, judges the evidence at hand, and recommends."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from plimsoll.analysis.advise.candidates import CandidateMaker
-from plimsoll.analysis.advise.checklist import check_all
+from plimsoll.analysis.advise.checklist import StepEvidence, check_all
 from plimsoll.analysis.advise.choosing import Wish, choose, recommend
-from plimsoll.analysis.advise.compiler.ask import ask_compiler
-from plimsoll.analysis.advise.compiler.hazards import find_hazards
-from plimsoll.analysis.advise.coverage import judge_coverage
-from plimsoll.analysis.advise.evidence import Evidence
+from plimsoll.analysis.advise.compiler_capture import ask_compiler
+from plimsoll.analysis.advise.compiler_coverage import find_hazards, judge_coverage
 from plimsoll.analysis.advise.failures import find_failures
 from plimsoll.analysis.advise.memory import LITTLE, find_bottleneck, measure_layers
 from plimsoll.analysis.verify.evidence import versions
@@ -47,6 +46,8 @@ from plimsoll.units import format_bytes
 
 _ALL = ("recompute", "compress", "offload")
 _COMPILE_SECONDS = 60.0
+_WRITERS = {Receipt.KIND: "plimsoll verify", Verdict.KIND: "plimsoll probe"}
+Measured = TypeVar("Measured", Receipt, Verdict)
 _UNTOLD = (
     "copies between host and device, pinned memory, streams and collectives inside the step cannot be told from its ops; "
     "torch.cuda.graph on the device itself is the test"
@@ -119,7 +120,7 @@ def advise(
     refuse_profiler(model)
     read_budget(budget)
     allowance = read_allowance(allow=allow, max_error=max_error, host_budget=host_budget, link=link)
-    found_receipt, found_verdict = _read_receipt(receipt), _read_verdict(verdict)
+    found_receipt, found_verdict = _read(receipt, Receipt), _read(verdict, Verdict)
     _refuse_other(fingerprint(model), found_receipt, found_verdict)
     loss = explained_loss(loss)
     traced, costs = trace_and_cost(
@@ -147,24 +148,16 @@ def advise(
     return advice
 
 
+@dataclass(frozen=True, slots=True)
 class _Job:
     """One traced step that is judged."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss: Loss | None,
-        optimizer: torch.optim.Optimizer | None,
-        trace: Trace,
-        costs: Costs,
-    ) -> None:
-        self._model = model
-        self._batch = batch
-        self._loss = loss
-        self._optimizer = optimizer
-        self._trace = trace
-        self._costs = costs
+    model: nn.Module
+    batch: Any
+    loss: Loss | None
+    optimizer: torch.optim.Optimizer | None
+    trace: Trace
+    costs: Costs
 
     def advise(
         self,
@@ -174,7 +167,7 @@ class _Job:
         compile_seconds: float,
         report: Progress,
     ) -> Advice:
-        trace, costs = self._trace, self._costs
+        trace, costs = self.trace, self.costs
         if trace.is_fake:
             allowance = read_allowance(allow=("recompute",))
         maker = CandidateMaker(
@@ -188,8 +181,8 @@ class _Job:
         bottleneck = find_bottleneck(trace, unmanaged, chunked_peak_bytes=chunked_bytes)
         layers = measure_layers(trace, costs, unmanaged)
         capture = self._ask(unmanaged, compile_seconds, part_of(report, 0.7, 1.0))
-        items, items_name = _count_items(self._batch)
-        evidence = Evidence(
+        items, items_name = _count_items(self.batch)
+        evidence = StepEvidence(
             trace=trace,
             costs=costs,
             bottleneck=bottleneck,
@@ -221,28 +214,28 @@ class _Job:
             hazards_note=_UNTOLD,
             checklist=check_all(evidence),
             failure_modes=find_failures(evidence),
-            notes=_notes(trace, has_optimizer=self._optimizer is not None),
+            notes=_notes(trace, has_optimizer=self.optimizer is not None),
         )
 
     def _step(self) -> TrainingStep:
-        args, kwargs = split_detached(self._batch)
-        return TrainingStep(self._model, args, kwargs, loss=self._loss, optimizer=self._optimizer)
+        args, kwargs = split_detached(self.batch)
+        return TrainingStep(self.model, args, kwargs, loss=self.loss, optimizer=self.optimizer)
 
     def _ask(self, unmanaged: Plan, limit_seconds: float, report: Progress) -> Capture:
         """What the compiler captures, where it can be asked: it runs the step as it is, so that has to fit."""
-        if self._trace.is_fake:
+        if self.trace.is_fake:
             return Capture(is_asked=False, failure="the step cannot run here: it was traced with fake tensors")
         if limit_seconds <= 0:
             return Capture(is_asked=False, failure="it was not asked")
-        device = next(self._model.parameters()).device
+        device = next(self.model.parameters()).device
         needed, free = unmanaged.baseline_peak_bytes, free_bytes(device)
         if 0 < free < needed:
             return Capture(
                 is_asked=False,
                 failure=f"it runs the step without a plan, which takes {format_bytes(needed)}; {format_bytes(free)} are free",
             )
-        args, kwargs = split_detached(self._batch)
-        return ask_compiler(self._model, args, kwargs, loss=self._loss, limit_seconds=limit_seconds, progress=report)
+        args, kwargs = split_detached(self.batch)
+        return ask_compiler(self.model, args, kwargs, loss=self.loss, limit_seconds=limit_seconds, progress=report)
 
 
 def _budget(budget: int | str | None, costs: Costs, trace: Trace) -> int | None:
@@ -272,26 +265,21 @@ def _notes(trace: Trace, *, has_optimizer: bool) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _read_receipt(given: Receipt | str | Path | None) -> Receipt | None:
+def _read(given: Measured | str | Path | None, type_: type[Measured]) -> Measured | None:
+    """What was handed in, read from its file if need be.
+
+    Raises:
+        PlanFileError: the file, or the object, is something else.
+    """
     found = load_any(given) if isinstance(given, str | Path) else given
-    if found is None or isinstance(found, Receipt):
+    if found is None or isinstance(found, type_):
         return found
-    raise _not_a("receipt", given, "plimsoll verify TARGET --output receipt.json")
-
-
-def _read_verdict(given: Verdict | str | Path | None) -> Verdict | None:
-    found = load_any(given) if isinstance(given, str | Path) else given
-    if found is None or isinstance(found, Verdict):
-        return found
-    raise _not_a("verdict", given, "plimsoll probe TARGET --output verdict.json")
-
-
-def _not_a(kind: str, given: object, command: str) -> PlanFileError:
     name = str(given) if isinstance(given, str | Path) else f"A {type(given).__name__}"
-    return PlanFileError(
-        f"{name} is no {kind}.",
-        why=f"the checklist takes what `{command.split(' TARGET', maxsplit=1)[0]}` measured from it",
-        next=f"{command} writes one",
+    command = _WRITERS[type_.KIND]
+    raise PlanFileError(
+        f"{name} is no {type_.KIND}.",
+        why=f"the checklist takes what `{command}` measured from it",
+        next=f"{command} TARGET --output {type_.KIND}.json writes one",
     )
 
 
@@ -327,8 +315,7 @@ def _refuse_other_step(trace: Trace, receipt: Receipt | None) -> None:
 def _count_items(batch: Any) -> tuple[int, str]:
     """Tokens of a batch of token ids, else examples."""
     args, kwargs = split_detached(batch)
-    named: Mapping[str, Any] = kwargs
-    ids = named.get("input_ids")
+    ids = kwargs.get("input_ids")
     if isinstance(ids, torch.Tensor):
         return ids.numel(), "tokens"
     first = next((tensor for tensor in call_tensors(args, kwargs) if tensor.dim()), None)

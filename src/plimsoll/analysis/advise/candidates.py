@@ -1,20 +1,19 @@
-"""A traced and costed step in, the plans that are worth comparing out: all predicted by the planner, none of them run."""
+"""Makes the plans that are worth comparing for a traced and costed step. The planner predicts them; none is run."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
 from plimsoll.analysis.advise.choosing import Made
-from plimsoll.analysis.advise.knee import find_knee
 from plimsoll.analysis.advise.memory import LITTLE
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.forms import Forms
-from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.plan import FrontierPoint, Plan
 from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.trace import Trace
 from plimsoll.planning.explain import format_bytes_up
@@ -30,6 +29,8 @@ _SHARES = (0.25, 0.5, 0.75)
 """Where no budget is given: points on the way from the unmanaged peak to the floor."""
 _LOSSY = "int8"
 """The codec that people know, shown as it is where an error is tolerated."""
+_CHEAP = 0.01
+"""An overhead that is not worth weighing: the smallest peak within it is taken before any knee."""
 _DECISIONS = {"compress": Decision.COMPRESS, "offload": Decision.OFFLOAD}
 
 
@@ -189,3 +190,44 @@ def why_unused(forms: Forms, plan: Plan) -> str:
 
 def _uses_forms(plan: Plan) -> bool:
     return any(decision.is_packed for region in plan.regions for decision in region.decisions)
+
+
+def find_knee(frontier: Sequence[FrontierPoint], baseline_seconds: float) -> FrontierPoint | None:
+    """The point farthest below the line between the ends of the frontier, both axes taken from 0 to 1.
+
+    Where a smaller peak costs no more than 1% of the step, that one.
+
+    Args:
+        frontier: points of which none beats another in both peak and time.
+        baseline_seconds: of the unmanaged step.
+
+    Returns:
+        ``None`` where there is nothing between two ends to choose from.
+
+    Example:
+        >>> points = [FrontierPoint(peak_bytes=b, step_seconds=s) for b, s in ((10, 2.0), (20, 1.2), (40, 1.0))]
+        >>> find_knee(points, 1.0).peak_bytes
+        20
+
+    Source: Satopää et al. 2011, Finding a "Kneedle" in a Haystack; without its smoothing, as the curve is exact.
+    """
+    if len(frontier) < 2:
+        return None
+    points = sorted(frontier, key=lambda point: point.peak_bytes)
+    low, high = points[0], points[-1]
+    bytes_range = high.peak_bytes - low.peak_bytes
+    seconds = [point.step_seconds for point in points]
+    seconds_range = max(seconds) - min(seconds)
+    cheap = next((p for p in points if p.step_seconds <= baseline_seconds * (1 + _CHEAP)), high)
+    if not bytes_range or not seconds_range:
+        return cheap
+
+    def distance(point: FrontierPoint) -> float:
+        return (
+            1.0
+            - (point.peak_bytes - low.peak_bytes) / bytes_range
+            - (point.step_seconds - min(seconds)) / seconds_range
+        )
+
+    knee = max(points, key=distance)
+    return min(knee, cheap, key=lambda point: point.peak_bytes)

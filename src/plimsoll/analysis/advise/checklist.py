@@ -1,16 +1,20 @@
-"""Evidence in, the checklist out: eight items, each passed only by something that was measured or counted on this step."""
+"""The checklist: eight items, each passed only by what was measured or counted on this step, never by an assumption."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from plimsoll.analysis.advise.attention import FUSED, find_attention
-from plimsoll.analysis.advise.evidence import Evidence, name_receipt
-from plimsoll.artifacts.advice import CheckItem, CheckOutcome
-from plimsoll.artifacts.costs import CostSource
+from plimsoll.analysis.advise.choosing import Made
+from plimsoll.analysis.advise.memory import FUSED, find_attention
+from plimsoll.artifacts.advice import Bottleneck, Candidate, CheckItem, CheckOutcome, LayerUse
+from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.receipt import OWN, Receipt
 from plimsoll.artifacts.receipt import Verdict as ReceiptVerdict
-from plimsoll.artifacts.verdict import Ruling
+from plimsoll.artifacts.trace import Trace
+from plimsoll.artifacts.verdict import Ruling, Verdict
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 _ENOUGH_LOSSES = 100
@@ -20,235 +24,220 @@ _SAYS_NOTHING = (Ruling.UNDECIDED, Ruling.BASELINE_DIVERGED)
 """Rulings that neither clear the plan nor blame it."""
 
 
-def check_all(evidence: Evidence) -> tuple[CheckItem, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvidence:
+    """What the checklist and the failure modes are judged by: the trace made just now, and what was handed in.
+
+    ``items`` are the tokens or examples of one batch, ``items_name`` says which; ``target`` is how commands name the step.
+    ``receipt`` and ``verdict`` belong to this model and step, or are ``None``.
+    """
+
+    trace: Trace
+    costs: Costs
+    bottleneck: Bottleneck
+    layers: Sequence[LayerUse]
+    made: Sequence[Made]
+    candidates: Sequence[Candidate]
+    receipt: Receipt | None
+    verdict: Verdict | None
+    items: int
+    items_name: str
+    target: str
+
+    @property
+    def chosen(self) -> Plan | None:
+        """The recommended plan."""
+        pairs = zip(self.made, self.candidates, strict=True)
+        return next((entry.plan for entry, candidate in pairs if candidate.is_chosen), None)
+
+    @property
+    def manages_nothing(self) -> bool:
+        """Whether no plan is recommended, or one that leaves everything as it is."""
+        plan = self.chosen
+        return plan is None or all(region.is_untouched for region in plan.regions)
+
+    @property
+    def receipt_name(self) -> str:
+        """What the receipt is about: ``strategy auto at 300.0 MiB``."""
+        assert self.receipt is not None
+        if self.receipt.strategy == OWN:
+            return "the model's own method"
+        budget_bytes = self.receipt.budget_bytes
+        budget = "" if budget_bytes is None else f" at {format_bytes(budget_bytes)}"
+        return f"strategy {self.receipt.strategy}{budget}"
+
+    @property
+    def receipt_seconds(self) -> tuple[float, float] | None:
+        """Seconds of the step without and with the plan, where the receipt has measured both."""
+        receipt = self.receipt
+        if receipt is None or not receipt.measured_baseline_seconds or not receipt.measured_seconds:
+            return None
+        return receipt.measured_baseline_seconds, receipt.measured_seconds
+
+    @property
+    def verify_command(self) -> str:
+        """What makes the receipt that is missing; with the recommended plan once it is saved."""
+        again = f"plimsoll advise {self.target} --receipt receipt.json"
+        return f"plimsoll verify {self.target}{self._with_plan} -o receipt.json, then {again}"
+
+    @property
+    def curve_command(self) -> str:
+        """What makes the loss curves that are missing."""
+        return (
+            f"plimsoll verify {self.target}{self._with_plan} --curve 100 -o receipt.json, or for lossy plans "
+            f"plimsoll probe {self.target} --steps 1000{self._with_plan} -o verdict.json, "
+            f"then plimsoll advise {self.target} with what they wrote"
+        )
+
+    @property
+    def _with_plan(self) -> str:
+        return "" if self.manages_nothing else " --plan plan.json"
+
+
+_Judged = tuple[CheckOutcome, str, str]
+"""How an item ends, by what evidence, and what to do next."""
+
+
+def check_all(evidence: StepEvidence) -> tuple[CheckItem, ...]:
     """The items in the order in which people go through them."""
-    return tuple(check(evidence) for check in _CHECKS)
+    items = []
+    for name, title, check in _CHECKS:
+        outcome, found, next_ = check(evidence)
+        title = title.format(items=evidence.items_name)
+        items.append(CheckItem(name=name, title=title, outcome=outcome, evidence=found, next=next_))
+    return tuple(items)
 
 
-def _layers(evidence: Evidence) -> CheckItem:
+def _layers(evidence: StepEvidence) -> _Judged:
     layers = evidence.layers
     largest = max(layers, key=lambda layer: layer.saved_bytes)
     total = sum(layer.saved_bytes for layer in layers)
     name = largest.name or "the whole model as one layer"
     found = f"{len(layers)} layers save {format_bytes(total)}, the most in {name}: {format_bytes(largest.saved_bytes)}"
     if evidence.trace.is_fake:
-        return CheckItem(
-            name="activations-by-layer",
-            title="activations measured by layer",
-            outcome=CheckOutcome.NOT_CHECKED,
-            evidence=f"counted with fake tensors, not measured: {found}",
-            next=f"run plimsoll advise {evidence.target} on the device itself",
-        )
-    return CheckItem(
-        name="activations-by-layer",
-        title="activations measured by layer",
-        outcome=CheckOutcome.PASS,
-        evidence=f"{found} (traced on {evidence.trace.device})",
-    )
+        counted = f"counted with fake tensors, not measured: {found}"
+        return CheckOutcome.NOT_CHECKED, counted, f"run plimsoll advise {evidence.target} on the device itself"
+    return CheckOutcome.PASS, f"{found} (traced on {evidence.trace.device})", ""
 
 
-def _parameters(evidence: Evidence) -> CheckItem:
+def _parameters(evidence: StepEvidence) -> _Judged:
     sizes = {part.name: part.bytes for part in evidence.bottleneck.parts}
     optimizer = sizes.get("optimizer state", 0)
     state = f"{format_bytes(optimizer)} optimizer state" if optimizer else "no optimizer state (none was counted)"
-    return CheckItem(
-        name="parameters-apart",
-        title="parameters counted apart from activations",
-        outcome=CheckOutcome.PASS,
-        evidence=f"at the peak {format_bytes(sizes['parameters'])} parameters, {format_bytes(sizes['gradients'])} gradients, "
-        f"{state}",
-    )
+    kinds = f"{format_bytes(sizes['parameters'])} parameters, {format_bytes(sizes['gradients'])} gradients, {state}"
+    return CheckOutcome.PASS, f"at the peak {kinds}", ""
 
 
-def _recompute(evidence: Evidence) -> CheckItem:
-    receipt = evidence.receipt
-    name, title = "recompute-profiled", "recompute profiled"
-    if receipt is not None and receipt.measured_seconds and receipt.measured_baseline_seconds:
-        overhead = receipt.measured_seconds / receipt.measured_baseline_seconds - 1
+def _recompute(evidence: StepEvidence) -> _Judged:
+    receipt, seconds = evidence.receipt, evidence.receipt_seconds
+    if receipt is not None and seconds is not None:
         predicted = ""
         if receipt.predicted_seconds is not None and receipt.predicted_baseline_seconds:
             share = receipt.predicted_seconds / receipt.predicted_baseline_seconds - 1
             predicted = f", predicted {format_share(share)}"
-        return CheckItem(
-            name=name,
-            title=title,
-            outcome=CheckOutcome.PASS,
-            evidence=f"{name_receipt(receipt)}: measured {format_share(overhead)}{predicted}",
-        )
+        measured = format_share(seconds[1] / seconds[0] - 1)
+        return CheckOutcome.PASS, f"{evidence.receipt_name}: measured {measured}{predicted}", ""
     is_measured = evidence.costs.source is CostSource.MEASURED
     ops = "op seconds are measured" if is_measured else "op seconds are a roofline's"
-    return CheckItem(
-        name=name,
-        title=title,
-        outcome=CheckOutcome.NOT_CHECKED,
-        evidence=f"{ops}, but {_NO_RECEIPT} that shows a managed step's time",
-        next=evidence.verify_command,
-    )
+    found = f"{ops}, but {_NO_RECEIPT} that shows a managed step's time"
+    return CheckOutcome.NOT_CHECKED, found, evidence.verify_command
 
 
-def _granularity(evidence: Evidence) -> CheckItem:
-    count = len(evidence.made)
+def _granularity(evidence: StepEvidence) -> _Judged:
     chosen = next((candidate.name for candidate in evidence.candidates if candidate.is_chosen), None)
-    name, title = "granularity-chosen", "granularity chosen"
-    compared = f"{count} plans were compared: of layers, of modules, of single values"
+    compared = f"{len(evidence.made)} plans were compared: of layers, of modules, of single values"
     if chosen is None:
-        return CheckItem(
-            name=name,
-            title=title,
-            outcome=CheckOutcome.FAIL,
-            evidence=f"{compared}; none of them fits",
-            next="a larger budget, or a smaller micro-batch",
-        )
-    return CheckItem(name=name, title=title, outcome=CheckOutcome.PASS, evidence=f"{compared}; chosen: {chosen}")
+        return CheckOutcome.FAIL, f"{compared}; none of them fits", "a larger budget, or a smaller micro-batch"
+    return CheckOutcome.PASS, f"{compared}; chosen: {chosen}", ""
 
 
-def _determinism(evidence: Evidence) -> CheckItem:
+def _determinism(evidence: StepEvidence) -> _Judged:
     receipt = evidence.receipt
-    name, title = "determinism-tested", "determinism tested"
     if receipt is None:
-        return CheckItem(
-            name=name, title=title, outcome=CheckOutcome.NOT_CHECKED, evidence=_NO_RECEIPT, next=evidence.verify_command
-        )
+        return CheckOutcome.NOT_CHECKED, _NO_RECEIPT, evidence.verify_command
     if receipt.is_deterministic:
-        return CheckItem(
-            name=name,
-            title=title,
-            outcome=CheckOutcome.PASS,
-            evidence=f"two unmanaged runs gave the same bits ({receipt.compared_gradients} gradients)",
-        )
-    return CheckItem(
-        name=name,
-        title=title,
-        outcome=CheckOutcome.FAIL,
-        evidence="two unmanaged runs of the same step differ",
-        next="torch.use_deterministic_algorithms(True), then verify again",
-    )
+        found = f"two unmanaged runs gave the same bits ({receipt.compared_gradients} gradients)"
+        return CheckOutcome.PASS, found, ""
+    next_ = "torch.use_deterministic_algorithms(True), then verify again"
+    return CheckOutcome.FAIL, "two unmanaged runs of the same step differ", next_
 
 
-def _attention(evidence: Evidence) -> CheckItem:
+def _attention(evidence: StepEvidence) -> _Judged:
     found = find_attention(evidence.trace)
-    name, title = "attention-backward", "attention backward checked"
     if found.matrices:
-        return CheckItem(
-            name=name,
-            title=title,
-            outcome=CheckOutcome.FAIL,
-            evidence=f"{found.matrices} attention matrices are held for backward, {format_bytes(found.matrix_bytes)} "
+        return (
+            CheckOutcome.FAIL,
+            f"{found.matrices} attention matrices are held for backward, {format_bytes(found.matrix_bytes)} "
             f"({found.example}); {found.fused_calls} calls are fused",
-            next="attn_implementation='sdpa' in transformers, or scaled_dot_product_attention; its CPU kernel takes no "
+            "attn_implementation='sdpa' in transformers, or scaled_dot_product_attention; its CPU kernel takes no "
             "dropout, CUDA's do (see --device-profile)",
         )
     if not found.fused_calls:
-        return CheckItem(
-            name=name,
-            title=title,
-            outcome=CheckOutcome.PASS,
-            evidence="the layers run no fused attention and hold no attention matrix",
-        )
-    again = _fused_twice(evidence)
+        return CheckOutcome.PASS, "the layers run no fused attention and hold no attention matrix", ""
+    again = _fused_twice(evidence.chosen)
     repeated = f"; the plan runs {again} of them once more before that" if again else ""
-    return CheckItem(
-        name=name,
-        title=title,
-        outcome=CheckOutcome.PASS,
-        evidence=f"{found.fused_calls} fused calls make their matrix again in backward themselves; none is held{repeated}",
-        next=f'to leave them be: --override "*{FUSED}*=keep"' if again else "",
+    return (
+        CheckOutcome.PASS,
+        f"{found.fused_calls} fused calls make their matrix again in backward themselves; none is held{repeated}",
+        f'to leave them be: --override "*{FUSED}*=keep"' if again else "",
     )
 
 
-def _fused_twice(evidence: Evidence) -> int:
-    """Fused attention outputs that the recommended plan recomputes."""
-    plan = evidence.chosen
-    if plan is None:
-        return 0
+def _fused_twice(plan: Plan | None) -> int:
+    """How many fused attention outputs a plan recomputes."""
+    decisions = () if plan is None else (decision for region in plan.regions for decision in region.decisions)
     return sum(
-        decision.decision is Decision.RECOMPUTE and FUSED in decision.value and decision.value.endswith(".0")
-        for region in plan.regions
-        for decision in region.decisions
+        each.decision is Decision.RECOMPUTE and FUSED in each.value and each.value.endswith(".0") for each in decisions
     )
 
 
-def _throughput(evidence: Evidence) -> CheckItem:
-    name, title = "throughput", f"{evidence.items_name}/s measured, not only batch size"
-    verdict, receipt = evidence.verdict, evidence.receipt
+def _throughput(evidence: StepEvidence) -> _Judged:
+    verdict, seconds = evidence.verdict, evidence.receipt_seconds
     if verdict is not None and verdict.baseline.items_per_second and verdict.plan.items_per_second:
         before, after = verdict.baseline.items_per_second, verdict.plan.items_per_second
-        return CheckItem(
-            name=name,
-            title=title,
-            outcome=CheckOutcome.PASS,
-            evidence=f"probe: {after:,.0f} {verdict.items}/s with strategy {verdict.strategy}, {before:,.0f} without",
-        )
-    if receipt is not None and receipt.measured_seconds and receipt.measured_baseline_seconds:
-        before, after = (
-            evidence.items / seconds for seconds in (receipt.measured_baseline_seconds, receipt.measured_seconds)
-        )
-        return CheckItem(
-            name=name,
-            title=title,
-            outcome=CheckOutcome.PASS,
-            evidence=f"receipt: {after:,.0f} {evidence.items_name}/s with {name_receipt(receipt)}, {before:,.0f} without",
-        )
-    step = evidence.made[0].plan.baseline_seconds
-    return CheckItem(
-        name=name,
-        title=title,
-        outcome=CheckOutcome.NOT_CHECKED,
-        evidence=f"only predicted: {evidence.items} {evidence.items_name} in {format_seconds(step)} without a plan",
-        next=evidence.verify_command,
-    )
+        found = f"probe: {after:,.0f} {verdict.items}/s with strategy {verdict.strategy}, {before:,.0f} without"
+        return CheckOutcome.PASS, found, ""
+    if seconds is not None:
+        before, after = (evidence.items / each for each in seconds)
+        found = f"receipt: {after:,.0f} {evidence.items_name}/s with {evidence.receipt_name}, {before:,.0f} without"
+        return CheckOutcome.PASS, found, ""
+    step = format_seconds(evidence.made[0].plan.baseline_seconds)
+    found = f"only predicted: {evidence.items} {evidence.items_name} in {step} without a plan"
+    return CheckOutcome.NOT_CHECKED, found, evidence.verify_command
 
 
-def _curves(evidence: Evidence) -> CheckItem:
-    name, title = "loss-curves", "loss curves compared"
+def _curves(evidence: StepEvidence) -> _Judged:
     verdict, receipt = evidence.verdict, evidence.receipt
     if verdict is not None:
-        passes = verdict.ruling.is_pass
-        failed = CheckOutcome.NOT_CHECKED if verdict.ruling in _SAYS_NOTHING else CheckOutcome.FAIL
-        return CheckItem(
-            name=name,
-            title=title,
-            outcome=CheckOutcome.PASS if passes else failed,
-            evidence=f"probe of strategy {verdict.strategy} over {verdict.steps} steps: {verdict.ruling} ({verdict.reason})",
-            next="" if passes else verdict.ruling.advice,
-        )
-    curve = () if receipt is None else receipt.plan_curve
-    if receipt is not None and len(curve) >= _ENOUGH_LOSSES:
-        passes = receipt.verdict.is_pass
-        same = "equal at every step" if curve == receipt.baseline_curve else f"verdict {receipt.verdict}"
-        return CheckItem(
-            name=name,
-            title=title,
-            outcome=CheckOutcome.PASS if passes else CheckOutcome.FAIL,
-            evidence=f"receipt: {len(curve)} steps with the optimizer, {same}",
-            next="" if passes else receipt.verdict.advice,
-        )
+        found = f"probe of strategy {verdict.strategy} over {verdict.steps} steps: {verdict.ruling} ({verdict.reason})"
+        if verdict.ruling.is_pass:
+            return CheckOutcome.PASS, found, ""
+        outcome = CheckOutcome.NOT_CHECKED if verdict.ruling in _SAYS_NOTHING else CheckOutcome.FAIL
+        return outcome, found, verdict.ruling.advice
     if receipt is None:
-        found = "no receipt and no verdict was given"
-    elif receipt.verdict is ReceiptVerdict.LOSSES_DIFFER:
-        return CheckItem(
-            name=name,
-            title=title,
-            outcome=CheckOutcome.FAIL,
-            evidence="receipt: the losses already differ at the first steps",
-            next=receipt.verdict.advice,
-        )
-    else:
-        steps = len(curve) or len(receipt.plan_losses)
-        kind = "steps with the optimizer" if curve else "losses from the same weights"
-        found = f"the receipt has {steps} {kind}: too few to call a curve"
-    return CheckItem(
-        name=name, title=title, outcome=CheckOutcome.NOT_CHECKED, evidence=found, next=evidence.curve_command
-    )
+        return CheckOutcome.NOT_CHECKED, "no receipt and no verdict was given", evidence.curve_command
+    curve = receipt.plan_curve
+    if len(curve) >= _ENOUGH_LOSSES:
+        same = "equal at every step" if curve == receipt.baseline_curve else f"verdict {receipt.verdict}"
+        found = f"receipt: {len(curve)} steps with the optimizer, {same}"
+        if receipt.verdict.is_pass:
+            return CheckOutcome.PASS, found, ""
+        return CheckOutcome.FAIL, found, receipt.verdict.advice
+    if receipt.verdict is ReceiptVerdict.LOSSES_DIFFER:
+        return CheckOutcome.FAIL, "receipt: the losses already differ at the first steps", receipt.verdict.advice
+    steps = len(curve) or len(receipt.plan_losses)
+    kind = "steps with the optimizer" if curve else "losses from the same weights"
+    found = f"the receipt has {steps} {kind}: too few to call a curve"
+    return CheckOutcome.NOT_CHECKED, found, evidence.curve_command
 
 
-_CHECKS: tuple[Callable[[Evidence], CheckItem], ...] = (
-    _layers,
-    _parameters,
-    _recompute,
-    _granularity,
-    _determinism,
-    _attention,
-    _throughput,
-    _curves,
+_CHECKS: tuple[tuple[str, str, Callable[[StepEvidence], _Judged]], ...] = (
+    ("activations-by-layer", "activations measured by layer", _layers),
+    ("parameters-apart", "parameters counted apart from activations", _parameters),
+    ("recompute-profiled", "recompute profiled", _recompute),
+    ("granularity-chosen", "granularity chosen", _granularity),
+    ("determinism-tested", "determinism tested", _determinism),
+    ("attention-backward", "attention backward checked", _attention),
+    ("throughput", "{items}/s measured, not only batch size", _throughput),
+    ("loss-curves", "loss curves compared", _curves),
 )

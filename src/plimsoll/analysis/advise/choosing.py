@@ -1,4 +1,4 @@
-"""Plans of one step in, the one to take out, with the reason why each of the others lost."""
+"""Chooses among the plans of one step, says why each of the others lost, and puts the recommendation into words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
 from plimsoll.units import format_bytes, format_share
 
-EQUAL = 0.01
+_EQUAL = 0.01
 """Steps that differ by less than this share of the unmanaged step are as fast as each other."""
 _NOTHING = "none"
 
@@ -59,7 +59,7 @@ def choose(made: Sequence[Made], wish: Wish, knee_bytes: int | None) -> tuple[Ca
     best = min(eligible, key=lambda entry: entry.plan.predicted_seconds, default=None)
     chosen = None
     if best is not None:
-        most_seconds = best.plan.predicted_seconds + EQUAL * best.plan.baseline_seconds
+        most_seconds = best.plan.predicted_seconds + _EQUAL * best.plan.baseline_seconds
         equal = [entry for entry in eligible if entry.plan.predicted_seconds <= most_seconds]
         chosen = min(equal, key=lambda entry: (_complexity(entry.plan), entry.plan.predicted_seconds))
     return tuple(_candidate(entry, chosen, made, limit_bytes, wish) for entry in made)
@@ -124,7 +124,7 @@ def _reason(entry: Made, chosen: Made | None, made: Sequence[Made], limit_bytes:
         return f"the same plan: {entry.refused}" if entry.refused else "the same plan"
     slower = f"{format_share((plan.predicted_seconds - other.predicted_seconds) / plan.baseline_seconds).lstrip('+')}"
     if _is_worse(plan, other) or wish.budget_bytes is not None:
-        is_slower = plan.predicted_seconds - other.predicted_seconds > EQUAL * plan.baseline_seconds
+        is_slower = plan.predicted_seconds - other.predicted_seconds > _EQUAL * plan.baseline_seconds
         return f"slower by {slower} of the step" if is_slower else "no faster, and it does more to the values"
     better = next((m for m in made if m is not entry and _is_worse(plan, m.plan)), None)
     if better is not None:
@@ -145,9 +145,10 @@ def _is_worse(plan: Plan, other: Plan) -> bool:
 
 
 def _is_same(plan: Plan, other: Plan) -> bool:
-    return [(r.name, r.call, r.dropped, r.packed, r.is_boundary_dropped) for r in plan.regions] == [
-        (r.name, r.call, r.dropped, r.packed, r.is_boundary_dropped) for r in other.regions
-    ]
+    ours, theirs = (
+        [(r.name, r.call, r.dropped, r.packed, r.is_boundary_dropped) for r in each.regions] for each in (plan, other)
+    )
+    return ours == theirs
 
 
 def recommend(

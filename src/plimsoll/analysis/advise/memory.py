@@ -1,10 +1,20 @@
-"""A trace and the plan that changes nothing in, where the memory of the peak is out, and what would help there."""
+"""Says where the memory of the unmanaged peak is, what would help there, and how the attention keeps its matrix.
+
+A fused attention kernel (flash, memory-efficient, cuDNN) saves per-row sums and rebuilds the matrix in its own backward:
+recomputing its output in a plan runs the product a second time on top. Attention written out saves the softmax of every
+score: its bytes grow with the square of the sequence.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
 
 from plimsoll.artifacts.advice import Bottleneck, LayerUse, MemoryPart
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Holder, Plan
+from plimsoll.artifacts.region import RegionGraph
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.units import format_bytes
 
@@ -33,6 +43,11 @@ GROUPS = {
     _TEMPORARIES: _TEMPORARIES,
 }
 """Which group every part of the peak belongs to."""
+FUSED = "scaled_dot_product"
+_SOFTMAX = ("_softmax", "_safe_softmax", "softmax")
+_PRODUCTS = ("bmm", "mm", "matmul", "baddbmm", "addmm")
+_FURTHEST = 5
+"""Ops (dropout, casts, copies) that may stand between the softmax and the product with the values."""
 
 
 def find_bottleneck(trace: Trace, unmanaged: Plan, *, chunked_peak_bytes: int | None = None) -> Bottleneck:
@@ -60,7 +75,7 @@ def find_bottleneck(trace: Trace, unmanaged: Plan, *, chunked_peak_bytes: int | 
         )
         for name, found in holders.items()
     )
-    groups = group_bytes(parts)
+    groups = _group_bytes(parts)
     part = max(groups, key=lambda name: groups[name])
     found = Bottleneck(
         part=part,
@@ -76,31 +91,20 @@ def find_bottleneck(trace: Trace, unmanaged: Plan, *, chunked_peak_bytes: int | 
         else "recomputation cannot lower it"
     )
     share = groups[part] / peak.bytes if peak.bytes else 0.0
+    name = "state (parameters, gradients, optimizer)" if part == STATE else part
     summary = (
-        f"the largest part of the unmanaged peak of {format_bytes(peak.bytes)} is {_in_words(part)}: "
+        f"the largest part of the unmanaged peak of {format_bytes(peak.bytes)} is {name}: "
         f"{format_bytes(groups[part])}, {share:.0%} ({peak.moment}); {reach}"
     )
-    return Bottleneck(
-        part=part,
-        peak_bytes=peak.bytes,
-        floor_bytes=unmanaged.floor_bytes,
-        moment=peak.moment,
-        parts=parts,
-        summary=summary,
-        remedies=_remedies(found, groups, chunked_peak_bytes),
-    )
+    return msgspec.structs.replace(found, summary=summary, remedies=_remedies(found, groups, chunked_peak_bytes))
 
 
-def group_bytes(parts: tuple[MemoryPart, ...]) -> dict[str, int]:
+def _group_bytes(parts: tuple[MemoryPart, ...]) -> dict[str, int]:
     """Bytes of the groups state, activations, head and loss, temporaries."""
     groups = dict.fromkeys(GROUPS.values(), 0)
     for part in parts:
         groups[GROUPS[part.name]] += part.bytes
     return groups
-
-
-def _in_words(part: str) -> str:
-    return "state (parameters, gradients, optimizer)" if part == STATE else part
 
 
 _STATE_LABELS = {
@@ -191,3 +195,47 @@ def measure_layers(trace: Trace, costs: Costs, unmanaged: Plan) -> tuple[LayerUs
         )
         for call, region in zip(trace.regions, unmanaged.regions, strict=True)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionUse:
+    """Fused calls in forward, and the matrices that autograd holds: how many, and their bytes."""
+
+    fused_calls: int
+    matrices: int
+    matrix_bytes: int
+    example: str
+
+
+def find_attention(trace: Trace) -> AttentionUse:
+    """Count fused attention and materialised attention matrices over all layers."""
+    fused = matrices = matrix_bytes = 0
+    example = ""
+    for call in trace.regions:
+        graph = call.graph
+        fused += sum(FUSED in op.name for op in graph.ops)
+        saved = {slot.value for slot in graph.slots if slot.is_managed}
+        for value in _matrices(graph):
+            if value in saved:
+                matrices += 1
+                matrix_bytes += graph.values[value].bytes
+                example = example or f"{call.name}.{graph.values[value].name}"
+    return AttentionUse(fused, matrices, matrix_bytes, example)
+
+
+def _matrices(graph: RegionGraph) -> set[int]:
+    """Softmax results that go into a product, and what becomes of them on the way (dropout's output)."""
+    found: set[int] = set()
+    for op in graph.ops:
+        if op.name not in _SOFTMAX:
+            continue
+        reached, frontier = set(op.writes), set(op.writes)
+        for _ in range(_FURTHEST):
+            readers = [other for other in graph.ops if frontier & set(other.reads)]
+            if any(other.name in _PRODUCTS for other in readers):
+                size = graph.values[op.writes[0]].bytes
+                found |= {value for value in reached if graph.values[value].bytes >= size // 4}
+                break
+            frontier = {value for other in readers for value in other.writes}
+            reached |= frontier
+    return found

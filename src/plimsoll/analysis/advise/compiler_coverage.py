@@ -1,7 +1,10 @@
-"""What the compiler captured and the eager trace in, the share of ops and of time out, and what follows from it.
+"""Says which share of a step the compiler captured, what follows from that, and what a CUDA graph could not capture.
 
 Both runs execute the same ops in the same order but for a few (a mask that is folded to a constant, heads that are not
-repeated), so that captured ones are found by aligning the two sequences of op keys (``difflib``) and filling the holes.
+repeated). So captured ones are found by aligning the two sequences of op keys (``difflib``) and filling the holes.
+
+A CUDA graph replays kernels with fixed shapes and without the host. Ops whose result the host reads (``.item()``), and ops
+whose output shape depends on values (``nonzero``, indexing with a mask), cannot be in one; torch tags both kinds.
 """
 
 from __future__ import annotations
@@ -12,20 +15,27 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from itertools import pairwise
 
-from plimsoll.artifacts.advice import CompilerCoverage
+import msgspec
+import torch
+
+from plimsoll.artifacts.advice import CaptureHazard, CompilerCoverage
 from plimsoll.artifacts.capture import Capture
 from plimsoll.artifacts.costs import Costs
-from plimsoll.artifacts.trace import Phase, Trace
+from plimsoll.artifacts.trace import Phase, Trace, TraceOp
 
 RELY_ON_COMPILER = 0.9
 """Above this share of the time the compiler's own recomputation has the whole step before it."""
 _SHOWN = 4
+_MODEL = "the model itself"
 _LITTLE = 0.01
 """Modules are named where what was missed takes at least this share of the time."""
 _RANDOM = ("bernoulli", "native_dropout", "dropout", "rand", "normal")
 _FUSED = "scaled_dot_product"
 _DROPOUT = re.compile(r";0\.0*[1-9]")
 """A positional number between 0 and 1 in the key of fused attention is its dropout; the scale goes by its name."""
+_MASKED = ("index", "index_put", "index_put_", "_index_put_impl_")
+"""Indexing waits for values only where an index is a mask."""
+_MASK_TYPES = ("b8[", "u8[")
 
 
 def judge_coverage(trace: Trace, costs: Costs, capture: Capture) -> CompilerCoverage:
@@ -54,10 +64,11 @@ def judge_coverage(trace: Trace, costs: Costs, capture: Capture) -> CompilerCove
     missed: Counter[str] = Counter()
     for tick in ticks:
         if tick not in captured:
-            missed[trace.ops[tick].module or "the model itself"] += _nanoseconds(seconds[tick])
+            missed[trace.ops[tick].module or _MODEL] += round(seconds[tick] * 1e9)
     names = tuple(name for name, _ in missed.most_common(_SHOWN)) if found.time_share < 1 - _LITTLE else ()
     regions = _missed_regions(trace, captured)
-    return _with_advice(found, names, regions, is_random=_draws(trace))
+    lines = _advice(found, regions, is_random=_draws(trace))
+    return msgspec.structs.replace(found, uncaptured=names, advice=lines)
 
 
 def captured_ticks(trace: Trace, capture: Capture) -> set[int]:
@@ -101,10 +112,6 @@ def _seconds(costs: Costs, key: str) -> float:
     return 0.0 if cost is None else cost.seconds
 
 
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
-
-
 def _note(capture: Capture) -> str:
     if capture.failure:
         return f"nothing is captured: {capture.failure}"
@@ -131,9 +138,7 @@ def _draws(trace: Trace) -> bool:
     )
 
 
-def _with_advice(
-    found: CompilerCoverage, uncaptured: tuple[str, ...], regions: Sequence[str], *, is_random: bool
-) -> CompilerCoverage:
+def _advice(found: CompilerCoverage, regions: Sequence[str], *, is_random: bool) -> tuple[str, ...]:
     lines = []
     if found.time_share > RELY_ON_COMPILER:
         lines.append(
@@ -158,15 +163,40 @@ def _with_advice(
         lines.append(
             "Manage the eager model with a plan: the compiler's own recomputation has nothing to work on here."
         )
-    return CompilerCoverage(
-        is_measured=True,
-        note=found.note,
-        ops=found.ops,
-        captured_ops=found.captured_ops,
-        seconds=found.seconds,
-        captured_seconds=found.captured_seconds,
-        graphs=found.graphs,
-        breaks=found.breaks,
-        uncaptured=uncaptured,
-        advice=tuple(lines),
-    )
+    return tuple(lines)
+
+
+def find_hazards(trace: Trace) -> tuple[CaptureHazard, ...]:
+    """The ops of the step that the host has to wait for, by kind and place, most frequent first.
+
+    Args:
+        trace: of a device or fake; fake tensors give values to no one, so a fake trace has only hazards of shape.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    for op in trace.ops:
+        what = _hazard(op)
+        if what:
+            found[what, _place(op)] += 1
+    return tuple(CaptureHazard(what=what, where=where, count=count) for (what, where), count in found.most_common())
+
+
+def _place(op: TraceOp) -> str:
+    where = op.module or _MODEL
+    return where if op.phase is Phase.FORWARD else f"{op.phase.value} of {where}"
+
+
+def _hazard(op: TraceOp) -> str:
+    if op.name in _MASKED:
+        indices = op.cost_key.partition(";")[2].partition("]]")[0]
+        return f"{op.name} with a mask" if any(name in indices for name in _MASK_TYPES) else ""
+    packet = getattr(torch.ops.aten, op.name, None)
+    if packet is None or "." in op.name:
+        return ""
+    tags = {tag for overload in packet.overloads() for tag in getattr(packet, overload).tags}
+    if op.phase is Phase.OPTIMIZER and op.name == "_local_scalar_dense":
+        return "the optimizer reads its step count on the host (capturable=True keeps it on the device)"
+    if torch.Tag.data_dependent_output in tags:
+        return f"{op.name} reads a value on the host (.item(), a branch on data)"
+    if torch.Tag.dynamic_output_shape in tags:
+        return f"{op.name} makes a shape that depends on values"
+    return ""
