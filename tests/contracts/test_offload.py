@@ -21,9 +21,9 @@ import steps
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.receipt import Verdict
 from plimsoll.engine.apply import apply_plan
-from plimsoll.engine.offload import backing
 from plimsoll.engine.offload import disk as disk_link
-from plimsoll.engine.offload.filesystem import is_in_memory
+from plimsoll.engine.offload import disk_file
+from plimsoll.engine.offload.disk_file import is_in_memory
 from plimsoll.engine.offload.simulated import SimulatedLink
 from plimsoll.errors import OffloadFailed
 
@@ -125,7 +125,7 @@ class Faulty:
     """Makes a method of the backing file fail from its n-th call on."""
 
     def __init__(self, method, first):
-        self.original = getattr(backing.BackingFile, method)
+        self.original = getattr(disk_file.BackingFile, method)
         self.first = first
         self.calls = 0
 
@@ -144,16 +144,16 @@ def full_disk(patch):
 
 
 def failing_write(first):
-    return lambda patch: patch.setattr(backing.BackingFile, "write", Faulty("write", first))
+    return lambda patch: patch.setattr(disk_file.BackingFile, "write", Faulty("write", first))
 
 
 def failing_read(first):
-    return lambda patch: patch.setattr(backing.BackingFile, "read", Faulty("read", first))
+    return lambda patch: patch.setattr(disk_file.BackingFile, "read", Faulty("read", first))
 
 
 def lost_bytes(patch):
     patch.setattr(
-        backing.BackingFile, "write", lambda self, data, offset: os.pwrite(self._fd, bytes(len(data)), offset)
+        disk_file.BackingFile, "write", lambda self, data, offset: os.pwrite(self._fd, bytes(len(data)), offset)
     )
 
 

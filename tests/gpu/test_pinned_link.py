@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 
-from plimsoll.engine.offload.bounce import BounceLink
+from plimsoll.engine.offload.device_links import BounceLink, PinnedLink
 from plimsoll.engine.offload.disk import DiskLink
 from plimsoll.engine.offload.measure import measure_link
-from plimsoll.engine.offload.pinned import PinnedLink
 from plimsoll.errors import OffloadFailed
 from plimsoll.units import GIB, MIB
 

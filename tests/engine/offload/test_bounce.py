@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plimsoll.engine.offload.bounce import BounceLink
+from plimsoll.engine.offload.device_links import BounceLink
 from plimsoll.engine.offload.disk import DiskLink
 from plimsoll.engine.offload.simulated import SimulatedLink
 from plimsoll.errors import OffloadFailed

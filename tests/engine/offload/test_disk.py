@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plimsoll.engine.offload import backing, disk
+from plimsoll.engine.offload import disk, disk_file
 from plimsoll.engine.offload.disk import DiskLink
 from plimsoll.errors import OffloadFailed
 from plimsoll.units import MIB
@@ -232,7 +232,7 @@ def test_a_directory_that_does_not_exist_is_named(tmp_path: Path):
 def test_room_is_asked_for_once_for_every_height(disk: DiskLink, monkeypatch: pytest.MonkeyPatch):
     asked = []
     real_fstatvfs = os.fstatvfs
-    monkeypatch.setattr(backing.os, "fstatvfs", lambda fd: asked.append(fd) or real_fstatvfs(fd))
+    monkeypatch.setattr(disk_file.os, "fstatvfs", lambda fd: asked.append(fd) or real_fstatvfs(fd))
     for index in range(10):
         disk.store(numbered(index, 1000)).settle()
     assert len(asked) == 1

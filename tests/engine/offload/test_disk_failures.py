@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from plimsoll.engine.offload import backing
+from plimsoll.engine.offload import disk_file
 from plimsoll.engine.offload.disk import DiskLink
 from plimsoll.errors import OffloadFailed
 from plimsoll.units import GIB, MIB
@@ -97,7 +97,7 @@ def test_a_full_disk_is_told_when_storing_with_both_numbers(disk: DiskLink, monk
 
 def test_what_was_promised_and_is_not_written_yet_counts(disk: DiskLink, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "fstatvfs", full(300 * MIB, 100 * GIB))
-    monkeypatch.setattr(backing.BackingFile, "write", lambda self, data, offset: None)
+    monkeypatch.setattr(disk_file.BackingFile, "write", lambda self, data, offset: None)
     half = torch.empty(30 * MIB, dtype=torch.uint8)
     ticket = disk.store(half)
     with pytest.raises(OffloadFailed) as failure:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plimsoll.engine.offload import measure
-from plimsoll.engine.offload.bounce import BounceLink
+from plimsoll.engine.offload.device_links import BounceLink
 from plimsoll.engine.offload.disk import DiskLink
 from plimsoll.engine.offload.measure import measure_link
 from plimsoll.engine.offload.simulated import SimulatedLink

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plimsoll.engine.offload.bounce import BounceLink
+from plimsoll.engine.offload.device_links import BounceLink
 from plimsoll.engine.offload.disk import DiskLink
 from plimsoll.engine.offload.open import default_link_name, open_link
 from plimsoll.errors import OffloadFailed

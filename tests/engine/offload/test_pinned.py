@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.offload.fake_device import FakeDevice, FakeStream, Program, SleepyDevice
-from plimsoll.engine.offload.pinned import PinnedLink
-from plimsoll.engine.offload.pinned_pool import SMALLEST_BYTES, rounded_up
+from plimsoll.engine.offload.device_links import PinnedLink
+from plimsoll.engine.offload.pinned_memory import SMALLEST_BYTES, rounded_up
 from plimsoll.errors import OffloadFailed
 
 CUDA = torch.device("cuda")

@@ -1,23 +1,107 @@
-"""A tensor's memory and an extent of a file in, one copy between them out, on whichever thread comes to it first.
+"""Copies between memory and a disk link's file, and the threads that carry them out: bounded, counted, closed in good order.
 
 A copy that is waited for before a thread took it up runs in the waiting thread: nobody waits behind other copies. An I/O
-error is kept, not raised: the ticket raises it where its user looks.
+error is kept, not raised: the ticket raises it where its user looks. After a fork the child has neither the threads nor a say
+in which extents are taken, so every entry asks for the owner.
 """
 
 from __future__ import annotations
 
-import abc
 import ctypes
 import errno
+import os
+import threading
 import time
 from collections import deque
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from zlib import crc32
 
 import torch
 
-from plimsoll.engine.offload.checksum import checksum
-from plimsoll.engine.offload.extents import Extent
-from plimsoll.engine.offload.transport import Transport
+from plimsoll.engine.offload.disk_file import BackingFile, Extent
+from plimsoll.errors import OffloadFailed
+from plimsoll.units import MIB
+
+_END_BYTES = 512
+_INNER_BYTES = 64
+
+
+class Transport:
+    """Carries copies between memory and ``file``.
+
+    Args:
+        file: closed together with this.
+        workers: the most threads; they start when there is work for them.
+        most_out_bytes: the bound on what is on its way out.
+    """
+
+    def __init__(self, file: BackingFile, workers: int, most_out_bytes: int) -> None:
+        self.file = file
+        self.out_bytes = 0
+        """On its way out now."""
+        self.out_cpu_seconds = 0.0
+        self.in_cpu_seconds = 0.0
+        self._most_out_bytes = most_out_bytes
+        self._changed = threading.Condition()
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="plimsoll-disk")
+        self._owner_pid = os.getpid()
+        self._is_closed = False
+
+    def submit(self, work: Callable[[], None]) -> Future[None] | None:
+        """Let a thread do ``work``; nothing where no thread will ever come (the pool, or the interpreter, is closing)."""
+        try:
+            return self._pool.submit(work)
+        except RuntimeError:
+            return None
+
+    def admit(self, nbytes: int) -> None:
+        """Wait until ``nbytes`` more may be on their way out; more than the bound go alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.out_bytes or self.out_bytes + nbytes <= self._most_out_bytes)
+            self.out_bytes += nbytes
+
+    def account(self, nbytes: int, cpu_seconds: float, *, is_out: bool) -> None:
+        """A copy of ``nbytes`` has ended, well or not; one that went out makes room for others."""
+        with self._changed:
+            if is_out:
+                self.out_bytes -= nbytes
+                self.out_cpu_seconds += cpu_seconds
+                self._changed.notify_all()
+            else:
+                self.in_cpu_seconds += cpu_seconds
+
+    def check_owner(self) -> None:
+        """
+        Raises:
+            OffloadFailed: in a process that was forked from the one that opened the link.
+        """
+        if self._owner_pid != os.getpid():
+            raise OffloadFailed(
+                f"This disk link belongs to process {self._owner_pid}.",
+                why=f"process {os.getpid()} was forked from it and has none of its copying threads",
+                next="open a link in the forked process, or run the step where the link was opened",
+            )
+
+    def check_open(self) -> None:
+        """
+        Raises:
+            OffloadFailed: closed, or of another process.
+        """
+        self.check_owner()
+        if self._is_closed:
+            raise OffloadFailed(
+                "This disk link is closed.",
+                why="close() was called and its file is gone",
+                next="open another link, and close it after the last backward",
+            )
+
+    def close(self) -> None:
+        """Finish what is under way, end the threads, give the file back. In a forked child: only its own copy of these."""
+        if self._owner_pid == os.getpid() and not self._is_closed:
+            self._pool.shutdown(wait=True)
+            self.file.close()
+        self._is_closed = True
 
 
 class Lease:
@@ -36,14 +120,22 @@ class Lease:
         self.returned.append(self.extent)
 
 
-class DiskCopy(abc.ABC):
-    """One transfer; it holds the tensor and the lease until it has run, and not a moment longer."""
+class DiskCopy:
+    """One transfer; it holds the tensor and the lease until it has run, and not a moment longer.
 
-    def __init__(self, tensor: torch.Tensor, lease: Lease, transport: Transport) -> None:
+    Args:
+        tensor: copied out (its bytes were admitted before), or filled.
+        lease: where in the file.
+        transport: carries it out.
+        is_out: from the tensor to the file.
+    """
+
+    def __init__(self, tensor: torch.Tensor, lease: Lease, transport: Transport, *, is_out: bool) -> None:
         self.checksum = 0
         self.error: OSError | None = OSError(errno.ECANCELED, "the copy was interrupted")
         self._cargo: tuple[torch.Tensor, Lease] | None = (tensor, lease)
         self._transport = transport
+        self._is_out = is_out
         self._future: Future[None] | None = None
 
     def start(self) -> None:
@@ -66,40 +158,33 @@ class DiskCopy(abc.ABC):
         tensor, lease = cargo
         begun_seconds = time.thread_time()
         try:
-            self._move(_memory_of(tensor), lease.extent.offset)
+            data = _memory_of(tensor)
+            if self._is_out:
+                self.checksum = checksum(data)
+                self._transport.file.write(data, lease.extent.offset)
+            else:
+                self._transport.file.read(data, lease.extent.offset)
+                self.checksum = checksum(data)
             self.error = None
         except OSError as error:
             self.error = error.with_traceback(None)
         finally:
-            self._account(tensor.nbytes, time.thread_time() - begun_seconds)
-
-    @abc.abstractmethod
-    def _move(self, data: memoryview, offset: int) -> None: ...
-
-    @abc.abstractmethod
-    def _account(self, nbytes: int, cpu_seconds: float) -> None: ...
+            self._transport.account(tensor.nbytes, time.thread_time() - begun_seconds, is_out=self._is_out)
 
 
-class CopyOut(DiskCopy):
-    """From the tensor to the file; its bytes were admitted before."""
+def checksum(data: memoryview) -> int:
+    """A number that differs where one of its samples does: cheap enough to be taken of every copy, both ways.
 
-    def _move(self, data: memoryview, offset: int) -> None:
-        self.checksum = checksum(data)
-        self._transport.file.write(data, offset)
-
-    def _account(self, nbytes: int, cpu_seconds: float) -> None:
-        self._transport.account_out(nbytes, cpu_seconds)
-
-
-class CopyIn(DiskCopy):
-    """From the file to the tensor."""
-
-    def _move(self, data: memoryview, offset: int) -> None:
-        self._transport.file.read(data, offset)
-        self.checksum = checksum(data)
-
-    def _account(self, nbytes: int, cpu_seconds: float) -> None:
-        self._transport.account_in(cpu_seconds)
+    CRC-32 of 512 bytes at the start and at the end and of 64 bytes in every MiB between. It finds bytes of another tensor, a
+    file cut short, blocks that were lost; a single flipped bit in a large tensor goes unnoticed. A checksum of everything
+    would cost several times the copy itself.
+    """
+    if len(data) <= 2 * _END_BYTES:
+        return crc32(data)
+    code = crc32(data[-_END_BYTES:], crc32(data[:_END_BYTES]))
+    for start in range(MIB, len(data) - _END_BYTES, MIB):
+        code = crc32(data[start : start + _INNER_BYTES], code)
+    return code
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:

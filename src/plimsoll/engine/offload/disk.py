@@ -1,4 +1,4 @@
-"""Tensors in ordinary memory in, tickets for their bytes in a file out: the link from RAM to a disk.
+"""The link from RAM to a disk, for tensors in ordinary memory.
 
 Bytes go straight between the tensor's memory and the file (``pwrite``, ``preadv``), on a few threads that hold no
 interpreter lock meanwhile. They pass through the system's page cache: its clean pages are given up when others need
@@ -16,16 +16,12 @@ import tempfile
 import threading
 from collections import deque
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import torch
 
-from plimsoll.engine.offload.backing import BackingFile
-from plimsoll.engine.offload.copying import CopyIn, CopyOut, Lease
-from plimsoll.engine.offload.extents import Extent, Extents
-from plimsoll.engine.offload.filesystem import is_in_memory
-from plimsoll.engine.offload.transport import Transport
+from plimsoll.engine.offload.copying import DiskCopy, Lease, Transport
+from plimsoll.engine.offload.disk_file import BackingFile, Extent, Extents, is_in_memory
+from plimsoll.engine.offload.protocol import Link, flat_bytes_of
 from plimsoll.errors import OffloadFailed
 from plimsoll.units import MIB, format_bytes
 
@@ -38,7 +34,7 @@ class CopyCpuSeconds:
     in_seconds: float
 
 
-class DiskLink:
+class DiskLink(Link):
     """Keeps tensors in a file that has no name and cannot outlive the process.
 
     Args:
@@ -93,23 +89,13 @@ class DiskLink:
     def store(self, tensor: torch.Tensor) -> DiskTicket:
         self._transport.check_open()
         assert tensor.device.type == "cpu", "a bounce link brings the tensors of other devices"
-        assert tensor.dim() == 1, "links carry flat tensors"
-        assert tensor.is_contiguous(), "links carry flat tensors"
-        source = tensor.resolve_conj().resolve_neg()  # a conjugation that is still to be done is not in the bytes
+        source = flat_bytes_of(tensor)
         lease = self._lease(source.nbytes)
         self._transport.admit(source.nbytes)
         return DiskTicket(source, lease, self._transport)
 
     def close(self) -> None:
         self._transport.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _lease(self, nbytes: int) -> Lease:
         with self._space:
@@ -139,9 +125,9 @@ class DiskTicket:
         self._dtype = source.dtype
         self._length = source.numel()
         self._checksum = 0
-        self._leaving: tuple[torch.Tensor, CopyOut] | None = (source, CopyOut(source, lease, transport))
+        self._leaving: tuple[torch.Tensor, DiskCopy] | None = (source, DiskCopy(source, lease, transport, is_out=True))
         self._leaving[1].start()
-        self._arriving: tuple[torch.Tensor, CopyIn] | None = None
+        self._arriving: tuple[torch.Tensor, DiskCopy] | None = None
 
     def settle(self) -> None:
         if not self._has_left():
@@ -176,10 +162,10 @@ class DiskTicket:
             self._leaving = None
         return True
 
-    def _expect(self) -> tuple[torch.Tensor, CopyIn]:
+    def _expect(self) -> tuple[torch.Tensor, DiskCopy]:
         """Make room for the tensor, and the copy that will fill it."""
         tensor = torch.empty(self._length, dtype=self._dtype, device="cpu")
-        self._arriving = (tensor, CopyIn(tensor, self._lease, self._transport))
+        self._arriving = (tensor, DiskCopy(tensor, self._lease, self._transport, is_out=False))
         return self._arriving
 
     def _failed(self, how: str, error: OSError | None) -> OffloadFailed:

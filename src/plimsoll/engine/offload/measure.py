@@ -1,4 +1,4 @@
-"""A link and a device in, how fast the link is both ways out, with the CPU time that its copies take.
+"""Measures how fast a link carries a device's tensors both ways, with the CPU time that its copies take.
 
 Keeps several tensors on the link, 32 MiB in all by default so that the processor's caches flatter it little, fetches the
 oldest and stores the next until half a second has passed, and takes medians. Storing the first ones is not counted: it
@@ -14,11 +14,13 @@ import itertools
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from plimsoll.engine.offload.bounce import BounceLink
+from plimsoll.engine.offload.device_links import BounceLink
 from plimsoll.engine.offload.disk import CopyCpuSeconds, DiskLink
 from plimsoll.engine.offload.protocol import Link, Ticket
 from plimsoll.units import MIB
@@ -43,8 +45,9 @@ class LinkSpeed:
     in_cpu_seconds_per_byte: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Trip:
+class _Trip(NamedTuple):
+    """Of one tensor out and one in, or medians."""
+
     out_seconds: float
     in_seconds: float
     out_cpu_seconds: float
@@ -79,44 +82,34 @@ def measure_link(link: Link, device: torch.device, nbytes: int = 4 * MIB) -> Lin
     )
 
 
-class _Stopwatch:
-    """Seconds, and CPU seconds of the link's copies, since it was made."""
-
-    def __init__(self, link: Link, device: torch.device) -> None:
-        self._link = link
-        self._device = device
-        _wait_for(device)
-        self._cpu = _copy_cpu_seconds(link)
-        self._begun_at = time.perf_counter()
-
-    def stop(self) -> tuple[float, CopyCpuSeconds]:
-        _wait_for(self._device)
-        seconds = time.perf_counter() - self._begun_at
-        cpu = _copy_cpu_seconds(self._link)
-        return seconds, CopyCpuSeconds(cpu.out_seconds - self._cpu.out_seconds, cpu.in_seconds - self._cpu.in_seconds)
-
-
 def _trips(link: Link, device: torch.device, nbytes: int, most_seconds: float) -> list[_Trip]:
     """One trip at least, then more while there is time."""
     tensors = itertools.cycle(_noise(nbytes, device))
     begun_at = time.perf_counter()
     away: deque[Ticket] = deque()
-    while not away or (len(away) < _ALIVE and time.perf_counter() < begun_at + most_seconds / 2):
+
+    def send() -> None:
         away.append(link.store(next(tensors)))
         away[-1].settle()
+
+    while not away or (len(away) < _ALIVE and time.perf_counter() < begun_at + most_seconds / 2):
+        send()
     trips: list[_Trip] = []
     while not trips or (len(trips) < _MOST_TRIPS and time.perf_counter() < begun_at + most_seconds):
-        oldest, tensor = away.popleft(), next(tensors)
-        watch = _Stopwatch(link, device)
-        oldest.read()
-        in_seconds, in_cpu = watch.stop()
-        del oldest
-        watch = _Stopwatch(link, device)
-        away.append(link.store(tensor))
-        away[-1].settle()
-        out_seconds, out_cpu = watch.stop()
+        in_seconds, in_cpu = _timed(link, device, away.popleft().read)
+        out_seconds, out_cpu = _timed(link, device, send)
         trips.append(_Trip(out_seconds, in_seconds, out_cpu.out_seconds, in_cpu.in_seconds))
     return trips
+
+
+def _timed(link: Link, device: torch.device, work: Callable[[], object]) -> tuple[float, CopyCpuSeconds]:
+    """Seconds of ``work``, and CPU seconds of the link's copies meanwhile."""
+    _wait_for(device)
+    before, begun_at = _copy_cpu_seconds(link), time.perf_counter()
+    work()
+    _wait_for(device)
+    seconds, after = time.perf_counter() - begun_at, _copy_cpu_seconds(link)
+    return seconds, CopyCpuSeconds(after.out_seconds - before.out_seconds, after.in_seconds - before.in_seconds)
 
 
 def _noise(nbytes: int, device: torch.device) -> list[torch.Tensor]:
@@ -127,12 +120,7 @@ def _noise(nbytes: int, device: torch.device) -> list[torch.Tensor]:
 
 
 def _median(trips: list[_Trip]) -> _Trip:
-    return _Trip(
-        statistics.median(trip.out_seconds for trip in trips),
-        statistics.median(trip.in_seconds for trip in trips),
-        statistics.median(trip.out_cpu_seconds for trip in trips),
-        statistics.median(trip.in_cpu_seconds for trip in trips),
-    )
+    return _Trip(*map(statistics.median, zip(*trips, strict=True)))
 
 
 def _bandwidth(nbytes: int, seconds: float, latency_seconds: float) -> float:

@@ -1,12 +1,11 @@
-"""A link's name and a device in, that link, open, out."""
+"""Opens the link of a name, ``disk`` or ``host``, for the tensors of a device."""
 
 from __future__ import annotations
 
 import torch
 
-from plimsoll.engine.offload.bounce import MOST_WAITING_BYTES, BounceLink
+from plimsoll.engine.offload.device_links import MOST_WAITING_BYTES, BounceLink, PinnedLink
 from plimsoll.engine.offload.disk import DiskLink
-from plimsoll.engine.offload.pinned import PinnedLink
 from plimsoll.engine.offload.protocol import Link
 from plimsoll.errors import OffloadFailed
 

@@ -1,4 +1,4 @@
-"""A tensor in, a ticket out that brings it back: what every link can do, whatever it is made of.
+"""What every link can do, whatever it is made of: take a tensor away, and give a ticket that brings it back.
 
 A ticket belongs to one thread at a time (forward's, then backward's); a link may be shared by several. Time runs::
 
@@ -56,8 +56,17 @@ class Link(Protocol):
     def close(self) -> None:
         """Wait for what is under way and free everything. A second call is idle."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.close()
+
+
+def flat_bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a link has to carry of a tensor: a conjugation that is still to be done is not in the bytes."""
+    assert tensor.dim() == 1, "links carry flat tensors"
+    assert tensor.is_contiguous(), "links carry flat tensors"
+    return tensor.resolve_conj().resolve_neg()

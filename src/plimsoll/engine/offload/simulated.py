@@ -1,4 +1,4 @@
-"""A bandwidth and a latency in, a link out that takes the time that they say and fails when it is told to.
+"""A link that takes as long as its bandwidth and latency say, and fails when it is told to.
 
 Copies are clones in ordinary memory, so they count as RAM: this link is for tests and for studies of plans, it saves
 nothing. Each direction carries one transfer after the other, as a wire does; the two directions do not disturb each other.
@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container
-from types import TracebackType
-from typing import Self
 
 import torch
 
+from plimsoll.engine.offload.protocol import Link
 from plimsoll.errors import OffloadFailed
 
 Failures = Container[int] | Callable[[int], bool]
 """Which operations of a kind fail, counted from 0."""
 
 
-class SimulatedLink:
+class SimulatedLink(Link):
     """Keeps tensors beside themselves, as if they were far away.
 
     Args:
@@ -72,14 +71,6 @@ class SimulatedLink:
     def close(self) -> None:
         self._is_closed = True
         self._wait_until(max(self._out.free_at, self._in.free_at))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _fails_now(self, operation: str) -> bool:
         index, failures = self._counts[operation], self._fails[operation]

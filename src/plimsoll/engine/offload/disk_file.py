@@ -1,7 +1,10 @@
-"""A directory in, a file that nobody else can see and that cannot outlive its users out.
+"""The file behind a disk link, which nobody else can see and which cannot outlive its users, and what is free in it.
 
 The file has no name: it is made without one where the system can (``O_TMPFILE``), else unlinked as soon as it is made.
 Whatever ends the process, ``kill -9`` included, gives its space back. A forked child shares it until the child ends.
+
+Of its bytes the lowest hole that is large enough is used first, so that the file stays short and its front stays in the page
+cache. Freed neighbours become one hole; a hole at the end is no hole, the file's used part just ends sooner.
 """
 
 from __future__ import annotations
@@ -11,14 +14,40 @@ import errno
 import os
 import tempfile
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
 
 from plimsoll.errors import OffloadFailed
 from plimsoll.units import MIB, format_bytes
 
 MARGIN_BYTES = 256 * MIB
 """Left free for everybody else, or a twentieth of the disk where that is less."""
+ALIGNMENT_BYTES = 4096
+"""A page, and a multiple of every disk's block."""
+_MOUNTS = Path("/proc/self/mountinfo")
+_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _WITHOUT_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
+
+
+def is_in_memory(directory: str, mounts: Path = _MOUNTS) -> bool:
+    """Whether the system says so (tmpfs, ramfs): offloading to such a directory would free nothing.
+
+    Where it does not say (no such file but on Linux, a device not listed), no.
+
+
+    Source: proc_pid_mountinfo(5). The third field is ``major:minor``; the type follows the field ``-``.
+    """
+    try:
+        device = os.stat(directory).st_dev
+        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    kinds = {fields[fields.index("-") + 1] for fields in map(str.split, lines) if fields[2] == wanted}
+    return bool(kinds & _IN_MEMORY)
 
 
 class BackingFile:
@@ -124,3 +153,68 @@ def _open_unlinked(directory: str) -> int:
     fd, path = tempfile.mkstemp(prefix="plimsoll-", dir=directory)
     os.unlink(path)
     return fd
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes ``[offset, offset + size_bytes)``, both multiples of the alignment."""
+
+    offset: int
+    size_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size_bytes
+
+
+class Extents:
+    """A first-fit free list. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.end_bytes = 0
+        """Where the last taken extent ends."""
+        self.taken_bytes = 0
+        self._holes: list[Extent] = []
+
+    @property
+    def holes(self) -> tuple[Extent, ...]:
+        """Free extents below the end, in order; no two of them touch."""
+        return tuple(self._holes)
+
+    def fit(self, nbytes: int) -> Extent:
+        """Where ``nbytes`` would go; nothing is taken yet, and it may reach past the end."""
+        size_bytes = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offsets = (hole.offset for hole in self._holes if hole.size_bytes >= size_bytes)
+        return Extent(next(offsets, self.end_bytes), size_bytes)
+
+    def take(self, extent: Extent) -> None:
+        """Take what `fit` found."""
+        self.taken_bytes += extent.size_bytes
+        if extent.offset == self.end_bytes:
+            self.end_bytes = extent.end
+        elif extent.size_bytes:
+            index = self._index(extent)
+            left_bytes = self._holes[index].size_bytes - extent.size_bytes
+            self._holes[index : index + 1] = [Extent(extent.end, left_bytes)] if left_bytes else []
+
+    def give_back(self, extent: Extent) -> None:
+        """Free an extent, whole; it joins the holes that it touches."""
+        if not extent.size_bytes:
+            return
+        self.taken_bytes -= extent.size_bytes
+        first = last = self._index(extent)
+        start, end = extent.offset, extent.end
+        if last < len(self._holes) and self._holes[last].offset == end:
+            end = self._holes[last].end
+            last += 1
+        if first and self._holes[first - 1].end == start:
+            first -= 1
+            start = self._holes[first].offset
+        is_at_end = end == self.end_bytes
+        self._holes[first:last] = [] if is_at_end else [Extent(start, end - start)]
+        if is_at_end:
+            self.end_bytes = start
+
+    def _index(self, extent: Extent) -> int:
+        """Of the first hole that does not begin before the extent."""
+        return bisect_left(self._holes, extent.offset, key=attrgetter("offset"))

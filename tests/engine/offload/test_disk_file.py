@@ -1,13 +1,19 @@
-"""The free list: nothing overlaps, nothing is lost, and everything comes together again."""
+"""What lies under the disk link: extents that never overlap and come together again, directories in RAM told from disks,
+and checksums by samples."""
 
 from __future__ import annotations
 
 import itertools
+import os
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plimsoll.engine.offload.extents import ALIGNMENT_BYTES, Extent, Extents
+from plimsoll.engine.offload.copying import checksum
+from plimsoll.engine.offload.disk_file import ALIGNMENT_BYTES, Extent, Extents, is_in_memory
+from plimsoll.units import MIB
 
 
 def take(extents: Extents, nbytes: int) -> Extent:
@@ -63,3 +69,47 @@ def test_finding_a_place_takes_nothing():
     extents = Extents()
     extents.fit(10)
     assert extents.end_bytes == extents.taken_bytes == 0
+
+
+def mounts_of(directory: Path, kind: str) -> str:
+    device = os.stat(directory).st_dev
+    return (
+        "1 0 0:999 / /elsewhere rw - tmpfs tmpfs rw\n"
+        f"2 0 {os.major(device)}:{os.minor(device)} / /here rw shared:1 master:2 - {kind} source rw\n"
+    )
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("tmpfs", True), ("ramfs", True), ("ext4", False), ("overlay", False)])
+def test_the_type_of_the_directorys_own_device_decides(tmp_path: Path, kind: str, expected: bool):
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(mounts_of(tmp_path, kind))
+    assert is_in_memory(str(tmp_path), mounts) is expected
+
+
+def test_a_system_that_does_not_say_is_believed_to_have_a_disk(tmp_path: Path):
+    assert not is_in_memory(str(tmp_path), tmp_path / "missing")
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no shared memory mount")
+def test_shared_memory_is_in_memory():
+    assert is_in_memory("/dev/shm")
+
+
+@pytest.mark.parametrize("size", [1, 512, 1024, 1025, 5000, 3 * MIB + 17])
+@pytest.mark.parametrize("at", [0, -1])
+def test_the_ends_are_looked_at(size: int, at: int):
+    data = bytearray(size)
+    before = checksum(memoryview(data))
+    data[at] ^= 1
+    assert checksum(memoryview(data)) != before
+
+
+def test_a_lost_mebibyte_in_the_middle_is_found():
+    data = bytearray(b"\x55" * (8 * MIB))
+    before = checksum(memoryview(data))
+    data[3 * MIB : 4 * MIB] = bytes(MIB)
+    assert checksum(memoryview(data)) != before
+
+
+def test_nothing_has_a_checksum_too():
+    assert checksum(memoryview(b"")) == 0

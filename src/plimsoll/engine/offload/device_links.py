@@ -1,10 +1,10 @@
-"""Tensors on a CUDA device in, tickets for their copies in pinned host memory out: the link over PCIe or NVLink.
+"""Links for tensors of a device: to pinned host memory over PCIe or NVLink, and through host memory to any other link.
 
-Not yet run on a GPU: its logic is tested against a device that records the order of calls and notices every use of memory
-before the event that frees it.
+Not yet run on a GPU: the logic of the pinned link is tested against a device that records the order of calls and notices every
+use of memory before the event that frees it.
 
-Two streams beside the program's carry one direction each. Nothing here blocks the host but a spent budget and `close`: where
-something must come first, a stream waits for an event.
+The pinned link has two streams beside the program's, one for each direction. Nothing there blocks the host but a spent budget
+and `close`: where something must come first, a stream waits for an event.
 
 * The copy-out waits for the stream that made the source. `settle` makes that stream wait for the copy-out before the
   source's memory goes back to the allocator, so that what is allocated there next cannot overwrite bytes on their way.
@@ -17,17 +17,21 @@ The source is expected to be of the stream that is current in `store`, as is wha
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
+import contextlib
+import weakref
+from collections import deque
 
 import torch
 
-from plimsoll.engine.offload.cuda_calls import CudaCalls, DeviceCalls, DeviceEvent, DeviceStream
-from plimsoll.engine.offload.pinned_pool import Buffer, PinnedPool
+from plimsoll.engine.offload.pinned_memory import Buffer, CudaCalls, DeviceCalls, DeviceEvent, DeviceStream, PinnedPool
+from plimsoll.engine.offload.protocol import Link, Ticket, flat_bytes_of
 from plimsoll.errors import OffloadFailed
+from plimsoll.units import MIB
+
+MOST_WAITING_BYTES = 256 * MIB
 
 
-class PinnedLink:
+class PinnedLink(Link):
     """Keeps a CUDA device's tensors in pinned host memory.
 
     Args:
@@ -40,28 +44,26 @@ class PinnedLink:
         self, device: torch.device, most_bytes: int | None = None, *, calls: DeviceCalls | None = None
     ) -> None:
         self.name = "host"
-        self._calls = CudaCalls(device) if calls is None else calls
-        self._pool = PinnedPool(self._calls, most_bytes)
+        self.calls = CudaCalls(device) if calls is None else calls
+        self.pool = PinnedPool(self.calls, most_bytes)
         self._is_closed = False
 
     @property
     def taken_bytes(self) -> int:
         """Host memory that is pinned now, in use or kept for later."""
-        return self._pool.taken_bytes
+        return self.pool.taken_bytes
 
     def store(self, tensor: torch.Tensor) -> PinnedTicket:
         self.check_open()
-        assert tensor.dim() == 1, "links carry flat tensors"
-        assert tensor.is_contiguous(), "links carry flat tensors"
-        source = tensor.resolve_conj().resolve_neg()  # a conjugation that is still to be done is not in the bytes
-        return PinnedTicket(self, self._calls, self._pool, source, self._pool.take(source.nbytes))
+        source = flat_bytes_of(tensor)
+        return PinnedTicket(self, source, self.pool.take(source.nbytes))
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._calls.out_stream.synchronize()
-            self._calls.in_stream.synchronize()
-            self._pool.close()
+            self.calls.out_stream.synchronize()
+            self.calls.in_stream.synchronize()
+            self.pool.close()
 
     def check_open(self) -> None:
         """
@@ -75,27 +77,17 @@ class PinnedLink:
                 next="open another link, and close it after the last backward",
             )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class PinnedTicket:
     """A tensor in a pinned buffer, or on its way there or back."""
 
-    def __init__(
-        self, link: PinnedLink, calls: DeviceCalls, pool: PinnedPool, source: torch.Tensor, buffer: Buffer
-    ) -> None:
+    def __init__(self, link: PinnedLink, source: torch.Tensor, buffer: Buffer) -> None:
         self._buffer = buffer
-        self._pool = pool
+        self._pool = link.pool
         self._source: torch.Tensor | None = source
         self._arriving: tuple[torch.Tensor, DeviceEvent, DeviceStream] | None = None
         self._link = link
-        self._calls = calls
+        self._calls = calls = link.calls
         self._dtype = source.dtype
         self._length = source.numel()
         self._home = calls.current_stream()
@@ -149,3 +141,68 @@ class PinnedTicket:
         held = (self._source, self._arriving[0] if self._arriving is not None else None)
         self._buffer.companions = tuple(tensor for tensor in held if tensor is not None)
         self._pool.returned.append(self._buffer)
+
+
+class BounceLink(Link):
+    """Brings tensors of ``device`` through host memory to ``inner``, a link that takes only ordinary memory, and back.
+
+    The way between device and host blocks the host in both directions: simple, right, and slower than a pipeline of pinned
+    buffers would be. Host copies that have not reached the inner link yet are bounded.
+
+    Args:
+        inner: closed together with this.
+        device: of the tensors.
+        most_waiting_bytes: of host copies on their way out; a single larger tensor goes alone.
+    """
+
+    def __init__(self, inner: Link, device: torch.device, most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
+        self.name = inner.name
+        self.inner = inner
+        self.waiting_bytes = 0
+        self._device = device
+        self._most_waiting_bytes = most_waiting_bytes
+        self._waiting: deque[tuple[weakref.ref[Ticket], int]] = deque()
+
+    def store(self, tensor: torch.Tensor) -> BounceTicket:
+        self._make_room(tensor.nbytes)
+        host = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu").copy_(tensor)
+        ticket = self.inner.store(host)
+        self._waiting.append((weakref.ref(ticket), host.nbytes))
+        self.waiting_bytes += host.nbytes
+        return BounceTicket(ticket, tensor, self._device)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _make_room(self, nbytes: int) -> None:
+        while self._waiting and self.waiting_bytes + nbytes > self._most_waiting_bytes:
+            reference, waiting_bytes = self._waiting.popleft()
+            self.waiting_bytes -= waiting_bytes
+            ticket = reference()
+            if ticket is not None:
+                with contextlib.suppress(OffloadFailed):  # its own user will hear of it, in `settle`
+                    ticket.settle()
+
+
+class BounceTicket:
+    """A ticket of the inner link, and the device's tensor until that is settled."""
+
+    def __init__(self, inner: Ticket, source: torch.Tensor, device: torch.device) -> None:
+        self._inner = inner
+        self._source: torch.Tensor | None = source
+        self._device = device
+
+    def settle(self) -> None:
+        self._inner.settle()
+        self._source = None
+
+    def prefetch(self) -> None:
+        self._inner.prefetch()
+
+    def read(self) -> torch.Tensor:
+        if self._source is not None:
+            try:
+                self.settle()
+            except OffloadFailed:
+                return self._source
+        return self._inner.read().to(self._device)
