@@ -82,14 +82,14 @@ class _Watched:
         from plimsoll.analysis.verify import merging
         from plimsoll.analysis.verify import verbs as evidence
         from plimsoll.session import agreement
-        from plimsoll.session import plan as plans
         from plimsoll.session.rendezvous.conversation import Conversation
+        from plimsoll.session.task import TrainingTask
 
         self._replace(Conversation, "ask", self._noted)
         for home, names in (
             (agreement, ("to_json", "from_json", "plan_facts")),
-            (plans, ("step_facts",)),
-            (evidence, ("step_facts", "plan_facts")),
+            (TrainingTask, ("facts",)),
+            (evidence, ("plan_facts",)),
             (merging, ("to_json", "from_json")),
         ):
             for name in names:

@@ -25,7 +25,8 @@ from benchmarks.progress import say
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.apply import Handle, apply_plan
 from plimsoll.planning.solve import Planner, solve
-from plimsoll.session.plan import trace_and_cost
+from plimsoll.session.step_planner import trace_and_cost
+from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.meters.timing import Interval, median_interval, one_thread
 
 _WARMUPS = 3
@@ -33,7 +34,7 @@ _WARMUPS = 3
 
 def plans_for(case: Case, shares: list[float]) -> dict[float, Plan]:
     """One plan per share, of one trace."""
-    traced, costs = trace_and_cost(case.model, case.batch, loss=case.loss, optimizer=None, regions=None)
+    traced, costs = trace_and_cost(TrainingTask(model=case.model, batch=case.batch, loss=case.loss))
     planner = Planner(traced, costs)
     free = solve(traced, costs, budget_bytes=None, strategy="none", planner=planner)
     floor, peak = free.floor_bytes, free.baseline_peak_bytes

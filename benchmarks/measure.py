@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.models import Case
-from plimsoll.session.compare_tensors import relative_error
+from plimsoll.session.training_step import relative_error
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 
 Forward = Callable[..., Any]

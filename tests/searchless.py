@@ -1,4 +1,4 @@
-"""A step in, a plan for it out without any search: for tests that need some plan, not a good one."""
+"""A plan of a step without any search: for tests that need some plan, not a good one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from plimsoll.planning.lowest import find_extremes
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full
-from plimsoll.session.plan import trace_and_cost
+from plimsoll.session.options import PlanOptions
+from plimsoll.session.step_planner import trace_and_cost
+from plimsoll.session.task import TrainingTask
 from steps import Step
 
 
 def plan_without_search(step: Step, choose: Callable[..., tuple[Choice, ...]] = choose_full, **how: Any) -> Plan:
     """Trace and cost a step as planning does, and write down what ``choose`` takes."""
     model, batch, loss = step
-    traced, costs = trace_and_cost(model, batch, **{"loss": loss, "optimizer": None, "regions": None} | how)
+    task = TrainingTask(model=model, batch=batch, loss=loss)
+    traced, costs = trace_and_cost(task, PlanOptions(**how))
     extremes = find_extremes(traced, costs)
     index = StepIndex(traced, costs)
     simulation = run_choices(index, choose(index, ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,10 +12,9 @@ import plimsoll
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import silent
 from plimsoll.planning.solve import Planner, solve
-from plimsoll.session.confirm import Trial, confirmed
-from plimsoll.session.plan import trace_and_cost
-from plimsoll.session.training_step import TrainingStep
-from plimsoll.tracing.recorder.calling import split_batch
+from plimsoll.session.step_planner import trace_and_cost
+from plimsoll.session.task import TrainingTask
+from plimsoll.session.trial import confirmed, run_trial
 from steps import Step, conv_net, gpt2, llama, vit
 
 SHARES = (0.10, 0.25, 0.50, 0.75, 0.90)
@@ -42,7 +42,8 @@ class Planned:
 
     def __init__(self, case: Case) -> None:
         self.model, self.batch, self.loss = case.build()
-        self.trace, self.costs = trace_and_cost(self.model, self.batch, loss=self.loss, optimizer=None, regions=None)
+        self.task = TrainingTask(model=self.model, batch=self.batch, loss=self.loss)
+        self.trace, self.costs = trace_and_cost(self.task)
         self.planner = Planner(self.trace, self.costs)
         self.limits = self.solve(None)
 
@@ -54,11 +55,10 @@ class Planned:
         return self.limits.floor_bytes + int(share * (self.limits.baseline_peak_bytes - self.limits.floor_bytes))
 
     def confirmed(self, budget_bytes: int) -> Plan:
-        args, kwargs = split_batch(self.batch)
         return confirmed(
             self.solve(budget_bytes),
-            Trial(TrainingStep(self.model, args, kwargs, loss=self.loss)),
-            resolve=lambda excess_bytes, _: self.solve(budget_bytes, excess_bytes),
+            functools.partial(run_trial, self.task.step()),
+            lambda excess_bytes, _: self.solve(budget_bytes, excess_bytes),
             max_error=0.0,
             progress=silent,
         )

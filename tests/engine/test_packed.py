@@ -22,7 +22,7 @@ from plimsoll.engine.offload.disk import DiskLink
 from plimsoll.engine.offload.simulated import SimulatedLink
 from plimsoll.engine.stored_forms import Packer, Refused, Sent
 from plimsoll.errors import ReplayMismatch, SavedTensorModified
-from plimsoll.session.compare_tensors import relative_error
+from plimsoll.session.training_step import relative_error
 from samples import make_plan
 
 

@@ -13,7 +13,7 @@ from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import RegionPlan, ValueDecision
 from plimsoll.engine.apply import apply_plan
 from plimsoll.engine.sensing import Seen, Sensor
-from plimsoll.session.compare_tensors import relative_error
+from plimsoll.session.training_step import relative_error
 from samples import make_plan
 
 Step = Callable[[nn.Module], None]

@@ -28,7 +28,7 @@ from plimsoll.session.attach import Attachment
 from plimsoll.session.rendezvous import conversation
 from plimsoll.session.rendezvous.exchange import Meeting
 from plimsoll.session.rendezvous.participants import find_participants
-from plimsoll.session.request import is_managed
+from plimsoll.session.task import is_managed
 from plimsoll.ui.cli.app import app
 from plimsoll.ui.cli.ranks import Crew
 

@@ -32,7 +32,8 @@ from plimsoll.distributed.pipelines.schedules import read_schedule
 from plimsoll.distributed.pipelines.stage_plans import apply_stages
 from plimsoll.errors import PlimsollError
 from plimsoll.planning.lowest import find_extremes
-from plimsoll.session.plan import trace_and_cost
+from plimsoll.session.step_planner import trace_and_cost
+from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 
 HIDDEN, SEQUENCE, VOCABULARY, MICRO_BATCH = 32, 32, 64, 2
@@ -226,9 +227,8 @@ def lowest_plan(pipeline: Pipeline) -> Plan:
     hidden = torch.zeros(MICRO_BATCH, SEQUENCE, HIDDEN, requires_grad=True)
     tokens = torch.zeros(MICRO_BATCH, SEQUENCE, dtype=torch.long)
     stage = pipeline.parts[0]
-    trace, costs = trace_and_cost(
-        stage, tokens if pipeline.is_first else hidden, loss=torch.sum, optimizer=None, regions=None
-    )
+    batch = tokens if pipeline.is_first else hidden
+    trace, costs = trace_and_cost(TrainingTask(model=stage, batch=batch, loss=torch.sum))
     return msgspec.structs.replace(find_extremes(trace, costs).lowest, in_flight=dist.get_world_size())
 
 

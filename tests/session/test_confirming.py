@@ -19,6 +19,7 @@ from plimsoll.artifacts.confirmation import Claim, Confirmation
 from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Engine, Status
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import silent
 from plimsoll.artifacts.receipt import Receipt, Verdict
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.trace import Category
@@ -27,8 +28,7 @@ from plimsoll.errors import PlanMismatch
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.strategies import choose_full, choose_none
 from plimsoll.session.agreement import Agreement
-from plimsoll.session.training_step import TrainingStep
-from plimsoll.tracing.recorder.calling import split_batch
+from plimsoll.session.task import TrainingTask
 from plimsoll.ui.cli.app import app
 from plimsoll.units import KIB, MIB
 from samples import make_receipt
@@ -136,9 +136,8 @@ def test_where_nothing_fits_on_the_device_the_receipt_says_so_and_has_no_new_pla
     step = stack()
     model, batch, loss = step
     made = msgspec.structs.replace(elsewhere(step), strategy="full", budget_bytes=64 * KIB)
-    args, kwargs = split_batch(batch)
-    training_step = TrainingStep(model, args, kwargs, loss=loss)
-    reviser = Reviser(model, batch, training_step, loss, None, lambda stage, share: None, Agreement(None, "verify"))
+    task = TrainingTask(model=model, batch=batch, loss=loss)
+    reviser = Reviser(task, task.step(), silent, Agreement(None, "verify"))
     receipt = reviser.confirm(made, make_receipt(), steps=1)
     assert receipt.confirmation is not None
     assert "64.0 KiB" in receipt.confirmation.obstacle

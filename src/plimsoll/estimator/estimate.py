@@ -22,7 +22,7 @@ from plimsoll.estimator.rank_estimates import AUTO, NOTHING, Setting, check_sett
 from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace_target
 from plimsoll.estimator.trace_cache import TraceCache
 from plimsoll.planning.costing.devices import Device, find_device
-from plimsoll.session.budgets import AUTO_MARGIN, read_budget
+from plimsoll.session.options import AUTO_MARGIN, Budget
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +148,7 @@ def _request(
             sequence_parallel=layout.sequence_parallel,
         )
     from plimsoll.estimator.targets.target import Target
-    from plimsoll.session.request import check_model, explained_loss
+    from plimsoll.session.task import check_model, explained_loss
 
     check_model(target)
     if sequence is not None:
@@ -183,4 +183,4 @@ def _budget_bytes(budget: int | str | None, device: Device, layout: Layout) -> i
     if budget == AUTO:
         outside = sum(item.bytes or 0 for item in framework_items(device, layout))
         return int((device.memory_bytes - outside) * (1 - AUTO_MARGIN))
-    return read_budget(budget)
+    return Budget.read(budget).asked_bytes

@@ -1,15 +1,15 @@
-"""One call on several ranks in, the same facts, budgets, plans and measurements on all of them out.
+"""What ranks that make one call together tell each other: facts, budgets, plans and measurements.
 
-One process on its own goes the same way: what it is told is what it said, and nothing is sent.
+For one process on its own all of this is empty: what it is told is what it said, and nothing is sent.
 
 Every decision that changes which steps are run is taken on what all ranks have said. One rank solves: the tightest, whose
-budget leaves the least room. Its plan goes to all as JSON. What the others measure is translated into its frame: a rank that is
-over its own budget by some bytes counts as that rank being over its budget by as many.
+budget leaves the least room. Its plan goes to all as JSON (`tightest_rank`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -23,17 +23,14 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlimsollError, RankFailed
-from plimsoll.session.allowance import Allowance
 from plimsoll.session.rendezvous.conversation import Conversation, differing
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.rendezvous.participants import find_participants
-from plimsoll.session.rendezvous.patience import Patient
-from plimsoll.tracing.recorder.calling import Loss
+from plimsoll.session.task import BATCH, TrainingTask
+from plimsoll.tracing.recorder.calling import Loss, output_tensors
 
 T = TypeVar("T")
 
-BATCH = "batch, mode and loss"
-"""The name of the fact that the ranks' batches, modes and losses are."""
 _SOLVING_SECONDS = 600.0
 """Beyond the usual time, ranks wait so long for the one that solves: a solver may use its time limit several times."""
 _PAD = "pad the batches to the same shape, set the same mode and loss, or name the ranks that have the same: ranks="
@@ -44,6 +41,38 @@ class _Solved(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: str = ""
     below_floor: tuple[str, str, str] | None = None
+
+
+class DelayedLoss:
+    """Delays an error in the loss until backward has finished, so that other ranks' collectives complete.
+
+    Where the loss fails, a number that depends on the whole output stands in for it: its backward runs through the whole model.
+
+    Args:
+        loss: as the user gave it.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+        self._failure: Exception | None = None
+        # The name by which the signature of a step knows its loss.
+        self.__qualname__ = getattr(loss, "__qualname__", type(loss).__qualname__)
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        try:
+            return self._loss(output)
+        except Exception as error:  # a user's function may raise anything; it is raised when the step is over
+            parts = [t.float().sum() for t in output_tensors(output) if t.requires_grad and t.is_floating_point()]
+            if not parts:
+                raise
+            self._failure = self._failure or error
+            return torch.stack(parts).sum()
+
+    def raise_failure(self) -> None:
+        """Raise what the loss raised first, if it failed; the next steps start anew."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
 
 class Agreement:
@@ -59,7 +88,7 @@ class Agreement:
         self._topic = topic
         self._below_floor: BudgetBelowFloor | None = None
         self._solver = 0
-        self._patient: Patient | None = None
+        self._delayed: DelayedLoss | None = None
 
     def __enter__(self) -> Agreement:
         self._below_floor = None
@@ -164,19 +193,19 @@ class Agreement:
             return
         with self._conversation.stepping():
             yield
-            if self._patient is not None:
-                self._patient.raise_failure()
+            if self._delayed is not None:
+                self._delayed.raise_failure()
         self.meet(f"steps of {self._topic}")
 
-    def patient(self, loss: Loss | None) -> Loss | None:
-        """The loss as it is called in steps: where it fails, this rank's step goes on to its end and fails then.
+    def patient(self, task: TrainingTask) -> TrainingTask:
+        """The task as its steps are run: where its loss fails, this rank's step goes on to its end and fails then.
 
         The other ranks' collectives in backward find their partner, and the process groups stay whole.
         """
-        if self._conversation is None or loss is None:
-            return loss
-        self._patient = Patient(loss)
-        return self._patient
+        if self._conversation is None or task.loss is None:
+            return task
+        self._delayed = DelayedLoss(task.loss)
+        return dataclasses.replace(task, loss=self._delayed)
 
     def made_by(self, rank: int, what: str, make: Callable[[], Plan]) -> Plan:
         """A plan that one rank makes, on all ranks.
@@ -256,13 +285,6 @@ def agreement_for(
 def described(**options: Any) -> dict[str, str]:
     """Options as facts: by name, as text."""
     return {name: repr(value) for name, value in options.items()}
-
-
-def allowed(allowance: Allowance) -> dict[str, str]:
-    """What plans may do, as facts; the host budget may differ from rank to rank, as budgets may."""
-    return described(
-        allow=allowance.allow, max_error=allowance.max_error, overrides=allowance.overrides, link=allowance.link
-    )
 
 
 def _versions() -> dict[str, str]:

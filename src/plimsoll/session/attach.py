@@ -1,4 +1,4 @@
-"""A model and a budget in; the model managed from its first training step on, with no batch at hand, out.
+"""The verb ``attach``: keep the training of a model under a budget from its first step on, with no batch at hand.
 
 The first call of the model in training is traced on the spot and runs under the plan with the lowest peak that there is.
 What that step takes in truth (the user's loss, the optimizer's state) is measured until the next call, and the plan for
@@ -13,9 +13,9 @@ see it too, in the same call. If all do, and their batches have one shape, they 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -25,44 +25,32 @@ from torch import nn
 
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.progress import silent
 from plimsoll.engine.apply import Handle
 from plimsoll.errors import BudgetBelowFloor
-from plimsoll.session.agreement import Agreement, agreement_for, allowed, described
-from plimsoll.session.allowance import Allowance, read_allowance
-from plimsoll.session.budgets import resolve_budget
-from plimsoll.session.calibration import MeasuredStep, OptimizerWatch, planned_state_bytes, unseen_bytes
-from plimsoll.session.calls import CallHook, as_batch, refuse_optimizer_above, stand_in_loss
-from plimsoll.session.confirm import error_scale
-from plimsoll.session.making import Maker, make_maker
+from plimsoll.session.agreement import Agreement, agreement_for, described
+from plimsoll.session.calibration import (
+    CallHook,
+    MeasuredStep,
+    OptimizerWatch,
+    as_batch,
+    planned_state_bytes,
+    refuse_optimizer_above,
+    stand_in_loss,
+    unseen_bytes,
+)
 from plimsoll.session.manage import manage_together
-from plimsoll.session.matching import step_facts
-from plimsoll.session.plan import trace_and_cost
+from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
-from plimsoll.session.request import as_patterns, check_count, check_model, is_profiled, split_detached
-from plimsoll.session.training_step import TrainingStep
+from plimsoll.session.step_planner import StepPlanner, trace_and_cost
+from plimsoll.session.task import TrainingTask, check_model, detached, is_profiled
+from plimsoll.session.tightest_rank import planner_for
+from plimsoll.session.trial import error_scale
 from plimsoll.tracing.recorder.calling import call_tensors
 from plimsoll.tracing.recorder.fingerprint import fingerprint
-from plimsoll.units import format_bytes, parse_bytes
+from plimsoll.units import format_bytes
 
 _MOST_TRIES = 3
 """So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The step that is planned for: what makes its plans, and how much larger than expected errors are.
-
-    Plans are made for ``budget_bytes``, that of the rank which plans for all; this rank has ``own_budget_bytes``.
-    """
-
-    maker: Maker
-    budget_bytes: int
-    own_budget_bytes: int
-    error_scale: float = 1.0
-
-    def solve(self, budget_bytes: int, excess_bytes: int = 0) -> Plan:
-        return self.maker.solve(budget_bytes, excess_bytes=excess_bytes, error_scale=self.error_scale)
 
 
 class _Situation(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,27 +67,26 @@ class Attachment:
     def __init__(
         self,
         model: nn.Module,
-        budget: int | str,
+        budget: Budget,
+        options: PlanOptions,
+        agreement: Agreement,
         *,
         optimizer: torch.optim.Optimizer | None,
-        regions: Sequence[str] | None,
-        allowance: Allowance,
         verify_every: int,
-        agreement: Agreement,
     ) -> None:
         self.model = model
         self.plan: Plan | None = None
         self._budget = budget
         self._optimizer = optimizer
-        self._regions = regions
-        self._allowance = allowance
+        self._options = options
         self._verify_every = verify_every
         self._agreement = agreement
         self._calls = 0
         self._largest_bytes = 0
         self._has_counted_state = False
         self._earlier_faults: tuple[Fault, ...] = ()
-        self._step: _Step | None = None
+        self._planner: StepPlanner | None = None
+        self._error_scale = 1.0
         self._handle: Handle | None = None
         self._watch: OptimizerWatch | None = None
         self._measuring: MeasuredStep | None = None
@@ -163,7 +150,7 @@ class Attachment:
         """Before a training call: plan for it, or for what the one before it showed."""
         self._calls += 1
         batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in call_tensors(args, kwargs))
-        if self._step is None or self._is_calibrating:
+        if self._planner is None or self._is_calibrating:
             with self._agreement:
                 self._calibrate(args, kwargs, batch_bytes)
         elif batch_bytes > self._largest_bytes:
@@ -173,8 +160,8 @@ class Attachment:
 
     def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_bytes: int) -> None:
         """What every rank does in every call until the plan for the budget is there."""
-        facts = step_facts(self.model, as_batch(self.model, args, kwargs), loss=stand_in_loss, optimizer=None)
-        if self._step is None:
+        facts = self._task(args, kwargs).facts()
+        if self._planner is None:
             self._agreement.same("the first batch", facts)
             self._begin(args, kwargs, batch_bytes)
             return
@@ -196,7 +183,7 @@ class Attachment:
 
     def _grow(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_bytes: int) -> None:
         """A larger batch than ever: start over, if all ranks have one, of the same shape."""
-        facts = step_facts(self.model, as_batch(self.model, args, kwargs), loss=stand_in_loss, optimizer=None)
+        facts = self._task(args, kwargs).facts()
         told = self._agreement.gathered(f"larger batch in call {self._calls}", str(facts), str)
         if told is None or len(set(told)) > 1:
             self._stay(batch_bytes)
@@ -224,36 +211,38 @@ class Attachment:
             )
         self._is_tracing = True
         try:
-            self._step = self._plan_for(as_batch(self.model, args, kwargs))
+            self._planner = self._plan_for(self._task(args, kwargs))
         finally:
             self._is_tracing = False
         self._largest_bytes = batch_bytes
         # Once for the budget itself: where it is below the floor, this step must not begin.
-        floor_bytes = self._step.solve(self._step.budget_bytes).floor_bytes
-        self._run(self._step.solve(floor_bytes))
+        floor_bytes = self._solve(self._planner.budget_bytes).floor_bytes
+        self._run(self._solve(floor_bytes))
         self._is_calibrating, self._tries, self._has_counted_state = True, 0, False
         self._measure(args, kwargs)
 
-    def _plan_for(self, batch: Any) -> _Step:
+    def _task(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
+        """The step of this very call, whose loss is not known."""
+        batch = detached(as_batch(self.model, args, kwargs))
+        return TrainingTask(model=self.model, batch=batch, loss=stand_in_loss)
+
+    def _plan_for(self, task: TrainingTask) -> StepPlanner:
         """Trace the step, look for other forms of its values where they are allowed, and see how far off errors are."""
         with self._agreement.stepping():
-            trace, costs = trace_and_cost(
-                self.model, batch, loss=stand_in_loss, optimizer=self._optimizer, regions=self._regions
+            traced = trace_and_cost(dataclasses.replace(task, optimizer=self._optimizer), self._options)
+        budget_bytes = self._budget.bytes_on(traced[1])
+        planner = planner_for(self._agreement, traced, self._options, budget_bytes)
+        planner.try_forms(task.step)
+        self._error_scale = 1.0
+        if planner.gradients is not None:
+            self._error_scale = error_scale(
+                planner.solve(planner.budget_bytes), functools.partial(planner.run, task.step())
             )
-        own_budget_bytes = resolve_budget(self._budget, costs)
-        assert own_budget_bytes is not None
+        return planner
 
-        def step() -> TrainingStep:
-            args, kwargs = split_detached(batch)
-            return TrainingStep(self.model, args, kwargs, loss=stand_in_loss)
-
-        maker = make_maker(trace, costs, self._allowance, own_budget_bytes, step, silent, self._agreement)
-        assert maker.budget_bytes is not None
-        made = _Step(maker, maker.budget_bytes, own_budget_bytes)
-        if maker.gradients is None:
-            return made
-        scale = error_scale(made.solve(made.budget_bytes), maker.trial(step()))
-        return dataclasses.replace(made, error_scale=scale)
+    def _solve(self, budget_bytes: int | None, excess_bytes: int = 0) -> Plan:
+        assert self._planner is not None
+        return self._planner.solve(budget_bytes, excess_bytes=excess_bytes, error_scale=self._error_scale)
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._tries += 1
@@ -267,7 +256,8 @@ class Attachment:
         """The first step is over: the plan for the budget, with what the trace did not see taken off."""
         assert self.plan is not None
         assert self._watch is not None
-        assert self._step is not None
+        assert self._planner is not None
+        assert self._planner.own_budget_bytes is not None
         self._counted_state_bytes = max(self._watch.bytes_after, planned_state_bytes(self.plan))
         self._has_counted_state = self._watch.has_stepped
         if measured is None:
@@ -279,20 +269,20 @@ class Attachment:
             self._excess_bytes = self._counted_state_bytes - planned_state_bytes(self.plan)
         else:
             refuse_optimizer_above(
-                self._step.own_budget_bytes, measured.optimizer_peak_bytes + self._watch.bytes_before
+                self._planner.own_budget_bytes, measured.optimizer_peak_bytes + self._watch.bytes_before
             )
             self._excess_bytes = unseen_bytes(measured, self._watch, self.plan)
-        self._run(self._solve(0))
+        self._run(self._solve_for_budget(0))
         self._is_calibrating = False
 
-    def _solve(self, more_bytes: int) -> Plan:
+    def _solve_for_budget(self, more_bytes: int) -> Plan:
         """The plan for the budget less what was measured on any rank, and less ``more_bytes`` from now on."""
-        assert self._step is not None
+        assert self._planner is not None
         self._excess_bytes += more_bytes
         self._counted_state_bytes += more_bytes
-        excess_bytes = self._step.maker.frame.excess_bytes(self._excess_bytes)
+        excess_bytes = self._planner.most_excess_bytes(self._excess_bytes)
         try:
-            return self._step.solve(self._step.budget_bytes, excess_bytes)
+            return self._solve(self._planner.budget_bytes, excess_bytes)
         except BudgetBelowFloor as error:
             raise BudgetBelowFloor(
                 error.found,
@@ -320,7 +310,7 @@ class Attachment:
             )
         elif any(told):
             with self._agreement:
-                self._run(self._solve(new_bytes))
+                self._run(self._solve_for_budget(new_bytes))
 
     def _run(self, plan: Plan) -> None:
         self._drop_handle()
@@ -399,27 +389,10 @@ def attach(
     with agreement_for(model, "attach", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
         check_model(model, optimizer)
         check_count("verify_every", verify_every, least=0)
-        if budget != "auto":
-            parse_bytes(budget)
-        allowance = read_allowance(
-            allow=allow, max_error=max_error, host_budget=host_budget, overrides=overrides, link=link
+        limit = Budget.required(budget)
+        options = PlanOptions.read(
+            regions=regions, allow=allow, max_error=max_error, host_budget=host_budget, overrides=overrides, link=link
         )
-        patterns = as_patterns(regions)
-        agreement.same(
-            "what to attach",
-            {
-                "model": fingerprint(model),
-                "optimizer": type(optimizer).__name__,
-                **allowed(allowance),
-                **described(regions=patterns, verify_every=verify_every),
-            },
-        )
-        return Attachment(
-            model,
-            budget,
-            optimizer=optimizer,
-            regions=patterns,
-            allowance=allowance,
-            verify_every=verify_every,
-            agreement=agreement,
-        )
+        trained = {"model": fingerprint(model), "optimizer": type(optimizer).__name__}
+        agreement.same("what to attach", {**trained, **options.facts(), **described(verify_every=verify_every)})
+        return Attachment(model, limit, options, agreement, optimizer=optimizer, verify_every=verify_every)

@@ -1,8 +1,13 @@
-"""A traced step in; the forms that its values may take, with bytes, seconds and noise measured on this machine, out.
+"""Which other forms (compressed, offloaded) the values of a step may take, with bytes, seconds and noise measured here.
 
 One step runs at the lowest memory, watched by a sensor; its gradients are those of the unmanaged model and are kept as the
 reference for what lossy plans cause. Codecs are tried on the first, the middle and the last call of every kind of region,
 and calls of one kind share what was found: the largest payload, the root mean square of noise and sensitivity.
+
+Queries and keys stay exact. Backward of fused attention makes the probabilities again as exp(q·k - log-sum-exp), with the
+log-sum-exp that forward saved. Where queries or keys come back with an error, the two no longer belong together, and the error
+of a score stands in the exponent: harmless while scores are small, as at the start of training, and a hundred times the
+gradient once they have grown. Measured in the lab notes.
 """
 
 from __future__ import annotations
@@ -28,11 +33,9 @@ from plimsoll.engine.sensing import RegionKey, Seen, Sensor
 from plimsoll.engine.stored_forms import READS_SIGN_ONLY
 from plimsoll.errors import TracingFailed
 from plimsoll.planning.step import StepIndex
-from plimsoll.session.allowance import Allowance
-from plimsoll.session.attention import made_into_scores, score_inputs
-from plimsoll.session.compare_tensors import copies
 from plimsoll.session.manage import manage
-from plimsoll.session.training_step import TrainingStep
+from plimsoll.session.options import PlanOptions
+from plimsoll.session.training_step import TrainingStep, copies
 from plimsoll.tracing.recorder.untouched import untouched
 
 LOSSY = ("bf16", "int8:unrotated", "int8", "int4:unrotated", "int4")
@@ -46,6 +49,9 @@ _STATISTIC_SHARE = 8
 logarithm): backward needs it exactly."""
 _SLACK = 1.1
 """Payloads whose size depends on the data may grow by this much before the value is kept instead."""
+_FUSED_ATTENTION = "scaled_dot_product"
+_SCORE_INPUTS = 2
+"""Query and key come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ class Sensed:
     gradients: dict[str, torch.Tensor | None]
 
 
-def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, allowance: Allowance) -> Sensed:
+def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, options: PlanOptions) -> Sensed:
     """Run one step under the plan with the lowest peak, and measure in which forms its values could be held.
 
     Args:
@@ -64,7 +70,7 @@ def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, al
         trace: of this step, on the device.
         costs: seconds of its ops.
         lowest: keeps and recomputes, nothing else.
-        allowance: which forms are wanted.
+        options: which forms are wanted.
 
     Raises:
         TracingFailed: the trace is of a device that is not here.
@@ -75,7 +81,7 @@ def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, al
             why="what a codec takes and loses depends on the values, and what a link carries on the machine",
             next="plan with allow='recompute' for a device that is not here, or plan on the device",
         )
-    sensor = Sensor(_codecs(allowance), _sampled(trace), wants_sensitivity=allowance.wants_lossy)
+    sensor = Sensor(_codecs(options), _sampled(trace), wants_sensitivity=options.wants_lossy)
     with untouched(step.model):
         with manage(step.model, lowest, sensor=sensor):
             try:
@@ -83,23 +89,23 @@ def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, al
             finally:
                 sensor.close()
         gradients = {name: None if g is None else g.to("cpu") for name, g in copies(step.gradients()).items()}
-    link, speed = _measure_link(allowance, step.device)
-    maker = _FormMaker(trace, costs, sensor, gradients, link, speed, str(step.device), _wished(allowance))
+    link, speed = _measure_link(options, step.device)
+    maker = _FormMaker(trace, costs, sensor, gradients, link, speed, str(step.device), _wished(options))
     return Sensed(maker.make(), gradients)
 
 
-def _wished(allowance: Allowance) -> tuple[str, ...]:
+def _wished(options: PlanOptions) -> tuple[str, ...]:
     """Codecs that strategies and overrides ask for by name."""
-    by_override = {find_codec(o.form).name for o in allowance.overrides if o.decision is Decision.COMPRESS and o.form}
-    return (*allowance.codecs, *sorted(by_override))
+    by_override = {find_codec(o.form).name for o in options.overrides if o.decision is Decision.COMPRESS and o.form}
+    return (*options.codecs, *sorted(by_override))
 
 
-def _codecs(allowance: Allowance) -> tuple[str, ...]:
-    if not allowance.may_compress:
+def _codecs(options: PlanOptions) -> tuple[str, ...]:
+    if not options.may_compress:
         return ()
-    lossy = LOSSY if allowance.max_error > 0 else ()
+    lossy = LOSSY if options.max_error > 0 else ()
     lossless = tuple(codec.name for codec in lossless_codecs())
-    return tuple(dict.fromkeys((*lossless, *lossy, *_wished(allowance))))
+    return tuple(dict.fromkeys((*lossless, *lossy, *_wished(options))))
 
 
 def _sampled(trace: Trace) -> frozenset[RegionKey]:
@@ -110,11 +116,11 @@ def _sampled(trace: Trace) -> frozenset[RegionKey]:
     return frozenset(calls[i] for calls in kinds.values() for i in (0, len(calls) // 2, -1))
 
 
-def _measure_link(allowance: Allowance, device: torch.device) -> tuple[LinkCost | None, LinkSpeed | None]:
-    if not allowance.may_offload:
+def _measure_link(options: PlanOptions, device: torch.device) -> tuple[LinkCost | None, LinkSpeed | None]:
+    if not options.may_offload:
         return None, None
-    name = allowance.link or default_link_name(device)
-    with open_link(name, device, host_budget=allowance.host_budget_bytes, directory=None) as link:
+    name = options.link or default_link_name(device)
+    with open_link(name, device, host_budget=options.host_budget_bytes, directory=None) as link:
         speed = measure_link(link, device)
     cost = LinkCost(
         name=name,
@@ -263,6 +269,30 @@ class _FormMaker:
         if self._device != "cpu" or self._speed is None:
             return 0.0
         return self._speed.latency_seconds + bytes_ * cpu_seconds_per_byte
+
+
+def score_inputs(graph: RegionGraph) -> frozenset[str]:
+    """Names of the values that fused attention reads as queries and keys."""
+    return frozenset(graph.values[value].name for value in _queries_and_keys(graph))
+
+
+def made_into_scores(graph: RegionGraph) -> frozenset[str]:
+    """Names of queries, keys, and everything in the region that they are made of."""
+    found: set[int] = set()
+    pending = _queries_and_keys(graph)
+    while pending:
+        value = pending.pop()
+        if value in found:
+            continue
+        found.add(value)
+        producer = graph.values[value].producer
+        if producer >= 0:
+            pending.extend(graph.ops[producer].reads)
+    return frozenset(graph.values[value].name for value in found)
+
+
+def _queries_and_keys(graph: RegionGraph) -> list[int]:
+    return [value for op in graph.ops if _FUSED_ATTENTION in op.name for value in op.reads[:_SCORE_INPUTS]]
 
 
 def _is_statistic(graph: RegionGraph, name: str) -> bool:

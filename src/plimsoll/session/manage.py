@@ -1,4 +1,4 @@
-"""Puts a plan to work on a model, on one process or on all ranks together: what everybody above the engine calls."""
+"""Puts a plan to work on a model that it was made for, on one process or on all ranks together."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from torch import nn
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.apply import Handle, apply_plan
-from plimsoll.errors import RanksDiffer
+from plimsoll.errors import PlanMismatch, PlanNotUsable, RanksDiffer
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.rendezvous.exchange import exchange
 from plimsoll.session.rendezvous.world import current_world
+from plimsoll.tracing.kernels import runs_gpu_kernels
+from plimsoll.tracing.recorder.fingerprint import fingerprint
 
 
 def manage(model: nn.Module, plan: Plan, **options: Any) -> Handle:
@@ -82,3 +84,61 @@ def agree_on_service(region: str, peers: tuple[int, ...], service: str) -> None:
         next="plan without 'collectives' in allow=",
         ranks=(other,),
     )
+
+
+def check_plan(plan: object) -> None:
+    """Refuse what is no plan.
+
+    Raises:
+        PlanNotUsable: a path or something else was passed in its place.
+    """
+    if not isinstance(plan, Plan):
+        raise PlanNotUsable(
+            f"A {type(plan).__name__} is no plan.",
+            why="decisions come from plimsoll.plan(...), or from a file by plimsoll.load(path)",
+            next="plimsoll.load(path)" if isinstance(plan, str) else "plan = plimsoll.plan(model, batch, budget=...)",
+        )
+
+
+def refuse_other_model(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan that was made for a model of another structure.
+
+    Raises:
+        PlanMismatch: both fingerprints are shown.
+    """
+    found = fingerprint(model)
+    if found != plan.fingerprint:
+        raise PlanMismatch(
+            f"This plan was made for another model: {plan.fingerprint}, not {found}.",
+            why="classes, names, shapes or dtypes of modules, parameters or buffers differ",
+            next="plan this model, or load the model that the plan was made for",
+        )
+
+
+def refuse_other_signature(found: str, plan: Plan) -> None:
+    """Refuse a batch of another shape or dtype, or a step in another mode, than the plan was made for.
+
+    Raises:
+        PlanMismatch: both signatures are shown.
+    """
+    if found != plan.signature:
+        raise PlanMismatch(
+            f"This plan was made for another step: {plan.signature}",
+            why=f"this one is {found}",
+            next="plan with this batch, or pass the batch, loss= and mode that the plan was made with",
+        )
+
+
+def refuse_other_device(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan for another kind of device: its kernels save other tensors for backward, so decisions do not carry over.
+
+    Raises:
+        PlanMismatch: both devices are shown.
+    """
+    here = next(model.parameters()).device
+    if runs_gpu_kernels(plan.device) is not runs_gpu_kernels(str(here)):
+        raise PlanMismatch(
+            f"This plan was made for {plan.device}; the model is on {here}.",
+            why="a GPU's kernels save other tensors for backward than a CPU's, and the plan decides about those tensors",
+            next=f"verify it on {plan.device}, or plan for this device: leave device_profile= (--device-profile) out",
+        )

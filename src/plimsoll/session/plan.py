@@ -1,4 +1,4 @@
-"""Model and batch in, a plan out; a plan in, the managed model out."""
+"""The verbs ``plan``, ``apply`` and ``load``: decide about saved activations, and put the decisions to work."""
 
 from __future__ import annotations
 
@@ -9,38 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.store import load_plan
-from plimsoll.artifacts.trace import Trace
 from plimsoll.engine.apply import Handle
-from plimsoll.planning.costing.devices import find_device
-from plimsoll.planning.costing.roofline import roofline_costs
-from plimsoll.session.agreement import Agreement, agreement_for, allowed, described
-from plimsoll.session.allowance import Allowance, read_allowance
-from plimsoll.session.budgets import read_budget, resolve_budget
-from plimsoll.session.confirm import confirmed
-from plimsoll.session.engine_cost import measure_engine
-from plimsoll.session.making import make_maker
-from plimsoll.session.manage import manage_together
-from plimsoll.session.matching import refuse_other_model, step_facts
-from plimsoll.session.measured_costs import measured_costs
+from plimsoll.session.agreement import agreement_for, described
+from plimsoll.session.manage import check_plan, manage_together, refuse_other_model
+from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
-from plimsoll.session.request import (
-    as_patterns,
-    check_count,
-    check_model,
-    check_module,
-    check_plan,
-    detached,
-    explained_loss,
-    refuse_profiler,
-    split_detached,
-)
-from plimsoll.session.training_step import TrainingStep
+from plimsoll.session.step_planner import trace_and_cost
+from plimsoll.session.task import TrainingTask, check_module
+from plimsoll.session.tightest_rank import planner_for
 from plimsoll.tracing.recorder.calling import Loss
-from plimsoll.tracing.trace import trace as trace_step
 
 
 def plan(
@@ -114,94 +94,29 @@ def plan(
     """
     report = progress or silent
     with agreement_for(model, "plan", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
-        check_model(model, optimizer)
-        refuse_profiler(model)
-        read_budget(budget)
-        allowance = read_allowance(
-            strategies=(strategy,),
+        task = TrainingTask.read(model, batch, loss=loss, optimizer=optimizer)
+        limit = Budget.read(budget)
+        options = PlanOptions.read(
+            strategies=strategy,
+            regions=regions,
+            device_profile=device_profile,
             allow=allow,
             max_error=max_error,
             host_budget=host_budget,
             overrides=overrides,
             link=link,
         )
-        patterns, explained = as_patterns(regions), explained_loss(loss)
-        agreement.same(
-            "what to plan",
-            {
-                **step_facts(model, batch, loss=explained, optimizer=optimizer),
-                **allowed(allowance),
-                **described(
-                    strategy=strategy, regions=patterns, device_profile=device_profile, has_budget=budget is not None
-                ),
-            },
-        )
-        job = _Job(model, batch, agreement.patient(explained), optimizer, report, agreement)
-        made = job.plan(budget, strategy, patterns, device_profile, allowance)
+        has_budget = described(has_budget=budget is not None)
+        agreement.same("what to plan", {**task.facts(), **options.facts(), **has_budget})
+        task = agreement.patient(task)
+        with agreement.stepping():
+            traced = trace_and_cost(task, options, part_of(report, 0.0, 0.5))
+        planner = planner_for(agreement, traced, options, limit.bytes_on(traced[1]))
+        planner.try_forms(task.step, part_of(report, 0.5, 0.7))
+        made = planner.plan(strategy, task.step, part_of(report, 0.7, 1.0))
         agreement.same_plan(made)
         report("done", 1.0)
         return made
-
-
-class _Job:
-    """One step that is planned: traced, costed, solved, run once."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss: Loss | None,
-        optimizer: torch.optim.Optimizer | None,
-        report: Progress,
-        agreement: Agreement,
-    ) -> None:
-        self._model = model
-        self._batch = batch
-        self._loss = loss
-        self._optimizer = optimizer
-        self._report = report
-        self._agreement = agreement
-
-    def plan(
-        self,
-        budget: int | str | None,
-        strategy: str,
-        regions: tuple[str, ...] | None,
-        device_profile: str | None,
-        allowance: Allowance,
-    ) -> Plan:
-        agreement = self._agreement
-        with agreement.stepping():
-            traced, costs = trace_and_cost(
-                self._model,
-                self._batch,
-                loss=self._loss,
-                optimizer=self._optimizer,
-                regions=regions,
-                device_profile=device_profile,
-                progress=part_of(self._report, 0.0, 0.5),
-            )
-        own_bytes = resolve_budget(budget, costs)
-        maker = make_maker(traced, costs, allowance, own_bytes, self._step, part_of(self._report, 0.5, 0.7), agreement)
-        budget_bytes = maker.budget_bytes
-        solved = maker.solve(budget_bytes, strategy)
-        if traced.is_fake or not solved.status.is_usable or (budget_bytes is None and maker.gradients is None):
-            return solved
-
-        def resolve(excess_bytes: int, error_scale: float) -> Plan:
-            return maker.solve(budget_bytes, strategy, excess_bytes=excess_bytes, error_scale=error_scale)
-
-        return confirmed(
-            solved,
-            maker.trial(self._step()),
-            resolve=resolve,
-            max_error=allowance.most_error(strategy),
-            progress=part_of(self._report, 0.7, 1.0),
-        )
-
-    def _step(self) -> TrainingStep:
-        args, kwargs = split_detached(self._batch)
-        return TrainingStep(self._model, args, kwargs, loss=self._loss, optimizer=self._optimizer)
 
 
 def apply(
@@ -262,35 +177,3 @@ def load(path: str | Path) -> Plan:
         PlanFileError: not a plan, truncated, or written by a newer version.
     """
     return load_plan(path)
-
-
-def trace_and_cost(
-    model: nn.Module,
-    batch: Any,
-    *,
-    loss: Loss | None,
-    optimizer: torch.optim.Optimizer | None,
-    regions: Sequence[str] | None,
-    device_profile: str | None = None,
-    progress: Progress | None = None,
-) -> tuple[Trace, Costs]:
-    """One step traced and costed, for as many plans as are wanted.
-
-    Raises:
-        UnknownDevice, InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: as named.
-    """
-    report = progress or silent
-    device = None if device_profile is None else find_device(device_profile)
-    traced = trace_step(
-        model,
-        detached(batch),
-        loss=loss,
-        optimizer=optimizer,
-        regions=regions,
-        device_name=None if device is None else device.name,
-        progress=part_of(report, 0.0, 0.9),
-    )
-    report("costing", 0.9)
-    if traced.is_fake:
-        return traced, roofline_costs(traced, device or find_device("CPU"))
-    return traced, measured_costs(traced, measure_engine(traced))

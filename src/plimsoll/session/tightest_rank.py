@@ -1,18 +1,24 @@
-"""Budgets and measurements of several ranks in, those of the rank that plans for all out.
+"""How several ranks plan one step together: the tightest rank plans for all.
 
-The tightest rank plans: the one whose budget lies lowest beside what its step takes without a plan. A plan knows one budget,
-its own. What another rank takes beyond its own budget is therefore said as so many bytes beyond that one.
+That is the rank whose budget lies lowest beside what its step takes without a plan. A plan knows one budget, that rank's. What
+another rank takes beyond its own budget is therefore said as so many bytes beyond that one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 
 import msgspec
 
+from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.trace import Trace
 from plimsoll.session.agreement import Agreement
-from plimsoll.session.confirm import Measured, Trial
+from plimsoll.session.forms import Sensed
+from plimsoll.session.options import PlanOptions
+from plimsoll.session.step_planner import StepPlanner
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.session.trial import TrialRun
 from plimsoll.units import format_bytes
 
 
@@ -35,75 +41,95 @@ class _Taken(msgspec.Struct, frozen=True, kw_only=True):
         return self.peak_bytes - (self.budget_bytes or 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """The rank that plans (``planner``), its budget, and this rank's own."""
+class SharedPlanner(StepPlanner):
+    """Plans together with other ranks: all run the same steps, the tightest one solves, and every rank has its plan.
 
-    agreement: Agreement
-    planner: int
-    budget_bytes: int | None
-    own_budget_bytes: int | None
-    uneven_budget_bytes: dict[str, int]
-    """By rank, where they are not the same."""
+    ``budget_bytes`` is that rank's. Every method is called on all ranks alike.
 
-    def written_into(self, plan: Plan) -> Plan:
-        """The plan with who made it and for whom; as it is where this process is alone."""
-        if self.agreement.size == 1:
-            return plan
-        note = f"planned by rank {self.planner}, which has the least room of {self.agreement.size} ranks"
-        return msgspec.structs.replace(plan, notes=(*plan.notes, note), budget_bytes_of_ranks=self.uneven_budget_bytes)
+    Args:
+        agreement: with the ranks that plan together. The others as for `StepPlanner`.
+    """
 
-    def excess_bytes(self, own_excess_bytes: int) -> int:
-        """What has to be taken off the planning rank's budget, so that every rank's excess fits under its own."""
-        spare_bytes = self.own_budget_bytes or 0
-        most_bytes = max(self.agreement.all_of("excess", own_excess_bytes - spare_bytes, int))
-        return (self.budget_bytes or 0) + most_bytes
+    def __init__(
+        self,
+        agreement: Agreement,
+        traced: tuple[Trace, Costs],
+        options: PlanOptions,
+        budget_bytes: int | None,
+    ) -> None:
+        super().__init__(*traced, options, budget_bytes)
+        self._agreement = agreement
+        room_bytes = 0 if budget_bytes is None else budget_bytes - self.extremes.unmanaged_peak_bytes
+        rooms = agreement.all_of("room", _Room(room_bytes=room_bytes, budget_bytes=budget_bytes), _Room)
+        by_rank = dict(zip(agreement.ranks, rooms, strict=True))
+        self._tightest = min(by_rank, key=lambda rank: by_rank[rank].room_bytes)  # the first one, without budgets
+        self.budget_bytes = by_rank[self._tightest].budget_bytes
+        budgets = {str(rank): room.budget_bytes for rank, room in by_rank.items() if room.budget_bytes is not None}
+        self._uneven_budget_bytes = budgets if len(set(budgets.values())) > 1 else {}
 
-    def merged(self, own: Measured) -> Measured:
-        """Measurements of all ranks as one: the largest error, and a peak as far over the budget as the worst one is."""
-        if self.agreement.size == 1:
-            return own
+    def fits_unmanaged(self) -> bool:
+        """Whether every rank's step keeps to its budget without a plan."""
+        return self._agreement.every("budgets", holds=super().fits_unmanaged())
+
+    def solve(
+        self,
+        budget_bytes: int | None,
+        strategy: str = "auto",
+        *,
+        excess_bytes: int = 0,
+        error_scale: float = 1.0,
+        raise_below_floor: bool = True,
+    ) -> Plan:
+        """As `StepPlanner.solve`, on the tightest rank; on the others its plan."""
+        solve = functools.partial(
+            super().solve,
+            budget_bytes,
+            strategy,
+            excess_bytes=excess_bytes,
+            error_scale=error_scale,
+            raise_below_floor=raise_below_floor,
+        )
+        return self._agreement.made_by(self._tightest, f"solving {strategy}", lambda: self._signed(solve()))
+
+    def run(self, step: TrainingStep, plan: Plan) -> TrialRun:
+        """Run a plan on all ranks: the largest error, and a peak as far over the budget as the worst one is."""
+        with self._agreement.stepping():
+            own = super().run(step, plan)
         taken = _Taken(peak_bytes=own.peak_bytes, budget_bytes=self.own_budget_bytes, error=own.error)
-        told = self.agreement.all_of("measured peaks", taken, _Taken)
-        rank, tightest = max(zip(self.agreement.ranks, told, strict=True), key=lambda entry: entry[1].over_bytes)
+        told = self._agreement.all_of("measured peaks", taken, _Taken)
+        rank, tightest = max(zip(self._agreement.ranks, told, strict=True), key=lambda entry: entry[1].over_bytes)
         of = "" if tightest.budget_bytes is None else f" of {format_bytes(tightest.budget_bytes)}"
-        return Measured(
+        return TrialRun(
             (self.budget_bytes or 0) + tightest.over_bytes,
             max((each.error for each in told if each.error is not None), default=None),
-            note=f"run once on {self.agreement.size} ranks: the measured peak of the tightest, rank {rank}, was "
+            note=f"run once on {self._agreement.size} ranks: the measured peak of the tightest, rank {rank}, was "
             f"{format_bytes(tightest.peak_bytes)}{of}",
         )
 
+    def most_excess_bytes(self, own_excess_bytes: int) -> int:
+        """What has to be taken off the tightest rank's budget, so that every rank's excess fits under its own."""
+        spare_bytes = self.own_budget_bytes or 0
+        most_bytes = max(self._agreement.all_of("excess", own_excess_bytes - spare_bytes, int))
+        return (self.budget_bytes or 0) + most_bytes
 
-@dataclass(frozen=True, slots=True)
-class SharedTrial:
-    """Runs a plan on every rank, and says what it took in the frame of the rank that plans."""
+    def _sense(self, step: TrainingStep) -> Sensed:
+        with self._agreement.stepping():
+            return super()._sense(step)
 
-    trial: Trial
-    frame: Frame
-
-    def measure(self, plan: Plan) -> Measured:
-        """As ``Trial.measure``."""
-        with self.frame.agreement.stepping():
-            own = self.trial.measure(plan)
-        return self.frame.merged(own)
+    def _signed(self, plan: Plan) -> Plan:
+        """The plan with who made it and for whom."""
+        note = f"planned by rank {self._tightest}, which has the least room of {self._agreement.size} ranks"
+        budgets = self._uneven_budget_bytes
+        return msgspec.structs.replace(plan, notes=(*plan.notes, note), budget_bytes_of_ranks=budgets)
 
 
-def find_frame(agreement: Agreement, unmanaged_peak_bytes: int, budget_bytes: int | None) -> Frame:
-    """Ask all ranks for their room; without budgets the first rank plans.
-
-    Args:
-        agreement: with the ranks that plan together.
-        unmanaged_peak_bytes: what this rank's step takes without a plan.
-        budget_bytes: of this rank.
-    """
-    room_bytes = 0 if budget_bytes is None else budget_bytes - unmanaged_peak_bytes
-    told = agreement.all_of("room", _Room(room_bytes=room_bytes, budget_bytes=budget_bytes), _Room)
-    rank, tightest = min(zip(agreement.ranks, told, strict=True), key=lambda entry: entry[1].room_bytes)
-    budgets = {
-        str(rank): room.budget_bytes
-        for rank, room in zip(agreement.ranks, told, strict=True)
-        if room.budget_bytes is not None
-    }
-    uneven = budgets if len(set(budgets.values())) > 1 else {}
-    return Frame(agreement, rank, tightest.budget_bytes, budget_bytes, uneven)
+def planner_for(
+    agreement: Agreement,
+    traced: tuple[Trace, Costs],
+    options: PlanOptions,
+    budget_bytes: int | None,
+) -> StepPlanner:
+    """The planner of a process on its own, or of one among several ranks."""
+    if agreement.size == 1:
+        return StepPlanner(*traced, options, budget_bytes)
+    return SharedPlanner(agreement, traced, options, budget_bytes)

@@ -1,4 +1,4 @@
-"""A model, a batch and a loss in; one training step that can be run again from the same state, and its traces, out.
+"""One training step that can be run again and again from the same state, and its gradients compared.
 
 The step is the usual loop's: ``output = model(...)``, ``loss = ...``, ``loss.backward()``, with ``output`` held until
 backward has ended. The optimizer does not step, so every run starts from the same parameters.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, ValuesView
+import math
+from collections.abc import Callable, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,3 +171,25 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
     elif not isinstance(tree, list | tuple | ValuesView):
         return []
     return [tensor for item in tree for tensor in _tensors_in(item)]
+
+
+def copies(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Private copies, to compare with later."""
+    return {name: None if tensor is None else tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def relative_error(expected: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None]) -> float:
+    """‖found - expected‖ / ‖expected‖ over all tensors together; infinite where one of them is not finite or missing."""
+    squared_error, squared_norm = 0.0, 0.0
+    for name, reference in expected.items():
+        other = found.get(name)
+        if reference is None and other is None:
+            continue
+        if reference is None or other is None:
+            return math.inf
+        one, two = reference.detach().float().flatten(), other.detach().to(reference.device).float().flatten()
+        squared_error += float(torch.linalg.vector_norm(one - two)) ** 2
+        squared_norm += float(torch.linalg.vector_norm(one)) ** 2
+    if not math.isfinite(squared_error):
+        return math.inf
+    return math.sqrt(squared_error / squared_norm) if squared_norm else (math.inf if squared_error else 0.0)

@@ -17,7 +17,8 @@ from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.artifacts.trace import Phase
 from plimsoll.artifacts.verdict import Ruling
 from plimsoll.planning.solve import Planner, solve
-from plimsoll.session.plan import trace_and_cost
+from plimsoll.session.step_planner import trace_and_cost
+from plimsoll.session.task import TrainingTask
 from samples import make_mismatch, make_receipt
 from steps import stack
 from ui.pages.page_samples import make_verdict
@@ -28,7 +29,7 @@ WISH = Wish(budget_bytes=None, budget_text="", max_error=0.0, target="pkg:step")
 @pytest.fixture(scope="module")
 def evidence() -> StepEvidence:
     model, batch, loss = stack()
-    trace, costs = trace_and_cost(model, batch, loss=loss, optimizer=None, regions=None)
+    trace, costs = trace_and_cost(TrainingTask(model=model, batch=batch, loss=loss))
     planner = Planner(trace, costs)
     none, full = (
         Made(name=name, plan=solve(trace, costs, budget_bytes=None, strategy=name, planner=planner))

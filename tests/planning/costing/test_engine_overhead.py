@@ -13,7 +13,7 @@ from plimsoll.planning.choice import Choice
 from plimsoll.planning.costing.engine_overhead import ChainLaps, EngineOverhead, overhead_of
 from plimsoll.planning.simulate import engine_seconds, run_choices
 from plimsoll.planning.step import StepIndex
-from plimsoll.session.engine_cost import measure_engine
+from plimsoll.session.device_costs import measure_engine
 
 MIB = 2**20
 REBUILT = (1, 2, 5, 6)
@@ -112,7 +112,7 @@ def test_with_hooks_of_somebody_else_around_nothing_is_measured():
 def test_a_step_on_a_gpu_touches_no_memory_of_the_host(monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
     monkeypatch.setattr(
-        "plimsoll.session.engine_cost._measure", lambda touched: asked.append(touched) or EngineOverhead()
+        "plimsoll.session.device_costs._measure", lambda touched: asked.append(touched) or EngineOverhead()
     )
     for moved_bytes, device in ((2 * MIB, "cpu"), (2**40, "cpu"), (2 * MIB, "cuda:0")):
         measure_engine(trace_of(moved_bytes, device))

@@ -33,12 +33,10 @@ from plimsoll.planning.moments import peak_with_chunked_loss
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_none
-from plimsoll.session.allowance import Allowance, read_allowance
-from plimsoll.session.budgets import read_budget, resolve_budget
-from plimsoll.session.plan import trace_and_cost
+from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.participants import refuse_several_ranks
-from plimsoll.session.request import as_patterns, check_model, explained_loss, refuse_profiler, split_detached
-from plimsoll.session.training_step import TrainingStep
+from plimsoll.session.step_planner import trace_and_cost
+from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.meters.memory import free_bytes
 from plimsoll.tracing.recorder.calling import Loss, call_tensors
 from plimsoll.tracing.recorder.fingerprint import fingerprint
@@ -115,35 +113,32 @@ def advise(
     Known weakness: candidates are predicted; what a receipt measured counts for more.
     """
     report = progress or silent
-    check_model(model, optimizer)
     refuse_several_ranks(model, "advise")
-    refuse_profiler(model)
-    read_budget(budget)
-    allowance = read_allowance(allow=allow, max_error=max_error, host_budget=host_budget, link=link)
+    task = TrainingTask.read(model, batch, loss=loss, optimizer=optimizer)
+    limit = Budget.read(budget)
+    options = PlanOptions.read(
+        regions=regions,
+        device_profile=device_profile,
+        allow=allow,
+        max_error=max_error,
+        host_budget=host_budget,
+        link=link,
+    )
     found_receipt, found_verdict = _read(receipt, Receipt), _read(verdict, Verdict)
     _refuse_other(fingerprint(model), found_receipt, found_verdict)
-    loss = explained_loss(loss)
-    traced, costs = trace_and_cost(
-        model,
-        batch,
-        loss=loss,
-        optimizer=optimizer,
-        regions=as_patterns(regions),
-        device_profile=device_profile,
-        progress=part_of(report, 0.0, 0.3),
-    )
+    traced, costs = trace_and_cost(task, options, part_of(report, 0.0, 0.3))
     _refuse_other_step(traced, found_receipt)
-    job = _Job(model, batch, loss, optimizer, traced, costs)
-    budget_bytes = _budget(budget, costs, traced)
+    job = _Job(task, traced, costs)
+    budget_bytes = _budget_bytes(limit, costs, traced)
     wish = Wish(
         budget_bytes=budget_bytes,
         budget_text=budget if isinstance(budget, str) else "" if budget_bytes is None else f"{budget_bytes}B",
-        max_error=allowance.max_error,
+        max_error=options.max_error,
         target=target,
         device_profile=device_profile or "",
-        options=_options(as_patterns(regions), host_budget, link),
+        options=_words(options.regions, host_budget, link),
     )
-    advice = job.advise(wish, allowance, (found_receipt, found_verdict), compile_seconds, part_of(report, 0.3, 1.0))
+    advice = job.advise(wish, options, (found_receipt, found_verdict), compile_seconds, part_of(report, 0.3, 1.0))
     report("done", 1.0)
     return advice
 
@@ -152,26 +147,23 @@ def advise(
 class _Job:
     """One traced step that is judged."""
 
-    model: nn.Module
-    batch: Any
-    loss: Loss | None
-    optimizer: torch.optim.Optimizer | None
+    task: TrainingTask
     trace: Trace
     costs: Costs
 
     def advise(
         self,
         wish: Wish,
-        allowance: Allowance,
+        options: PlanOptions,
         handed: tuple[Receipt | None, Verdict | None],
         compile_seconds: float,
         report: Progress,
     ) -> Advice:
         trace, costs = self.trace, self.costs
         if trace.is_fake:
-            allowance = read_allowance(allow=("recompute",))
+            options = PlanOptions()
         maker = CandidateMaker(
-            trace, costs, allowance, wish.budget_bytes, wish.budget_text, self._step, part_of(report, 0.0, 0.7)
+            trace, costs, options, wish.budget_bytes, wish.budget_text, self.task.step, part_of(report, 0.0, 0.7)
         )
         candidates = maker.make()
         unmanaged = candidates.made[0].plan
@@ -181,7 +173,7 @@ class _Job:
         bottleneck = find_bottleneck(trace, unmanaged, chunked_peak_bytes=chunked_bytes)
         layers = measure_layers(trace, costs, unmanaged)
         capture = self._ask(unmanaged, compile_seconds, part_of(report, 0.7, 1.0))
-        items, items_name = _count_items(self.batch)
+        items, items_name = _count_items(*self.task.call())
         evidence = StepEvidence(
             trace=trace,
             costs=costs,
@@ -214,12 +206,8 @@ class _Job:
             hazards_note=_UNTOLD,
             checklist=check_all(evidence),
             failure_modes=find_failures(evidence),
-            notes=_notes(trace, has_optimizer=self.optimizer is not None),
+            notes=_notes(trace, has_optimizer=self.task.optimizer is not None),
         )
-
-    def _step(self) -> TrainingStep:
-        args, kwargs = split_detached(self.batch)
-        return TrainingStep(self.model, args, kwargs, loss=self.loss, optimizer=self.optimizer)
 
     def _ask(self, unmanaged: Plan, limit_seconds: float, report: Progress) -> Capture:
         """What the compiler captures, where it can be asked: it runs the step as it is, so that has to fit."""
@@ -227,26 +215,26 @@ class _Job:
             return Capture(is_asked=False, failure="the step cannot run here: it was traced with fake tensors")
         if limit_seconds <= 0:
             return Capture(is_asked=False, failure="it was not asked")
-        device = next(self.model.parameters()).device
+        device = next(self.task.model.parameters()).device
         needed, free = unmanaged.baseline_peak_bytes, free_bytes(device)
         if 0 < free < needed:
             return Capture(
                 is_asked=False,
                 failure=f"it runs the step without a plan, which takes {format_bytes(needed)}; {format_bytes(free)} are free",
             )
-        args, kwargs = split_detached(self.batch)
-        return ask_compiler(self.model, args, kwargs, loss=self.loss, limit_seconds=limit_seconds, progress=report)
+        task = self.task
+        return ask_compiler(task.model, *task.call(), loss=task.loss, limit_seconds=limit_seconds, progress=report)
 
 
-def _budget(budget: int | str | None, costs: Costs, trace: Trace) -> int | None:
+def _budget_bytes(budget: Budget, costs: Costs, trace: Trace) -> int | None:
     """The budget; by default the memory of an accelerator, and nothing on a CPU, which shares its memory with everything."""
     is_accelerator = not trace.device.lower().startswith("cpu")
-    if budget is None and is_accelerator and costs.memory_bytes is not None:
-        return resolve_budget("auto", costs)
-    return resolve_budget(budget, costs)
+    if budget == Budget() and is_accelerator and costs.memory_bytes is not None:
+        budget = Budget(is_auto=True)
+    return budget.bytes_on(costs)
 
 
-def _options(regions: Sequence[str] | None, host_budget: int | str | None, link: str | None) -> tuple[str, ...]:
+def _words(regions: Sequence[str] | None, host_budget: int | str | None, link: str | None) -> tuple[str, ...]:
     """What the command line needs to plan under the same limits."""
     words = [f"--regions {shlex.quote(pattern)}" for pattern in regions or ()]
     if host_budget is not None:
@@ -312,9 +300,8 @@ def _refuse_other_step(trace: Trace, receipt: Receipt | None) -> None:
         )
 
 
-def _count_items(batch: Any) -> tuple[int, str]:
+def _count_items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
     """Tokens of a batch of token ids, else examples."""
-    args, kwargs = split_detached(batch)
     ids = kwargs.get("input_ids")
     if isinstance(ids, torch.Tensor):
         return ids.numel(), "tokens"

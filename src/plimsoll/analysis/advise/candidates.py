@@ -19,8 +19,8 @@ from plimsoll.artifacts.trace import Trace
 from plimsoll.planning.explain import format_bytes_up
 from plimsoll.planning.lowest import find_extremes
 from plimsoll.planning.solve import Planner, solve
-from plimsoll.session.allowance import Allowance
 from plimsoll.session.forms import sense_forms
+from plimsoll.session.options import PlanOptions
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.units import parse_bytes
 
@@ -49,7 +49,7 @@ class CandidateMaker:
         self,
         trace: Trace,
         costs: Costs,
-        allowance: Allowance,
+        options: PlanOptions,
         budget_bytes: int | None,
         budget_text: str,
         step: Callable[[], TrainingStep],
@@ -57,20 +57,20 @@ class CandidateMaker:
     ) -> None:
         self._trace = trace
         self._costs = costs
-        self._allowance = allowance
+        self._options = options
         self._budget_bytes = budget_bytes
         self._budget_text = budget_text
         self._step = step
         self._report = report
         report("planning recomputation", 0.0)
-        self._planner = Planner(trace, costs, may_recompute=allowance.may_recompute)
+        self._planner = Planner(trace, costs, may_recompute=options.may_recompute)
         self._made: list[Made] = []
 
     def make(self) -> Candidates:
         """All of them."""
         unmanaged = self._solve(self._planner, "none", None, ())
         self._add("none", unmanaged)
-        for name in _NAMED if self._allowance.may_recompute else ():
+        for name in _NAMED if self._options.may_recompute else ():
             plan = self._solve(self._planner, name, None, ("recompute",))
             if any(not region.is_untouched for region in plan.regions):
                 self._add(name, plan)
@@ -79,9 +79,9 @@ class CandidateMaker:
         knee_bytes = None
         if self._budget_bytes is None:
             knee_bytes = self._walk_down(unmanaged)
-        if self._allowance.may_recompute:
+        if self._options.may_recompute:
             self._add_auto(self._planner, ("recompute",))
-        if self._allowance.wants_forms and self._budget_bytes != unmanaged.baseline_peak_bytes:
+        if self._options.wants_forms and self._budget_bytes != unmanaged.baseline_peak_bytes:
             self._add_forms()
         return Candidates(tuple(self._made), knee_bytes)
 
@@ -92,7 +92,7 @@ class CandidateMaker:
         if knee is None or room_bytes < LITTLE * peak_bytes:
             self._budget_bytes = peak_bytes
             return peak_bytes
-        for share in _SHARES if self._allowance.may_recompute else ():
+        for share in _SHARES if self._options.may_recompute else ():
             budget_bytes = peak_bytes - int(room_bytes * share)
             plan = self._solve(self._planner, "auto", budget_bytes, ("recompute",))
             self._made.append(Made(name=f"auto, {share:.0%} to the floor", plan=plan, is_point=True))
@@ -103,12 +103,12 @@ class CandidateMaker:
     def _add_forms(self) -> None:
         """Compression, offloading and both, beside recomputation, as far as they are allowed."""
         self._report("trying codecs and links", 0.3)
-        wanted = self._allowance
+        wanted = self._options
         if wanted.max_error:
             wanted = dataclasses.replace(wanted, strategies=("auto", _LOSSY))
         lowest = find_extremes(self._trace, self._costs).lowest
         forms = sense_forms(self._step(), self._trace, self._costs, lowest, wanted).forms
-        words = tuple(word for word in _DECISIONS if word in self._allowance.allow)
+        words = tuple(word for word in _DECISIONS if word in self._options.allow)
         used = [word for position, word in enumerate(words) if self._try_forms(forms, (word,), position / 3)]
         if len(used) > 1:  # what is of no use alone is of none beside another
             self._try_forms(forms, words, 2 / 3)
@@ -116,13 +116,13 @@ class CandidateMaker:
     def _try_forms(self, forms: Forms, words: tuple[str, ...], share: float) -> bool:
         """Plan with the forms that ``words`` allow; whether the plan uses one."""
         self._report(f"planning with {' and '.join(words)}", 0.4 + 0.6 * share)
-        may_recompute = self._allowance.may_recompute
+        may_recompute = self._options.may_recompute
         allow = (*(("recompute",) if may_recompute else ()), *words)
         offered = only(forms, words)
-        limits = self._allowance.limits()
+        limits = self._options.limits()
         planner = Planner(self._trace, self._costs, forms=offered, limits=limits, may_recompute=may_recompute)
         plan = self._add_auto(planner, allow, offered)
-        if words == ("compress",) and self._allowance.max_error:
+        if words == ("compress",) and self._options.max_error:
             self._add(_LOSSY, self._solve(planner.heedless_of_error(), _LOSSY, None, allow))
         return _uses_forms(plan)
 
@@ -149,7 +149,7 @@ class CandidateMaker:
             raise_below_floor=False,
             planner=planner,
         )
-        return dataclasses.replace(self._allowance, allow=allow).written_into(made)
+        return dataclasses.replace(self._options, allow=allow).written_into(made)
 
     def _add(self, name: str, plan: Plan) -> None:
         self._made.append(Made(name=name, plan=plan))

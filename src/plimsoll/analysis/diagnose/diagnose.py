@@ -22,10 +22,9 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.errors import InvalidModel, InvalidOption, InvalidTrace, PlanFileError, TracingFailed, UnknownDevice
 from plimsoll.planning.costing.devices import find_device
-from plimsoll.session.manage import manage
-from plimsoll.session.matching import refuse_other_model, refuse_other_signature
+from plimsoll.session.manage import check_plan, manage, refuse_other_model, refuse_other_signature
 from plimsoll.session.rendezvous.participants import refuse_several_ranks
-from plimsoll.session.request import check_model, check_plan, explained_loss, is_profiled, split_detached
+from plimsoll.session.task import TrainingTask, check_model, is_profiled
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.meters.timing import one_thread, time_in_turns
 from plimsoll.tracing.recorder.calling import Loss, check_devices
@@ -175,12 +174,11 @@ def _of_model(
     _check(model)
     check_plan(plan)
     refuse_other_model(model, plan)
-    args, kwargs = split_detached(batch)
-    check_devices(model, args, kwargs)
-    loss = explained_loss(loss)
-    refuse_other_signature(model, args, kwargs, plan, loss)
+    task = TrainingTask.read(model, batch, loss=loss)
+    check_devices(model, *task.call())
+    refuse_other_signature(task.signature(), plan)
     with _folder(keep_traces) as folder, untouched(model):
-        step = TrainingStep(model, args, kwargs, loss=loss)
+        step = task.step()
         seconds, recording = _run_both(step, plan, steps, folder, report)
         before, after, _ = read_profiles(recording.traces[_BASELINE], recording.traces[_PLAN])
         finding = compare_profiles(before, after, origin=ProfileOrigin.PROFILED, bandwidth=_catalogue_bandwidth)

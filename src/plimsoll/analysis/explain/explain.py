@@ -28,9 +28,10 @@ from plimsoll.planning.moments import forward_end, holders_at, rebuilt_parts
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import check_strategy, codecs_of_strategy, strategy_choices
-from plimsoll.session.matching import refuse_other_model
+from plimsoll.session.manage import refuse_other_model
+from plimsoll.session.options import as_patterns
 from plimsoll.session.rendezvous.participants import refuse_several_ranks
-from plimsoll.session.request import as_patterns, check_model, detached, explained_loss, refuse_profiler
+from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.trace import Context, watch
 from plimsoll.tracing.trace import trace as trace_step
@@ -86,14 +87,11 @@ def explain(
 
     Known weakness: compiled regions are seen as single ops, and memory that libraries take past torch's allocator is not seen.
     """
-    check_model(model, optimizer)
     refuse_several_ranks(model, "explain")
     _check_kinds(strategy, context)
-    refuse_profiler(model)
+    task = TrainingTask.read(model, batch, loss=loss, optimizer=optimizer)
     device = None if device_profile is None else find_device(device_profile)
-    step = _Step(
-        model, detached(batch), explained_loss(loss), optimizer, as_patterns(regions), device, context, progress
-    )
+    step = _Step(task, as_patterns(regions), device, context, progress or silent)
     if strategy is None:
         return step.as_it_is()
     return step.under(strategy)
@@ -115,29 +113,23 @@ class _Step:
 
     def __init__(
         self,
-        model: nn.Module,
-        batch: Any,
-        loss: Loss | None,
-        optimizer: torch.optim.Optimizer | None,
+        task: TrainingTask,
         regions: tuple[str, ...] | None,
         device: Device | None,
         context: Context,
-        progress: Progress | None,
+        report: Progress,
     ) -> None:
-        self._model = model
-        self._batch = batch
-        self._loss = loss
-        self._optimizer = optimizer
+        self._task = task
         self._regions = regions
         self._device = device
         self._context = context
-        self._report = progress or silent
+        self._report = report
 
     def as_it_is(self) -> Explanation:
         """Explain what the model does by itself."""
         self._report("running the step as it is", 0.0)
         with watched(lambda pack, unpack: (pack, unpack)) as used:
-            step = self._watch(self._batch)
+            step = self._watch(self._task.batch)
         simulation = self._simulated(step.trace)
         seen = _look(simulation, step.forward_end, step.regions)
         plain_seen, notes = None, []
@@ -165,9 +157,9 @@ class _Step:
         name = strategy.strategy if isinstance(strategy, Plan) else strategy
         _refuse_forms(strategy)
         if isinstance(strategy, Plan):
-            refuse_other_model(self._model, strategy)
+            refuse_other_model(self._task.model, strategy)
         self._report("tracing the step", 0.0)
-        traced = self._traced(self._batch)
+        traced = self._traced(self._task.batch)
         index = StepIndex(traced, self._costs(traced))
         choose = _chooser(strategy)
         simulation = run_choices(index, choose(index))
@@ -205,7 +197,7 @@ class _Step:
             device=trace.device,
             is_fake=trace.is_fake,
             setup=setup,
-            optimizer="" if self._optimizer is None else type(self._optimizer).__name__,
+            optimizer="" if self._task.optimizer is None else type(self._task.optimizer).__name__,
             verdict=judge(
                 setup=setup,
                 peak=seen.peak,
@@ -231,9 +223,9 @@ class _Step:
         changes = Changes(
             subject,
             self._costs,
-            model=self._model,
-            batch=self._batch,
-            optimizer=self._optimizer,
+            model=self._task.model,
+            batch=self._task.batch,
+            optimizer=self._task.optimizer,
             watch=self._watch,
             trace=self._traced,
         )
@@ -241,10 +233,10 @@ class _Step:
 
     def _watch(self, batch: Any) -> WatchedStep:
         return watch(
-            self._model,
+            self._task.model,
             batch,
-            loss=self._loss,
-            optimizer=self._optimizer,
+            loss=self._task.loss,
+            optimizer=self._task.optimizer,
             regions=self._regions,
             device_name=None if self._device is None else self._device.name,
             context=self._context,
@@ -252,16 +244,16 @@ class _Step:
 
     def _watch_plain(self) -> WatchedStep:
         with switched_off():
-            return self._watch(self._batch)
+            return self._watch(self._task.batch)
 
     def _traced(self, batch: Any) -> Trace:
         """The plain step with its regions, whatever the model does by itself."""
         with switched_off():
             return trace_step(
-                self._model,
+                self._task.model,
                 batch,
-                loss=self._loss,
-                optimizer=self._optimizer,
+                loss=self._task.loss,
+                optimizer=self._task.optimizer,
                 regions=self._regions,
                 device_name=None if self._device is None else self._device.name,
                 repeats=1,

@@ -28,10 +28,9 @@ from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import InvalidModel, InvalidProbe, PlanNotUsable, ProbeRunUnusable
-from plimsoll.session.manage import manage
-from plimsoll.session.matching import refuse_other_model, refuse_other_signature
+from plimsoll.session.manage import check_plan, manage, refuse_other_model, refuse_other_signature
 from plimsoll.session.rendezvous.participants import refuse_several_ranks
-from plimsoll.session.request import check_model, check_plan, explained_loss, refuse_profiler
+from plimsoll.session.task import check_model, explained_loss, refuse_profiler
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 
@@ -192,7 +191,8 @@ def _about(
     data: str,
 ) -> About:
     first = stream.first()
-    refuse_other_signature(model, first.args, first.kwargs, plan, loss)
+    found = signature(model, first.args, first.kwargs, loss=loss)
+    refuse_other_signature(found, plan)
     tensors = [each for each in (*first.args, *first.kwargs.values()) if isinstance(each, torch.Tensor)]
     tokens = first.kwargs.get("input_ids")
     has_tokens = isinstance(tokens, torch.Tensor)
@@ -200,7 +200,7 @@ def _about(
     return About(
         model=type(model).__name__,
         fingerprint=plan.fingerprint,
-        signature=signature(model, first.args, first.kwargs, loss=loss),
+        signature=found,
         device=str(next(model.parameters()).device),
         optimizer=describe_optimizer(model, optimizer),
         data=data or stream.description,

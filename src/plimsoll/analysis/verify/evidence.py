@@ -10,9 +10,9 @@ import torch
 
 from plimsoll.analysis.verify.curve import loss_curve
 from plimsoll.analysis.verify.intermediates import Found, Intermediates
+from plimsoll.analysis.verify.mismatches import mismatches
 from plimsoll.artifacts.receipt import Mismatch, finite
-from plimsoll.session.compare_tensors import copies, mismatches, relative_error
-from plimsoll.session.training_step import TrainingStep
+from plimsoll.session.training_step import TrainingStep, copies, relative_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from plimsoll.analysis.verify.mismatches import difference
 from plimsoll.artifacts.receipt import Intermediate
 from plimsoll.errors import InvalidRegions
-from plimsoll.session.compare_tensors import difference
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.storages import same_contents
 

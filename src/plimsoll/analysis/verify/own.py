@@ -38,8 +38,7 @@ from plimsoll.artifacts.fault import Cause, Fault
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.receipt import OWN, Intermediate, Receipt, Slope, finite
 from plimsoll.errors import InvalidModel
-from plimsoll.session.compare_tensors import copies, relative_error
-from plimsoll.session.training_step import TrainingStep
+from plimsoll.session.training_step import TrainingStep, copies, relative_error
 from plimsoll.tracing.meters.timing import Timing, time_in_turns
 from plimsoll.tracing.recorder.calling import ModuleStack
 from plimsoll.tracing.recorder.fingerprint import fingerprint

@@ -1,4 +1,4 @@
-"""A plan made without the device and its receipt from the device in; what was off, and a plan solved anew, out.
+"""Holds a plan that was made without its device against the device: what was off, and a plan solved anew.
 
 The roofline that such a plan was made with is replaced: the step is traced and timed on the device, and where the given plan's
 peak or time is off, the plan is solved again with these costs, run until it keeps to its budget, and verified like any other.
@@ -6,17 +6,13 @@ peak or time is off, the plan is solved again with these costs, run until it kee
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
-import torch
-from torch import nn
 
 from plimsoll.analysis.verify.hold_plan import verify_plan
 from plimsoll.artifacts.confirmation import Claim, Confirmation
 from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.progress import Progress, part_of, silent
+from plimsoll.artifacts.progress import Progress, part_of
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.errors import BudgetBelowFloor, UnknownDevice
@@ -24,13 +20,12 @@ from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.costing.step_seconds import optimizer_seconds
 from plimsoll.session.agreement import Agreement
-from plimsoll.session.allowance import read_allowance
-from plimsoll.session.confirm import confirmed
-from plimsoll.session.making import make_maker
 from plimsoll.session.manage import manage
-from plimsoll.session.plan import trace_and_cost
+from plimsoll.session.options import PlanOptions
+from plimsoll.session.step_planner import trace_and_cost
+from plimsoll.session.task import TrainingTask
+from plimsoll.session.tightest_rank import planner_for
 from plimsoll.session.training_step import TrainingStep
-from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.units import format_bytes
 
 
@@ -44,19 +39,13 @@ class Reviser:
 
     def __init__(
         self,
-        model: nn.Module,
-        batch: Any,
+        task: TrainingTask,
         step: TrainingStep,
-        loss: Loss | None,
-        optimizer: torch.optim.Optimizer | None,
         report: Progress,
         agreement: Agreement,
     ) -> None:
-        self._model = model
-        self._batch = batch
+        self._task = task
         self._step = step
-        self._loss = loss
-        self._optimizer = optimizer
         self._report = report
         self._agreement = agreement
 
@@ -70,14 +59,8 @@ class Reviser:
         """
         self._report("timing every op on the device", 0.0)
         with self._agreement.stepping():
-            traced, costs = trace_and_cost(
-                self._model,
-                self._batch,
-                loss=self._loss,
-                optimizer=self._optimizer,
-                regions=_regions_of(plan),
-                progress=part_of(self._report, 0.0, 0.4),
-            )
+            options = PlanOptions(regions=_regions_of(plan))
+            traced, costs = trace_and_cost(self._task, options, part_of(self._report, 0.0, 0.4))
         found = Confirmation(
             cost_device=plan.cost_device,
             budget_bytes=plan.budget_bytes,
@@ -96,7 +79,7 @@ class Reviser:
             return msgspec.structs.replace(receipt, confirmation=found)
         self._report("verifying the revised plan", 0.7)
         with self._agreement.stepping():
-            checked = verify_plan(self._step, revised, lambda: manage(self._model, revised), steps=steps)
+            checked = verify_plan(self._step, revised, lambda: manage(self._task.model, revised), steps=steps)
         found = msgspec.structs.replace(
             found,
             revised=_claim(revised, checked, optimizer_seconds(traced, costs)),
@@ -106,28 +89,16 @@ class Reviser:
 
     def _solve(self, plan: Plan, traced: Trace, costs: Costs) -> Plan:
         """The plan again, with measured costs, run until it keeps to its budget."""
-        allowance = read_allowance(strategies=(plan.strategy,), allow=plan.allow)
-        maker = make_maker(traced, costs, allowance, plan.budget_bytes, lambda: self._step, silent, self._agreement)
+        options = PlanOptions.read(strategies=plan.strategy, allow=plan.allow)
+        planner = planner_for(self._agreement, (traced, costs), options, plan.budget_bytes)
+        planner.try_forms(lambda: self._step)
         self._report("solving with measured costs", 0.4)
-        solved = maker.solve(plan.budget_bytes, plan.strategy)
-        if plan.budget_bytes is None or not solved.status.is_usable:
-            return solved
-
-        def resolve(excess_bytes: int, error_scale: float) -> Plan:
-            return maker.solve(plan.budget_bytes, plan.strategy, excess_bytes=excess_bytes, error_scale=error_scale)
-
-        return confirmed(
-            solved,
-            maker.trial(self._step),
-            resolve=resolve,
-            max_error=plan.max_error,
-            progress=part_of(self._report, 0.5, 0.7),
-        )
+        return planner.plan(plan.strategy, lambda: self._step, part_of(self._report, 0.5, 0.7))
 
     def _obstacle(self, plan: Plan) -> str:
         """Why the plan cannot be solved again as it was made."""
         state_bytes = plan.classes.get(Category.OPTIMIZER_STATE, 0)
-        if state_bytes and self._optimizer is None:
+        if state_bytes and self._task.optimizer is None:
             return (
                 f"the plan counts {format_bytes(state_bytes)} of optimizer state, and no optimizer was given here: "
                 "pass optimizer= to solve it again"

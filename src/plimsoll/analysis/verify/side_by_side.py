@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from plimsoll.analysis.verify.evidence import Depth, Evidence, collect_evidence
+from plimsoll.analysis.verify.mismatches import mismatches
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.trace import Category
 from plimsoll.engine.apply import Handle
-from plimsoll.session.compare_tensors import mismatches, relative_error
 from plimsoll.session.manage import manage
-from plimsoll.session.training_step import TrainingStep
+from plimsoll.session.training_step import TrainingStep, relative_error
 from plimsoll.tracing.meters.timing import Timing, time_in_turns
 
 BASELINE = ""

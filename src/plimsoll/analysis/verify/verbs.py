@@ -1,4 +1,4 @@
-"""Claims against measurement: one plan verified, or several strategies side by side."""
+"""The verbs ``verify`` and ``compare``: claims against measurement, of one plan, or of several strategies side by side."""
 
 from __future__ import annotations
 
@@ -17,34 +17,21 @@ from plimsoll.analysis.verify.own import verify_own
 from plimsoll.analysis.verify.revising import Reviser, needs_confirmation
 from plimsoll.analysis.verify.side_by_side import BASELINE, SideBySide, measure_side_by_side
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
-from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import Receipt, finite
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidModel, InvalidOption
-from plimsoll.session.agreement import Agreement, agreement_for, allowed, described, plan_facts
-from plimsoll.session.allowance import Allowance, read_allowance, read_error
-from plimsoll.session.budgets import read_budget, resolve_budget
-from plimsoll.session.making import make_maker
-from plimsoll.session.manage import manage
-from plimsoll.session.matching import refuse_other_device, refuse_other_model, refuse_other_signature, step_facts
-from plimsoll.session.plan import trace_and_cost
+from plimsoll.session.agreement import Agreement, agreement_for, described, plan_facts
+from plimsoll.session.manage import check_plan, manage, refuse_other_device, refuse_other_model, refuse_other_signature
+from plimsoll.session.options import Budget, PlanOptions, check_count, read_error
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
-from plimsoll.session.request import (
-    as_patterns,
-    as_strategies,
-    check_count,
-    check_model,
-    check_plan,
-    explained_loss,
-    refuse_profiler,
-    split_detached,
-)
+from plimsoll.session.step_planner import StepPlanner, trace_and_cost
+from plimsoll.session.task import TrainingTask
+from plimsoll.session.tightest_rank import planner_for
 from plimsoll.session.training_step import Context, TrainingStep
 from plimsoll.tracing.meters.timing import Interval, paired_ratio
 from plimsoll.tracing.recorder.calling import Loss, check_devices
-from plimsoll.tracing.recorder.fingerprint import signature
 from plimsoll.tracing.recorder.untouched import untouched
 
 
@@ -121,14 +108,13 @@ def verify(
         <Verdict.VERIFIED: 'VERIFIED'>
     """
     with agreement_for(model, "verify", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
-        _check_measurable(model, optimizer)
+        task = _read_measurable(model, batch, loss, optimizer)
         if plan is not None:
             check_plan(plan)
             refuse_other_model(model, plan)
             refuse_other_device(model, plan)
-        args, kwargs = split_detached(batch)
-        check_devices(model, args, kwargs)
-        loss, steps = explained_loss(loss), max(1, steps)
+        check_devices(model, *task.call())
+        steps = max(1, steps)
         check_count("curve_steps", curve_steps, least=0)
         _check_context(context)
         depth = Depth(intermediates=_as_names(intermediates), curve_steps=curve_steps, optimizer=optimizer)
@@ -136,31 +122,24 @@ def verify(
         if plan is None:
             _refuse_own_of_ranks(agreement)
         else:
-            refuse_other_signature(model, args, kwargs, plan, loss)
+            refuse_other_signature(task.signature(), plan)
             _refuse_without_effect(context, error)
             agreement.same(
                 "what to verify",
                 {
-                    **step_facts(model, batch, loss=loss, optimizer=optimizer),
+                    **task.facts(),
                     **plan_facts(plan),
                     **described(steps=steps, intermediates=depth.intermediates, curve_steps=curve_steps),
                 },
             )
-        loss = agreement.patient(loss)
+        task = agreement.patient(task)
         with untouched(model):
-            step = TrainingStep(
-                model, args, kwargs, loss=loss, optimizer=optimizer, context=context or contextlib.nullcontext
-            )
+            step = task.step(context or contextlib.nullcontext)
             if plan is not None:
-                job = _Verification(model, batch, step, loss, optimizer, progress or silent)
+                job = _Verification(task, step, progress or silent)
                 return worst_receipt(agreement, job.receipt(agreement, plan, steps, depth), plan)
             return verify_own(
-                step,
-                signature=signature(model, args, kwargs, loss=loss),
-                max_error=error,
-                steps=steps,
-                depth=depth,
-                progress=progress,
+                step, signature=task.signature(), max_error=error, steps=steps, depth=depth, progress=progress
             )
 
 
@@ -168,11 +147,8 @@ def verify(
 class _Verification:
     """One step on which a plan is verified."""
 
-    model: nn.Module
-    batch: Any
+    task: TrainingTask
     step: TrainingStep
-    loss: Loss | None
-    optimizer: torch.optim.Optimizer | None
     report: Progress
 
     def receipt(self, agreement: Agreement, plan: Plan, steps: int, depth: Depth) -> Receipt:
@@ -181,12 +157,12 @@ class _Verification:
         shown = part_of(self.report, 0.0, 0.5) if is_made_elsewhere else self.report
         with agreement.stepping():
             receipt = verify_plan(
-                self.step, plan, lambda: manage(self.model, plan), steps=steps, depth=depth, progress=shown
+                self.step, plan, lambda: manage(self.task.model, plan), steps=steps, depth=depth, progress=shown
             )
         if not is_made_elsewhere:
             return receipt
         report = part_of(self.report, 0.5, 1.0)
-        reviser = Reviser(self.model, self.batch, self.step, self.loss, self.optimizer, report, agreement)
+        reviser = Reviser(self.task, self.step, report, agreement)
         return reviser.confirm(plan, receipt, steps=steps)
 
 
@@ -248,56 +224,39 @@ def compare(
     """
     report = progress or silent
     with agreement_for(model, "compare", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
-        _check_measurable(model, optimizer)
-        read_budget(budget)
-        loss, steps, patterns = explained_loss(loss), max(1, steps), as_patterns(regions)
-        allowance = read_allowance(
-            strategies=as_strategies(strategies),
+        task = _read_measurable(model, batch, loss, optimizer)
+        limit, steps = Budget.read(budget), max(1, steps)
+        options = PlanOptions.read(
+            strategies=strategies,
+            regions=regions,
             allow=allow,
             max_error=max_error,
             host_budget=host_budget,
             overrides=overrides,
             link=link,
         )
-        agreement.same(
-            "what to compare",
-            {
-                **step_facts(model, batch, loss=loss, optimizer=optimizer),
-                **allowed(allowance),
-                **described(
-                    strategies=allowance.strategies, regions=patterns, steps=steps, has_budget=budget is not None
-                ),
-            },
-        )
-        loss = agreement.patient(loss)
+        asked = described(steps=steps, has_budget=budget is not None)
+        agreement.same("what to compare", {**task.facts(), **options.facts(), **asked})
+        task = agreement.patient(task)
         with agreement.stepping():
-            traced, costs = trace_and_cost(
-                model, batch, loss=loss, optimizer=optimizer, regions=patterns, progress=part_of(report, 0.0, 0.35)
-            )
-        args, kwargs = split_detached(batch)
-        step = TrainingStep(model, args, kwargs, loss=loss, optimizer=optimizer)
-        plans = _plan_all(agreement, traced, costs, step, allowance, budget, part_of(report, 0.35, 0.5))
+            traced, costs = trace_and_cost(task, options, part_of(report, 0.0, 0.35))
+        step = task.step()
+        planner = planner_for(agreement, (traced, costs), options, limit.bytes_on(costs))
+        plans = _plan_all(planner, step, part_of(report, 0.35, 0.5))
         with agreement.stepping(), untouched(model):
             found = measure_side_by_side(step, plans, rounds=steps, report=part_of(report, 0.5, 1.0))
         report("done", 1.0)
         return merged_comparison(agreement, _comparison(traced, str(step.device), steps, plans, found))
 
 
-def _plan_all(
-    agreement: Agreement,
-    traced: Trace,
-    costs: Costs,
-    step: TrainingStep,
-    allowance: Allowance,
-    budget: int | str | None,
-    report: Progress,
-) -> dict[str, Plan]:
+def _plan_all(planner: StepPlanner, step: TrainingStep, report: Progress) -> dict[str, Plan]:
     """One plan per strategy; the budget goes to ``auto``."""
-    maker = make_maker(traced, costs, allowance, resolve_budget(budget, costs), lambda: step, report, agreement)
+    planner.try_forms(lambda: step, report)
     plans: dict[str, Plan] = {}
-    for name in allowance.strategies:
+    for name in planner.options.strategies:
         report(f"planning {name}", 0.8)
-        plans[name] = maker.solve(maker.budget_bytes if name == "auto" else None, name, raise_below_floor=False)
+        budget_bytes = planner.budget_bytes if name == "auto" else None
+        plans[name] = planner.solve(budget_bytes, name, raise_below_floor=False)
     return plans
 
 
@@ -332,15 +291,17 @@ def _as_names(intermediates: Sequence[str] | str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _check_measurable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    check_model(model, optimizer)
-    refuse_profiler(model)
+def _read_measurable(
+    model: nn.Module, batch: Any, loss: Loss | None, optimizer: torch.optim.Optimizer | None
+) -> TrainingTask:
+    task = TrainingTask.read(model, batch, loss=loss, optimizer=optimizer)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InvalidModel(
             f"{type(model).__name__} is on the meta device.",
             why="its parameters have no memory, so no step can run and nothing can be measured",
             next="plimsoll.plan works on the meta device; verify and compare on the device itself",
         )
+    return task
 
 
 def _comparison(traced: Trace, device: str, steps: int, plans: dict[str, Plan], found: SideBySide) -> Comparison:

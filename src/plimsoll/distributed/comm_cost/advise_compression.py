@@ -30,10 +30,11 @@ from plimsoll.distributed.comm_cost.traffic_training import Parallel, Training
 from plimsoll.distributed.gradient_compression.method import parse_method
 from plimsoll.distributed.gradient_compression.settings import Settings
 from plimsoll.errors import InvalidOption
+from plimsoll.session.options import check_count
 from plimsoll.session.rendezvous.conversation import Conversation, differing
 from plimsoll.session.rendezvous.participants import find_participants
 from plimsoll.session.rendezvous.world import World, current_world
-from plimsoll.session.request import check_count, check_model, explained_loss
+from plimsoll.session.task import check_model, explained_loss
 from plimsoll.tracing.fsdp2 import reshard
 from plimsoll.tracing.recorder.calling import Loss, scalar_loss
 from plimsoll.tracing.recorder.fingerprint import fingerprint

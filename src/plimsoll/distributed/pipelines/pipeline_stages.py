@@ -30,13 +30,13 @@ from plimsoll.engine.apply import Handle
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, PlimsollError
 from plimsoll.estimator.pipeline_schedule.orders import most_in_flight
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
-from plimsoll.session.budgets import resolve_budget
 from plimsoll.session.calibration import MeasuredStep, OptimizerWatch
 from plimsoll.session.manage import manage
+from plimsoll.session.options import Budget, as_patterns, check_count
 from plimsoll.session.rendezvous.world import current_world
-from plimsoll.session.request import as_patterns, check_count, check_model
+from plimsoll.session.task import check_model
 from plimsoll.tracing.meters.memory import storage_bytes
-from plimsoll.units import format_bytes, parse_bytes
+from plimsoll.units import format_bytes
 
 _MOST_STEPS = 5
 """So many steps calibrate at most; what exceeds the budget even then stays, with a warning."""
@@ -48,10 +48,10 @@ class ScheduleAttachment:
     def __init__(
         self,
         schedule: Schedule,
-        budget: int | str,
+        budget: Budget,
         *,
         optimizers: Sequence[torch.optim.Optimizer],
-        regions: Sequence[str] | None,
+        regions: tuple[str, ...] | None,
         verify_every: int,
         agreement: StageAgreement,
     ) -> None:
@@ -225,7 +225,7 @@ class ScheduleAttachment:
         with self._agreement.together():
             for error in self._errors:
                 raise error
-            budget_bytes = resolve_budget(self._budget, next(iter(self._steps.values())).traced.costs)
+            budget_bytes = self._budget.bytes_on(next(iter(self._steps.values())).traced.costs)
             assert budget_bytes is not None
         self._budget_bytes, self._excess_bytes = budget_bytes, self._state_bytes
         mine, _ = self._agreement.compare(self._standing(does_fit=False))
@@ -443,8 +443,7 @@ def attach_schedule(
     Known weakness: recomputation only; a rank's stages share its budget by one number, not by a common price.
     """
     check_count("verify_every", verify_every, least=0)
-    if budget != "auto":
-        parse_bytes(budget)
+    limit = Budget.required(budget)
     optimizers = (
         () if optimizer is None else (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     )
@@ -460,7 +459,7 @@ def attach_schedule(
         check_model(nn.Module(), each)
     return ScheduleAttachment(
         schedule,
-        budget,
+        limit,
         optimizers=tuple(optimizers),
         regions=as_patterns(regions),
         verify_every=verify_every,

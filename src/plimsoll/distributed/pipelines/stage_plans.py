@@ -21,10 +21,10 @@ from plimsoll.distributed.pipelines.stage_agreement import TIMEOUT_SECONDS, Stag
 from plimsoll.engine.apply import Handle
 from plimsoll.errors import InvalidOption, PlanFileError, PlanMismatch
 from plimsoll.estimator.pipeline_schedule.orders import most_in_flight
-from plimsoll.session.manage import manage
-from plimsoll.session.matching import refuse_other_device
+from plimsoll.session.manage import check_plan, manage, refuse_other_device
+from plimsoll.session.options import check_count
 from plimsoll.session.rendezvous.world import current_world
-from plimsoll.session.request import check_count, check_model, check_plan
+from plimsoll.session.task import check_model
 
 
 class StagesHandle:

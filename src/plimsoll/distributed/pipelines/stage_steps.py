@@ -7,7 +7,7 @@ it receives belongs to buffers that last, so that it is no part of what a waitin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,9 @@ from plimsoll.planning.describe import held_bytes
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import RegionView
-from plimsoll.session.plan import trace_and_cost
+from plimsoll.session.options import PlanOptions
+from plimsoll.session.step_planner import trace_and_cost
+from plimsoll.session.task import TrainingTask, detached
 from plimsoll.tracing.meters.memory import storage_bytes
 from plimsoll.tracing.recorder.calling import Loss, output_tensors
 
@@ -54,7 +56,7 @@ def trace_stage(
     kwargs: dict[str, Any],
     *,
     loss: Loss | None,
-    regions: Sequence[str] | None,
+    regions: tuple[str, ...] | None,
     micro_batches: int,
 ) -> TracedStage:
     """Trace one micro-batch of one stage.
@@ -73,7 +75,8 @@ def trace_stage(
     """
     seen = _Output(loss)
     batch = _as_batch(index, module, args, kwargs)
-    trace, costs = trace_and_cost(module, batch, loss=seen, optimizer=None, regions=regions)
+    task = TrainingTask(model=module, batch=detached(batch), loss=seen)
+    trace, costs = trace_and_cost(task, PlanOptions(regions=regions))
     if micro_batches > 1:
         trace = rank_trace(trace, Layout(micro_batches=micro_batches))
     received_bytes = sum(storage.bytes for storage in trace.storages if storage.category is Category.INPUT)

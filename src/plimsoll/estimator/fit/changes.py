@@ -13,18 +13,14 @@ from collections.abc import Iterator
 import torch
 
 from plimsoll.artifacts.fit import FitChange, FitPoint
-from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.progress import silent
 from plimsoll.errors import PlimsollError
 from plimsoll.estimator.estimate import estimate
 from plimsoll.estimator.fit.polynomial import Shape
 from plimsoll.estimator.fit.single_device import Accumulation, FitTraining, SingleDevice, described
 from plimsoll.estimator.optimizers import known_optimizers
 from plimsoll.planning.explain import format_bytes_up
-from plimsoll.session.allowance import read_allowance
-from plimsoll.session.making import make_maker
-from plimsoll.session.request import split_detached
-from plimsoll.session.training_step import TrainingStep
+from plimsoll.session.options import PlanOptions
+from plimsoll.session.step_planner import StepPlanner
 
 _TOLERATED = "1%"
 """The error of the gradient that compression is tried with."""
@@ -90,16 +86,11 @@ class _Finder:
                 name=name, does_fit=None, note="what codecs take and lose is measured on the device itself"
             )
         trace, costs = self.device.traced(self.shape)
-        args, kwargs = split_detached(self.training.batches.of(self.shape))
-        training = self.training
-
-        def step() -> TrainingStep:
-            return TrainingStep(training.model, args, kwargs, loss=training.loss, optimizer=training.optimizer)
-
-        allowance = read_allowance(allow=("recompute", "compress"), max_error=_TOLERATED)
+        options = PlanOptions.read(allow=("recompute", "compress"), max_error=_TOLERATED)
         budget_bytes = self.device.budget_bytes
-        maker = make_maker(trace, costs, allowance, budget_bytes, step, silent)
-        plan: Plan = maker.solve(budget_bytes, raise_below_floor=False)
+        planner = StepPlanner(trace, costs, options, budget_bytes)
+        planner.try_forms(self.training.task(self.shape).step)
+        plan = planner.solve(budget_bytes, raise_below_floor=False)
         note = f"expected error {plan.predicted_error:.2%}, not measured" if not plan.is_lossless else ""
         return self._change(name, described(self.smallest, plan), note)
 
@@ -126,13 +117,13 @@ class _Finder:
     def _estimate(self, name: str, layout: str, optimizer: str) -> FitChange:
         """A change by the estimate of the same micro-batch with it; seconds only where they are a roofline's here as well."""
         training, count = self.training, self.device.accumulation.of(self.shape.batch)
-        if training.regions is not None:
+        if training.options.regions is not None:
             return FitChange(name=name, does_fit=None, note="estimates choose regions themselves: regions= was given")
         try:
             found = estimate(
                 training.model,
                 training.batches.of(self.shape),
-                device=training.device_profile or _name_here(training),
+                device=training.options.device_profile or _name_here(training),
                 optimizer=optimizer,
                 layout=",".join(part for part in (layout, f"micro-batches={count}" if count > 1 else "") if part),
                 strategy="auto",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -32,20 +33,11 @@ from plimsoll.estimator.fit.single_device import (
     gradients_in_place,
 )
 from plimsoll.estimator.targets.target import TargetOptions, load_target
-from plimsoll.planning.costing.devices import find_device
-from plimsoll.session.budgets import resolve_budget
-from plimsoll.session.confirm import Trial, confirmed
 from plimsoll.session.manage import manage
+from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.rendezvous.participants import refuse_several_ranks
-from plimsoll.session.request import (
-    as_patterns,
-    check_count,
-    check_model,
-    explained_loss,
-    refuse_profiler,
-    split_detached,
-)
-from plimsoll.session.training_step import TrainingStep
+from plimsoll.session.task import check_model, explained_loss, refuse_profiler
+from plimsoll.session.trial import confirmed, run_trial
 from plimsoll.tracing.meters.timing import time_in_turns
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.recorder.untouched import untouched
@@ -133,13 +125,19 @@ def fit(
         batches=MicroBatches(batch, _sequences(sequences)),
         loss=explained_loss(loss),
         optimizer=optimizer,
-        regions=as_patterns(regions),
-        device_profile=None if device_profile is None else find_device(device_profile).name,
+        options=PlanOptions.read(regions=regions, device_profile=device_profile),
     )
     space, count = _space(training, global_batch, accumulation, most_batch)
     check_count("most_solves", most_solves, least=1)
+    if budget is None:
+        raise InvalidBudget(
+            "budget= is missing.",
+            why="without a limit the largest micro-batch without a plan is always the best",
+            next='budget="70GiB", or budget="auto" for the memory of the device',
+        )
+    limit = Budget.read(budget)
     job = _Job(training, count, report)
-    found = job.fit(budget, space, most_solves)
+    found = job.fit(limit, space, most_solves)
     report("done", 1.0)
     return msgspec.structs.replace(found, total_seconds=time.monotonic() - started)
 
@@ -153,18 +151,12 @@ class _Job:
         self._report = report
         self._reported = 0
 
-    def fit(self, budget: int | str | None, space: Space, most_solves: int) -> Fit:
+    def fit(self, budget: Budget, space: Space, most_solves: int) -> Fit:
         """Search, settle the best point, measure it."""
-        if budget is None:
-            raise InvalidBudget(
-                "budget= is missing.",
-                why="without a limit the largest micro-batch without a plan is always the best",
-                next='budget="70GiB", or budget="auto" for the memory of the device',
-            )
         device = SingleDevice(self._training, self._accumulation, 0, self._stage)
         smallest = Shape(space.ladder()[0], space.sequences[0])
         first, costs = device.traced(smallest)
-        device.budget_bytes = _resolved(budget, costs)
+        device.budget_bytes = _bytes_on(budget, costs)
         search = Search(space, device, device.budget_bytes, most_solves)
         search.run()
         best = self._settled(search, device)
@@ -219,16 +211,15 @@ class _Job:
     def _measured(self, device: SingleDevice, shape: Shape, plan: Plan) -> tuple[Plan, Claim]:
         """The plan run once (and solved again where its peak is above the budget), and what it takes."""
         training = self._training
-        args, kwargs = split_detached(training.batches.of(shape))
         accumulates = self._accumulation.of(shape.batch) > 1
         with gradients_in_place(training.model) if accumulates else contextlib.nullcontext():
-            step = TrainingStep(training.model, args, kwargs, loss=training.loss, optimizer=training.optimizer)
+            step = training.task(shape).step()
             bounded = msgspec.structs.replace(plan, budget_bytes=device.budget_bytes)
             try:
                 plan = confirmed(
                     bounded,
-                    Trial(step),
-                    resolve=lambda excess_bytes, scale: device.resolve(shape, excess_bytes),
+                    functools.partial(run_trial, step),
+                    lambda excess_bytes, scale: device.resolve(shape, excess_bytes),
                     max_error=plan.max_error,
                     progress=lambda stage, share: self._stage(stage),
                 )
@@ -254,8 +245,8 @@ class _Job:
         self._report(stage, 1.0 - 0.93**self._reported)
 
 
-def _resolved(budget: int | str, costs: Costs) -> int:
-    budget_bytes = resolve_budget(budget, costs)
+def _bytes_on(budget: Budget, costs: Costs) -> int:
+    budget_bytes = budget.bytes_on(costs)
     assert budget_bytes is not None, "a budget was given"
     return budget_bytes
 

@@ -9,7 +9,7 @@ everything fits, the step is simulated without a plan; where it does not, a plan
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +34,10 @@ from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.solve import solve
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full, choose_none
-from plimsoll.session.plan import trace_and_cost
-from plimsoll.session.request import split_detached
-from plimsoll.tracing.recorder.calling import Loss, call_tensors
+from plimsoll.session.options import PlanOptions
+from plimsoll.session.step_planner import trace_and_cost
+from plimsoll.session.task import TrainingTask, detached
+from plimsoll.tracing.recorder.calling import Loss, call_tensors, split_batch
 
 Report = Callable[[str], None]
 MakeBatch = Callable[[int, int], Any]
@@ -53,7 +54,7 @@ class MicroBatches:
             self.items_name = "tokens" if sequences else "examples"
             return
         self._sample = batch
-        args, kwargs = split_detached(batch)
+        args, kwargs = split_batch(detached(batch))
         tokens = _tokens(args, kwargs)
         first = next((tensor for tensor in call_tensors(args, kwargs) if tensor.dim() > 0), None)
         if first is None or not first.shape[0]:
@@ -111,13 +112,19 @@ class FitTraining:
     batches: MicroBatches
     loss: Loss | None
     optimizer: torch.optim.Optimizer | None
-    regions: Sequence[str] | None
-    device_profile: str | None
+    options: PlanOptions
+
+    def task(self, shape: Shape) -> TrainingTask:
+        """The step at a shape."""
+        batch = detached(self.batches.of(shape))
+        return TrainingTask(model=self.model, batch=batch, loss=self.loss, optimizer=self.optimizer)
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether the step cannot run here: another device, or parameters without memory."""
-        return self.device_profile is not None or any(parameter.is_meta for parameter in self.model.parameters())
+        return self.options.device_profile is not None or any(
+            parameter.is_meta for parameter in self.model.parameters()
+        )
 
 
 @contextlib.contextmanager
@@ -173,7 +180,7 @@ class StepFamily:
     def _predicted(self, shape: Shape) -> tuple[Trace, Costs]:
         predicted = self.family.at(shape)
         if self.training.is_elsewhere:
-            return predicted, roofline_costs(predicted, find_device(self.training.device_profile or "CPU"))
+            return predicted, roofline_costs(predicted, find_device(self.training.options.device_profile or "CPU"))
         return predicted, self.family.seconds_at(shape, self._costs)
 
     def _is_predictable(self, shape: Shape) -> bool:
@@ -188,14 +195,7 @@ class StepFamily:
         training = self.training
         self.report(f"tracing {shape}")
         with gradients_in_place(training.model) if self.accumulates else contextlib.nullcontext():
-            self.traces[shape], self._costs[shape] = trace_and_cost(
-                training.model,
-                training.batches.of(shape),
-                loss=training.loss,
-                optimizer=training.optimizer,
-                regions=training.regions,
-                device_profile=training.device_profile,
-            )
+            self.traces[shape], self._costs[shape] = trace_and_cost(training.task(shape), training.options)
         self._family = None
 
 

@@ -13,8 +13,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from plimsoll.artifacts.progress import Progress as Report
 
-"""Takes the stage in words and the share of it that is done, 0 to 1."""
-
 _QUIET_SECONDS = 2.0
 """What is over sooner needs no progress in a log."""
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from plimsoll import Plan, Receipt
 
-"""Takes what is being worked on and the share of it that is done."""
-
 OnStep = Callable[[int, float, float], None]
 """Takes the number of the step, its loss and its seconds."""
 

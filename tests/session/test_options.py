@@ -1,4 +1,4 @@
-"""What users allow, as they write it: read, or refused with the three parts of every error."""
+"""What users ask of a plan, as they write it: read, or refused with the three parts of every error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import plimsoll
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.receipt import Verdict
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidCodec, InvalidStrategy, PlimsollError, TracingFailed
-from plimsoll.session.allowance import read_allowance
+from plimsoll.session.options import PlanOptions
 from steps import Stack, Step, mean_square, stack
 from unchanged import unchanged
 
@@ -53,8 +53,8 @@ def between(whole: plimsoll.Plan) -> int:
     ],
 )
 def test_wishes_are_read_in_the_forms_that_people_write(asked: dict[str, Any], found: tuple[tuple[str, ...], float]):
-    allowance = read_allowance(**asked)
-    assert (allowance.allow, allowance.max_error) == found
+    options = PlanOptions.read(**asked)
+    assert (options.allow, options.max_error) == found
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_wishes_are_read_in_the_forms_that_people_write(asked: dict[str, Any], f
 )
 def test_what_cannot_be_meant_is_refused(asked: dict[str, Any], error: type[PlimsollError], part: str):
     with pytest.raises(error) as caught:
-        read_allowance(**asked)
+        PlanOptions.read(**asked)
     assert part in str(caught.value)
     assert caught.value.why
     assert caught.value.next

@@ -1,4 +1,4 @@
-"""A solved plan in; the same plan run once and measured, or one solved again because of what was measured, out.
+"""The trial run of a solved plan, and solving again where what it shows is not what was predicted.
 
 The bound certifies the model of the machine, not the machine. So the plan runs: the recording step and a steady one. What
 the measured peak exceeds the budget by is taken off the budget, and the plan is solved again. Where values are held in
@@ -20,9 +20,8 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.trace import Category
 from plimsoll.errors import BudgetBelowFloor
-from plimsoll.session.compare_tensors import relative_error
 from plimsoll.session.manage import manage
-from plimsoll.session.training_step import TrainingStep
+from plimsoll.session.training_step import TrainingStep, relative_error
 from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import format_bytes
 
@@ -37,7 +36,7 @@ Gradients = Mapping[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TrialRun:
     """What a plan took when it was run: bytes, and the relative error of the gradient (``None``: not compared).
 
     ``note`` says it where it was not this process alone.
@@ -48,42 +47,39 @@ class Measured:
     note: str = ""
 
 
-class Trials(Protocol):
-    """Runs plans and measures them."""
+def run_trial(step: TrainingStep, plan: Plan, gradients: Gradients | None = None) -> TrialRun:
+    """Run a plan: the larger peak of the recording step and a steady one, and the gradient's error.
 
-    def measure(self, plan: Plan) -> Measured:
-        """Run a plan."""
+    Optimizer state that is not there yet is added to the peak.
+
+    Args:
+        step: on the unmanaged model, which is left as it was.
+        plan: a usable one.
+        gradients: what they are without a plan; ``None``: they need not be compared.
+    """
+    error = None
+    with untouched(step.model), manage(step.model, plan):
+        recording = step.measure_peak()
+        steady = step.measure_peak()
+        if gradients is not None and not plan.is_lossless:
+            error = relative_error(gradients, step.gradients())
+    absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
+    return TrialRun(max(recording.peak_bytes, steady.peak_bytes) + absent_bytes, error)
+
+
+class Resolving(Protocol):
+    """Solves again with so many bytes taken off the budget, and with errors expected so many times larger."""
+
+    def __call__(self, excess_bytes: int, error_scale: float, /) -> Plan:
+        """A plan, or ``BudgetBelowFloor`` where nothing fits any more."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """How to run the step, and what its gradients are without a plan (``None``: they need not be compared)."""
-
-    step: TrainingStep
-    gradients: Gradients | None = None
-
-    def measure(self, plan: Plan) -> Measured:
-        """Run a plan: the larger peak of the recording step and a steady one, and the gradient's error.
-
-        Optimizer state that is not there yet is added to the peak.
-        """
-        error = None
-        step = self.step
-        with untouched(step.model), manage(step.model, plan):
-            recording = step.measure_peak()
-            steady = step.measure_peak()
-            if self.gradients is not None and not plan.is_lossless:
-                error = relative_error(self.gradients, step.gradients())
-        absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
-        return Measured(max(recording.peak_bytes, steady.peak_bytes) + absent_bytes, error)
 
 
 def confirmed(
     plan: Plan,
-    trial: Trials,
+    run: Callable[[Plan], TrialRun],
+    resolve: Resolving,
     *,
-    resolve: Callable[[int, float], Plan],
     max_error: float | None,
     progress: Progress,
 ) -> Plan:
@@ -91,9 +87,8 @@ def confirmed(
 
     Args:
         plan: the plan as solved.
-        trial: runs it.
-        resolve: solves again with so many bytes taken off the budget, and with errors expected so many times larger;
-            raises ``BudgetBelowFloor`` where nothing fits any more.
+        run: runs a plan.
+        resolve: solves again.
         max_error: the relative error of the gradient that is allowed; ``None``: any.
         progress: told the stage and the share done.
     """
@@ -101,7 +96,7 @@ def confirmed(
     best: Plan | None = None
     for attempt in range(MAX_ATTEMPTS):
         progress("running the plan once", attempt / MAX_ATTEMPTS)
-        measured = trial.measure(plan)
+        measured = run(plan)
         over_bytes = 0 if plan.budget_bytes is None else measured.peak_bytes - plan.budget_bytes
         is_wrong = max_error is not None and measured.error is not None and measured.error > max_error
         if over_bytes <= 0 and not is_wrong:
@@ -134,14 +129,14 @@ def confirmed(
     )
 
 
-def error_scale(plan: Plan, trial: Trials) -> float:
+def error_scale(plan: Plan, run: Callable[[Plan], TrialRun]) -> float:
     """How many times larger than expected the errors of a plan are, run once, with a margin; 1 for a lossless one."""
     if plan.is_lossless or not plan.predicted_error:
         return 1.0
-    return _scale_of(plan, trial.measure(plan)) / _ERROR_MARGIN
+    return _scale_of(plan, run(plan)) / _ERROR_MARGIN
 
 
-def _looser(plan: Plan, measured: Measured, scale: float, max_error: float) -> float | None:
+def _looser(plan: Plan, measured: TrialRun, scale: float, max_error: float) -> float | None:
     """The scale at which a cheaper plan may be found; ``None`` if errors are not what holds this plan back."""
     if measured.error is None or not plan.predicted_error:
         return None
@@ -151,7 +146,7 @@ def _looser(plan: Plan, measured: Measured, scale: float, max_error: float) -> f
     return max(_scale_of(plan, measured) / _ERROR_MARGIN, scale / _MOST_LOOSENING)
 
 
-def _scale_of(plan: Plan, measured: Measured) -> float:
+def _scale_of(plan: Plan, measured: TrialRun) -> float:
     """How many times larger the measured error is than the expected one."""
     assert measured.error is not None
     if not math.isfinite(measured.error):
@@ -159,7 +154,7 @@ def _scale_of(plan: Plan, measured: Measured) -> float:
     return measured.error / plan.predicted_error
 
 
-def _with_measured(plan: Plan, measured: Measured, scale: float) -> Plan:
+def _with_measured(plan: Plan, measured: TrialRun, scale: float) -> Plan:
     note = measured.note or f"run once: the measured peak was {format_bytes(measured.peak_bytes)}"
     if measured.error is not None:
         note += f", the gradient's relative error {measured.error:.2%}"

@@ -1,29 +1,83 @@
-"""What a user passed in; the same, checked and in the form that the stages take, out; or the error that says what is wrong."""
+"""A training task: the model, batch, loss and optimizer that a user passes, checked once, at the public verb.
+
+Everything behind the verb takes a `TrainingTask` and checks nothing again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.region import ManagedRegion
 from plimsoll.errors import (
     InvalidLoss,
     InvalidModel,
-    InvalidOption,
-    InvalidRegions,
-    PlanNotUsable,
     PlimsollError,
     TracingFailed,
 )
+from plimsoll.session.training_step import Context, TrainingStep
 from plimsoll.tracing.recorder.calling import Loss, split_batch
+from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 
+BATCH = "batch, mode and loss"
+"""The name of the fact that ranks have the same batches, modes and losses."""
 _OF_OURS = (PlimsollError, torch.OutOfMemoryError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingTask:
+    """One training step as a user describes it. ``read`` checks it; the fields are then as the stages want them.
+
+    ``batch`` is cut from the graph that made it, and ``loss`` raises ``InvalidLoss`` where it fails.
+    """
+
+    model: nn.Module
+    batch: Any
+    loss: Loss | None = None
+    optimizer: torch.optim.Optimizer | None = None
+
+    @classmethod
+    def read(
+        cls, model: nn.Module, batch: Any, *, loss: Loss | None = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> TrainingTask:
+        """The task of what a user passed.
+
+        Raises:
+            InvalidModel: no module, managed already, or no optimizer.
+            InvalidBatch: neither a tensor, nor a tuple, nor a mapping.
+            InvalidLoss: it cannot be called.
+            TracingFailed: a profiler runs.
+        """
+        check_model(model, optimizer)
+        refuse_profiler(model)
+        return cls(model=model, batch=detached(batch), loss=explained_loss(loss), optimizer=optimizer)
+
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model is called with, by position and by name."""
+        return split_batch(self.batch)
+
+    def step(self, context: Context = contextlib.nullcontext) -> TrainingStep:
+        """The step, to be run from the state that model and random numbers are in now, in contexts of this kind."""
+        return TrainingStep(self.model, *self.call(), loss=self.loss, optimizer=self.optimizer, context=context)
+
+    def signature(self) -> str:
+        """Shapes, dtypes, mode and loss, as plans and receipts name them."""
+        return signature(self.model, *self.call(), loss=self.loss)
+
+    def facts(self) -> dict[str, str]:
+        """What has to be the same on ranks that plan one step together; of the batch not the contents."""
+        return {
+            "model": fingerprint(self.model),
+            BATCH: self.signature(),
+            "optimizer": type(self.optimizer).__name__,
+            "device": ", ".join(sorted({parameter.device.type for parameter in self.model.parameters()})),
+        }
 
 
 def check_module(model: object) -> nn.Module:
@@ -87,55 +141,19 @@ def is_managed(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), ManagedRegion)
 
 
-def check_plan(plan: object) -> None:
-    """Refuse what is no plan.
-
-    Raises:
-        PlanNotUsable: a path or something else was passed in its place.
-    """
-    if not isinstance(plan, Plan):
-        raise PlanNotUsable(
-            f"A {type(plan).__name__} is no plan.",
-            why="decisions come from plimsoll.plan(...), or from a file by plimsoll.load(path)",
-            next="plimsoll.load(path)" if isinstance(plan, str) else "plan = plimsoll.plan(model, batch, budget=...)",
-        )
-
-
-def check_count(name: str, count: object, *, least: int) -> None:
-    """Refuse an option that counts steps or calls and is no whole number, or too small.
-
-    Raises:
-        InvalidOption: says which.
-    """
-    if isinstance(count, int) and not isinstance(count, bool) and count >= least:
-        return
-    raise InvalidOption(
-        f"{name}={count!r} is no count.",
-        why=f"it has to be a whole number, {least} or more",
-        next=f"{name}={max(least, 1)}" + (f", or {name}=0 for never" if least == 0 else ""),
-    )
-
-
-def split_detached(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the call, cut from the graph that made them: a trial backward must not run into it.
-
-    Raises:
-        InvalidBatch: neither a tensor, nor a tuple, nor a mapping.
-    """
-    args, kwargs = split_batch(batch)
-    cut: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(torch.Tensor, _detached, (args, kwargs))
-    return cut
-
-
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
 
 def detached(batch: Any) -> Any:
-    """The batch in its own form, cut from the graph that made it."""
+    """The batch in its own form, cut from the graph that made it: a trial backward must not run into it.
+
+    Raises:
+        InvalidBatch: neither a tensor, nor a tuple, nor a mapping.
+    """
     if isinstance(batch, torch.Tensor):
         return _detached(batch)
-    args, kwargs = split_detached(batch)
+    args, kwargs = tree_map_only(torch.Tensor, _detached, split_batch(batch))
     return kwargs or args
 
 
@@ -171,26 +189,3 @@ def explained_loss(loss: object) -> Loss | None:
     # What has no name of its own (an nn.Module, a partial) goes by its class in the signature of the step.
     explained.__qualname__ = getattr(loss, "__qualname__", type(loss).__qualname__)
     return explained
-
-
-def as_patterns(regions: Sequence[str] | str | None) -> tuple[str, ...] | None:
-    """Region patterns as a tuple; one pattern may stand alone.
-
-    Raises:
-        InvalidRegions: an empty list, which would manage nothing.
-    """
-    if regions is None:
-        return None
-    patterns = (regions,) if isinstance(regions, str) else tuple(regions)
-    if not patterns:
-        raise InvalidRegions(
-            "regions= is empty.",
-            why="without regions there is nothing to decide about",
-            next="leave it out for the repeated blocks, or name modules as in 'model.layers.*'",
-        )
-    return patterns
-
-
-def as_strategies(strategies: Sequence[str] | str) -> tuple[str, ...]:
-    """Names of strategies, each once; one name may stand alone."""
-    return (strategies,) if isinstance(strategies, str) else tuple(dict.fromkeys(strategies))

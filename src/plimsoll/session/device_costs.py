@@ -1,0 +1,299 @@
+"""What the ops of a step and the engine's own work cost on this device, as far as both can be measured.
+
+*Ops.* Seconds are the median of the faster half of an op's samples, with their spread. The faster half, because an op to which
+the system gives fresh memory waits for its pages: on a virtual machine up to five times as long as it computes, in the first
+run after memory went back to the system. What a plan has run again takes memory that backward has just let go, and waits for
+nothing. Ops without samples (an optimizer step is traced fake, so that the model stays as it was) get a roofline whose
+bandwidth, arithmetic rate and launch time are fitted to the ops that do have samples: `fit_roofline`. Such ops have a spread
+as large as the fit's own typical error.
+
+*Engine.* Small real regions run under it, in a few tenths of a second. The engine is Python. Between ops that have gone
+through megabytes it runs from cold caches and takes several times as long as in a tight loop, so between two links of the
+chain that is measured as many bytes are touched as an op of the step moves. On other devices than the CPU the host's caches
+stay warm.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from plimsoll.artifacts.costs import Costs, CostSource, OpCost
+from plimsoll.artifacts.decision import Decision, Status
+from plimsoll.artifacts.plan import Peak, Plan, RegionPlan, ValueDecision
+from plimsoll.artifacts.trace import OpSpec, Trace
+from plimsoll.planning.costing.engine_overhead import ChainLaps, EngineOverhead, faster_half_median, overhead_of
+from plimsoll.session.manage import manage
+
+_COMPUTE_BOUND_FLOPS_PER_BYTE = 8.0
+"""Above it an op is taken to be bound by arithmetic; between 5 (slow f32) and 300 (bf16 on an H100) on real devices."""
+_LARGE_BYTES = 2**18
+"""Ops that move less say more about launches than about bandwidth."""
+_NO_ENGINE = EngineOverhead()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittedRoofline:
+    """What a device reached on the ops that were timed."""
+
+    bytes_per_second: float
+    flops_per_second: float
+    launch_seconds: float
+    relative_error: float
+    """Median of |fitted - measured| / measured over the ops that it was fitted to."""
+
+    def seconds(self, spec: OpSpec) -> float:
+        return self.launch_seconds + max(spec.moved_bytes / self.bytes_per_second, spec.flops / self.flops_per_second)
+
+
+def measured_costs(trace: Trace, engine: EngineOverhead = _NO_ENGINE) -> Costs:
+    """Seconds of every op of ``trace`` on the device on which it was traced, and of the engine's own work on this host.
+
+    A plan's extra seconds are those of the ops that it runs again, plus ``engine`` for every region that it touches.
+
+    Args:
+        trace: a trace with ``timings``; a fake one has none and needs ``roofline_costs``.
+        engine: what the engine was measured to take on this host.
+    """
+    assert trace.timings, "a fake trace has no timings: use roofline_costs"
+    ops = {key: op_cost(samples) for key, samples in trace.timings.items() if samples}
+    unseen = [key for key in trace.specs if key not in ops]
+    if unseen:
+        fit = fit_roofline(trace.specs, {key: cost.seconds for key, cost in ops.items()})
+        for key in unseen:
+            seconds = fit.seconds(trace.specs[key])
+            ops[key] = OpCost(seconds=seconds, spread_seconds=seconds * fit.relative_error)
+    if hides_host_work(trace, ops, engine):
+        engine = _NO_ENGINE
+    return Costs(
+        device=trace.device,
+        source=CostSource.MEASURED,
+        ops=ops,
+        region_seconds=engine.region_seconds,
+        slot_seconds=engine.slot_seconds,
+        replay_seconds=engine.replay_seconds,
+        memory_bytes=device_memory_bytes(trace.device),
+    )
+
+
+def hides_host_work(trace: Trace, ops: Mapping[str, OpCost], engine: EngineOverhead) -> bool:
+    """Whether the step's ops keep a device busy for longer than the host takes to launch them, so that the host runs ahead.
+
+    Known weakness: not yet compared with a GPU; a step of which a part is bound by launches counts as what most of it is.
+    """
+    if trace.device.partition(":")[0] == "cpu":
+        return False
+    device_seconds = sum(ops[op.cost_key].seconds for op in trace.ops if op.cost_key in ops)
+    return device_seconds > len(trace.ops) * engine.host_op_seconds
+
+
+def op_cost(samples: Sequence[float]) -> OpCost:
+    """The median of the faster half of ``samples``, and half the distance between the quartiles of all of them."""
+    if len(samples) < 2:
+        return OpCost(seconds=samples[0])
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return OpCost(seconds=faster_half_median(samples), spread_seconds=(high - low) / 2)
+
+
+def fit_roofline(specs: Mapping[str, OpSpec], seconds: Mapping[str, float]) -> FittedRoofline:
+    """Bandwidth, arithmetic rate and launch time that the timed ops show: medians, so that odd ops do not matter.
+
+    Where no timed op is large enough to show a rate, the fastest that any of them showed stands in for it.
+    """
+    timed = [(specs[key], value) for key, value in seconds.items() if key in specs and value > 0]
+    assert timed, "no op was timed"
+    small = sorted(value for spec, value in timed if spec.moved_bytes < _LARGE_BYTES and not _is_compute_bound(spec))
+    launch_seconds = small[len(small) // 10] if small else min(value for _, value in timed) / 2
+    net = [(spec, max(value - launch_seconds, value / 10)) for spec, value in timed]
+    fit = FittedRoofline(
+        bytes_per_second=_rate(
+            [(spec.moved_bytes, value) for spec, value in net if not _is_compute_bound(spec)], at_least=_LARGE_BYTES
+        ),
+        flops_per_second=_rate(
+            [(spec.flops, value) for spec, value in net if _is_compute_bound(spec)],
+            at_least=int(_LARGE_BYTES * _COMPUTE_BOUND_FLOPS_PER_BYTE),
+        ),
+        launch_seconds=launch_seconds,
+        relative_error=0.0,
+    )
+    errors = [abs(fit.seconds(spec) - value) / value for spec, value in timed]
+    return FittedRoofline(
+        bytes_per_second=fit.bytes_per_second,
+        flops_per_second=fit.flops_per_second,
+        launch_seconds=fit.launch_seconds,
+        relative_error=statistics.median(errors),
+    )
+
+
+def device_memory_bytes(device: str) -> int | None:
+    """Memory of ``device`` (``"cpu"``, ``"cuda:0"``), ``None`` where it cannot be told."""
+    kind = device.partition(":")[0]
+    if kind == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(torch.device(device)).total_memory)
+    if kind == "cpu" and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def _is_compute_bound(spec: OpSpec) -> bool:
+    return spec.flops > _COMPUTE_BOUND_FLOPS_PER_BYTE * spec.moved_bytes
+
+
+def _rate(work_and_seconds: Iterable[tuple[int, float]], *, at_least: int) -> float:
+    rates = [(work, work / seconds) for work, seconds in work_and_seconds if work]
+    large = [rate for work, rate in rates if work >= at_least]
+    if large:
+        return statistics.median(large)
+    return max((rate for _, rate in rates), default=float("inf"))
+
+
+_SHORT_LINKS, _LONG_LINKS = 5, 15
+_SECONDS = 0.25
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
+_MOST_TOUCHED_BYTES = 8 * 2**20
+"""More takes long, and tells little more: most of the caches are cold."""
+
+
+def measure_engine(trace: Trace) -> EngineOverhead:
+    """Host seconds of the engine beside ops like those of ``trace``; zeros where regions cannot be managed just now.
+
+    That is where somebody else's hooks on saved tensors are at work around the call. Random state and modes stay as they are.
+    """
+    with torch.enable_grad():
+        return _measure(_touched_bytes(trace))
+
+
+def _touched_bytes(trace: Trace) -> int:
+    """Bytes that one op of the step moves on average through the host's caches."""
+    moved = [trace.specs[op.cost_key].moved_bytes for op in trace.ops if op.cost_key in trace.specs]
+    if not moved or torch.device(trace.device).type != "cpu":
+        return 0
+    return min(sum(moved) // len(moved), _MOST_TOUCHED_BYTES)
+
+
+def _measure(touched_bytes: int) -> EngineOverhead:
+    watch = _Stopwatch(touched_bytes)
+    unmanaged, short, long = (_Model(links, watch) for links in (_LONG_LINKS, _SHORT_LINKS, _LONG_LINKS))
+    with manage(short, _plan_for(_SHORT_LINKS)), manage(long, _plan_for(_LONG_LINKS)) as handle:
+        for model in (unmanaged, short, long) * 2:  # to record, and to learn the order of reading
+            model.take_laps()
+        if not any(outcome.dropped_bytes for outcome in handle.outcomes()):
+            return EngineOverhead()
+        taken: dict[_Model, list[ChainLaps]] = {unmanaged: [], short: [], long: []}
+        end = time.perf_counter() + _SECONDS
+        for turn in range(_MOST_ROUNDS):
+            if turn >= _LEAST_ROUNDS and time.perf_counter() > end:
+                break
+            for model, steps in taken.items():
+                steps.append(model.take_laps())
+    return overhead_of(taken[unmanaged], taken[short], taken[long], [value + 1 for value in _dropped(_LONG_LINKS)])
+
+
+def _dropped(links: int) -> list[int]:
+    """The links whose result, saved by the next one, is dropped: pairs, so that every second one ends a recipe's chain."""
+    return [link for link in range(links - 1) if link % 4 < 2]
+
+
+class _Stopwatch:
+    """Notes what passes between two laps; what it does to the caches in between does not count."""
+
+    def __init__(self, touched_bytes: int) -> None:
+        self.laps: list[float] = []
+        self._memory = np.zeros(touched_bytes // 8)
+        self._since = 0.0
+
+    def lap(self, *_: Any) -> None:
+        self.laps.append(time.perf_counter() - self._since)
+        self.go()
+
+    def go(self) -> None:
+        self._memory += 1.0
+        self._since = time.perf_counter()
+
+
+class _Chain(nn.Module):
+    """Small ops one after the other, each of which saves its input; a lap ends before and after every one, both ways."""
+
+    def __init__(self, links: int, watch: _Stopwatch) -> None:
+        super().__init__()
+        self._links = range(links)
+        self._watch = watch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in self._links:
+            self._watch.lap()
+            x = x.sin()
+            x.register_hook(self._watch.lap)
+        self._watch.lap()
+        return x
+
+
+class _Model(nn.Module):
+    def __init__(self, links: int, watch: _Stopwatch) -> None:
+        super().__init__()
+        self.chain = _Chain(links, watch)
+        self._links = links
+        self._watch = watch
+        self._start = torch.ones(1, dtype=torch.float32, device="cpu", requires_grad=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.chain(x)
+        return out
+
+    def take_laps(self) -> ChainLaps:
+        """One step."""
+        watch, links = self._watch, self._links
+        watch.laps = []
+        watch.go()
+        out = self(self._start)
+        watch.lap()
+        torch.autograd.grad(out, self._start)
+        watch.lap()
+        entry, *forward = watch.laps[: links + 1]
+        exit_, _, *backward = watch.laps[links + 1 :]  # the second lap is autograd's start
+        return ChainLaps(
+            entry_seconds=entry,
+            forward_seconds=tuple(forward),
+            exit_seconds=exit_,
+            backward_seconds=tuple(reversed(backward)),
+        )
+
+
+def _plan_for(links: int) -> Plan:
+    decisions = tuple(
+        ValueDecision(value=f"sin#{link}", decision=Decision.RECOMPUTE, bytes=4) for link in _dropped(links)
+    )
+    region = RegionPlan(name="chain", call=0, kind="chain", decisions=decisions, retained_bytes=0, replay_seconds=0.0)
+    nowhere = Peak(moment="", bytes=0, holders=())
+    return Plan(
+        status=Status.FEASIBLE,
+        strategy="chain",
+        model="chain",
+        fingerprint="",
+        signature="",
+        device="cpu",
+        cost_source=CostSource.MEASURED,
+        cost_device="cpu",
+        budget_bytes=None,
+        floor_bytes=0,
+        baseline_peak_bytes=0,
+        baseline_seconds=0.0,
+        predicted_peak_bytes=0,
+        predicted_seconds=0.0,
+        lower_bound_seconds=0.0,
+        gap_of_overhead=0.0,
+        gap_of_step=0.0,
+        price_seconds_per_byte=0.0,
+        regions=(region,),
+        peak=nowhere,
+        baseline_peak=nowhere,
+        classes={},
+    )

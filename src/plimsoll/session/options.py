@@ -1,0 +1,297 @@
+"""What a user asks of a plan: a budget and options, read once at the public verb, in the forms that people write.
+
+Everything behind the verb takes `PlanOptions`, and a budget in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.plan import COLLECTIVES, Plan
+from plimsoll.artifacts.trace import RegionCall, Trace
+from plimsoll.errors import BudgetAboveDevice, InvalidOption, InvalidRegions, InvalidStrategy
+from plimsoll.planning.costing.devices import find_device
+from plimsoll.planning.limits import Limits
+from plimsoll.planning.pins import Override, parse_override
+from plimsoll.planning.strategies import check_strategy, codecs_of_strategy, uses_link
+from plimsoll.tracing.recorder.collectives import IS_COLLECTIVE
+from plimsoll.units import format_bytes, parse_bytes
+
+AUTO_MARGIN = 0.08
+"""``budget="auto"`` leaves this share of the device's memory free: allocator fragmentation, libraries' workspaces, others."""
+_ALLOWED = ("recompute", "compress", "offload", COLLECTIVES)
+_WORD_OF = {Decision.RECOMPUTE: "recompute", Decision.COMPRESS: "compress", Decision.OFFLOAD: "offload"}
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The limit of a step's memory as a user gave it: bytes, none at all, or what the device has (``is_auto``)."""
+
+    asked_bytes: int | None = None
+    is_auto: bool = False
+
+    @classmethod
+    def read(cls, budget: int | str | None) -> Budget:
+        """The budget of what a user wrote.
+
+        Raises:
+            InvalidBudget: no unit, an ambiguous unit, or nothing positive.
+        """
+        return cls() if budget is None else cls.required(budget)
+
+    @classmethod
+    def required(cls, budget: int | str) -> Budget:
+        """As ``read``, where no limit would make no sense."""
+        return cls(is_auto=True) if budget == "auto" else cls(parse_bytes(budget))
+
+    def bytes_on(self, costs: Costs) -> int | None:
+        """The budget in bytes on the device that these costs are of; ``None`` without a limit.
+
+        Raises:
+            BudgetAboveDevice: more than the device has, or its memory is asked for and not known.
+        """
+        asked_bytes, memory_bytes = self.asked_bytes, costs.memory_bytes
+        if self.is_auto:
+            if memory_bytes is None:
+                raise BudgetAboveDevice(
+                    f"The memory of {costs.device} is not known.",
+                    why="budget='auto' takes the device's memory less a margin",
+                    next="name the budget in bytes",
+                )
+            return int(memory_bytes * (1 - AUTO_MARGIN))
+        if asked_bytes is not None and memory_bytes is not None and asked_bytes > memory_bytes:
+            raise BudgetAboveDevice(
+                f"budget {format_bytes(asked_bytes)} is more than {costs.device} has, {format_bytes(memory_bytes)}.",
+                why="a plan for memory that is not there would run out of it",
+                next=f'budget "{memory_bytes}B" or less, or budget="auto"',
+            )
+        return asked_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What plans of one step may do; ``read`` checks what a user wrote.
+
+    ``strategies`` are those that will be asked for: a named one that compresses or offloads allows itself to. ``max_error``
+    is the relative error of the gradient; ``link`` is empty for the device's default.
+    """
+
+    strategies: tuple[str, ...] = ("auto",)
+    regions: tuple[str, ...] | None = None
+    device_profile: str | None = None
+    allow: tuple[str, ...] = ("recompute",)
+    max_error: float = 0.0
+    host_budget_bytes: int | None = None
+    overrides: tuple[Override, ...] = ()
+    link: str = ""
+
+    @classmethod
+    def read(
+        cls,
+        *,
+        strategies: Sequence[str] | str = ("auto",),
+        regions: Sequence[str] | str | None = None,
+        device_profile: str | None = None,
+        allow: Collection[str] | str = ("recompute",),
+        max_error: float | str = 0.0,
+        host_budget: int | str | None = None,
+        overrides: Sequence[str] | str = (),
+        link: str | None = None,
+    ) -> PlanOptions:
+        """The options of what a user wrote.
+
+        Raises:
+            InvalidStrategy: no such strategy, an unknown word, an error that is no share, or a lossy wish that nothing allows.
+            InvalidRegions: an empty list.
+            InvalidBudget: a host budget without a clear unit.
+            UnknownDevice: no such device in the catalogue.
+        """
+        strategies = (strategies,) if isinstance(strategies, str) else tuple(dict.fromkeys(strategies))
+        for strategy in strategies:
+            check_strategy(strategy)
+        if device_profile is not None:
+            find_device(device_profile)
+        decided = tuple(parse_override(text) for text in ((overrides,) if isinstance(overrides, str) else overrides))
+        options = cls(
+            strategies=strategies,
+            regions=as_patterns(regions),
+            device_profile=device_profile,
+            allow=tuple(word for word in _ALLOWED if word in _words(allow)),
+            max_error=read_error(max_error),
+            host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
+            overrides=decided,
+            link=link or "",
+        )
+        options._refuse_contradictions()
+        return options
+
+    def _refuse_contradictions(self) -> None:
+        """Refuse wishes that ``allow`` does not allow."""
+        words = ", ".join(self.allow)
+        if self.max_error and "compress" not in self.allow and not self.codecs:
+            raise InvalidStrategy(
+                f"max_error={self.max_error:g} allows lossy codecs, but compression is not allowed.",
+                why=f"allow= is {words}",
+                next="allow=('recompute', 'compress'), or leave max_error out",
+            )
+        if self.may_repeat_collectives and not self.may_recompute:
+            raise InvalidStrategy(
+                "allow= has 'collectives' without 'recompute'.",
+                why="collectives are run again as part of recomputing what is behind them",
+                next="allow=('recompute', 'collectives')",
+            )
+        for override in self.overrides:
+            word = _WORD_OF.get(override.decision)
+            if word is not None and word not in self.allow:
+                raise InvalidStrategy(
+                    f"override {override.pattern!r} asks for {override.decision.value}, which is not allowed.",
+                    why=f"allow= is {words}",
+                    next=f"add {word!r} to allow=, or override with another decision",
+                )
+
+    def facts(self) -> dict[str, str]:
+        """What has to be the same on ranks that plan together; budgets, of the host too, may differ."""
+        names = ("regions", "device_profile", "allow", "max_error", "overrides", "link")
+        strategies = {"strategy": ", ".join(map(repr, self.strategies))}
+        return strategies | {name: repr(getattr(self, name)) for name in names}
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """Lossy codecs that named strategies ask for."""
+        return tuple(dict.fromkeys(codec for name in self.strategies for codec in codecs_of_strategy(name)))
+
+    @property
+    def wants_forms(self) -> bool:
+        """Whether values may be held in another form at all."""
+        return self.may_compress or self.may_offload
+
+    @property
+    def insists_on_forms(self) -> bool:
+        """Whether values are to be held in another form even where everything fits."""
+        return (
+            bool(self.codecs) or any(map(uses_link, self.strategies)) or self.overrides_without_forms != self.overrides
+        )
+
+    @property
+    def may_compress(self) -> bool:
+        return "compress" in self.allow or bool(self.codecs)
+
+    @property
+    def may_offload(self) -> bool:
+        return "offload" in self.allow or any(map(uses_link, self.strategies))
+
+    @property
+    def may_recompute(self) -> bool:
+        return "recompute" in self.allow
+
+    @property
+    def may_repeat_collectives(self) -> bool:
+        return COLLECTIVES in self.allow
+
+    @property
+    def wants_lossy(self) -> bool:
+        return self.max_error > 0 or bool(self.codecs)
+
+    @property
+    def overrides_without_forms(self) -> tuple[Override, ...]:
+        """Overrides that need no other form."""
+        return tuple(o for o in self.overrides if o.decision in (Decision.KEEP, Decision.RECOMPUTE))
+
+    def opened(self, trace: Trace) -> Trace:
+        """The trace as plans may see it: where they may repeat collectives, these are ops like others, with their seconds."""
+        if not self.may_repeat_collectives:
+            return trace
+        return msgspec.structs.replace(trace, regions=tuple(map(_without_collectives, trace.regions)))
+
+    def limits(self, error_scale: float = 1.0) -> Limits:
+        """What regions share, if errors are so many times larger than expected."""
+        return Limits((self.max_error / error_scale) ** 2, self.host_budget_bytes)
+
+    def most_error(self, strategy: str) -> float | None:
+        """The error that a plan may be measured to cause; ``None``: any."""
+        return None if codecs_of_strategy(strategy) else self.max_error
+
+    def written_into(self, plan: Plan) -> Plan:
+        """The plan with what it was allowed."""
+        return msgspec.structs.replace(
+            plan,
+            allow=self.allow,
+            max_error=self.most_error(plan.strategy),
+            host_budget_bytes=self.host_budget_bytes,
+        )
+
+
+def _without_collectives(call: RegionCall) -> RegionCall:
+    ops = tuple(
+        msgspec.structs.replace(op, obstacle="") if op.obstacle == IS_COLLECTIVE else op for op in call.graph.ops
+    )
+    return msgspec.structs.replace(call, graph=msgspec.structs.replace(call.graph, ops=ops))
+
+
+def _words(allow: Collection[str] | str) -> frozenset[str]:
+    words = frozenset(word.strip() for word in (allow.split(",") if isinstance(allow, str) else allow))
+    unknown = sorted(words - set(_ALLOWED))
+    if unknown or not words:
+        raise InvalidStrategy(
+            f"allow={allow!r} is not understood.",
+            why=f"{unknown[0]!r} is none of {', '.join(_ALLOWED)}"
+            if unknown
+            else "it is empty; strategy='none' keeps all",
+            next="write allow=('recompute', 'compress', 'offload') or some of them; 'collectives' lets recipes repeat those",
+        )
+    return words
+
+
+def read_error(max_error: float | str) -> float:
+    """``0.01``, ``"1%"``, ``"0.01"``."""
+    try:
+        text = str(max_error).strip()
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share < 1:
+        raise InvalidStrategy(
+            f"max_error={max_error!r} is not a share of the gradient.",
+            why="it is the relative error that the gradient may have, from 0 (lossless) to below 1",
+            next="write max_error=0.01, or '1%'",
+        )
+    return share
+
+
+def as_patterns(regions: Sequence[str] | str | None) -> tuple[str, ...] | None:
+    """Region patterns as a tuple; one pattern may stand alone.
+
+    Raises:
+        InvalidRegions: an empty list, which would manage nothing.
+    """
+    if regions is None:
+        return None
+    patterns = (regions,) if isinstance(regions, str) else tuple(regions)
+    if not patterns:
+        raise InvalidRegions(
+            "regions= is empty.",
+            why="without regions there is nothing to decide about",
+            next="leave it out for the repeated blocks, or name modules as in 'model.layers.*'",
+        )
+    return patterns
+
+
+def check_count(name: str, count: object, *, least: int) -> None:
+    """Refuse an option that counts steps or calls and is no whole number, or too small.
+
+    Raises:
+        InvalidOption: says which.
+    """
+    if isinstance(count, int) and not isinstance(count, bool) and count >= least:
+        return
+    raise InvalidOption(
+        f"{name}={count!r} is no count.",
+        why=f"it has to be a whole number, {least} or more",
+        next=f"{name}={max(least, 1)}" + (f", or {name}=0 for never" if least == 0 else ""),
+    )
