@@ -1,4 +1,4 @@
-"""Hidden states, weight and labels in, the losses out, with gradients made chunk by chunk; all logits never exist together.
+"""The autograd functions of the chunked loss: its gradients are made chunk by chunk, and all logits never exist together.
 
 For a sum the gradients of hidden states, weight and bias are computed in forward, where each chunk's logits are at hand
 anyway; backward only scales them. For losses per row the scale is not known before backward: there each chunk is computed
@@ -46,18 +46,11 @@ class ChunkedLosses(torch.autograd.Function):
     """The sum of the losses (a scalar), with gradients ready when forward returns."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        head: Head,
-    ) -> torch.Tensor:
-        work = _Work(hidden, weight, bias, labels, head)
+    def forward(ctx: Any, *given: Any) -> torch.Tensor:
+        work = _Work(*given)
         gradients = work.empty_gradients(ctx.needs_input_grad[:3])
         losses = work.run(gradients, None)
-        ctx.gradients, ctx.head = work.as_given(gradients), head
+        ctx.gradients, ctx.chunk_rows = work.as_given(gradients), work.head.chunk_rows
         return losses.sum()
 
     @staticmethod
@@ -73,7 +66,7 @@ class ChunkedLosses(torch.autograd.Function):
         (scale,) = outer
         for gradient in gradients:
             if gradient is not None:
-                _scale(gradient, scale, ctx.head.chunk_rows)
+                _scale(gradient, scale, ctx.chunk_rows)
         return (*gradients, None, None)
 
     @staticmethod
@@ -85,17 +78,10 @@ class ChunkedLossPerRow(torch.autograd.Function):
     """One loss per row; the gradients are made in backward, where each chunk's logits are computed again."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        head: Head,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.head = head
-        return _Work(hidden, weight, bias, labels, head).run((None, None, None), None)
+    def forward(ctx: Any, *given: Any) -> torch.Tensor:
+        *tensors, ctx.head = given
+        ctx.save_for_backward(*tensors)
+        return _Work(*given).run((None, None, None), None)
 
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> Any:
@@ -137,7 +123,7 @@ def _no_derivative(how: str) -> InvalidLoss:
 
 
 class _Work:
-    """The loop over chunks, without autograd."""
+    """The loop over chunks, without autograd; made of what the functions above are applied to."""
 
     def __init__(
         self,
@@ -149,7 +135,7 @@ class _Work:
     ) -> None:
         dtype = head.compute_dtype
         self._given = (hidden, weight, bias)
-        self._head = head
+        self.head = head
         self._hidden = hidden
         self._weight = weight.to(dtype)
         self._bias = None if bias is None else bias.to(dtype)
@@ -159,7 +145,7 @@ class _Work:
     def empty_gradients(self, needed: tuple[bool, ...]) -> Gradients:
         """Zeros to add to, for what needs a gradient."""
         hidden, weight, bias = self._given
-        wanted = self._head.accumulate_dtype
+        wanted = self.head.accumulate_dtype
         return (
             torch.empty_like(hidden) if needed[0] else None,
             torch.zeros_like(weight, dtype=wanted) if needed[1] else None,
@@ -178,10 +164,10 @@ class _Work:
         """Losses per row, with gradients of ``sum(row_scale * losses)`` added to what is given."""
         count = self._hidden.shape[0]
         wants_slope = any(gradient is not None for gradient in gradients)
-        losses = torch.empty(count, dtype=wide(self._head.compute_dtype), device=self._hidden.device)
-        for start in range(0, count, self._head.chunk_rows):
-            rows = slice(start, min(start + self._head.chunk_rows, count))
-            states = self._hidden[rows].to(self._head.compute_dtype)
+        losses = torch.empty(count, dtype=wide(self.head.compute_dtype), device=self._hidden.device)
+        for start in range(0, count, self.head.chunk_rows):
+            rows = slice(start, min(start + self.head.chunk_rows, count))
+            states = self._hidden[rows].to(self.head.compute_dtype)
             scale = None if row_scale is None else row_scale[rows]
             losses[rows], slope = self._chunk(rows, states, scale, wants_slope=wants_slope)
             if slope is not None:
@@ -193,7 +179,7 @@ class _Work:
         self, rows: slice, states: torch.Tensor, row_scale: torch.Tensor | None, *, wants_slope: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The losses of a chunk and their derivatives by its logits; when it returns, nothing else of the chunk is alive."""
-        head = self._head
+        head = self.head
         logits = torch.nn.functional.linear(states, self._weight, self._bias).to(wide(head.compute_dtype))
         if head.scale != 1.0:
             logits.mul_(head.scale)

@@ -1,17 +1,24 @@
-"""A causal language model of transformers in, the same model with its loss computed in chunks out."""
+"""Changes a causal language model of transformers so that its loss is computed in chunks, and changes it back.
+
+Between the head and the loss models cast, scale, cap or slice their logits. While the loss is chunked the head returns
+`DeferredLogits`: hidden states that stand for logits, and know what is done to them. Casts do nothing there (the loss computes
+in float32 anyway), scales and one softcap are noted, slices of positions are taken of the hidden states. Anything else needs
+the logits themselves, and is refused.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from plimsoll.engine.chunked_loss.deferred import DeferredLogits
 from plimsoll.engine.chunked_loss.loss import linear_cross_entropy
 from plimsoll.errors import InvalidBatch, InvalidModel
 from plimsoll.planning.what_if.rows import chunk_rows_for
@@ -114,7 +121,7 @@ class _ChunkedHead:
         for hook in self._hooks:
             hook.remove()
         for module, name in ((self._head, "forward"), (self._model, "_loss_function")):
-            if _is_mine(module.__dict__.get(name), self):
+            if getattr(module.__dict__.get(name), "__self__", None) is self:
                 del module.__dict__[name]
         if self._set_loss is not None:
             self._model.loss_function = self._set_loss
@@ -170,7 +177,9 @@ class _ChunkedHead:
             return result
         self._used += 1
         self._check_weight()
-        targets = _shifted(labels, ignore_index) if shift_labels is None else shift_labels
+        targets = shift_labels
+        if targets is None:  # position n is to predict what stands at n + 1
+            targets = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         _check_rows(logits, targets, vocab_size)
         total = linear_cross_entropy(
             logits.hidden.reshape(-1, logits.hidden.shape[-1]),
@@ -179,8 +188,8 @@ class _ChunkedHead:
             bias=self._head.bias,
             reduction="mean" if num_items_in_batch is None else "sum",
             ignore_index=ignore_index,
-            scale=_scale_of(logits),
-            softcap=logits.outer if logits.is_capped else None,
+            scale=logits.scale,
+            softcap=logits.softcap,
             chunk_bytes=self._chunk_bytes,
             chunk_rows=self._chunk_rows,
         )
@@ -199,14 +208,107 @@ class _ChunkedHead:
             )
 
 
-def _scale_of(logits: DeferredLogits) -> float:
-    """The factor before the cap: ``outer * tanh(inner * z)`` is the softcap ``outer`` of ``inner * outer * z``."""
-    return logits.inner * logits.outer if logits.is_capped else logits.inner
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeferredLogits:
+    """Logits that are not computed: ``hidden`` are the states that the head was given.
 
+    The logits would be ``linear(hidden) * inner``, then, where ``is_capped``, their tanh, times ``outer``.
+    """
 
-def _shifted(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Position n is to predict what stands at n + 1."""
-    return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    hidden: torch.Tensor
+    classes: int
+    inner: float = 1.0
+    is_capped: bool = False
+    outer: float = 1.0
+    dtype: torch.dtype
+
+    @property
+    def scale(self) -> float:
+        """The factor before the cap: ``outer * tanh(inner * z)`` is the softcap ``outer`` of ``inner * outer * z``."""
+        return self.inner * self.outer if self.is_capped else self.inner
+
+    @property
+    def softcap(self) -> float | None:
+        """The cap, where there is one."""
+        return self.outer if self.is_capped else None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape that the logits would have."""
+        return torch.Size((*self.hidden.shape[:-1], self.classes))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the logits would be."""
+        return self.hidden.device
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return self.hidden.dim()
+
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return self.hidden.dim()
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """The shape, or one size of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def float(self) -> DeferredLogits:
+        """The loss is computed in float32 in any case."""
+        return replace(self, dtype=torch.float32)
+
+    def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
+        """Another dtype; logits on another device would have to be moved."""
+        dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), self.dtype)
+        elsewhere = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.device | str)]
+        if any(torch.device(place) != self.device for place in elsewhere):
+            raise _refused("moves them to another device")
+        return replace(self, dtype=dtype)
+
+    def contiguous(self) -> DeferredLogits:
+        """Hidden states are laid out by the loss."""
+        return self
+
+    def __getitem__(self, index: Any) -> DeferredLogits:
+        parts: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
+        if not all(isinstance(part, slice) or part is Ellipsis for part in parts):
+            raise _refused("takes positions one by one")
+        reaches_classes = Ellipsis in parts or len(parts) >= self.dim()
+        if reaches_classes and parts[-1] is not Ellipsis and parts[-1] != slice(None):
+            raise _refused("takes a part of the classes")
+        return replace(self, hidden=self.hidden[index])
+
+    def __mul__(self, factor: Any) -> DeferredLogits:
+        factor = _number(factor)
+        if self.is_capped:
+            return replace(self, outer=self.outer * factor)
+        return replace(self, inner=self.inner * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> DeferredLogits:
+        return self * (1.0 / _number(divisor))
+
+    def tanh(self) -> DeferredLogits:
+        """The cap; only one."""
+        if self.is_capped:
+            raise _refused("caps them twice")
+        return replace(self, is_capped=True)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tanh and len(args) == 1 and isinstance(args[0], cls):
+            return args[0].tanh()
+        raise _refused(f"calls {func.__name__} on them")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _refused(f"uses their {name}")
 
 
 def _check_rows(logits: DeferredLogits, targets: torch.Tensor, vocab_size: int | None) -> None:
@@ -217,10 +319,6 @@ def _check_rows(logits: DeferredLogits, targets: torch.Tensor, vocab_size: int |
             why="the loss takes one label per position (logits_to_keep leaves fewer positions than labels)",
             next="leave logits_to_keep out where labels are given",
         )
-
-
-def _is_mine(method: object, owner: _ChunkedHead) -> bool:
-    return getattr(method, "__self__", None) is owner
 
 
 def _causal_lm_loss() -> Any:
@@ -268,3 +366,22 @@ def _head_of(model: Any) -> nn.Linear:
     if "forward" in head.__dict__:
         raise _no_causal_model(model, "something else has replaced the forward of its head")
     return head
+
+
+def _number(factor: Any) -> float:
+    if isinstance(factor, int | float) and not isinstance(factor, bool):
+        return float(factor)
+    raise _refused(f"scales them by a {type(factor).__name__}")
+
+
+class _NoLogits(InvalidModel, AttributeError):
+    """Also an ``AttributeError``: whoever asks whether there is an attribute gets no for an answer."""
+
+
+def _refused(what: str) -> InvalidModel:
+    return _NoLogits(
+        f"The loss is chunked, so there are no logits, but something {what}.",
+        why="under chunk_loss a call with labels and gradients computes the loss from hidden states; output.logits stands "
+        "for logits that are never made",
+        next="call the model without labels or under torch.no_grad() for logits, or handle.remove()",
+    )

@@ -1,4 +1,4 @@
-"""Hidden states, the head's weight and labels in, the cross-entropy of their logits out, without all logits at once."""
+"""``linear_cross_entropy``: the loss of a linear head that never holds all logits at once."""
 
 from __future__ import annotations
 
@@ -88,15 +88,14 @@ def linear_cross_entropy(
         softcap=softcap,
         accumulate_dtype=accumulate_dtype,
     )
+    given = (flat, weight, bias, flat_labels, head)
     if _torch_serves(flat, weight, bias, head, reduction):
-        return _with_torch(flat, weight, flat_labels, bias, head, reduction).reshape(
-            labels.shape if reduction == "none" else ()
-        )
+        return _with_torch(*given, reduction).reshape(labels.shape if reduction == "none" else ())
     with torch.autocast(hidden.device.type, enabled=False):
         if reduction == "none":
-            losses: torch.Tensor = ChunkedLossPerRow.apply(flat, weight, bias, flat_labels, head)
+            losses: torch.Tensor = ChunkedLossPerRow.apply(*given)
             return losses.reshape(labels.shape)
-        total: torch.Tensor = ChunkedLosses.apply(flat, weight, bias, flat_labels, head)
+        total: torch.Tensor = ChunkedLosses.apply(*given)
         return total if reduction == "sum" else _mean(total, (flat_labels != ignore_index).sum())
 
 
@@ -133,8 +132,8 @@ def torch_has_one() -> bool:
 def _with_torch(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    labels: torch.Tensor,
     bias: torch.Tensor | None,
+    labels: torch.Tensor,
     head: Head,
     reduction: str,
 ) -> torch.Tensor:
