@@ -24,10 +24,10 @@ from plimsoll.engine.inspection import Inspector
 from plimsoll.engine.linked_inputs import LinkTable
 from plimsoll.engine.offload.protocol import Link
 from plimsoll.engine.offload.transfers import TransfersUnderWay
-from plimsoll.engine.randomness import generators_of
+from plimsoll.engine.program import Shared
 from plimsoll.engine.region import ManagedRegion
-from plimsoll.engine.sentinels import SentinelPolicy
-from plimsoll.engine.shared import Shared
+from plimsoll.engine.replay_rng import generators_of
+from plimsoll.engine.sampling import SentinelPolicy
 from plimsoll.engine.stored_forms import Packer
 from plimsoll.tracing.regions import find_regions
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
 
@@ -12,9 +13,10 @@ from torch import nn
 from contracts.harness import manage
 from plimsoll.artifacts.fault import Cause
 from plimsoll.artifacts.receipt import Engine
-from plimsoll.engine.frame import Frame
+from plimsoll.engine.hooks import Cell
 from plimsoll.engine.offload.simulated import SimulatedLink
-from plimsoll.engine.reference_copy import PIECE_BYTES, Witness
+from plimsoll.engine.reference_copy import PIECE_BYTES, ReferenceCopy
+from plimsoll.engine.replay import CallReplay
 from plimsoll.tracing.recorder.storages import same_bits
 from steps import Block, Stack
 
@@ -114,13 +116,13 @@ def test_random_state_that_was_not_put_back_is_named(monkeypatch: pytest.MonkeyP
     expected = gradients(model)
     with manage(model, verify_every=1) as handle:
         gradients(model)
-        start = Frame._start
+        start = CallReplay._start
 
-        def forgetful(self: Frame, task: int) -> None:
-            self.states = {point: torch.Generator().manual_seed(99).get_state() for point in self.states}
+        def forgetful(self: CallReplay, task: int) -> None:
+            self._states = {point: torch.Generator().manual_seed(99).get_state() for point in self._states}
             start(self, task)
 
-        monkeypatch.setattr(Frame, "_start", forgetful)
+        monkeypatch.setattr(CallReplay, "_start", forgetful)
         with pytest.warns(UserWarning, match="RANDOM_STATE"):
             assert equal(expected, gradients(model))
         assert handle.faults[0].cause is Cause.RANDOM_STATE
@@ -140,13 +142,13 @@ def test_wrong_random_numbers_are_named_themselves_and_not_what_they_are_made_in
     model = model_of(Noisy())
     with manage(model, verify_every=1) as handle:
         gradients(model)
-        start = Frame._start
+        start = CallReplay._start
 
-        def forgetful(self: Frame, task: int) -> None:
-            self.states = {point: torch.Generator().manual_seed(99).get_state() for point in self.states}
+        def forgetful(self: CallReplay, task: int) -> None:
+            self._states = {point: torch.Generator().manual_seed(99).get_state() for point in self._states}
             start(self, task)
 
-        monkeypatch.setattr(Frame, "_start", forgetful)
+        monkeypatch.setattr(CallReplay, "_start", forgetful)
         with pytest.warns(UserWarning, match="RANDOM_STATE"):
             gradients(model)
         assert handle.faults[0].cause is Cause.RANDOM_STATE
@@ -157,15 +159,15 @@ def test_an_op_that_never_repeats_itself_is_named(monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(0)
     model = model_of(Block(32, dropout=0.0))
     expected = gradients(model)
-    run = Frame._run
+    run = CallReplay._run
 
-    def noisy(self: Frame, segment, leaves, env):
+    def noisy(self: CallReplay, segment, leaves, env):
         value = run(self, segment, leaves, env)
         return value + random.random() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     with manage(model, verify_every=1) as handle:
         gradients(model)
-        monkeypatch.setattr(Frame, "_run", noisy)
+        monkeypatch.setattr(CallReplay, "_run", noisy)
         with pytest.warns(UserWarning, match="NON_DETERMINISTIC"):
             assert equal(expected, gradients(model))
         assert handle.faults[0].cause is Cause.NON_DETERMINISTIC
@@ -178,7 +180,7 @@ def test_a_write_behind_autograds_back_is_named():
         gradients(model)
         torch.manual_seed(3)
         loss = model(torch.randn(16, 32)).square().sum()
-        kept = [cell for cell in _cells(loss) if getattr(cell, "tensor", None) is not None]
+        kept = [cell for cell in _cells() if getattr(cell, "tensor", None) is not None]
         for cell in kept:
             cell.tensor.data.add_(1.0)
         with pytest.warns(UserWarning, match="IN_PLACE_WRITE"):
@@ -186,12 +188,8 @@ def test_a_write_behind_autograds_back_is_named():
         assert handle.faults[0].cause is Cause.IN_PLACE_WRITE
 
 
-def _cells(loss: torch.Tensor) -> list[object]:
+def _cells() -> list[object]:
     """What autograd holds in the places of saved tensors."""
-    import gc
-
-    from plimsoll.engine.cells import Cell
-
     return [thing for thing in gc.get_objects() if type(thing) is Cell]
 
 
@@ -232,16 +230,16 @@ def test_a_full_link_leaves_the_call_uninspected_with_a_warning(monkeypatch: pyt
     ],
     ids=lambda t: f"{tuple(t.shape)}-{t.dtype}",
 )
-def test_a_witness_knows_the_tensor_and_brings_it_back(tensor: torch.Tensor):
+def test_a_reference_copy_knows_the_tensor_and_brings_it_back(tensor: torch.Tensor):
     with SimulatedLink(1e12) as link:
-        witness = Witness(tensor, link)
-        assert witness.compare(tensor) is None
-        back = witness.bring_back()
+        copy = ReferenceCopy(tensor, link)
+        assert copy.compare(tensor) is None
+        back = copy.bring_back()
         assert back.dtype is tensor.dtype
         assert same_bits(back.contiguous(), tensor.contiguous())
 
 
-def test_a_witness_counts_elements_with_other_bits_and_how_far_they_are():
+def test_a_reference_copy_counts_elements_with_other_bits_and_how_far_they_are():
     tensor = torch.randn(300, PIECE_BYTES // 512)
     other = tensor.clone()
     other[0, 0] += 2.0
@@ -249,14 +247,14 @@ def test_a_witness_counts_elements_with_other_bits_and_how_far_they_are():
     other[150, 3] += 0.5
     tensor[150, 4] = other[150, 4] = float("nan")
     with SimulatedLink(1e12) as link:
-        difference = Witness(tensor, link).compare(other)
+        difference = ReferenceCopy(tensor, link).compare(other)
     assert difference.differing_elements == 3
     assert difference.elements == tensor.numel()
     assert difference.max_absolute == pytest.approx(max(2.0, float(tensor[299, 7].abs())))
 
 
-def test_a_witness_sees_another_layout():
+def test_a_reference_copy_sees_another_layout():
     tensor = torch.randn(4, 4)
     with SimulatedLink(1e12) as link:
-        difference = Witness(tensor, link).compare(tensor.t().contiguous().t())
+        difference = ReferenceCopy(tensor, link).compare(tensor.t().contiguous().t())
     assert difference.differing_elements == 0

@@ -10,7 +10,7 @@ from torch import nn
 import steps
 from contracts.harness import weigh
 from engine.watching import CODECS, Watched, gradients_of, watch
-from plimsoll.engine import noise
+from plimsoll.engine import sensing
 
 WIDTH, ROWS = 64, 128
 
@@ -161,8 +161,8 @@ def test_what_a_node_reads_that_refuses_to_run_twice_must_be_exact(monkeypatch):
             raise RuntimeError("once is enough")
         return original(node, gradients)
 
-    original = noise._run
-    monkeypatch.setattr(noise, "_run", run)
+    original = sensing._run
+    monkeypatch.setattr(sensing, "_run", run)
     watched = around(Mlp(F.gelu))
     assert all(torch.equal(watched.plain[name], watched.seen[name]) for name in watched.plain)
     found = {value: watched.sensitivity("block", entry) for value, entry in watched.values("block").items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plimsoll.engine.sentinels import DeferredChecks, must_defer
+from plimsoll.engine.sampling import DeferredChecks, must_defer
 
 
 class Checked(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from contracts.harness import assert_unchanged, plain_step, stack_of
-from plimsoll.engine.randomness import RandomPoints
+from plimsoll.engine.replay_rng import RandomPoints
 from plimsoll.engine.verifying import VerifyingRecorder
 from plimsoll.tracing.recorder.storages import same_bits, storage_fingerprint
 

@@ -1,4 +1,4 @@
-"""A model and a plan in, the managed model out; and back again, exactly."""
+"""Puts a plan to work on a model, and takes it off again so that the model is exactly what it was."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from plimsoll.engine.linked_inputs import LinkTable
 from plimsoll.engine.offload.open import open_link
 from plimsoll.engine.offload.protocol import Link
 from plimsoll.engine.offload.transfers import TransfersUnderWay
-from plimsoll.engine.randomness import generators_of
+from plimsoll.engine.program import Shared
 from plimsoll.engine.region import ManagedRegion
+from plimsoll.engine.replay_rng import generators_of
+from plimsoll.engine.sampling import SentinelPolicy
 from plimsoll.engine.sensing import Sensor
-from plimsoll.engine.sentinels import SentinelPolicy
-from plimsoll.engine.shared import Shared
 from plimsoll.engine.stored_forms import Packer
 from plimsoll.errors import PlanMismatch, PlanNotUsable
 from plimsoll.tracing.ddp import inner_module
@@ -127,8 +127,8 @@ class Handle:
         found: dict[str, dict[str, str]] = {}
         for name, region in self.regions.items():
             for service in region.services.values():
-                if service.program is not None and service.program.choice.obstacles:
-                    found.setdefault(name, {}).update(service.program.choice.obstacles)
+                if service.program is not None and service.program.plan.choice.obstacles:
+                    found.setdefault(name, {}).update(service.program.plan.choice.obstacles)
         return found
 
     def __enter__(self) -> Handle:

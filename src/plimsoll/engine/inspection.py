@@ -1,9 +1,9 @@
-"""Calls of managed regions in; the faults found in what backward gets back, and the right tensors in their place, out.
+"""Compares, now and then, everything that a region's recipes bring back with what forward saved, bit for bit.
 
-Every n-th training call of the model, one region, in turn, is inspected: what its dropped slots were goes over a link,
-and in backward each rebuilt tensor is compared with that bit for bit. Where they differ, backward gets the true tensor, so
-the step's gradients are right; the fault is noted and warned of; from the next call on the region is served by the safe
-engine. What comes from a lossy form is bound to differ and is left out.
+In every n-th training call of the model one region, in turn, is inspected: what its dropped slots were goes over a link, and
+in backward each rebuilt tensor is compared with that. Where they differ, backward gets the true tensor, so the step's
+gradients are right; the fault is noted and warned of; from the next call on the region is served without recipes. What comes
+from a lossy form is bound to differ and is left out.
 """
 
 from __future__ import annotations
@@ -11,21 +11,18 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from plimsoll.artifacts.fault import Cause, Fault
-from plimsoll.engine.cells import Cell
+from plimsoll.engine.hooks import Cell
 from plimsoll.engine.offload.open import default_link_name, open_link
 from plimsoll.engine.offload.protocol import Link
-from plimsoll.engine.reference_copy import Difference, Witness
+from plimsoll.engine.reference_copy import Difference, ReferenceCopy
+from plimsoll.engine.replay import CallReplay
+from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.errors import OffloadFailed
 from plimsoll.tracing.recorder.storages import same_contents
-
-if TYPE_CHECKING:
-    from plimsoll.engine.frame import Frame
-    from plimsoll.engine.program import Program
 
 
 class Inspector:
@@ -72,26 +69,26 @@ class Inspector:
         finally:
             self._is_thorough = False
 
-    def inspect(self, program: Program, tensors: Sequence[torch.Tensor]) -> Inspection | None:
-        """Take witnesses of what a call is about to drop, if it is to be inspected.
+    def inspect(self, plan: ReplayPlan, tensors: Sequence[torch.Tensor]) -> Inspection | None:
+        """Copy what a call is about to drop, if it is to be inspected.
 
         Not where recipes talk to other ranks: looking for the cause of a fault runs them again, on this rank alone.
 
         Where the link has no room the call goes uninspected, with a warning: training does not stop for it.
         """
-        if program.collectives or (not self._is_thorough and program.name != self._chosen):
+        if plan.collectives or (not self._is_thorough and plan.name != self._chosen):
             return None
         try:
             if self._link is None:
                 self._link = open_link(default_link_name(self._device), self._device, host_budget=None, directory=None)
-            slots = (*program.exact_slots, *program.leaf_slots)
-            witnesses = {slot: Witness(tensors[slot], self._link) for slot in slots}
+            slots = (*plan.exact_slots, *plan.leaf_slots)
+            copies = {slot: ReferenceCopy(tensors[slot], self._link) for slot in slots}
         except OffloadFailed as error:
-            warnings.warn(f"plimsoll: region {program.name!r} could not be inspected: {error.found}", stacklevel=6)
+            warnings.warn(f"plimsoll: region {plan.name!r} could not be inspected: {error.found}", stacklevel=6)
             return None
         self._is_due = False
         self.inspected_calls += 1
-        return Inspection(self, witnesses, self._step)
+        return Inspection(self, copies, self._step)
 
     def report(self, fault: Fault) -> None:
         self.faults.append(fault)
@@ -104,80 +101,75 @@ class Inspector:
 class Inspection:
     """One call of one region under inspection: what its dropped slots were."""
 
-    __slots__ = ("_has_reported", "_inspector", "_step", "_witnesses")
+    __slots__ = ("_copies", "_has_reported", "_inspector", "_step")
 
-    def __init__(self, inspector: Inspector, witnesses: dict[int, Witness], step: int) -> None:
+    def __init__(self, inspector: Inspector, copies: dict[int, ReferenceCopy], step: int) -> None:
         self._inspector = inspector
-        self._witnesses = witnesses
+        self._copies = copies
         self._step = step
         self._has_reported = False
 
-    def examine(self, cell: Cell, value: torch.Tensor) -> torch.Tensor:
+    def examine(self, replay: CallReplay, cell: Cell, value: torch.Tensor) -> torch.Tensor:
         """A rebuilt slot, or what it should have been.
 
         Raises:
-            OffloadFailed: the witness did not come back.
+            OffloadFailed: the copy did not come back.
         """
-        witness = self._witnesses.get(cell.index)
-        if witness is None:
+        copy = self._copies.get(cell.index)
+        if copy is None:
             return value
         self._inspector.inspected_tensors += 1
-        difference = witness.compare(value)
+        difference = copy.compare(value)
         if difference is None:
             return value
-        frame = cell.frame
-        assert frame is not None
-        assert frame.program is not None
-        frame.program.has_failed = True
+        replay.recipes.has_failed = True
         if not self._has_reported:
             self._has_reported = True
-            self._inspector.report(self._fault(frame, cell.index, difference))
-        return witness.bring_back()
+            self._inspector.report(self._fault(replay, cell.index, difference))
+        return copy.bring_back()
 
-    def _fault(self, frame: Frame, slot: int, difference: Difference) -> Fault:
+    def _fault(self, replay: CallReplay, slot: int, difference: Difference) -> Fault:
         """Backward meets the last wrong value first: go forward through the region to the earliest one."""
-        program = frame.program
-        assert program is not None
-        graph = program.graph
-        order = sorted(program.exact_slots, key=lambda other: graph.values[graph.slots[other].value].producer)
+        plan = replay.recipes.plan
+        graph = plan.graph
+        order = sorted(plan.exact_slots, key=lambda other: graph.values[graph.slots[other].value].producer)
         for earlier in order[: order.index(slot)]:
-            again = frame.rebuild(earlier)
-            found = None if again is None else self._witnesses[earlier].compare(again)
+            again = replay.rebuild(earlier)
+            found = None if again is None else self._copies[earlier].compare(again)
             if found is not None:
                 slot, difference = earlier, found
                 break
         value = graph.values[graph.slots[slot].value]
         return Fault(
             step=self._step,
-            region=program.name,
-            call=program.call,
+            region=plan.name,
+            call=plan.call,
             value=value.name,
             op=graph.ops[value.producer].name if value.producer >= 0 else value.origin,
-            cause=self._cause(frame, slot, difference),
+            cause=self._cause(replay, slot, difference),
             elements=difference.elements,
             differing_elements=difference.differing_elements,
             max_absolute_difference=difference.max_absolute,
         )
 
-    def _cause(self, frame: Frame, slot: int, difference: Difference) -> Cause:
-        program = frame.program
-        assert program is not None
+    def _cause(self, replay: CallReplay, slot: int, difference: Difference) -> Cause:
+        """Why a slot came back differently: what can be told by looking, then by running its recipe twice more."""
+        plan = replay.recipes.plan
         if not difference.differing_elements:
             return Cause.CHANGED_LAYOUT
-        if program.graph.slots[slot].value in program.choice.packed:
+        if plan.graph.slots[slot].value in plan.choice.packed:
             return Cause.TRANSFER
-        if self._has_changed_leaf(frame, slot):
+        if self._has_changed_leaf(replay, slot):
             return Cause.IN_PLACE_WRITE
-        first, second = frame.rebuild(slot), frame.rebuild(slot)
+        first, second = replay.rebuild(slot), replay.rebuild(slot)
         if first is not None and second is not None and not same_contents(first, second):
             return Cause.NON_DETERMINISTIC
-        if any(program.graph.ops[op].is_random for op in program.recipe_of(slot)):
+        if any(plan.graph.ops[op].is_random for op in plan.recipe_of(slot)):
             return Cause.RANDOM_STATE
         return Cause.UNKNOWN
 
-    def _has_changed_leaf(self, frame: Frame, slot: int) -> bool:
+    def _has_changed_leaf(self, replay: CallReplay, slot: int) -> bool:
         """Whether a kept tensor was written behind autograd's back (``.data``, numpy)."""
-        kept = (
-            leaf for leaf in frame.leaves_of(slot) or () if isinstance(leaf, Cell) and leaf.index in self._witnesses
-        )
-        return any(self._witnesses[leaf.index].compare(leaf.read()) is not None for leaf in kept)
+        leaves = replay.leaves_of(slot) or ()
+        kept = (leaf for leaf in leaves if isinstance(leaf, Cell) and leaf.index in self._copies)
+        return any(self._copies[leaf.index].compare(leaf.read()) is not None for leaf in kept)

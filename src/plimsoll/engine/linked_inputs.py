@@ -1,7 +1,10 @@
-"""Outputs of one region in, links to them out, where the next region's input is that very tensor and is not to be held.
+"""Links between regions: where one region's input is the output of the one before, the plan may hold neither.
 
-Identity is by living storage (a weak reference proves that it lives), offset, sizes, strides, dtype and version: the tensor
-object may change on the way (FSDP wraps it), the storage does not.
+The next region then starts its recipes from a `LinkedInput`, which makes the region before remake its outputs. (Links to
+host memory or a disk, over which tensors are offloaded, are another thing: see ``offload``.)
+
+That the input is that very output is told by living storage (a weak reference proves that it lives), offset, sizes, strides,
+dtype and version: the tensor object may change on the way (FSDP wraps it), the storage does not.
 """
 
 from __future__ import annotations
@@ -13,12 +16,30 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from plimsoll.engine.cells import Cell, Readable
-from plimsoll.engine.frame import Frame, Link
-from plimsoll.engine.program import Program
+from plimsoll.engine.hooks import Cell, Readable
+from plimsoll.engine.replay import CallReplay
+from plimsoll.engine.replay_plan import ReplayPlan
+from plimsoll.planning.replay_schedule import BOUNDARY
 from plimsoll.tracing.local_tensors import local_of, version_of
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.storages import Geometry
+
+
+class LinkedInput:
+    """The input of a region whose boundary was dropped: the region before makes it again."""
+
+    __slots__ = ("_leaves", "_position", "_replay")
+
+    def __init__(self, replay: CallReplay, leaves: tuple[Readable, ...], position: int) -> None:
+        self._replay = replay
+        self._leaves = leaves
+        self._position = position
+        replay.use_boundary()
+
+    def read(self) -> torch.Tensor:
+        tensor = self._replay.run(BOUNDARY, self._leaves)[self._position]
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +47,7 @@ class _Offer:
     reference: StorageWeakRef
     geometry: Geometry
     version: int
-    frame: Frame
+    replay: CallReplay
     leaves: tuple[Readable, ...]
     position: int
 
@@ -44,39 +65,33 @@ class LinkTable:
 
     def offer(
         self,
-        program: Program,
-        frame: Frame,
+        replay: CallReplay,
         cells: Sequence[Cell],
         packed: Mapping[int, Readable],
-        link: Link | None,
+        link: LinkedInput | None,
         output: Any,
     ) -> None:
         """A region has returned: its outputs may be asked for again."""
         if not self._is_used:
             return
-        leaves = program.boundary_leaves(cells, packed, link)
+        plan = replay.recipes.plan
+        leaves = plan.boundary_leaves(cells, packed, link)
         self._offers = []
-        if leaves is None or program.name in self._silent:
+        if leaves is None or plan.name in self._silent:
             return
         for position, tensor in enumerate(output_tensors(output)):
-            if not program.remakes(position):
-                continue
-            self._offers.append(
-                _Offer(
-                    StorageWeakRef(local_of(tensor).untyped_storage()),
-                    Geometry.of(local_of(tensor)),
-                    version_of(tensor),
-                    frame,
-                    leaves,
-                    position,
-                )
-            )
+            if plan.remakes(position):
+                local = local_of(tensor)
+                reference = StorageWeakRef(local.untyped_storage())
+                offer = _Offer(reference, Geometry.of(local), version_of(tensor), replay, leaves, position)
+                self._offers.append(offer)
 
-    def find(self, program: Program, inputs: Sequence[torch.Tensor]) -> Link | None:
-        """A link to the input that is not held, if the region before made it."""
-        return self.link_to(inputs[program.link_position])
+    def find(self, plan: ReplayPlan, inputs: Sequence[torch.Tensor]) -> LinkedInput | None:
+        """A link to the input that the plan does not hold, if there is one and the region before made it."""
+        return None if plan.choice.link is None else self.link_to(inputs[plan.link_position])
 
-    def link_to(self, tensor: torch.Tensor) -> Link | None:
+    def link_to(self, tensor: torch.Tensor) -> LinkedInput | None:
+        """A link to a tensor, if the region before made it."""
         local = local_of(tensor)
         storage = local.untyped_storage()._cdata
         for offer in self._offers:
@@ -86,7 +101,7 @@ class LinkTable:
                 and offer.geometry == Geometry.of(local)
                 and offer.version == version_of(tensor)
             ):
-                return Link(offer.frame, offer.leaves, offer.position)
+                return LinkedInput(offer.replay, offer.leaves, offer.position)
         return None
 
     def clear(self) -> None:

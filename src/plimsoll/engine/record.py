@@ -1,4 +1,4 @@
-"""The first call of a region under a signature in; its output, and the program for the calls that follow, out."""
+"""Watches the first call of a region under a signature, and makes the program that serves the calls that follow."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from torch.overrides import TorchFunctionMode
 
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.region import Origin
-from plimsoll.engine.cells import Cell
-from plimsoll.engine.choosing import choose
-from plimsoll.engine.compile import Recording
-from plimsoll.engine.frame import Frame
-from plimsoll.engine.program import NO_OFFSET, ParameterSource, Program
-from plimsoll.engine.randomness import RandomPoints
-from plimsoll.engine.shared import Shared
-from plimsoll.engine.split_backward import Halves
+from plimsoll.engine.guards import NO_OFFSET
+from plimsoll.engine.hooks import Cell, OpenCall, unpack
+from plimsoll.engine.program import Program, Shared
+from plimsoll.engine.replay_code import RecordedRegion
+from plimsoll.engine.replay_plan import ParameterSource, ReplayPlan, choose
+from plimsoll.engine.replay_rng import RandomPoints
 from plimsoll.engine.verifying import VerifyingRecorder
 from plimsoll.tracing.local_tensors import local_of, settled, version_of
 from plimsoll.tracing.recorder.calling import ModuleStack, call_tensors, output_tensors
@@ -47,13 +45,13 @@ class Recorded:
     """Whether some op chooses which token goes where."""
 
 
-class _RecordingFrame(Frame):
-    """A frame that also notes the value that each saved tensor shows, and the generators' state."""
+class _RecordedCall(OpenCall):
+    """An open call that also notes the value that each saved tensor shows, and the generators' state."""
 
     __slots__ = ("recorder", "records")
 
     def __init__(self, recorder: VerifyingRecorder) -> None:
-        super().__init__(None)
+        super().__init__({})
         self.recorder = recorder
         self.records: list[SlotRecord] = []
 
@@ -76,7 +74,7 @@ class _Watched:
     """One call as it was watched: what went in, what came out, and what the recorder saw in between."""
 
     recorder: VerifyingRecorder
-    frame: _RecordingFrame
+    saved: _RecordedCall
     sources: dict[int, ParameterSource]
     inputs: list[torch.Tensor]
     input_values: list[tuple[int, int]]
@@ -104,15 +102,15 @@ def record_call(
 
     A sensor is shown the region's saved values while all of them are there.
     """
-    links, sensor = shared.links, shared.sensor
-    unpack = Frame.unpack if sensor is None else sensor.unpack(name, plan.call)
-    call = _watch(module, forward, args, kwargs, shared, unpack)
+    sensor = shared.sensor
+    unpack_hook = unpack if sensor is None else sensor.unpack(name, plan.call)
+    call = _watch(module, forward, args, kwargs, shared, unpack_hook)
     try:
         shared.transfers.leave(call.output)
     except BaseException:
-        call.frame.keep_all()
+        call.saved.keep_all()
         raise
-    recorder, frame = call.recorder, call.frame
+    recorder, saved = call.recorder, call.saved
     found = Recorded(
         None,
         _obstacle(call),
@@ -121,20 +119,16 @@ def record_call(
         routes=any(is_routing(op.func) for op in recorder.ops),
     )
     if found.obstacle:
-        frame.keep_all()
+        saved.keep_all()
         return call.output, found
     program = _build(name, call, plan, shared, device_type)
     if sensor is not None:
-        sensor.saw(name, plan.call, program.graph, frame.tensors, call.output, call.first_node)
-    link = links.find(program, call.inputs) if program.choice.link is not None else None
-    cells = frame.cells
-    frame.states = recorder.points.states
-    packed = program.finish(frame, call.inputs, call.versions, link)
-    if packed is None:
-        frame.keep_all()
+        sensor.saw(name, plan.call, program.plan.graph, saved.tensors, call.output, call.first_node)
+    link = shared.links.find(program.plan, call.inputs)
+    saved.states = recorder.points.states
+    if not program.drop(saved, call.inputs, call.versions, call.output, link):
+        saved.keep_all()
         return call.output, replace(found, obstacle="an input that it needs again is written in place", may_rerun=False)
-    shared.transfers.send(packed.values())
-    links.offer(program, frame, cells, packed, link, call.output)
     return call.output, replace(found, program=program)
 
 
@@ -144,7 +138,7 @@ def _watch(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     shared: Shared,
-    unpack: Callable[[Cell], torch.Tensor],
+    unpack_hook: Callable[[Cell], torch.Tensor],
 ) -> _Watched:
     stack = ModuleStack()
     points = RandomPoints(shared.generators)
@@ -156,23 +150,23 @@ def _watch(
     ]
     versions = [version_of(tensor) for tensor in inputs]
     recorder.mark_outside()
-    frame = _RecordingFrame(recorder)
+    saved = _RecordedCall(recorder)
     reads = _HostReads()
     before = torch._C._autograd._get_sequence_nr()
     try:
         with (
             torch.compiler.set_stance("force_eager"),
             stack.watch(module),
-            saved_tensors_hooks(frame.pack, unpack),
+            saved_tensors_hooks(saved.pack, unpack_hook),
             reads,
             recorder,
         ):
             output = forward(*args, **kwargs)
     except BaseException:
-        frame.keep_all()
+        saved.keep_all()
         raise
     nodes = torch._C._autograd._get_sequence_nr() - before
-    return _Watched(recorder, frame, sources, inputs, input_values, versions, output, before, nodes, reads.count)
+    return _Watched(recorder, saved, sources, inputs, input_values, versions, output, before, nodes, reads.count)
 
 
 def _obstacle(call: _Watched) -> str:
@@ -180,7 +174,7 @@ def _obstacle(call: _Watched) -> str:
     recorder = call.recorder
     if recorder.value_reads or call.host_reads:
         return "it reads the value of a tensor (a branch on data)"
-    recorder.notice([*call.frame.tensors, *map(local_of, output_tensors(call.output))])
+    recorder.notice([*call.saved.tensors, *map(local_of, output_tensors(call.output))])
     if recorder.has_hidden_writes:
         return "it writes to memory in a way that PyTorch does not see (numpy, raw pointers)"
     if any(value in call.sources for _, value in call.input_values):
@@ -243,7 +237,7 @@ def _build(
         leaves.setdefault(value, (Origin.INPUT, f"input:{position}"))
     records = [
         SlotRecord(value=_managed_value(recorder, record, sources), storage=record.storage)
-        for record in call.frame.records
+        for record in call.saved.records
     ]
     graph, ids = build_region_graph(
         recorder.values,
@@ -266,32 +260,33 @@ def _build(
         for value, source in sources.items()
         if value in local
     ]
-    return Program(
-        name,
-        graph,
-        recording,
-        choose(graph, plan.dropped, not_rebuildable, link_inputs, plan.packed, shared.packer.keeps_sign_only),
-        parameters,
-        not_rebuildable=not_rebuildable,
-        node_counts=range(call.nodes - casts, call.nodes + 1),
-        device_type=device_type,
-        policy=shared.policy,
-        packer=shared.packer,
-        payload_shares={d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes},
+    packer = shared.packer
+    choice = choose(graph, plan.dropped, not_rebuildable, link_inputs, plan.packed, packer.keeps_sign_only)
+    replay_plan = ReplayPlan(
+        name=name,
         call=plan.call,
-        halves=Halves() if shared.splits_backward else None,
+        device_type=device_type,
+        graph=graph,
+        recording=recording,
+        choice=choice,
+        codecs={value: packer.codec(form) for value, form in choice.packed.items()},
+        parameters=tuple(parameters),
+        not_rebuildable=not_rebuildable,
     )
+    shares = {d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes}
+    # Casts of parameters are cached inside of autocast, so that a later call may make fewer nodes than the recorded one.
+    return Program(replay_plan, range(call.nodes - casts, call.nodes + 1), shares, shared)
 
 
-def _recording(call: _Watched, ids: LocalIds, outputs: list[Ref | None]) -> Recording:
-    recorder, frame = call.recorder, call.frame
-    return Recording(
+def _recording(call: _Watched, ids: LocalIds, outputs: list[Ref | None]) -> RecordedRegion:
+    recorder, saved = call.recorder, call.saved
+    return RecordedRegion(
         ops=tuple(recorder.ops),
         values=tuple(recorder.values[log_id] for log_id in ids.to_log),
         to_local=ids.to_local,
         generators=recorder.points.generators,
-        slot_geometries=tuple(map(_slot_geometry, frame.tensors)),
-        layouts={cell.index: cell.shell.layout for cell in frame.cells if cell.shell is not None},
+        slot_geometries=tuple(map(_slot_geometry, saved.tensors)),
+        layouts={cell.index: cell.shell.layout for cell in saved.cells if cell.shell is not None},
         output_refs=tuple(outputs),
     )
 

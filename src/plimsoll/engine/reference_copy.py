@@ -1,4 +1,4 @@
-"""A saved tensor in, its bits at the other end of a link; a rebuilt tensor in, how it differs from them out.
+"""Copies of saved tensors at the other end of a link, to compare rebuilt tensors with.
 
 The bits travel in pieces, so that neither taking nor comparing them needs more memory than one piece: a step that is
 inspected keeps to its budget like any other.
@@ -28,7 +28,7 @@ class Difference:
     max_absolute: float | None
 
 
-class Witness:
+class ReferenceCopy:
     """What one saved tensor was.
 
     Args:

@@ -1,16 +1,13 @@
 """One managed module: its forward, with the saved tensors under a plan.
 
 A call whose signature is new is *recorded* (and already drops what the plan drops); later calls are *steady*: no dispatch
-mode, two hooks, a guard. What cannot be recorded goes to ``torch.utils.checkpoint`` or is left alone.
+mode, two hooks, a guard. What cannot be recorded is left to the ``fallback``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import types
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +15,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.receipt import RegionOutcome
-from plimsoll.engine.frame import Frame
-from plimsoll.engine.program import Program
+from plimsoll.engine.fallback import Fallback
+from plimsoll.engine.guards import SignatureReader, compiled_inside, is_somebody_elses_call, is_transparent
+from plimsoll.engine.hooks import OpenCall, unpack
+from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.record import record_call
-from plimsoll.engine.routing import saving_routes
-from plimsoll.engine.shared import Shared
-from plimsoll.engine.signature import SignatureReader, is_transparent
-from plimsoll.errors import RanksDiffer
 from plimsoll.tracing.local_tensors import version_of
 from plimsoll.tracing.recorder.calling import call_tensors
 
@@ -71,9 +65,7 @@ class ManagedRegion:
         self._had_own = "forward" in module.__dict__
         self._device_type = next((p.device.type for p in module.parameters()), "cpu")
         self._reader = SignatureReader(module, self._device_type)
-        self._may_rerun = True
-        self._routes = False
-        self._peers: tuple[int, ...] = ()
+        self._fallback = Fallback(name, self._original)
         self._is_removed = False
         self.obstacle = compiled_inside(module)
 
@@ -94,7 +86,7 @@ class ManagedRegion:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self.obstacle or self._is_removed:
             return self._original(*args, **kwargs)
-        if _is_somebody_elses_call():
+        if is_somebody_elses_call():
             return self._original(*args, **kwargs)
         plan = self._plans[min(self.calls, len(self._plans) - 1)]
         self.calls += 1
@@ -110,8 +102,8 @@ class ManagedRegion:
         service = self.services.get(key)
         if service is None:
             return self._first(key, plan, args, kwargs)
-        if service.engine is Engine.RECIPE:
-            return self._steady(service, args, kwargs)
+        if service.program is not None:
+            return self._steady(service, service.program, args, kwargs)
         return self._whole(service, args, kwargs)
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
@@ -119,15 +111,16 @@ class ManagedRegion:
         found = []
         for key, service in self.services.items():
             program = service.program
+            plan = None if program is None else program.plan
             found.append(
                 RegionOutcome(
                     name=self.name,
                     call=next(i for i, plan in enumerate(self._plans) if id(plan) == key[0]),
                     engine=service.engine,
                     reason=service.reason or ("" if program is None else _first_obstacle(program)),
-                    activation_bytes=0 if program is None else program.activation_bytes,
-                    droppable_bytes=0 if program is None else program.droppable_bytes,
-                    dropped_bytes=0 if program is None else program.dropped_bytes,
+                    activation_bytes=0 if plan is None else plan.activation_bytes,
+                    droppable_bytes=0 if plan is None else plan.droppable_bytes,
+                    dropped_bytes=0 if plan is None else plan.dropped_bytes,
                 )
             )
         return tuple(found)
@@ -145,10 +138,11 @@ class ManagedRegion:
             isinstance(t, FakeTensor) or t.is_meta for t in (*call_tensors(args, kwargs), *self.module.parameters())
         ):
             return self._original(*args, **kwargs)
-        self._may_rerun &= is_transparent(args) and is_transparent(kwargs)
+        fallback, shared = self._fallback, self._shared
+        fallback.may_rerun &= is_transparent(args) and is_transparent(kwargs)
         if len(self.services) >= MAX_SIGNATURES:
             reason = f"more than {MAX_SIGNATURES} signatures"
-            return self._whole(self._serve(key, Service(self._fallback, reason=reason)), args, kwargs)
+            return self._whole(self._serve(key, Service(fallback.engine, reason=reason)), args, kwargs)
         scalars = self._reader.scalars()
         output, recorded = record_call(
             self.name,
@@ -157,173 +151,95 @@ class ManagedRegion:
             plan,
             args,
             kwargs,
-            shared=self._shared,
+            shared=shared,
             device_type=self._device_type,
         )
-        self._may_rerun &= recorded.may_rerun and self._reader.scalars() == scalars
-        self._routes |= recorded.routes
-        self._peers = tuple(sorted({*self._peers, *recorded.peers}))
+        # A counter in an attribute would count twice if the region ran twice.
+        fallback.may_rerun &= recorded.may_rerun and self._reader.scalars() == scalars
+        fallback.routes |= recorded.routes
+        fallback.peers = tuple(sorted({*fallback.peers, *recorded.peers}))
         if recorded.program is not None:
             self.services[key] = Service(Engine.RECIPE, recorded.program)
         else:
-            is_shared = bool(recorded.peers) and self._shared.repeats_collectives and self._may_rerun
-            self._serve(key, Service(Engine.RERUN if is_shared else self._fallback, reason=recorded.obstacle))
-        if recorded.peers and self._shared.repeats_collectives and self._shared.agree_on_service is not None:
-            repeated = () if recorded.program is None else recorded.program.collectives
-            self._shared.agree_on_service(
-                self.name, recorded.peers, f"{self.services[key].engine} {', '.join(repeated)}"
-            )
+            is_shared = bool(recorded.peers) and shared.repeats_collectives and fallback.may_rerun
+            self._serve(key, Service(Engine.RERUN if is_shared else fallback.engine, reason=recorded.obstacle))
+        if recorded.peers and shared.repeats_collectives and shared.agree_on_service is not None:
+            repeated = () if recorded.program is None else recorded.program.plan.collectives
+            shared.agree_on_service(self.name, recorded.peers, f"{self.services[key].engine} {', '.join(repeated)}")
         return output
-
-    @property
-    def _fallback(self) -> Engine:
-        """What serves calls that recipes cannot: a region that changes anything outside of itself must not run twice.
-
-        It writes buffers or inputs, counts in an attribute, is given an object (a cache) that it may write to, or talks to
-        other ranks, which would not answer a second time.
-        """
-        return Engine.RERUN if self._may_rerun and not self._peers else Engine.KEEP
 
     def _whole(self, service: Service, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region without recipes."""
-        if service.engine is Engine.RERUN:
-            context_fn = saving_routes if self._routes else noop_context_fn
-            output = checkpoint(self._original, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
-        else:
-            output = self._original(*args, **kwargs)
+        output = self._fallback.run(service.engine, args, kwargs)
         self._shared.transfers.leave(output)
         return output
 
     def _serve(self, key: tuple[Any, ...], service: Service) -> Service:
         if all(other.engine is not service.engine for other in self.services.values()):
-            self._warn(service)
+            self._fallback.warn(service.engine, service.reason)
         self.services[key] = service
         return service
 
-    def _warn(self, service: Service) -> None:
-        what = (
-            "is re-run as a whole in backward (torch.utils.checkpoint)"
-            if service.engine is Engine.RERUN
-            else "keeps everything"
-        )
-        warnings.warn(f"plimsoll: region {self.name!r} {what}: {service.reason}", stacklevel=5)
+    def _give_up(self, service: Service, reason: str) -> None:
+        service.engine, service.program, service.reason = self._fallback.engine, None, reason
 
-    def _steady(self, service: Service, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        program = service.program
-        assert program is not None
-        if program.has_failed:
-            if program.collectives:
-                raise _left_alone(self.name, "a rebuilt value was not what forward made")
-            service.engine, service.program = self._fallback, None
-            service.reason = "a rebuilt value was not what forward made"
+    def _steady(self, service: Service, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call like one that was recorded: hold what it saves, ask the guard, then drop."""
+        plan, shared = program.plan, self._shared
+        if program.recipes.has_failed:
+            reason = "a rebuilt value was not what forward made"
+            if plan.collectives:
+                raise self._fallback.refusal(reason)
+            self._give_up(service, reason)
             return self._whole(service, args, kwargs)
-        frame = Frame(program)
-        pack = frame.pack
-        if program.needs_states:
-            pack = frame.pack_random
-            program.take_entry_states(frame)
-        inputs = call_tensors(args, kwargs) if program.needs_inputs else ()
+        call = program.open()
+        pack = call.pack_random if plan.state_points else call.pack
+        inputs = call_tensors(args, kwargs) if plan.needs_inputs else ()
         versions = [version_of(tensor) for tensor in inputs]
         before = torch._C._autograd._get_sequence_nr()
         try:
-            with saved_tensors_hooks(pack, Frame.unpack):
+            with saved_tensors_hooks(pack, unpack):
                 output = self._original(*args, **kwargs)
             nodes = torch._C._autograd._get_sequence_nr() - before
-            self._shared.transfers.leave(output)
+            shared.transfers.leave(output)
         except BaseException:
-            frame.keep_all()
+            call.keep_all()
             raise
-        link = self._shared.links.find(program, inputs) if program.choice.link is not None else None
-        if (program.choice.link is not None and link is None) or not program.fits(frame, nodes):
-            self._misfit(service, frame)
+        link = shared.links.find(plan, inputs)
+        if (plan.choice.link is not None and link is None) or not program.guard.holds(call, nodes):
+            self._misfit(service, program, call)
             return output
-        cells = frame.cells
-        frame.inspection = self._shared.inspector.inspect(program, frame.tensors)
-        packed = program.finish(frame, inputs, versions, link)
-        if packed is None:
-            self._misfit(service, frame)
-        else:
-            self._shared.transfers.send(packed.values())
-            self._shared.links.offer(program, frame, cells, packed, link, output)
+        examiner = shared.inspector.inspect(plan, call.tensors)
+        if not program.drop(call, inputs, versions, output, link, examiner):
+            self._misfit(service, program, call)
         return output
 
-    def _misfit(self, service: Service, frame: Frame) -> None:
+    def _misfit(self, service: Service, program: Program, call: OpenCall) -> None:
         """This call did something else than the recorded one: it keeps everything, so it is right by construction.
 
         Raises:
             RanksDiffer: other ranks count on collectives in its recipes.
         """
-        frame.keep_all()
-        if service.program is not None and service.program.collectives:
-            raise _left_alone(self.name, "this call saves other tensors than the recorded one")
+        call.keep_all()
+        if program.plan.collectives:
+            raise self._fallback.refusal("this call saves other tensors than the recorded one")
         service.misfits += 1
         if service.misfits > MAX_MISFITS:
-            service.engine, service.program = self._fallback, None
-            service.reason = (
-                "calls with the same signature save different tensors (shapes or control flow depend on data)"
+            self._give_up(
+                service, "calls with the same signature save different tensors (shapes or control flow depend on data)"
             )
-            self._warn(service)
-
-
-def _is_somebody_elses_call() -> bool:
-    """Whether saved tensors are not ours to manage: other hooks are active or forbidden, or a transform is at work."""
-    return (
-        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]  # missing in the stub
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    )
+            self._fallback.warn(service.engine, service.reason)
 
 
 def _first_obstacle(program: Program) -> str:
-    if program.refused:
-        (name, form), times = next(iter(program.refused.items()))
+    refused = program.packer.refused
+    if refused:
+        (name, form), times = next(iter(refused.items()))
         return f"{name} is kept: its codec {form} could not represent the data ({times} times)"
-    return next((f"{name} is kept: {obstacle}" for name, obstacle in program.choice.obstacles.items()), "")
-
-
-def compiled_inside(module: nn.Module) -> str:
-    """Why a region with a compiled function in it is left alone: hooks around it would unpack everything at once."""
-    for name, inner in module.named_modules():
-        forward = inner.__dict__.get("forward", type(inner).forward)
-        if (
-            type(inner).__name__ == "OptimizedModule"
-            or inner._compiled_call_impl is not None
-            or any(map(_is_compiled, (forward, *_called_by(forward))))
-        ):
-            return f"{name or 'the module'} is compiled by torch.compile, which decides about its own saved tensors"
-    return ""
-
-
-def _is_compiled(function: Any) -> bool:
-    return getattr(function, "_torchdynamo_orig_callable", None) is not None
-
-
-def _called_by(forward: Any) -> Iterator[Any]:
-    """What a forward may call by name: globals that its code mentions, and what it closes over."""
-    function = inspect.unwrap(getattr(forward, "__func__", forward))
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a cell that is still empty
-            yield cell.cell_contents
+    return next((f"{name} is kept: {obstacle}" for name, obstacle in program.plan.choice.obstacles.items()), "")
 
 
 def _plain_forward(original: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any]:
     if isinstance(original, types.MethodType):
         return types.MethodType(original.__func__, module)
     return types.MethodType(type(module).forward, module)
-
-
-def _left_alone(region: str, reason: str) -> RanksDiffer:
-    """The error of a call on this rank that cannot follow its recipes while other ranks count on its collectives."""
-    rank = torch.distributed.get_rank()
-    return RanksDiffer(
-        f"Region {region!r} cannot be rebuilt on rank {rank} as it was recorded: {reason}.",
-        why="its recipes repeat collectives, in which all ranks must take part; this one would leave the others waiting",
-        next="nothing was stepped; give the region's calls equal shapes, or plan without 'collectives' in allow=",
-        ranks=(rank,),
-    )

@@ -1,26 +1,32 @@
-"""One recording step in; what its saved values look like in other forms, and what noise in them does to gradients, out.
+"""Measures what lossy forms would do to a model, in one recording step: their bytes, and the noise in the gradients.
 
-While a region's saved values are all there, codecs are tried on them: bytes, and noise = ‖decoded - value‖ / ‖value‖. In
-backward a tracker follows noise through the nodes of *sampled* regions; values of regions that talk to other ranks count as too
-sensitive for any. The step itself sees the values as they are: its
-gradients are those of the unmanaged model.
+While a region's saved values are all there, codecs are tried on them: bytes, and noise = ‖decoded - value‖ / ‖value‖. The step
+itself sees the values as they are, so its gradients are those of the unmanaged model.
+
+What noise in a value does to gradients is followed through backward, to first order. Right before a node runs, it is run
+again once per saved value that it reads, with that value read through a lossy codec: that gives the noise which the value
+adds to the node's outputs, exactly. From there on noise is followed as one number per value and edge, a squared norm: a
+node passes on the *relative* noise of what flows into it, noises that meet add as squares (they are taken to be
+independent), and so what flows past a branch (a residual connection) dilutes its noise by itself. What reaches a parameter
+is counted; what leaves the region is given relative to the gradient that leaves it.
+
+Some nodes are not run again: those of ``torch.autograd.Function`` (their backward is somebody's Python, which may add to a
+counter), those that refuse, and all of a region that talks to other ranks. What they read counts as too sensitive.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from plimsoll.artifacts.region import RegionGraph
-from plimsoll.engine.cells import Cell
 from plimsoll.engine.codecs.protocol import Codec
 from plimsoll.engine.codecs.registry import find_codec
-from plimsoll.engine.frame import Frame
-from plimsoll.engine.noise import LEAST_LOSSY_ELEMENTS, NoiseTracker, can_run_again, relative_distance
+from plimsoll.engine.hooks import Cell, restore
 from plimsoll.engine.stored_forms import whole_storage
 from plimsoll.tracing.local_tensors import is_sharded
 from plimsoll.tracing.recorder.calling import output_tensors
@@ -28,13 +34,21 @@ from plimsoll.tracing.recorder.collectives import IS_COLLECTIVE
 
 REFERENCE_CODEC = "int8"
 """What values are read through to see how gradients react."""
+LEAST_LOSSY_ELEMENTS = 4096
+"""Smaller tensors are not worth a lossy form."""
+_CHUNK = 1 << 20
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+
+Gradients = tuple[torch.Tensor | None, ...]
+Noise = dict[str, float]
+"""Squared norm of the noise that each value has caused."""
 
 RegionKey = tuple[str, int]
 """Name of a region, and which of its calls in a step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class CodecTrial:
     """One codec on one value: payload bytes and noise; ``None`` bytes if it could not represent the data."""
 
     payload_bytes: int | None
@@ -52,7 +66,7 @@ class Seen:
 
     dtype: torch.dtype
     count: int
-    trials: dict[str, Trial] = field(default_factory=dict)
+    trials: dict[str, CodecTrial] = field(default_factory=dict)
     parameter_error: float = 0.0
     flow_error: float = 0.0
     readers: set[str] = field(default_factory=set)
@@ -123,7 +137,7 @@ class Sensor:
             is_trying = tracker is not None and tracker.is_trying
             value = self._early.get((key, cell.index))
             if value is None:
-                value = Frame.restore(cell)
+                value = restore(cell)
             if is_trying:  # the node will read it once more, and a replay makes it only once
                 self._early[key, cell.index] = value
             else:
@@ -163,10 +177,211 @@ class Sensor:
         return seen
 
 
-def _try_codec(codec: Codec, whole: torch.Tensor) -> Trial:
+def _try_codec(codec: Codec, whole: torch.Tensor) -> CodecTrial:
     payload = codec.encode(whole, most_bytes=whole.numel() * whole.element_size() - 1)
     if payload is None:
-        return Trial(None)
+        return CodecTrial(None)
     if codec.is_lossless:
-        return Trial(payload.bytes)
-    return Trial(payload.bytes, relative_distance(whole, codec.decode(payload)))
+        return CodecTrial(payload.bytes)
+    return CodecTrial(payload.bytes, relative_distance(whole, codec.decode(payload)))
+
+
+@dataclass(slots=True)
+class Arrived:
+    """Where the noise of one value went, per squared unit of its relative noise: to parameters of the region (squared norm),
+    and further up (squared, relative to the gradient that leaves).
+    """
+
+    at_parameters: float = 0.0
+    further_up: float = 0.0
+
+
+class NoiseTracker:
+    """Follows noise through one region's backward.
+
+    Args:
+        output: what the region returned.
+        first_node: sequence number of its first autograd node.
+        reference: the codec that values are read through.
+    """
+
+    def __init__(self, output: Any, first_node: int, reference: Codec) -> None:
+        self.arrived: dict[str, Arrived] = {}
+        self._reference = reference
+        self._first_node = first_node
+        self._at: dict[tuple[Any, int], Noise] = {}
+        self._made: dict[Any, list[Noise]] = {}
+        self._trial: _Trial | None = None
+        self._known: set[Any] = set()
+        self._handles: list[Any] = []
+        for node in self._nodes(output):
+            if can_run_again(node) and _has_saved(node):
+                self._handles.append(node.register_prehook(_Hook(self._try_values, node)))
+            self._handles.append(node.register_hook(_Hook(self._pass_on, node)))
+
+    def read(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """What a node of this region gets to see of a saved tensor."""
+        return value if self._trial is None else self._trial.read(name, value)
+
+    def give_up(self, name: str) -> None:
+        """Nobody can say what noise in this value does."""
+        self._arrival(name).at_parameters = math.inf
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether a node is being run that is not yet due."""
+        return self._trial is not None
+
+    def close(self) -> dict[str, Arrived]:
+        """Let go of the graph; what was found."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._known = [], set()
+        self._at, self._made = {}, {}
+        return self.arrived
+
+    def _nodes(self, output: Any) -> Iterator[Any]:
+        """The region's nodes; for those right outside of it, only what arrives there is noted."""
+        pending: list[Any] = [tensor.grad_fn for tensor in output_tensors(output)]
+        while pending:
+            node = pending.pop()
+            if node is None or node in self._known or node.name() == _ACCUMULATE:
+                continue
+            self._known.add(node)
+            if not self._is_inside(node):
+                self._handles.append(node.register_prehook(_Hook(self._leave, node)))
+                continue
+            pending.extend(following for following, _ in node.next_functions)
+            yield node
+
+    def _is_inside(self, node: Any) -> bool:
+        return bool(node._sequence_nr() >= self._first_node)
+
+    def _try_values(self, node: Any, gradients: Gradients) -> None:
+        """Before a node runs: run it as it is, then with noise in each value that it reads."""
+        self._trial = trial = _Trial(self._reference)
+        try:
+            with torch.no_grad():
+                plain = _run(node, gradients)
+                for name in list(trial.noise_of):
+                    trial.noisy = name
+                    noisy = _run(node, gradients)
+                    noise = trial.noise_of[name]
+                    if noise:
+                        made = [_distance(a, b) / noise**2 for a, b in zip(plain, noisy, strict=True)]
+                        self._note(node, name, made)
+        except RuntimeError:
+            for name in trial.noise_of:
+                self.give_up(name)
+        finally:
+            self._trial = None
+
+    def _note(self, node: Any, name: str, made: Sequence[float]) -> None:
+        entries = self._made.setdefault(node, [{} for _ in made])
+        for entry, squared in zip(entries, made, strict=True):
+            entry[name] = entry.get(name, 0.0) + squared
+
+    def _pass_on(self, node: Any, outputs: Gradients, inputs: Gradients) -> None:
+        """After a node has run: noise that flowed in goes on relative to what flowed in, and what the node made is added."""
+        relative = self._relative_noise(node, inputs)
+        made = self._made.pop(node, [])
+        for position, (following, index) in enumerate(node.next_functions):
+            if following is None or position >= len(outputs) or outputs[position] is None:
+                continue
+            size = _squared_norm(outputs[position])
+            noise = {name: share * size for name, share in relative.items()}
+            for name, squared in (made[position] if made else {}).items():
+                noise[name] = noise.get(name, 0.0) + squared
+            if following.name() == _ACCUMULATE:
+                for name, squared in noise.items():
+                    self._arrival(name).at_parameters += squared
+            else:
+                entry = self._at.setdefault((following, index), {})
+                for name, squared in noise.items():
+                    entry[name] = entry.get(name, 0.0) + squared
+
+    def _leave(self, node: Any, gradients: Gradients) -> None:
+        """Before a node outside runs: how large noise is beside the gradient that leaves."""
+        for name, share in self._relative_noise(node, gradients).items():
+            self._arrival(name).further_up += share
+
+    def _relative_noise(self, node: Any, gradients: Gradients) -> Noise:
+        arriving: Noise = {}
+        for index in range(len(gradients)):
+            for name, squared in self._at.pop((node, index), {}).items():
+                arriving[name] = arriving.get(name, 0.0) + squared
+        if not arriving:
+            return {}
+        size = sum(_squared_norm(gradient) for gradient in gradients)
+        return {name: squared / size for name, squared in arriving.items()} if size else {}
+
+    def _arrival(self, name: str) -> Arrived:
+        return self.arrived.setdefault(name, Arrived())
+
+
+@dataclass(slots=True)
+class _Trial:
+    """One node, run several times. ``noise_of`` has an entry per value that it reads."""
+
+    reference: Codec
+    noisy: str = ""
+    noise_of: dict[str, float] = field(default_factory=dict)
+
+    def read(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        if not self.reference.accepts(value.dtype) or value.numel() < LEAST_LOSSY_ELEMENTS:
+            return value
+        self.noise_of.setdefault(name, 0.0)
+        if name != self.noisy:
+            return value
+        payload = self.reference.encode(value)
+        if payload is None:
+            return value
+        decoded = self.reference.decode(payload)
+        self.noise_of[name] = relative_distance(value, decoded)
+        return decoded
+
+
+class _Hook:
+    """A method with a node as its first argument; ``close`` takes it off the node, which it holds."""
+
+    def __init__(self, run: Callable[..., None], node: Any) -> None:
+        self._run = run
+        self._node = node
+
+    def __call__(self, *gradients: Gradients) -> None:
+        self._run(self._node, *gradients)
+
+
+def can_run_again(node: Any) -> bool:
+    """Whether a node is one of PyTorch's own, which may be called at any time."""
+    return callable(node)
+
+
+def _run(node: Any, gradients: Gradients) -> tuple[Any, ...]:
+    out = node(*gradients)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def _has_saved(node: Any) -> bool:
+    return any(name.startswith("_saved_") or name == "saved_tensors" for name in dir(node))
+
+
+def _squared_norm(tensor: torch.Tensor | None) -> float:
+    if tensor is None:
+        return 0.0
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)) ** 2
+
+
+def relative_distance(value: torch.Tensor, other: torch.Tensor) -> float:
+    """‖other - value‖ / ‖value‖; 0 for a value without norm."""
+    size = _squared_norm(value)
+    return (_distance(value, other) / size) ** 0.5 if size else 0.0
+
+
+def _distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
+    """‖first - second‖², in pieces, so that no temporary is large."""
+    if first is None or second is None:
+        return 0.0
+    flat, other = first.detach().reshape(-1), second.detach().reshape(-1)
+    pieces = zip(flat.split(_CHUNK), other.split(_CHUNK), strict=True)
+    return sum(float(torch.linalg.vector_norm(a.float() - b.float())) ** 2 for a, b in pieces)

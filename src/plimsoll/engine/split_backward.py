@@ -1,22 +1,19 @@
-"""A backward that runs in two halves in; what the first half rebuilt and the second one reads again, held, out.
+"""Holds rebuilt tensors between the two halves of a backward that makes gradients of inputs first, of weights later.
 
-A zero-bubble pipeline first makes the gradient of a stage's input, later those of its weights, from the same graph. Autograd
-unpacks what a node saved in both halves, whichever gradient it makes: a dropped slot would be rebuilt twice. So the first
-micro-batch shows which slots both halves read, and from then on these are held from their first reading to their second.
+A zero-bubble pipeline runs both halves over the same graph. Autograd unpacks what a node saved in both, whichever gradient
+it makes, so a dropped slot would be rebuilt twice. The first micro-batch shows which slots both halves read; from then on
+these are held from their first reading to their second.
 
-Only where asked for: somebody who calls ``backward(retain_graph=True)`` would hold between the two what the plan has given
-up, for as long as the graph lives.
+Only where asked for: after ``backward(retain_graph=True)`` the tensors that the plan has given up would be held for as long
+as the graph lives.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from plimsoll.engine.cells import Cell
 
 
 @dataclass(slots=True)
@@ -27,6 +24,13 @@ class Between:
     tensor: torch.Tensor | None
 
 
+class ReadTwice(Protocol):
+    """A dropped cell, as far as it matters here."""
+
+    index: int
+    between: Between | None
+
+
 class Halves:
     """Which dropped slots of a region are read by two graph tasks of one call. It holds no tensor: cells do."""
 
@@ -35,7 +39,7 @@ class Halves:
     def __init__(self) -> None:
         self.read_twice: set[int] = set()
 
-    def take(self, cell: Cell) -> torch.Tensor | None:
+    def take(self, cell: ReadTwice) -> torch.Tensor | None:
         """What the first half left for this reader; let go of, unless that half itself reads it again."""
         between = cell.between
         if between is None or between.tensor is None:
@@ -45,7 +49,7 @@ class Halves:
             between.tensor = None
         return tensor
 
-    def hold(self, cell: Cell, value: torch.Tensor) -> None:
+    def hold(self, cell: ReadTwice, value: torch.Tensor) -> None:
         """A slot was rebuilt: hold it if the second half will want it; if this is the second half, remember for next time."""
         between = cell.between
         task = torch._C._current_graph_task_id()

@@ -1,4 +1,4 @@
-"""A saved value in, what is held of it instead out: a codec's payload, or a ticket for its bytes at the other end of a link.
+"""Packs saved values: what is held of them instead is a codec's payload, or a ticket for the bytes sent over a link.
 
 Whole storages are packed, flat: the slots are views of what comes back. What a codec cannot represent (NaN where it has
 none, integers out of range) is held as it is, and counted, so that the receipt can say so.
@@ -7,23 +7,26 @@ none, integers out of range) is held as it is, and counted, so that the receipt 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from plimsoll.artifacts.region import RegionGraph
-from plimsoll.engine.cells import Readable, modified_in_place
-from plimsoll.engine.choosing import Choice
 from plimsoll.engine.codecs.protocol import Codec, Payload
 from plimsoll.engine.codecs.registry import find_codec
+from plimsoll.engine.hooks import OpenCall, Readable, modified_in_place
 from plimsoll.engine.offload.protocol import Link, Ticket
+from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.errors import ReplayMismatch, SavedTensorModified
 from plimsoll.tracing.local_tensors import Shell
-from plimsoll.tracing.recorder.storages import Geometry
 
 READS_SIGN_ONLY = frozenset({"ReluBackward0"})
 """Autograd nodes that look at a saved tensor only to see where it is positive."""
+
+_GONE = torch.empty(0)
+"""Stands where a packed tensor was."""
 
 
 class Source:
@@ -181,31 +184,71 @@ class Packing:
     most_bytes: int | None
 
 
-def plan_packing(
-    graph: RegionGraph,
-    choice: Choice,
-    geometries: Sequence[Geometry],
-    codecs: Mapping[int, Codec | None],
-    shares: Mapping[str, float],
-) -> tuple[Packing, ...]:
-    """How each packed value is packed, the largest saving first: then the highest moment is before the first.
+class RegionPacker:
+    """Packs the values of one region.
 
     Args:
-        graph: the region.
-        choice: what is packed, and in which form.
-        geometries: of the slots.
-        codecs: by value; ``None`` for the link.
+        plan: says which, and in which form.
+        packer: of the model.
         shares: by the value's name, the bytes that the plan counted for its payload, as a share of the value's.
     """
+
+    def __init__(self, plan: ReplayPlan, packer: Packer, shares: Mapping[str, float]) -> None:
+        self._plan = plan
+        self._packer = packer
+        self._packings = _packings(plan, shares)
+        self.refused: Counter[tuple[str, str]] = Counter()
+        """How often a value (by name and codec) was kept because its codec could not take it."""
+
+    def pack(self, call: OpenCall, number: int) -> dict[int, Readable]:
+        """Encode or send packed values of the region's ``number``-th call, letting go of each at once.
+
+        Raises:
+            OffloadFailed: the link has no room.
+        """
+        if not self._packings:
+            return {}
+        device_type = self._plan.device_type
+        if not torch.is_autocast_enabled(device_type):
+            return self._pack(call, number)
+        with torch.autocast(device_type, enabled=False):  # codecs compute in the precision that they were measured in
+            return self._pack(call, number)
+
+    def _pack(self, call: OpenCall, number: int) -> dict[int, Readable]:
+        plan, tensors = self._plan, call.tensors
+        packed: dict[int, Readable] = {}
+        for packing in self._packings:
+            source = Source(tensors[packing.slots[0]], call.cells[packing.slots[0]].shell)
+            # Stochastic rounding must differ from call to call, and be the same when a run is repeated.
+            seed = zlib.crc32(f"{plan.name}/{plan.call}/{packing.value}/{number}".encode())
+            try:
+                with torch._C._AutoDispatchBelowAutograd():
+                    one = self._packer.pack(source, packing.form, seed=seed, most_bytes=packing.most_bytes)
+            except BaseException:
+                call.close()  # the tensors that are still there are freed with the error
+                raise
+            packed[packing.value] = one
+            if isinstance(one, Refused):
+                self.refused[plan.graph.values[packing.value].name, packing.form] += 1
+            del source, one
+            for slot in packing.slots:
+                tensors[slot] = _GONE
+        return packed
+
+
+def _packings(plan: ReplayPlan, shares: Mapping[str, float]) -> tuple[Packing, ...]:
+    """How each packed value is packed, the largest saving first: then the highest moment is before the first."""
+    graph, forms = plan.graph, plan.choice.packed
     slots: dict[int, list[int]] = {}
     for slot in graph.slots:
-        if slot.is_managed and slot.value in choice.packed:
+        if slot.is_managed and slot.value in forms:
             slots.setdefault(slot.value, []).append(slot.index)
     packings = []
     for value, found in slots.items():
         name, nbytes = graph.values[value].name, graph.values[value].bytes
-        most_bytes = _most_bytes(codecs[value], nbytes, geometries[found[0]].dtype, shares.get(name))
-        packings.append(Packing(value, choice.packed[value], tuple(found), most_bytes))
+        dtype = plan.recording.slot_geometries[found[0]].dtype
+        most_bytes = _most_bytes(plan.codecs[value], nbytes, dtype, shares.get(name))
+        packings.append(Packing(value, forms[value], tuple(found), most_bytes))
     return tuple(sorted(packings, key=lambda packing: (packing.most_bytes or 0) - graph.values[packing.value].bytes))
 
 
@@ -214,11 +257,6 @@ def _most_bytes(codec: Codec | None, nbytes: int, dtype: torch.dtype, share: flo
     if codec is None or not codec.accepts(dtype) or codec.payload_bytes(nbytes // dtype.itemsize, dtype) is not None:
         return None
     return None if share is None else math.ceil(share * nbytes)
-
-
-def is_exact(codec: Codec) -> bool:
-    """Whether decoding gives back the very bits."""
-    return codec.is_lossless and not codec.keeps_sign_only
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Ops of a region's first call in, the same ops with proof that running them again gives the same bits out.
+"""Proves of every op in a region's first call that running it again gives the same bits, or notes why it does not.
 
 Each op runs twice, and the second run's result is compared bit for bit and freed, so recording needs no more memory than
 one op's outputs on top of the region's own forward.
@@ -24,7 +24,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from plimsoll.artifacts.region import Origin
-from plimsoll.engine.randomness import RandomPoints
+from plimsoll.engine.replay_rng import RandomPoints
 from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, Signature
 from plimsoll.tracing.recorder.storages import Geometry, is_plain, same_bits, storage_fingerprint

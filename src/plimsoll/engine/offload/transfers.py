@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from plimsoll.engine.cells import Readable
+from plimsoll.engine.hooks import Readable
 from plimsoll.engine.stored_forms import Sent
 from plimsoll.tracing.recorder.calling import output_tensors
 

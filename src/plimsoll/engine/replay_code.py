@@ -1,4 +1,4 @@
-"""A replay schedule and the recorded ops in, flat Python functions out, one per dropped slot.
+"""Writes a region's recipes as flat Python functions: one *segment* per dropped slot, which runs its ops again.
 
 Walking a graph of objects for every op costs more than small ops themselves; straight-line code does not. The source is
 made of op numbers and value numbers only (nothing from the user reaches it), like the methods that ``dataclasses`` and
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from plimsoll.artifacts.region import RegionGraph
-from plimsoll.engine.cells import modified_in_place
+from plimsoll.engine.hooks import modified_in_place
 from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, Schedule, Segment, Step
 from plimsoll.tracing.local_tensors import local_of, version_of
 from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
@@ -49,7 +49,7 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class RecordedRegion:
     """The recorded side of a region graph: ops and values by graph id."""
 
     ops: tuple[RecordedOp, ...]
@@ -62,15 +62,20 @@ class Recording:
     output_refs: tuple[Ref | None, ...]
 
 
-def compile_segments(
-    graph: RegionGraph, recording: Recording, schedule: Schedule, sources: Sources
-) -> tuple[SegmentFunction, ...]:
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Compiled segments for one order of reading, and where each slot stands in it."""
+
+    order: tuple[int, ...]
+    places: Mapping[int, int]
+    segments: tuple[SegmentFunction, ...]
+
+
+def compile_segments(graph: RegionGraph, recording: RecordedRegion, schedule: Schedule, sources: Sources) -> Code:
     """One function per segment, in the order of the schedule."""
     writer = _Writer(graph, recording, sources)
-    crossing = _crossing(schedule, graph)
-    for position, segment in enumerate(schedule.segments):
-        link_uses_later = {v for later in schedule.segments[position + 1 :] for v in _reads(later, graph)}
-        writer.segment(position, segment, schedule.leaves[segment.slot], crossing, link_uses_later)
+    for position, (segment, read_later) in enumerate(_with_later_reads(schedule, graph)):
+        writer.segment(position, segment, schedule.leaves[segment.slot], read_later)
     namespace: dict[str, Any] = {
         "as_strided": torch.as_strided,
         "copy_storage": copy_storage,
@@ -81,7 +86,9 @@ def compile_segments(
         **writer.constants,
     }
     exec(_compiled(writer.source), namespace)
-    return tuple(namespace[f"segment_{position}"] for position in range(len(schedule.segments)))
+    order = tuple(segment.slot for segment in schedule.segments)
+    functions = tuple(namespace[f"segment_{position}"] for position in range(len(order)))
+    return Code(order, {slot: position for position, slot in enumerate(order)}, functions)
 
 
 @functools.lru_cache(maxsize=256)
@@ -112,26 +119,21 @@ def tensors_of(out: Any) -> list[torch.Tensor]:
     return [tensor for item in out if isinstance(item, torch.Tensor | list | tuple) for tensor in tensors_of(item)]
 
 
-def _reads(segment: Segment, graph: RegionGraph) -> set[int]:
-    ops = [graph.ops[step.op] for step in segment.steps if step.op != NO_OP]
-    return {segment.value, *(r for op in ops for r in op.reads)}
-
-
-def _crossing(schedule: Schedule, graph: RegionGraph) -> dict[int, set[int]]:
-    """For every segment position, the values made there or before that a later segment still uses."""
-    uses = [_reads(segment, graph) for segment in schedule.segments]
-    later: set[int] = set()
-    crossing: dict[int, set[int]] = {}
-    for position in reversed(range(len(uses))):
-        crossing[position] = set(later)
-        later |= uses[position]
-    return crossing
+def _with_later_reads(schedule: Schedule, graph: RegionGraph) -> list[tuple[Segment, frozenset[int]]]:
+    """Every segment with the values that later segments read."""
+    found: list[tuple[Segment, frozenset[int]]] = []
+    later: frozenset[int] = frozenset()
+    for segment in reversed(schedule.segments):
+        found.append((segment, later))
+        read = {value for step in segment.steps if step.op != NO_OP for value in graph.ops[step.op].reads}
+        later |= read | {segment.value}
+    return found[::-1]
 
 
 class _Writer:
     """Writes the source of all segments of one region."""
 
-    def __init__(self, graph: RegionGraph, recording: Recording, sources: Sources) -> None:
+    def __init__(self, graph: RegionGraph, recording: RecordedRegion, sources: Sources) -> None:
         self._graph = graph
         self._recording = recording
         self._sources = sources
@@ -144,14 +146,7 @@ class _Writer:
     def source(self) -> str:
         return "\n".join(self._lines) + "\n"
 
-    def segment(
-        self,
-        position: int,
-        segment: Segment,
-        leaves: tuple[int, ...],
-        crossing: Mapping[int, set[int]],
-        link_uses_later: set[int],
-    ) -> None:
+    def segment(self, position: int, segment: Segment, leaves: tuple[int, ...], read_later: frozenset[int]) -> None:
         """One function: load, run, let go, return."""
         self._emit(f"def segment_{position}(env, leaves, parameters, states, versions):", 0)
         self._local = {}
@@ -162,11 +157,11 @@ class _Writer:
                 self._bring_back(step.load)
                 made.add(step.load)
                 continue
-            self._step(step, segment)
+            self._step(step)
             made.update(self._graph.ops[step.op].writes)
             for value in step.frees:
                 self._forget(value, made)
-        for value in sorted(made & crossing[position]):
+        for value in sorted(made & read_later):
             if value in self._local:
                 self._emit(f"env[{value}] = v{value}")
         if segment.slot == BOUNDARY:
@@ -178,11 +173,11 @@ class _Writer:
         for value in segment.frees:
             if value not in made and value not in self._sources.links:
                 self._emit(f"env.pop({value}, None)")
-        for link in sorted(self._sources.links - link_uses_later):
+        for link in sorted(self._sources.links - read_later):
             self._emit(f"env.pop({link}, None)")
         self._emit("return result")
 
-    def _step(self, step: Step, segment: Segment) -> None:
+    def _step(self, step: Step) -> None:
         op = self._recording.ops[step.op]
         for value in step.copies:
             self._load(value)
@@ -192,7 +187,7 @@ class _Writer:
         if op.random_point is None:
             self._emit(call)
         else:
-            self._random(op, call)
+            self._random(op.random_point, call)
         self._bind(step, op, renamed)
 
     def _bring_back(self, value: int) -> None:
@@ -200,11 +195,11 @@ class _Writer:
         self._emit(f"v{value} = leaves[{self._leaves.index(value)}].read()")
         self._local[value] = self._sources.geometries[value]
 
-    def _random(self, op: RecordedOp, call: str) -> None:
-        assert op.random_point is not None
-        generator = self._constant(self._recording.generators[op.random_point[0]], f"g{op.random_point[0]}")
+    def _random(self, point: tuple[int, int], call: str) -> None:
+        """Draw forward's numbers again, and put the generator back whatever happens: training goes on with its own."""
+        generator = self._constant(self._recording.generators[point[0]], f"g{point[0]}")
         self._emit(f"now = {generator}.get_state()")
-        self._emit(f"{generator}.set_state(states[{op.random_point!r}])")
+        self._emit(f"{generator}.set_state(states[{point!r}])")
         self._emit("try:")
         self._emit(call, 2)
         self._emit("finally:")

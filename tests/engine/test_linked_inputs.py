@@ -15,7 +15,10 @@ def links_of(model, *, boundaries):
         for index in range(2):
             plain_step(model, index)
         return [
-            [service.program is not None and service.program.choice.link is not None for service in r.services.values()]
+            [
+                service.program is not None and service.program.plan.choice.link is not None
+                for service in r.services.values()
+            ]
             for r in handle.regions.values()
         ]
 

@@ -1,13 +1,16 @@
-"""Random ops of a region: the points in its forward at which the runtime can take the generator's state.
+"""Takes the generator's state in forward, so that dropout and other random ops draw the same numbers on replay.
 
-In steady calls no dispatch mode runs; the only moments at which the runtime gets control inside a region are its entry and
-every saved tensor. A random op can be repeated if the generator was not used between such a moment and the op: then the
-state taken at that moment is the state that the op starts from. Taking it costs about 2 µs on a CPU.
+In steady calls no dispatch mode runs, so we get control inside a region at two kinds of *points* only: at its entry and at
+every saved tensor. A random op can be repeated if the generator was not used between such a point and the op: then the
+state taken at that point is the state that the op starts from. Taking it costs about 2 µs on a CPU.
+
+On replay the recipe sets the generator to the state of the op's point, runs the op, and puts the generator back in a
+``finally`` (see ``replay_code``), so that a replay never moves the random numbers of the training run itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,11 +19,30 @@ from plimsoll.tracing.recorder.recorder import RecordedOp
 ENTRY = -1
 """The point before the region's first op; point ``k >= 0`` is where slot ``k`` is saved."""
 
+StatePoints = Mapping[int, tuple[tuple[int, torch.Generator], ...]]
+"""By point: the generators whose state is taken there, each with its position."""
+
 
 def generators_of(devices: Sequence[torch.device]) -> tuple[torch.Generator, ...]:
     """The default generators of the CPU and of the given CUDA devices."""
     indices = sorted({device.index or 0 for device in devices if device.type == "cuda"})
     return (torch.default_generator, *(torch.cuda.default_generators[index] for index in indices))
+
+
+def state_points(ops: Iterable[RecordedOp], generators: Sequence[torch.Generator]) -> StatePoints:
+    """Where steady calls take states, for these ops to be repeated."""
+    points: dict[int, dict[int, torch.Generator]] = {}
+    for op in ops:
+        if op.random_point is not None:
+            position, point = op.random_point
+            points.setdefault(point, {})[position] = generators[position]
+    return {point: tuple(found.items()) for point, found in points.items()}
+
+
+def take_states(points: StatePoints, at: int, states: dict[tuple[int, int], torch.Tensor]) -> None:
+    """Forward has come to the point ``at``: take the states that random ops start from there."""
+    for position, generator in points.get(at, ()):
+        states[position, at] = generator.get_state()
 
 
 class RandomPoints:

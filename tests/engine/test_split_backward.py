@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 import plimsoll
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.apply import apply_plan
-from plimsoll.engine.frame import Frame
+from plimsoll.engine.replay import CallReplay
 from plimsoll.tracing.meters.memory import PeakMeter
 
 SIZE = (2, 24, 32)
@@ -127,20 +127,20 @@ def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 @pytest.fixture
 def rebuilt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[int, int]]]:
-    """How often each slot of each call was rebuilt; frames are kept, so that ids stay their own."""
+    """How often each slot of each call was rebuilt; replays are kept, so that ids stay their own."""
     counts: Counter[tuple[int, int]] = Counter()
-    frames: list[Frame] = []
-    original = Frame.replay
+    replays: list[CallReplay] = []
+    original = CallReplay.run
 
-    def replay(self: Frame, slot: int, leaves: Any) -> Any:
-        if self not in frames:
-            frames.append(self)
-        counts[frames.index(self), slot] += 1
+    def run(self: CallReplay, slot: int, leaves: Any) -> Any:
+        if self not in replays:
+            replays.append(self)
+        counts[replays.index(self), slot] += 1
         return original(self, slot, leaves)
 
-    monkeypatch.setattr(Frame, "replay", replay)
+    monkeypatch.setattr(CallReplay, "run", run)
     yield counts
-    frames.clear()
+    replays.clear()
 
 
 @pytest.mark.parametrize("ahead", [0, 2])

@@ -1,0 +1,235 @@
+"""What must hold for a call to be served by recipes. All of it is known before anything is dropped.
+
+Three questions, in the order in which they can be answered:
+
+1. Before anything: are this call's saved tensors ours to manage? `is_somebody_elses_call`, and `compiled_inside` once.
+2. Before forward: is the call like one that was recorded? `SignatureReader.read` gives a key of all that is visible on the
+   host; calls with equal keys are expected to run the same ops.
+3. After forward, while every saved tensor is still held: did it do what the recorded call did? `Guard.holds` decides. If it
+   says no, the call keeps everything, so its gradients are right by construction.
+
+What no guard can see, a changed constant inside an op say, is left to the samples (see ``sampling``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.artifacts.region import Origin, RegionGraph
+from plimsoll.engine.hooks import OpenCall
+from plimsoll.engine.replay_plan import ReplayPlan
+from plimsoll.tracing.local_tensors import is_pending, is_sharded, layout_key, local_of
+
+NO_OFFSET = -1
+"""The offset of saved tensors that do not lie on one storage (sparse ones)."""
+_SCALARS = (bool, int, float, complex, str)
+
+
+def is_somebody_elses_call() -> bool:
+    """Whether saved tensors are not ours to manage: other hooks are active or forbidden, or a transform is at work."""
+    return (
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]  # missing in the stub
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    )
+
+
+def compiled_inside(module: nn.Module) -> str:
+    """Why a region with a compiled function in it is left alone: hooks around it would unpack everything at once."""
+    for name, inner in module.named_modules():
+        forward = inner.__dict__.get("forward", type(inner).forward)
+        if (
+            type(inner).__name__ == "OptimizedModule"
+            or inner._compiled_call_impl is not None
+            or any(map(_is_compiled, (forward, *_called_by(forward))))
+        ):
+            return f"{name or 'the module'} is compiled by torch.compile, which decides about its own saved tensors"
+    return ""
+
+
+def _is_compiled(function: Any) -> bool:
+    return getattr(function, "_torchdynamo_orig_callable", None) is not None
+
+
+def _called_by(forward: Any) -> Iterator[Any]:
+    """What a forward may call by name: globals that its code mentions, and what it closes over."""
+    function = inspect.unwrap(getattr(forward, "__func__", forward))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            yield cell.cell_contents
+
+
+class SignatureReader:
+    """Reads everything on the host that may change what a module does: its inputs, its scalars, the modes around it."""
+
+    def __init__(self, module: nn.Module, device_type: str) -> None:
+        self._module = module
+        self._device_type = device_type
+        self._generation = 0
+        self._scan()
+
+    def _scan(self) -> None:
+        """Find what is read in every call. Done again when submodules were replaced, which makes a new generation."""
+        module = self._module
+        self._generation += 1
+        self._children = [
+            (inner._modules, tuple(inner._modules.values())) for inner in module.modules() if inner._modules
+        ]
+        self._scalars = [
+            (inner.__dict__, name)
+            for inner in module.modules()
+            for name, value in inner.__dict__.items()
+            if isinstance(value, _SCALARS)
+        ]
+        self._parameters = [
+            (inner._parameters, name)
+            for inner in module.modules()
+            for name, p in inner._parameters.items()
+            if p is not None
+        ]
+        first: dict[int, tuple[dict[str, Any], str]] = {}
+        self._ties = []
+        for holder, name in self._parameters:
+            parameter = holder[name]
+            assert parameter is not None
+            twin = first.setdefault(local_of(parameter).untyped_storage()._cdata, (holder, name))
+            if twin[0] is not holder or twin[1] != name:
+                self._ties.append((*twin, holder, name))
+
+    def scalars(self) -> tuple[Any, ...]:
+        """The scalar attributes of the region's modules, as they are now."""
+        return tuple([holder.get(name) for holder, name in self._scalars])
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The key of a call that is about to be made."""
+        bases: list[int] = []
+        for modules, children in self._children:
+            if tuple(modules.values()) != children:
+                self._scan()
+                break
+        return (
+            self._generation,
+            tuple([describe(value, bases) for value in args]),
+            tuple([(name, describe(value, bases)) for name, value in kwargs.items()]),
+            None if len(set(bases)) == len(bases) else tuple(map(bases.index, bases)),
+            self.scalars(),
+            tuple([(p := holder.get(name)) is not None and p.requires_grad for holder, name in self._parameters]),
+            tuple([_share_memory(one.get(a), other.get(b)) for one, a, other, b in self._ties]),
+            torch.is_autocast_enabled(self._device_type) and torch.get_autocast_dtype(self._device_type),
+        )
+
+
+def is_transparent(value: Any) -> bool:
+    """Whether an argument is made of tensors, scalars and plain containers: nothing that a call could write to unseen."""
+    if isinstance(value, tuple | list):
+        return all(map(is_transparent, value))
+    if isinstance(value, dict):
+        return all(map(is_transparent, value.values()))
+    return value is None or isinstance(value, (torch.Tensor, *_SCALARS))
+
+
+def _share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return False
+    return bool(local_of(one).untyped_storage()._cdata == local_of(other).untyped_storage()._cdata)
+
+
+def describe(value: Any, bases: list[int]) -> Any:
+    """Something hashable that stands for an argument: how a tensor lies, what a scalar is, of which type an object is.
+
+    The address at which each tensor's storage starts is added to ``bases``: all of them live, so equal addresses mean that
+    two arguments share memory, which decides what a recipe may start from.
+    """
+    if isinstance(value, torch.Tensor):
+        kind = type(value)
+        if is_sharded(value):
+            return (kind, layout_key(value), value.requires_grad, describe(local_of(value).detach(), bases))
+        if is_pending(value):
+            return (kind, value.requires_grad, describe(local_of(value), bases))
+        if value.layout is not torch.strided or (kind is not torch.Tensor and kind is not nn.Parameter):
+            bases.append(id(value))
+            return (kind, value.layout, value.shape, value.dtype, value.requires_grad, value.device)
+        offset = value.storage_offset()
+        bases.append(int(value.data_ptr() - offset * value.element_size()))
+        lazy = value.is_neg() or value.is_conj()
+        return (value.shape, value.dtype, value.stride(), offset, value.requires_grad, value.device, lazy)
+    if value is None or isinstance(value, _SCALARS):
+        return (type(value), value)
+    if isinstance(value, tuple | list):
+        return (type(value), *[describe(item, bases) for item in value])
+    if isinstance(value, dict):
+        return (dict, *[(str(name), describe(item, bases)) for name, item in value.items()])
+    return type(value)
+
+
+class Guard:
+    """Says of a call that has just returned whether it did what the recorded one did, as far as what it saved can tell.
+
+    Args:
+        plan: of the recorded call.
+        node_counts: how many autograd nodes such a call may make.
+    """
+
+    def __init__(self, plan: ReplayPlan, node_counts: range) -> None:
+        self._node_counts = node_counts
+        self._geometries = tuple((g.size, g.dtype, g.stride, g.offset) for g in plan.recording.slot_geometries)
+        self._layouts = plan.recording.layouts
+        self._twins = _find_twins(plan.graph)
+        self._dropped_slots = plan.dropped_slots
+
+    def holds(self, call: OpenCall, node_count: int) -> bool:
+        """Whether this call saved what the recorded one saved, and built as many autograd nodes.
+
+        This is the last question before tensors are dropped: it is asked in every steady call, of nothing but the host.
+        """
+        tensors = call.tensors
+        if len(tensors) != len(self._geometries) or node_count not in self._node_counts:
+            return False
+        if not self._lies_alike(call):
+            return False
+        for tensor, (size, dtype, stride, offset) in zip(tensors, self._geometries, strict=True):
+            if (
+                tensor.shape != size
+                or tensor.dtype is not dtype
+                or (offset != NO_OFFSET and (tensor.stride() != stride or tensor.storage_offset() != offset))
+            ):
+                return False
+        for first, second in self._twins:
+            if tensors[first].untyped_storage()._cdata != tensors[second].untyped_storage()._cdata:
+                return False
+        # What was written to after it was saved is an error in backward: it is kept, so that autograd's check finds it.
+        cells = call.cells
+        return all(cells[index].version_now(tensors[index]) == cells[index].version for index in self._dropped_slots)
+
+    def _lies_alike(self, call: OpenCall) -> bool:
+        """Whether the same slots are DTensors, each with the same mesh, placements and global shape."""
+        if call.sharded != len(self._layouts):
+            return False
+        shells = ((call.cells[index].shell, layout) for index, layout in self._layouts.items())
+        return all(shell is not None and shell.layout == layout for shell, layout in shells)
+
+
+def _find_twins(graph: RegionGraph) -> tuple[tuple[int, int], ...]:
+    """Slots that showed one tensor from outside while recording; it is read, or packed, through the first of them."""
+    first: dict[int, int] = {}
+    twins = []
+    for index, slot in enumerate(graph.slots):
+        if (
+            slot.value >= 0
+            and graph.values[slot.value].origin is Origin.EXTERNAL
+            and first.setdefault(slot.value, index) != index
+        ):
+            twins.append((first[slot.value], index))
+    return tuple(twins)

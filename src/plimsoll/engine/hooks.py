@@ -1,0 +1,179 @@
+"""The saved-tensor hooks of a managed region, and the cells that they give to autograd instead of tensors.
+
+While the region runs, its `OpenCall` holds everything that autograd saves: only when the region has returned is it known
+whether the call may be treated like the recorded one. Then each cell is *kept* or *dropped*, and the `OpenCall` is done.
+
+Cells own memory by plain references, so Python's reference counts free what nothing needs any more; there is no table of
+live tensors to clean up. A dropped cell owns the kept cells that its recipe reads, through any number of ops, and no more;
+when autograd lets go of it, they go with it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from plimsoll.engine.replay_rng import StatePoints, take_states
+from plimsoll.engine.split_backward import Between
+from plimsoll.errors import SavedTensorModified
+from plimsoll.tracing.local_tensors import Shell, unwrapped, version_of
+
+
+class Readable(Protocol):
+    """Something that a recipe can start from."""
+
+    def read(self) -> torch.Tensor: ...
+
+
+class Restorer(Protocol):
+    """Brings back the tensor of a cell that does not hold it: the open call, or the replay of a dropped cell."""
+
+    def restore(self, cell: Cell) -> torch.Tensor: ...
+
+
+class Cell:
+    """One saved tensor of one call of a region.
+
+    A cell is *open* while the region runs (it holds nothing; the open call holds the tensors), then *kept* (``tensor`` and
+    ``version`` are set) or *dropped* (``leaves`` and ``sample`` are set). ``between`` is what `split_backward` knows of a
+    dropped cell. For a DTensor the cell is about the local shard; ``shell`` is the rest of the DTensor (``None`` for other
+    tensors), and its version counts as well.
+    """
+
+    __slots__ = ("__weakref__", "between", "index", "leaves", "restorer", "sample", "shell", "tensor", "version")
+
+    restorer: Restorer | None
+    index: int
+    tensor: torch.Tensor | None
+    version: int
+    leaves: tuple[Readable, ...]
+    sample: torch.Tensor | None
+    between: Between | None
+    shell: Shell | None
+
+    def __init__(self, restorer: Restorer, index: int, version: int, shell: Shell | None = None) -> None:
+        # ``leaves``, ``sample`` and ``between`` stay unset until ``drop``: this runs for every tensor that autograd saves
+        self.restorer = restorer
+        self.shell = shell
+        self.index = index
+        self.tensor = None
+        self.version = version
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Hold the tensor; ``version`` stays the one that it had when autograd saved it."""
+        # An alias: the tensor itself may be the output of the node that holds this cell, and the two would never be freed.
+        self.tensor = tensor.detach()
+        self.restorer = None
+        if self.shell is not None:
+            self.shell.keep()
+
+    def drop(self, leaves: tuple[Readable, ...], restorer: Restorer) -> None:
+        """Hold only what the recipe starts from, and who runs it."""
+        self.leaves = leaves
+        self.restorer = restorer
+        self.sample = None
+        self.between = None
+        if self.shell is not None:
+            self.shell.let_go()
+
+    def version_now(self, tensor: torch.Tensor) -> int:
+        """The version of a saved tensor (a DTensor's local shard) that is still held."""
+        return tensor._version if self.shell is None else tensor._version + self.shell.version
+
+    def show(self, value: torch.Tensor) -> torch.Tensor:
+        """What autograd gets to see of a value: a DTensor where it saved one."""
+        shell = self.shell
+        if shell is None:
+            return value
+        return shell.around(value) if shell.outer is None else shell.outer
+
+    def read(self) -> torch.Tensor:
+        """The kept tensor.
+
+        Raises:
+            SavedTensorModified: it was written in place since it was saved.
+        """
+        tensor = self.tensor
+        assert tensor is not None, "only kept cells are read by recipes"
+        found = self.version_now(tensor)
+        if found != self.version:  # with hooks in place autograd leaves this check to us
+            raise modified_in_place(f"a saved tensor of shape {tuple(tensor.shape)}", self.version, found)
+        return tensor
+
+
+class OpenCall:
+    """One call of a region while it runs: the saved tensors in the order of saving; of DTensors the local shards."""
+
+    __slots__ = ("_points", "cells", "sharded", "states", "tensors")
+
+    def __init__(self, points: StatePoints) -> None:
+        self.cells: list[Cell] = []
+        self.tensors: list[torch.Tensor] = []
+        self.sharded = 0
+        """How many of them are shards."""
+        self.states: dict[tuple[int, int], torch.Tensor] = {}
+        """Generator states by generator and point, for random ops that will run again."""
+        self._points = points
+
+    def pack(self, tensor: torch.Tensor) -> Cell:
+        """The pack hook: hold the tensor until the region returns."""
+        cells = self.cells
+        if (
+            type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
+        ):  # the fast way for all but DTensors and the like
+            cell = Cell(self, len(cells), tensor._version)
+        else:
+            version = version_of(tensor)
+            tensor, shell = unwrapped(tensor)
+            cell = Cell(self, len(cells), version, shell)
+            self.sharded += shell is not None
+        cells.append(cell)
+        self.tensors.append(tensor)
+        return cell
+
+    def pack_random(self, tensor: torch.Tensor) -> Cell:
+        """The pack hook of a region that will repeat random ops: also take the generator's state where one starts."""
+        take_states(self._points, len(self.cells), self.states)
+        return self.pack(tensor)
+
+    def restore(self, cell: Cell) -> torch.Tensor:
+        """A tensor that is read while the region still runs (a backward inside of forward)."""
+        return self.tensors[cell.index]
+
+    def keep_all(self) -> None:
+        """Every cell keeps its tensor, as if the region were not managed."""
+        for cell, tensor in zip(self.cells, self.tensors, strict=True):
+            cell.keep(tensor)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the tensors. Cells, tensors, graph and this call hold each other in a circle until then, and the
+        garbage collector cannot see the part of it that runs through autograd.
+        """
+        self.cells = []
+        self.tensors = []
+
+
+def unpack(cell: Cell) -> torch.Tensor:
+    """The unpack hook: the kept tensor, or the one that its recipe makes."""
+    value = restore(cell)
+    return value if cell.shell is None else cell.show(value)
+
+
+def restore(cell: Cell) -> torch.Tensor:
+    """The saved tensor; of a DTensor the local shard."""
+    if cell.tensor is not None:
+        return cell.read()
+    assert cell.restorer is not None
+    return cell.restorer.restore(cell)
+
+
+def modified_in_place(what: str, expected: int, found: int) -> SavedTensorModified:
+    """The error that autograd raises for the unmanaged model, in our words."""
+    return SavedTensorModified(
+        f"Backward needs {what}, but an in-place operation has modified it.",
+        why=f"it is at version {found}, forward used version {expected}; gradients would be wrong, with or without a plan",
+        next="replace the in-place operation (x += y becomes x = x + y), or step the optimizer after backward",
+    )

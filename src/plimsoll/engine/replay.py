@@ -1,0 +1,254 @@
+"""Brings dropped tensors back in backward: runs a region's recipes, each op at most once per backward pass.
+
+A `CallReplay` belongs to one call. It owns no saved tensor: cells do. It holds what recipes need besides: the objects that
+forward used as parameters, the generator states, and the rebuilt values that later slots of the same backward read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.autograd import profiler
+
+from plimsoll.engine.hooks import Cell, Readable
+from plimsoll.engine.replay_code import Code, SegmentFunction
+from plimsoll.engine.replay_plan import ReplayPlan
+from plimsoll.engine.sampling import Sampler
+from plimsoll.engine.split_backward import Halves
+from plimsoll.engine.stored_forms import check_reader_of_sign
+from plimsoll.errors import ReplayMismatch
+from plimsoll.planning.replay_schedule import BOUNDARY
+from plimsoll.tracing.local_tensors import version_of
+
+
+class Examiner(Protocol):
+    """Looks at every rebuilt tensor of a call that is inspected."""
+
+    def examine(self, replay: CallReplay, cell: Cell, value: torch.Tensor) -> torch.Tensor:
+        """The tensor that backward gets."""
+        ...
+
+
+class Recipes:
+    """The compiled recipes of one region under one signature, for the orders of reading that were met.
+
+    Args:
+        plan: what they bring back, and from what.
+        sampler: compares what they bring back with samples from forward.
+        halves: holds tensors between the halves of a backward that is split; ``None``: it is not.
+    """
+
+    def __init__(self, plan: ReplayPlan, sampler: Sampler, halves: Halves | None) -> None:
+        self.plan = plan
+        self.sampler = sampler
+        self.halves = halves
+        self.signs = plan.signs
+        self.code = plan.compile()
+        self.is_learning = True
+        self.has_failed = False
+        """Whether they have made something else than forward did: the region is not to be served by them any more."""
+        self._boundary = self.code
+        self._solo: dict[int, SegmentFunction] = {}
+
+    def use_order(self, order: tuple[int, ...]) -> None:
+        """Backward has shown in which order it reads; later calls run recipes that are compiled for it."""
+        self.is_learning = False
+        expected = self.code.order
+        if order != expected and sorted(order) == sorted(expected):
+            self._boundary = self.code = self.plan.compile(order)
+
+    def boundary_code(self) -> Code:
+        """The code for a backward that asks for the outputs before the slots."""
+        if self._boundary is self.code:
+            self._boundary = self.plan.compile((BOUNDARY, *self.code.order))
+        return self._boundary
+
+    def alone(self, slot: int) -> SegmentFunction:
+        """The code that rebuilds one slot from what is stored, whatever has run before."""
+        if slot not in self._solo:
+            self._solo[slot] = self.plan.compile((slot,)).segments[0]
+        return self._solo[slot]
+
+    def fail(self, slot: int) -> NoReturn:
+        """A rebuilt slot was not what forward made: turn the region to the fallback and stop the step.
+
+        Raises:
+            ReplayMismatch: always.
+        """
+        self.has_failed = True
+        graph, packed, region = self.plan.graph, self.plan.choice.packed, self.plan.name
+        value = graph.values[graph.slots[slot].value]
+        again = "the optimizer has not stepped; run the step again: the region is re-run as a whole from now on"
+        if value.id in packed:
+            raise ReplayMismatch(
+                f"{value.name!r} of region {region!r} came back from {packed[value.id]!r} as something else.",
+                why="the codec or the link gave back other bytes than forward made",
+                next=again,
+            )
+        leaves = self.plan.leaves_of(slot)
+        forms = [f", or {packed[v]!r} gave back another {graph.values[v].name!r}" for v in packed if v in leaves]
+        raise ReplayMismatch(
+            f"{value.name!r} of region {region!r} was not rebuilt as forward made it.",
+            why=f"op {graph.ops[value.producer].name!r} or one before it got other constants or data than when the region "
+            "was recorded" + "".join(forms),
+            next=again,
+        )
+
+
+class CallReplay:
+    """The replay of what one call has dropped.
+
+    Args:
+        recipes: what it runs.
+        states: generator states taken in forward.
+        waiting: the dropped cells by slot. References are weak: what autograd has let go of need not come back.
+        examiner: of a call that is inspected.
+    """
+
+    __slots__ = (
+        "_bound",
+        "_code",
+        "_early",
+        "_env",
+        "_examiner",
+        "_position",
+        "_seen",
+        "_states",
+        "_task",
+        "_versions",
+        "_waiting",
+        "recipes",
+    )
+
+    def __init__(
+        self,
+        recipes: Recipes,
+        states: dict[tuple[int, int], torch.Tensor],
+        waiting: Mapping[int, weakref.ref[Cell]],
+        examiner: Examiner | None,
+    ) -> None:
+        self.recipes = recipes
+        # The very objects of this call: the model may have others under the same names by the time of backward.
+        self._bound = tuple([source.read() for _, source in recipes.plan.parameters])
+        self._versions = tuple([version_of(parameter) for parameter in self._bound])
+        self._states = states
+        self._waiting = waiting
+        self._examiner = examiner
+        self._code = recipes.code
+        self._seen: list[int] | None = [] if recipes.is_learning else None
+        self._env: dict[int, torch.Tensor] = {}
+        """Rebuilt values that later slots of this backward read."""
+        self._early: dict[int, Any] = {}
+        """Slots rebuilt before they were read, because backward reads in another order than expected."""
+        self._task = -2  # no graph task has this number
+        self._position = 0
+
+    def restore(self, cell: Cell) -> torch.Tensor:
+        """What a dropped cell was (of a DTensor the local shard), checked where a sample of it was taken."""
+        recipes = self.recipes
+        if recipes.signs:
+            check_reader_of_sign(recipes.signs, cell.index)
+        halves = recipes.halves
+        if halves is not None:
+            held = halves.take(cell)
+            if held is not None:
+                return held
+        value: torch.Tensor = self.run(cell.index, cell.leaves)
+        if self._seen is not None:
+            self._observe(cell.index)
+        if self._examiner is not None:
+            value = self._examiner.examine(self, cell, value)
+        elif cell.sample is not None:
+            recipes.sampler.check(cell.index, cell.sample, value, recipes.fail)
+        if halves is not None:
+            halves.hold(cell, value)
+        return value
+
+    def run(self, slot: int, leaves: tuple[Readable, ...]) -> Any:
+        """Run what the slot needs and has not run yet in this backward."""
+        code = self._code
+        task = torch._C._current_graph_task_id()
+        if task != self._task or task == -1:  # -1: read from outside of any backward, so nothing can be assumed
+            self._start(task)
+        position = self._position
+        if position < len(code.order) and code.order[position] == slot:
+            self._position = position + 1
+            return self._run(code.segments[position], leaves, self._env)
+        if slot in self._early:
+            return self._early.pop(slot)
+        return self._out_of_order(slot, leaves)
+
+    def use_boundary(self) -> None:
+        """A later region will ask for the outputs, before this one's slots are read."""
+        self._code = self.recipes.boundary_code()
+
+    def rebuild(self, slot: int) -> torch.Tensor | None:
+        """The slot made once more from what is held, whatever this backward has made; ``None`` if its cell is gone."""
+        leaves = self.leaves_of(slot)
+        if leaves is None:
+            return None
+        value: torch.Tensor = self._run(self.recipes.alone(slot), leaves, {})
+        return value
+
+    def leaves_of(self, slot: int) -> tuple[Readable, ...] | None:
+        """What a dropped slot's recipe starts from (nothing, for random numbers); ``None`` if its cell is gone."""
+        reference = self._waiting.get(slot)
+        cell = None if reference is None else reference()
+        return None if cell is None else cell.leaves
+
+    def _start(self, task: int) -> None:
+        """A new backward pass: nothing is rebuilt yet."""
+        self._task = task
+        self._position = 0
+        self._env.clear()
+        self._early.clear()
+        if self._seen is not None:
+            self._seen.clear()
+
+    def _observe(self, slot: int) -> None:
+        assert self._seen is not None
+        self._seen.append(slot)
+        if len(self._seen) == len(self._waiting):
+            self.recipes.use_order(tuple(self._seen))
+            self._seen = None
+
+    def _out_of_order(self, slot: int, leaves: tuple[Readable, ...]) -> Any:
+        """Backward reads in another order than expected: run ahead to the slot, or rebuild it on its own."""
+        code = self._code
+        if self._position == 0 and slot != BOUNDARY and code.order[:1] == (BOUNDARY,):
+            self._code = self.recipes.code  # the later region turned out not to need this one's outputs
+            return self.run(slot, leaves)
+        place = code.places.get(slot, -1)
+        if place >= self._position:
+            # Later segments read what earlier ones leave in ``_env``, so those between must run too, while their cells live.
+            between = [self._waiting.get(code.order[position]) for position in range(self._position, place)]
+            cells = [None if reference is None else reference() for reference in between]
+            if None not in cells:
+                for position, cell in zip(range(self._position, place), cells, strict=True):
+                    assert cell is not None
+                    self._early[cell.index] = self._run(code.segments[position], cell.leaves, self._env)
+                self._position = place + 1
+                return self._run(code.segments[place], leaves, self._env)
+        return self._run(self.recipes.alone(slot), leaves, {})
+
+    def _run(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
+        """Run a recipe; a profiler that is on sees it under its region's name."""
+        if not profiler._is_profiler_enabled:
+            return self._run_below(segment, leaves, env)
+        with profiler.record_function(f"plimsoll.recompute: {self.recipes.plan.name}"):
+            return self._run_below(segment, leaves, env)
+
+    def _run_below(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
+        """Run below autograd and outside of autocast, as the ops were recorded."""
+        device_type = self.recipes.plan.device_type
+        with torch._C._AutoDispatchBelowAutograd():
+            if torch.is_grad_enabled():  # a backward that makes a graph: the ops were verified without
+                with torch.no_grad():
+                    return self._run_below(segment, leaves, env)
+            if not torch.is_autocast_enabled(device_type):
+                return segment(env, leaves, self._bound, self._states, self._versions)
+            with torch.autocast(device_type, enabled=False):
+                return segment(env, leaves, self._bound, self._states, self._versions)

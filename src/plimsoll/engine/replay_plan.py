@@ -1,0 +1,342 @@
+"""What becomes of every saved tensor of a region under one signature: kept, packed, or dropped and by which ops remade.
+
+`choose` resolves the names in a plan to values of the recorded graph. A `ReplayPlan` follows from that choice alone and
+never changes: calls of the region, and replays in their backwards, only read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from plimsoll.artifacts.region import Origin, RegionGraph
+from plimsoll.engine.codecs.protocol import Codec
+from plimsoll.engine.hooks import Cell, Readable
+from plimsoll.engine.replay_code import Code, RecordedRegion, Sources, compile_segments
+from plimsoll.engine.replay_rng import StatePoints, state_points
+from plimsoll.planning.replay_schedule import BOUNDARY, Schedule, Unreachable, build_schedule, recipe_ops
+from plimsoll.tracing.local_tensors import is_sharded, local_of
+from plimsoll.tracing.recorder.collectives import is_collective
+from plimsoll.tracing.recorder.storages import Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSource:
+    """Where a parameter or buffer is found in every call: its module's own dictionary, so that swaps are seen.
+
+    A small buffer is copied per call, because the model may write to it before backward; a parameter must not change.
+    """
+
+    name: str
+    holder: dict[str, Any]
+    key: str
+    is_copied: bool
+    is_checked: bool
+
+    def read(self) -> torch.Tensor:
+        """The object that forward uses now, or a copy of its contents."""
+        found: torch.Tensor = self.holder[self.key]
+        return local_of(found).detach().clone() if self.is_copied else found
+
+
+@dataclass(frozen=True, slots=True)
+class DropChoice:
+    """What to drop and what to pack, resolved to ids of the region's graph."""
+
+    dropped: frozenset[int]
+    stored: frozenset[int]
+    link: int | None = None
+    """The input that is not held because the region before can make it again."""
+    obstacles: Mapping[str, str] = field(default_factory=dict)
+    packed: Mapping[int, str] = field(default_factory=dict)
+    """Codec or link by value."""
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Values whose tensors are let go."""
+        return self.dropped | self.packed.keys()
+
+
+def choose(
+    graph: RegionGraph,
+    names: frozenset[str],
+    not_rebuildable: Mapping[int, str],
+    links: frozenset[int] = frozenset(),
+    forms: Mapping[str, str] | None = None,
+    is_private: Callable[[str], bool] = lambda form: False,
+) -> DropChoice:
+    """Resolve the names that a plan drops. What cannot be rebuilt is kept, and ``obstacles`` says why.
+
+    ``links`` are inputs that the region before can make again (for a dropped boundary), ``forms`` the codec or the link of
+    values that are packed, and ``is_private`` whether a form is of no use to anybody but the value's own slots.
+    """
+    slot_values = {slot.value for slot in graph.slots if slot.is_managed}
+    packed = {v: forms[graph.values[v].name] for v in slot_values - links if forms and graph.values[v].name in forms}
+    always = {value.id for value in graph.values if value.origin in (Origin.PARAMETER, Origin.BUFFER, Origin.INPUT)}
+    always -= packed.keys()
+    wanted = {v for v in slot_values if graph.values[v].name in names and graph.values[v].origin is Origin.OP}
+    obstacles = {graph.values[v].name: not_rebuildable[v] for v in sorted(wanted) if v in not_rebuildable}
+    dropped = {v for v in wanted if v not in not_rebuildable}
+    while True:
+        stored = always | (slot_values - dropped - packed.keys())
+        failed: set[int] = set()
+        for value in sorted(dropped):
+            try:
+                leaves = recipe_ops(graph, value, frozenset(stored | packed.keys()))[1]
+                useless = next((leaf for leaf in leaves if leaf in packed and is_private(packed[leaf])), None)
+                if useless is not None:
+                    failed.add(value)
+                    obstacles[graph.values[value].name] = (
+                        f"{graph.values[useless].name}, which it is made of, is held as {packed[useless]} alone"
+                    )
+            except Unreachable as unreachable:
+                failed.add(value)
+                obstacles[graph.values[value].name] = unreachable.obstacle
+        if not failed:
+            break
+        # Keep one more and try again: the earliest value that fails may be what all the others are missing.
+        dropped -= {min(failed)}
+    gone = dropped | (links & slot_values)
+    return DropChoice(frozenset(gone), frozenset(stored), next(iter(links), None), obstacles, packed)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReplayPlan:
+    """The plan of one region under one signature. What is derived is made at its first use and then stays.
+
+    Args:
+        name: of the region.
+        call: which of its calls in a step.
+        device_type: where it runs.
+        graph: its ops and values, as recorded.
+        recording: the ops themselves.
+        choice: what is dropped and packed.
+        codecs: of every packed value; ``None`` for what goes over the link.
+        parameters: graph value and place of every parameter and buffer that ops read.
+        not_rebuildable: values that no recipe can bring back, each with the reason.
+    """
+
+    name: str
+    call: int
+    device_type: str
+    graph: RegionGraph
+    recording: RecordedRegion
+    choice: DropChoice
+    codecs: Mapping[int, Codec | None]
+    parameters: tuple[tuple[int, ParameterSource], ...]
+    not_rebuildable: Mapping[int, str]
+
+    @cached_property
+    def dropped_slots(self) -> tuple[int, ...]:
+        """Slots whose tensor is not held after forward: what has to be remade or brought back."""
+        return tuple(s.index for s in self.graph.slots if s.is_managed and s.value in self.choice.gone)
+
+    @cached_property
+    def kept_slots(self) -> tuple[int, ...]:
+        dropped = set(self.dropped_slots)
+        return tuple(slot.index for slot in self.graph.slots if slot.index not in dropped)
+
+    @cached_property
+    def leaf_groups(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Dropped slots by the stored values that their recipes start from: slots with equal leaves share one tuple."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for slot, leaves in self._schedule.leaves.items():
+            groups.setdefault(self._visible(slot, leaves), []).append(slot)
+        return tuple((leaves, tuple(slots)) for leaves, slots in groups.items())
+
+    @cached_property
+    def needed_cells(self) -> tuple[tuple[int, int], ...]:
+        """Values that recipes start from, each with the kept slot that holds it."""
+        return tuple((value, slot) for value, slot in self._cell_of.items() if value in self._used)
+
+    @cached_property
+    def copied_inputs(self) -> tuple[tuple[int, int], ...]:
+        """Values that recipes start from and that autograd does not save, each with its input position."""
+        return tuple((value, position) for value, position in self._input_of.items() if value in self._used)
+
+    @property
+    def leaf_slots(self) -> tuple[int, ...]:
+        """Kept slots that recipes start from."""
+        return tuple(slot for _, slot in self.needed_cells)
+
+    @cached_property
+    def needs_inputs(self) -> bool:
+        """Whether dropping needs the tensors that the region was called with."""
+        return bool(self.copied_inputs) or self.choice.link is not None
+
+    @property
+    def link_position(self) -> int:
+        """Which input comes from the region before, for a dropped boundary."""
+        assert self.choice.link is not None
+        return int(self.graph.values[self.choice.link].name.split(":")[1])
+
+    @cached_property
+    def exact_slots(self) -> tuple[int, ...]:
+        """Dropped slots that do not come from a lossy form: what comes back is what forward made, bit for bit."""
+        lossy = {value for value, codec in self.codecs.items() if codec is not None and not _is_exact(codec)}
+        from_lossy = {slot for leaves, slots in self.leaf_groups if lossy.intersection(leaves) for slot in slots}
+        return tuple(slot for slot in self.dropped_slots if slot not in from_lossy)
+
+    @cached_property
+    def signs(self) -> Mapping[int, str]:
+        """Slots of which only the sign is held, by the value's name."""
+        return {
+            slot.index: self.graph.values[slot.value].name
+            for slot in self.graph.slots
+            if (codec := self.codecs.get(slot.value)) is not None and codec.keeps_sign_only
+        }
+
+    @cached_property
+    def replayed_ops(self) -> tuple[int, ...]:
+        """Ops that run again, in the order in which backward runs them."""
+        return self._schedule.ops
+
+    @cached_property
+    def collectives(self) -> tuple[str, ...]:
+        """The ops by which recipes talk to other ranks, in the order in which backward runs them."""
+        recorded = (self.recording.ops[op] for op in self.replayed_ops)
+        return tuple(op.name for op in recorded if is_collective(op.func))
+
+    @cached_property
+    def state_points(self) -> StatePoints:
+        """Where forward takes generator states; empty where no random op runs again."""
+        return state_points((self.recording.ops[op] for op in self.replayed_ops), self.recording.generators)
+
+    def compile(self, order: Sequence[int] | None = None) -> Code:
+        """The recipes for slots that are read in this order; by default in the one that is expected."""
+        schedule = self._schedule if order is None else self._scheduled(order)
+        visible = {slot: self._visible(slot, leaves) for slot, leaves in schedule.leaves.items()}
+        shown = Schedule(segments=schedule.segments, leaves=visible)
+        return compile_segments(self.graph, self.recording, shown, self._sources)
+
+    def recipe_of(self, slot: int) -> tuple[int, ...]:
+        """The ops that rebuild a dropped slot."""
+        stored = self.choice.stored | self.choice.packed.keys()
+        return recipe_ops(self.graph, self.graph.slots[slot].value, stored)[0]
+
+    def leaves_of(self, slot: int) -> tuple[int, ...]:
+        """The stored values that a dropped slot's recipe starts from."""
+        return next(leaves for leaves, slots in self.leaf_groups if slot in slots)
+
+    def boundary_leaves(
+        self, cells: Sequence[Cell], packed: Mapping[int, Readable], link: Readable | None
+    ) -> tuple[Readable, ...] | None:
+        """What remaking the outputs starts from, for a next region that does not hold its input; ``None`` if they cannot
+        be remade.
+        """
+        dropped = frozenset(self.graph.outputs) - self.choice.stored - self.choice.packed.keys()
+        try:
+            schedule = build_schedule(self.graph, self.choice.stored, dropped, (BOUNDARY,), self.choice.packed)
+        except Unreachable:
+            return None
+        readable: dict[int, Readable] = {value: cells[slot] for value, slot in self._cell_of.items()}
+        readable.update(packed)
+        if link is not None and self.choice.link is not None:
+            readable[self.choice.link] = link
+        if BOUNDARY not in schedule.leaves:
+            return None
+        wanted = self._visible(BOUNDARY, schedule.leaves[BOUNDARY])
+        if any(value not in readable for value in wanted):
+            return None
+        return tuple(readable[value] for value in wanted)
+
+    def remakes(self, position: int) -> bool:
+        """Whether a recipe can make this output again."""
+        return self.recording.output_refs[position] is not None
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of the distinct storages made in the region that autograd saved."""
+        return self._bytes_of(self._saved_values)
+
+    @property
+    def droppable_bytes(self) -> int:
+        """Of these, what recipes could bring back bit for bit from the region's inputs and parameters."""
+        names = frozenset(self.graph.values[v].name for v in self._saved_values)
+        return self._bytes_of(choose(self.graph, names, self.not_rebuildable).dropped)
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of the distinct storages made in the region that only dropped slots held."""
+        return self._bytes_of(v for v in self.choice.dropped if self.graph.values[v].origin is Origin.OP)
+
+    @property
+    def _saved_values(self) -> frozenset[int]:
+        saved = {slot.value for slot in self.graph.slots if slot.is_managed}
+        return frozenset(v for v in saved if self.graph.values[v].origin is Origin.OP)
+
+    def _bytes_of(self, values: Iterable[int]) -> int:
+        return sum({self.graph.values[v].storage: self.graph.values[v].bytes for v in values}.values())
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        """The replay in the order in which backward is expected to read, before one has been seen."""
+        dropped = set(self.dropped_slots)
+        return self._scheduled([slot for slot in self.graph.backward_order if slot in dropped])
+
+    def _scheduled(self, order: Sequence[int]) -> Schedule:
+        dropped = self.choice.dropped
+        if BOUNDARY in order:
+            dropped = dropped | (frozenset(self.graph.outputs) - self.choice.stored - self.choice.packed.keys())
+        return build_schedule(self.graph, self.choice.stored, dropped, order, self.choice.packed)
+
+    def _visible(self, slot: int, leaves: Iterable[int]) -> tuple[int, ...]:
+        """What a recipe reads from cells; for the boundary also the outputs that are held as they are."""
+        held = set(self.graph.outputs) & self.choice.stored if slot == BOUNDARY else set()
+        return tuple(v for v in sorted(held.union(leaves)) if v not in self._sources.parameters)
+
+    @cached_property
+    def _used(self) -> frozenset[int]:
+        return frozenset(value for leaves, _ in self.leaf_groups for value in leaves)
+
+    @cached_property
+    def _cell_of(self) -> Mapping[int, int]:
+        """For stored values: the first kept slot that holds it."""
+        cells: dict[int, int] = {}
+        for index in self.kept_slots:
+            value = self.graph.slots[index].value
+            if value >= 0:
+                cells.setdefault(value, index)
+        return cells
+
+    @cached_property
+    def _input_of(self) -> Mapping[int, int]:
+        """For stored values that no slot holds: the input position that it came in at."""
+        elsewhere = {*self._cell_of, *self.choice.packed, self.choice.link}
+        return {
+            value.id: int(value.name.split(":")[1])
+            for value in self.graph.values
+            if value.origin is Origin.INPUT and value.id not in elsewhere
+        }
+
+    @cached_property
+    def _sources(self) -> Sources:
+        sources = list(enumerate(source for _, source in self.parameters))
+        return Sources(
+            parameters={value: position for position, (value, _) in enumerate(self.parameters)},
+            protected={i: f"{s.name} of region {self.name!r}" for i, s in sources if s.is_checked},
+            geometries=self._leaf_geometries(),
+            links=frozenset() if self.choice.link is None else frozenset({self.choice.link}),
+            packed=frozenset(self.choice.packed),
+            sharded=frozenset(i for i, s in sources if is_sharded(s.holder[s.key])),
+        )
+
+    def _leaf_geometries(self) -> dict[int, Geometry]:
+        geometries = {value: self.recording.slot_geometries[slot] for value, slot in self._cell_of.items()}
+        inputs = [*self._input_of] if self.choice.link is None else [*self._input_of, self.choice.link]
+        geometries.update({value: self.recording.values[value].base for value in inputs})
+        for slot in self.graph.slots:
+            if slot.is_managed and slot.value in self.choice.packed:  # whole storages are packed, and come back flat
+                dtype = self.recording.slot_geometries[slot.index].dtype
+                count = self.graph.values[slot.value].bytes // dtype.itemsize
+                geometries.setdefault(slot.value, Geometry((count,), (1,), 0, dtype))
+        return geometries
+
+
+def _is_exact(codec: Codec) -> bool:
+    """Whether decoding gives back the very bits."""
+    return codec.is_lossless and not codec.keeps_sign_only

@@ -1,0 +1,122 @@
+"""Sentinels: a few elements of dropped tensors are kept, and the rebuilt tensors must have the same bits there.
+
+Recipes run recorded ops on what a call saved. Where a call has done something else than the recorded one and the guards have
+not seen it (a constant that changed, say), the samples differ, and the step stops before the optimizer can use the gradients.
+
+On a CPU they are compared on the spot. A comparison on a GPU would make the host wait for the device at every slot, so
+there each one leaves a flag on the device, and all flags of a backward pass are read once, when it ends: still before the
+optimizer can step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from plimsoll.artifacts.region import Origin
+from plimsoll.engine.replay_plan import ReplayPlan
+from plimsoll.tracing.recorder.storages import INTEGER_OF_SIZE, Geometry, same_bits
+
+SAMPLE_SIZE = 16
+
+Failure = Callable[[], None]
+"""Raises the error that belongs to one comparison."""
+
+
+class DeferredChecks:
+    """Flags of one backward pass, read together when it ends."""
+
+    def __init__(self) -> None:
+        self._flags: list[torch.Tensor] = []
+        self._failures: list[Failure] = []
+        self._task = -1
+
+    def add(self, flag: torch.Tensor, fail: Failure) -> None:
+        """Note a flag (true: the bits differ); ``fail`` raises if it turns out to be set."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # the first of this backward; flags of one that failed half-way are forgotten
+            self._flags, self._failures, self._task = [], [], task
+            torch.autograd.Variable._execution_engine.queue_callback(self._settle)
+        self._flags.append(flag)
+        self._failures.append(fail)
+
+    def _settle(self) -> None:
+        flags, failures = self._flags, self._failures
+        self._flags, self._failures, self._task = [], [], -1
+        if not flags or not bool(torch.stack(flags).any()):
+            return
+        next(fail for flag, fail in zip(flags, failures, strict=True) if bool(flag))()
+
+
+@dataclass(frozen=True, slots=True)
+class SentinelPolicy:
+    """What the regions of one managed model share: check in every ``every``-th call, and the checks still to be read."""
+
+    every: int = 1
+    deferred: DeferredChecks = field(default_factory=DeferredChecks)
+
+
+class Sampler:
+    """Takes and compares the sentinels of one region: values that are packed exactly, and the last of every chain of ops.
+
+    The last of a chain are dropped values that no replayed op reads: their bits depend on all of the chain before them.
+    """
+
+    def __init__(self, plan: ReplayPlan, policy: SentinelPolicy) -> None:
+        self._policy = policy
+        graph = plan.graph
+        read = {value for op in plan.replayed_ops for value in graph.ops[op].reads}
+        chosen: dict[int, int] = {}
+        for slot in plan.exact_slots:
+            value = graph.slots[slot].value
+            if value in plan.codecs or (value not in read and graph.values[value].origin is Origin.OP):
+                chosen.setdefault(value, slot)
+        shapes = {slot: sample_geometry(plan.recording.slot_geometries[slot]) for slot in chosen.values()}
+        self._sentinels = {slot: shape for slot, shape in shapes.items() if shape is not None}
+
+    def take(self, tensors: Sequence[torch.Tensor], number: int) -> dict[int, torch.Tensor]:
+        """Elements of the sentinel slots of the ``number``-th call, as integers: bits are compared, not values."""
+        if not self._sentinels or number % self._policy.every:
+            return {}
+        with torch._C._AutoDispatchBelowAutograd():
+            return {slot: self._sample(slot, tensors[slot]).clone() for slot in self._sentinels}
+
+    def check(self, slot: int, sample: torch.Tensor, value: torch.Tensor, fail: Callable[[int], None]) -> None:
+        """Call ``fail`` with the slot if a rebuilt tensor differs from its sample in any bit (on a GPU: when backward ends)."""
+        with torch._C._AutoDispatchBelowAutograd():
+            again = self._sample(slot, value)
+            if must_defer(value.device.type):
+                self._policy.deferred.add((sample != again).any(), functools.partial(fail, slot))
+                return
+            if torch.equal(sample, again):
+                return
+        # NaN has many bit patterns, and which one an op makes is not defined: any NaN is as good as another.
+        if value.dtype.is_floating_point and same_bits(sample.view(value.dtype), again.clone().view(value.dtype)):
+            return
+        fail(slot)
+
+    def _sample(self, slot: int, tensor: torch.Tensor) -> torch.Tensor:
+        size, stride, offset, integers = self._sentinels[slot]
+        return torch.as_strided(tensor.view(integers), size, stride, offset)
+
+
+def must_defer(device_type: str) -> bool:
+    """Whether comparing on the spot would make the host wait for the device."""
+    return device_type != "cpu" and torch._C._current_graph_task_id() != -1
+
+
+def sample_geometry(geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype] | None:
+    """Size, stride, offset and integer type of up to 16 elements of a tensor, spread over it where it is dense."""
+    count = math.prod(geometry.size)
+    if count == 0 or geometry.dtype.itemsize not in INTEGER_OF_SIZE or geometry.dtype.is_complex:
+        return None
+    integers = INTEGER_OF_SIZE[geometry.dtype.itemsize]
+    span = 1 + sum((size - 1) * stride for size, stride in zip(geometry.size, geometry.stride, strict=True))
+    if span == count:
+        return (min(SAMPLE_SIZE, count),), (max(1, count // SAMPLE_SIZE),), geometry.offset, integers
+    size, stride = max(zip(geometry.size, geometry.stride, strict=True))
+    return (min(SAMPLE_SIZE, size),), (stride,), geometry.offset, integers
