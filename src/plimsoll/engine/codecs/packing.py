@@ -1,4 +1,4 @@
-"""Bytes that hold one bit or four in, full bytes out, and back; the lowest bits of a byte belong to its first element.
+"""Packs bits and halves of bytes into full bytes; the lowest bits of a byte belong to its first element.
 
 Neighbouring bytes are combined by reading them as one wider integer (of a little-endian machine), so that every step is
 one op over contiguous memory, on any device.

@@ -93,7 +93,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a number may be; powers of two only where they are whole."""
+    """The values that a numeric parameter may have; whole numbers have to be powers of two."""
 
     kind: type[int] | type[float]
     least: float
@@ -114,10 +114,10 @@ class Numbers:
 
 
 def word(default: str, *others: str) -> Any:
-    """A field that is one of these words; names have its value alone."""
+    """A parameter that is one of these words; a codec's name has the word alone."""
     return dataclasses.field(default=default, metadata={"words": (default, *others)})
 
 
 def number(default: float, *, least: float, most: float) -> Any:
-    """A field that is a number, a power of two where ``default`` is an int; names have ``field=value``."""
+    """A parameter that is a number (a power of two where ``default`` is an int); a codec's name has ``field=value``."""
     return dataclasses.field(default=default, metadata={"numbers": Numbers(type(default), least, most)})

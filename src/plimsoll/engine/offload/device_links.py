@@ -24,7 +24,7 @@ from collections import deque
 import torch
 
 from plimsoll.engine.offload.pinned_memory import Buffer, CudaCalls, DeviceCalls, DeviceEvent, DeviceStream, PinnedPool
-from plimsoll.engine.offload.protocol import Link, Ticket, flat_bytes_of
+from plimsoll.engine.offload.protocol import CopyCpuSeconds, Link, Ticket, flat_bytes_of
 from plimsoll.errors import OffloadFailed
 from plimsoll.units import MIB
 
@@ -162,6 +162,10 @@ class BounceLink(Link):
         self._device = device
         self._most_waiting_bytes = most_waiting_bytes
         self._waiting: deque[tuple[weakref.ref[Ticket], int]] = deque()
+
+    @property
+    def copy_cpu_seconds(self) -> CopyCpuSeconds:
+        return self.inner.copy_cpu_seconds
 
     def store(self, tensor: torch.Tensor) -> BounceTicket:
         self._make_room(tensor.nbytes)

@@ -15,23 +15,14 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 
 from plimsoll.engine.offload.copying import DiskCopy, Lease, Transport
 from plimsoll.engine.offload.disk_file import BackingFile, Extent, Extents, is_in_memory
-from plimsoll.engine.offload.protocol import Link, flat_bytes_of
+from plimsoll.engine.offload.protocol import CopyCpuSeconds, Link, flat_bytes_of
 from plimsoll.errors import OffloadFailed
 from plimsoll.units import MIB, format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class CopyCpuSeconds:
-    """CPU time that a link's copies have taken so far, on whatever thread."""
-
-    out_seconds: float
-    in_seconds: float
 
 
 class DiskLink(Link):

@@ -74,7 +74,7 @@ class BackingFile:
             ) from error
 
     def reserve(self, end_bytes: int) -> None:
-        """Make sure that the disk has room for the file to reach ``end_bytes``; asked once for every height.
+        """Make sure that the disk has room for the file to reach ``end_bytes``; the system is asked only when it grows.
 
         Raises:
             OffloadFailed: it has not.

@@ -20,9 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from plimsoll.engine.offload.device_links import BounceLink
-from plimsoll.engine.offload.disk import CopyCpuSeconds, DiskLink
-from plimsoll.engine.offload.protocol import Link, Ticket
+from plimsoll.engine.offload.protocol import CopyCpuSeconds, Link, Ticket
 from plimsoll.units import MIB
 
 _MOST_SECONDS = 0.5
@@ -66,6 +64,7 @@ def measure_link(link: Link, device: torch.device, nbytes: int = 4 * MIB) -> Lin
         OffloadFailed: the link cannot carry ``nbytes``.
 
     Example:
+        >>> from plimsoll.engine.offload.disk import DiskLink
         >>> with DiskLink("/var/tmp") as link:
         ...     speed = measure_link(link, torch.device("cpu"))
         >>> speed.out_bytes_per_second > 0
@@ -105,10 +104,10 @@ def _trips(link: Link, device: torch.device, nbytes: int, most_seconds: float) -
 def _timed(link: Link, device: torch.device, work: Callable[[], object]) -> tuple[float, CopyCpuSeconds]:
     """Seconds of ``work``, and CPU seconds of the link's copies meanwhile."""
     _wait_for(device)
-    before, begun_at = _copy_cpu_seconds(link), time.perf_counter()
+    before, begun_at = link.copy_cpu_seconds, time.perf_counter()
     work()
     _wait_for(device)
-    seconds, after = time.perf_counter() - begun_at, _copy_cpu_seconds(link)
+    seconds, after = time.perf_counter() - begun_at, link.copy_cpu_seconds
     return seconds, CopyCpuSeconds(after.out_seconds - before.out_seconds, after.in_seconds - before.in_seconds)
 
 
@@ -132,10 +131,3 @@ def _bandwidth(nbytes: int, seconds: float, latency_seconds: float) -> float:
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _copy_cpu_seconds(link: Link) -> CopyCpuSeconds:
-    """Only copies to and from a disk take a CPU's time."""
-    if isinstance(link, BounceLink):
-        return _copy_cpu_seconds(link.inner)
-    return link.copy_cpu_seconds if isinstance(link, DiskLink) else CopyCpuSeconds(0.0, 0.0)

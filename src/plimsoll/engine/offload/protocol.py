@@ -11,9 +11,16 @@ Results come back flat, with the dtype and the length that they went out with. T
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
+
+
+class CopyCpuSeconds(NamedTuple):
+    """CPU time that a link's copies have taken so far, on whatever thread."""
+
+    out_seconds: float
+    in_seconds: float
 
 
 class Ticket(Protocol):
@@ -45,6 +52,11 @@ class Link(Protocol):
 
     name: str
     """``disk``, ``host`` or ``simulated``."""
+
+    @property
+    def copy_cpu_seconds(self) -> CopyCpuSeconds:
+        """None of it by default: only copies to and from a disk take a CPU's time."""
+        return CopyCpuSeconds(0.0, 0.0)
 
     def store(self, tensor: torch.Tensor) -> Ticket:
         """Begin to copy ``tensor`` (one dimension, contiguous, detached) out; hold it until the ticket is settled.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 
 import torch
 
@@ -83,13 +84,13 @@ class SimulatedLink(Link):
             self._sleep(remaining_seconds)
 
 
+@dataclass(slots=True)
 class _Wire:
     """One direction: when a transfer that is asked for now will have arrived."""
 
-    def __init__(self, bytes_per_second: float, latency_seconds: float) -> None:
-        self.bytes_per_second = bytes_per_second
-        self.latency_seconds = latency_seconds
-        self.free_at = float("-inf")
+    bytes_per_second: float
+    latency_seconds: float
+    free_at: float = float("-inf")
 
     def carry(self, nbytes: int, now: float) -> float:
         self.free_at = max(now, self.free_at) + self.latency_seconds + nbytes / self.bytes_per_second
