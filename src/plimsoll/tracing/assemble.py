@@ -44,10 +44,7 @@ class Assembled:
 def assemble(log: StepLog, optimizer: OptimizerLog | None, *, bucket_bytes: int) -> Assembled:
     """Attribute ops to regions, close lives, name storages.
 
-    Args:
-        log: of forward and backward.
-        optimizer: of its step, which comes after them.
-        bucket_bytes: what a reducer holds for gradients on their way, from before the step to after it.
+    ``bucket_bytes`` is what a reducer holds for gradients on their way, from before the step to after it.
     """
     op_regions = _attribute(log)
     ops, specs = _ops(log, op_regions), dict(log.tracer.specs)
@@ -122,18 +119,21 @@ def _storages(log: StepLog, optimizer: OptimizerLog | None) -> tuple[list[Storag
     }
     buffers = {storage: label for storage, label in _buffers(log).items() if storage not in owners}
     ids = {storage: position for position, storage in enumerate(sorted(tracer.born))}
-    found = [
-        Storage(
-            id=ids[storage],
-            bytes=tracer.first_value(storage).bytes,
-            category=_category(log, storage, buffers),
-            label=buffers.get(storage) or _label(log, storage),
-            born=tracer.born[storage],
-            dies=dies[storage],
-            region=owners.get(storage, -1),
+    found = []
+    for storage in ids:
+        first = tracer.first_value(storage)
+        is_unnamed = first.origin is Origin.EXTERNAL and first.name == "external"
+        found.append(
+            Storage(
+                id=ids[storage],
+                bytes=first.bytes,
+                category=_category(log, storage, buffers),
+                label=buffers.get(storage) or ("constant" if is_unnamed else first.name),
+                born=tracer.born[storage],
+                dies=dies[storage],
+                region=owners.get(storage, -1),
+            )
         )
-        for storage in ids
-    ]
     for storage, lives in sorted(tracer.fillings.items()):
         ids[storage] = len(found)
         found += [
@@ -200,11 +200,6 @@ def _category(log: StepLog, storage: int, buffers: Mapping[int, str]) -> Categor
     if born < 0:
         return _STATIC_CATEGORIES.get(value.origin, Category.BUFFER)
     return Category.ACTIVATION if tracer.contexts[born].phase is Phase.FORWARD else Category.TEMPORARY
-
-
-def _label(log: StepLog, storage: int) -> str:
-    value = log.tracer.first_value(storage)
-    return "constant" if value.origin is Origin.EXTERNAL and value.name == "external" else value.name
 
 
 def _region(

@@ -72,7 +72,8 @@ class SlotBook:
             can_stand_in = is_value and not self._holds_all
             held = None if can_stand_in else tensor.detach()
             if held is not None and value >= 0 and not self._holds_all and is_plain(tensor):
-                held = _copy(held)
+                copy = held.clone()  # whose strides are others where elements share memory
+                held = copy if copy.stride() == held.stride() else held
         return _Placeholder(self, len(self.records) - 1, Geometry.of(tensor), tensor.device, held, shell)
 
     def unpack(self, placeholder: Any) -> torch.Tensor:
@@ -92,48 +93,33 @@ class SlotBook:
         self.records[index].released = self._tracer.tick
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the same geometry on memory of its own; the tensor itself where elements share memory."""
-    copy = tensor.clone()
-    return copy if copy.stride() == tensor.stride() else tensor
-
-
+@dataclass(slots=True, eq=False)
 class _Placeholder:
     """What autograd holds instead of the tensor; its end of life is the slot's release."""
 
-    __slots__ = ("_book", "_device", "_geometry", "_held", "index", "shell")
-
-    def __init__(
-        self,
-        book: SlotBook,
-        index: int,
-        geometry: Geometry,
-        device: torch.device,
-        held: torch.Tensor | None,
-        shell: Shell | None,
-    ) -> None:
-        self._book = book
-        self.index = index
-        self.shell = shell
-        self._geometry = geometry
-        self._device = device
-        self._held = held
+    book: SlotBook
+    index: int
+    geometry: Geometry
+    device: torch.device
+    held: torch.Tensor | None
+    shell: Shell | None
 
     def stand_in(self, tracer: StepTracer) -> torch.Tensor:
-        if self._held is not None:
-            if tracer.table.find(self._held) < 0:
-                tracer.add_stand_in(self._held)
-            return self._held
-        geometry = self._geometry
+        """A tensor for backward to read, which the tracer knows."""
+        if self.held is not None:
+            if tracer.table.find(self.held) < 0:
+                tracer.add_stand_in(self.held)
+            return self.held
+        geometry = self.geometry
         with tracer.unseen():
-            tensor = torch.empty_strided(geometry.size, geometry.stride, dtype=geometry.dtype, device=self._device)
+            tensor = torch.empty_strided(geometry.size, geometry.stride, dtype=geometry.dtype, device=self.device)
             if not isinstance(tensor, FakeTensor):  # which has nothing to set to zero
                 tensor.zero_()
         tracer.add_stand_in(tensor)
         return tensor
 
     def __del__(self) -> None:
-        self._book.released(self.index)
+        self.book.released(self.index)
 
 
 @dataclass(slots=True)
@@ -183,12 +169,7 @@ def run_step(
 ) -> StepLog:
     """Forward, loss and backward in an entered tracer; what the model returned and the loss are held until backward ends.
 
-    Args:
-        tracer: knows what is there before the step.
-        model: without a wrapper.
-        call: the arguments.
-        loss: makes a scalar of the output.
-        at_loss: is called with the output between forward and backward.
+    ``at_loss`` is called with the output between forward and backward.
 
     Raises:
         InvalidBatch: the model refuses the batch.

@@ -1,9 +1,8 @@
-"""A model under ``DistributedDataParallel`` in: the model inside, the bytes of the reducer's buckets, and steps that its
-reducer does not see.
+"""All that knows ``DistributedDataParallel``: the model inside, the bytes of the reducer's buckets, steps that it does not see.
 
-The reducer counts the gradients that arrive through hooks on the very parameter objects. With ``static_graph`` it learns the
-graph from those of the first step, and otherwise the order of its buckets. A trial step must not teach it anything, so it runs
-on twins: parameters of the same memory without hooks, put into the modules for as long as the step takes.
+The reducer counts gradients through hooks on the parameter objects. With ``static_graph`` it learns the graph from the first
+step, and otherwise the order of its buckets. A trial step must not teach it anything, so the step runs on twins: parameters
+of the same memory without hooks, put into the modules for as long as the step takes.
 
 Source: torch.nn.parallel.DistributedDataParallel and its reducer (torch/csrc/distributed/c10d/reducer.cpp). Known weakness: a
 model that keeps its parameters in lists of its own, outside of ``nn.Module``, uses those in a trial step as well.
@@ -72,12 +71,10 @@ class Twins:
         if not isinstance(model, DistributedDataParallel):
             return
         for module in inner_module(model).modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._places.append((module, name, parameter))
-                    if parameter not in self._twins:
-                        twin = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-                        self._twins[parameter] = twin
+            self._places += [(module, name, each) for name, each in module._parameters.items() if each is not None]
+        for _, _, parameter in self._places:
+            if parameter not in self._twins:
+                self._twins[parameter] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

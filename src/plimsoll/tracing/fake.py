@@ -1,4 +1,4 @@
-"""A model that may be on the meta device in; a block in which it computes with fake CPU tensors out, then as it was.
+"""Lets a model compute with fake CPU tensors for the length of a block, also where it is on the meta device.
 
 Fake tensors know shapes, strides and types, no numbers. What a step computes from integers alone (positions, masks, the
 padding test that decides whether there is a mask at all) is small and often asked for its value, so it is computed for
@@ -11,6 +11,7 @@ into it in place.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,12 +56,10 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
     """The batch with fake tensors; integer tensors that have values keep them, on storages of their own."""
-    memo: dict[int, torch.Tensor] = {}
 
+    @functools.cache  # a tensor that is passed twice stays one
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in memo:
-            memo[id(tensor)] = _known_copy(tensor) if _has_known_values(tensor) else fake_like(tensor, mode)
-        return memo[id(tensor)]
+        return _known_copy(tensor) if _has_known_values(tensor) else fake_like(tensor, mode)
 
     return tree_map_only(torch.Tensor, convert, batch)
 
@@ -77,19 +76,16 @@ def _known_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    twins: dict[int, torch.Tensor] = {}
+    twin = functools.cache(functools.partial(_twin, mode=mode))  # tied parameters stay one
     originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     try:
         for module in model.modules():
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 for name, tensor in table.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in twins:
-                        twins[id(tensor)] = _twin(tensor, mode)
-                    originals.append((table, name, tensor))
-                    table[name] = twins[id(tensor)]
+                    if tensor is not None:
+                        originals.append((table, name, tensor))
+                        table[name] = twin(tensor)
         yield
     finally:
         for table, name, tensor in originals:
@@ -152,12 +148,8 @@ def _grouped_product(
     Source: ``create_grouped_gemm_output_tensor`` in ``aten/src/ATen/native/GroupedMMUtils.h``: rows start at multiples of 16
     bytes.
 
-    Args:
-        left: rows of all groups ``[rows, in]``, or one matrix per group ``[groups, rows, in]``.
-        right: one matrix per group ``[groups, in, out]``, or columns of all groups ``[in, out]``.
-        offs: where groups end along the dimension that they share.
-        bias: none is supported by torch either.
-        out_dtype: type of the result; by default that of ``left``.
+    ``left`` has the rows of all groups ``[rows, in]`` or one matrix per group ``[groups, rows, in]``, ``right`` one matrix per
+    group ``[groups, in, out]`` or the columns of all groups ``[in, out]``; ``offs`` says where groups end.
     """
     dtype = out_dtype or left.dtype
     if left.dim() == right.dim() == 2:

@@ -1,4 +1,4 @@
-"""A model under ``fully_shard`` (FSDP2, HSDP) in: its parameters while they are gathered, and its state put back, out.
+"""All that knows ``fully_shard`` (FSDP2, HSDP): shards, gathered parameters, gradients that wait, state to be put back.
 
 FSDP2 keeps one storage per gathered parameter for good. It is filled before a module's forward and backward and emptied
 (``resize_(0)``) after them, so it lives several times in a step and is not alive in between. Whether it is shows in its size.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,11 +33,7 @@ class Gathered:
 
     def __init__(self, model: nn.Module) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._parameters = [
-            (names.get(id(part.sharded_param)) or part._param_fqn or part._module_info.param_name, part)
-            for group in _groups(model)
-            for part in group.fsdp_params
-        ]
+        self._parameters = [(names.get(id(part.sharded_param)) or _name_of(part), part) for part in _parameters(model)]
 
     def __bool__(self) -> bool:
         """Whether anything is sharded at all."""
@@ -62,7 +57,7 @@ def has_flat_parameters(model: nn.Module) -> bool:
 
 def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The sharded parameters, also of modules whose parameters are gathered right now; empty without FSDP2."""
-    return [part.sharded_param for group in _groups(model) for part in group.fsdp_params]
+    return [part.sharded_param for part in _parameters(model)]
 
 
 def waiting_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,7 +66,7 @@ def waiting_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for part in group.fsdp_params:
             for gradient in (_unsharded_gradient(part), part.unsharded_accumulated_grad):
                 if gradient is not None:
-                    yield part._param_fqn or part._module_info.param_name, gradient
+                    yield _name_of(part), gradient
         if group._partial_reduce_output is not None:
             yield group._module_fqn or "", group._partial_reduce_output
 
@@ -124,31 +119,20 @@ def scattering(model: nn.Module, scatter: ReduceScatter) -> Iterator[None]:
             group._reduce_scatter_comm = comm
 
 
-@dataclass(frozen=True, slots=True)
-class _Accumulated:
-    """What one parameter holds for a later reduction."""
-
-    part: FSDPParam
-    gradient: torch.Tensor | None
-    upcast: torch.Tensor | None
-
-
 class KeptShards:
     """What FSDP2 holds between steps, set aside: zeros stand in its place until ``put_back``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._accumulated = [
-            _Accumulated(part, _unsharded_gradient(part), part.unsharded_accumulated_grad)
-            for group in _groups(model)
-            for part in group.fsdp_params
+            (part, _unsharded_gradient(part), part.unsharded_accumulated_grad) for part in _parameters(model)
         ]
         self._partial = [(group, group._partial_reduce_output) for group in _groups(model)]
-        for kept in self._accumulated:
-            if kept.gradient is not None:
-                kept.part._unsharded_param.grad = torch.zeros_like(kept.gradient)
-            if kept.upcast is not None:
-                kept.part.unsharded_accumulated_grad = torch.zeros_like(kept.upcast)
+        for part, gradient, upcast in self._accumulated:
+            if gradient is not None:
+                part._unsharded_param.grad = torch.zeros_like(gradient)
+            if upcast is not None:
+                part.unsharded_accumulated_grad = torch.zeros_like(upcast)
         for group, output in self._partial:
             if output is not None:
                 group._partial_reduce_output = torch.zeros_like(output)
@@ -157,11 +141,11 @@ class KeptShards:
         """Everything as it was; what a step left half done is let go."""
         if _is_busy(self._model):
             release_gathered(self._model)
-        for kept in self._accumulated:
-            unsharded = getattr(kept.part, "_unsharded_param", None)  # made by the first gathering
+        for part, gradient, upcast in self._accumulated:
+            unsharded = getattr(part, "_unsharded_param", None)  # made by the first gathering
             if unsharded is not None:
-                unsharded.grad = kept.gradient
-            kept.part.unsharded_accumulated_grad = kept.upcast
+                unsharded.grad = gradient
+            part.unsharded_accumulated_grad = upcast
         for group, output in self._partial:
             group._partial_reduce_output = output
 
@@ -180,6 +164,14 @@ def _states(model: nn.Module) -> list[FSDPState]:
 
 def _groups(model: nn.Module) -> list[FSDPParamGroup]:
     return [group for state in _states(model) for group in state._fsdp_param_groups]
+
+
+def _parameters(model: nn.Module) -> list[FSDPParam]:
+    return [part for group in _groups(model) for part in group.fsdp_params]
+
+
+def _name_of(part: FSDPParam) -> str:
+    return part._param_fqn or part._module_info.param_name
 
 
 def _is_busy(model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The name of a device in; a block in which ops on fake CPU tensors decompose as they would on that device out.
+"""Lets ops on fake CPU tensors decompose as they would on the device that the plan is for.
 
 What a step saves for backward depends on the kernel: on a CPU, dropout is ``empty_like → bernoulli_ → div_ → mul`` and keeps a
 mask in the activations' type, on a GPU it is one op with a mask of bytes. Which kernel runs is decided by functions that
@@ -67,8 +67,8 @@ def target_kernels(device_name: str) -> Iterator[None]:
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("rms_norm", _rms_norm, "AutogradCPU")
-        library.impl("softmax.int", _softmax, "AutogradCPU")
-        library.impl("log_softmax.int", _log_softmax, "AutogradCPU")
+        library.impl("softmax.int", _softmax(_ATEN._softmax.default), "AutogradCPU")
+        library.impl("log_softmax.int", _softmax(_ATEN._log_softmax.default), "AutogradCPU")
         caller = next((device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)), None)
         if caller is not None:
             with warnings.catch_warnings():  # of the kernels that are replaced: that is what is wanted here
@@ -148,16 +148,15 @@ def _attention_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.T
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-def _softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:  # noqa: A002 - aten's
-    if input.dtype is torch.float16 and dtype is torch.float32:
-        return _ATEN._softmax.default(input, dim, True)  # type: ignore[no-any-return]
-    return _ATEN._softmax.default(input if dtype is None else input.to(dtype), dim, False)  # type: ignore[no-any-return]
+def _softmax(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``_softmax`` or ``_log_softmax``, which on a GPU casts float16 up within the kernel."""
 
+    def kernel(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:  # noqa: A002 - aten's
+        if input.dtype is torch.float16 and dtype is torch.float32:
+            return op(input, dim, True)
+        return op(input if dtype is None else input.to(dtype), dim, False)
 
-def _log_softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:  # noqa: A002 - aten's
-    if input.dtype is torch.float16 and dtype is torch.float32:
-        return _ATEN._log_softmax.default(input, dim, True)  # type: ignore[no-any-return]
-    return _ATEN._log_softmax.default(input if dtype is None else input.to(dtype), dim, False)  # type: ignore[no-any-return]
+    return kernel
 
 
 def _rms_norm(

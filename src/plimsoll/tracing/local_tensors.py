@@ -35,9 +35,6 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     The storage of a wrapper has the size of the whole tensor and no memory, so bytes are counted, and bits compared, here.
     No collective runs and autograd sees nothing.
 
-    Args:
-        tensor: any tensor.
-
     Example:
         >>> [part.shape for part in dense_parts(torch.zeros(2, 3))]
         [torch.Size([2, 3])]
@@ -146,11 +143,9 @@ class Shell:
 
 
 def layout_of(tensor: torch.Tensor) -> str:
-    """``(Shard(dim=0),) on (2, 4)``: how a DTensor lies on its mesh, the same on every rank; empty for others."""
-    if not is_sharded(tensor):
-        return ""
+    """`` (Shard(dim=0),) on (2, 4)``: how a DTensor lies on its mesh, the same on every rank; empty for others."""
     inner: Any = tensor
-    return f"{inner.placements} on {tuple(inner.device_mesh.shape)}"
+    return f" {inner.placements} on {tuple(inner.device_mesh.shape)}" if is_sharded(tensor) else ""
 
 
 def layout_key(tensor: torch.Tensor) -> Any:

@@ -178,7 +178,7 @@ def _copy(optimizer: Optimizer, twins: dict[int, torch.Tensor], mode: FakeTensor
     """A copy without hooks over the twins and fake state; nothing as large as a parameter is copied."""
     twin: Optimizer = object.__new__(type(optimizer))
     memo: dict[int, Any] = dict(twins)
-    for _, tensor in _state_tensors(dict(optimizer.state)):
+    for _, tensor in _state_tensors(list(optimizer.state.values())):
         if tensor.numel() > 1 and id(tensor) not in memo:
             memo[id(tensor)] = _twin_of(tensor, mode)
     own = {name: value for name, value in vars(optimizer).items() if name not in _PATCHED and "hook" not in name}

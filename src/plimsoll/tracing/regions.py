@@ -1,4 +1,4 @@
-"""A module tree in, the modules that are planned as regions out."""
+"""Finds the modules that are planned as regions: a model's repeated blocks, or those that the user names."""
 
 from __future__ import annotations
 

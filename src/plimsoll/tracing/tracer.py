@@ -142,9 +142,8 @@ class StepTracer(OpRecorder):
             known = self.add_leaf(tensor, Origin.PARAMETER, "")
             storage = self.values[known].storage
             self.values[self._first[storage]].name = f"unsharded parameter:{name}"
-            made = self.born.pop(
-                storage, -1
-            )  # by an op, the first time ever; else the op that comes now has met it first
+            # An op made it, the first time ever; else the op that comes now has met it first.
+            made = self.born.pop(storage, -1)
             self._alive = [other for other in self._alive if other != storage]
             self.fillings[storage] = [Filling(made if made >= 0 or not self.tick else self.tick, size)]
         elif size and lives[-1].dies >= 0:
@@ -164,13 +163,12 @@ class StepTracer(OpRecorder):
         if self._clock is not None:
             self.timings.setdefault(op.cost_key, []).append(self._seconds)
         node: Any = torch._C._current_autograd_node()  # the stub forgets that forward has none
-        if node is None:
-            self.contexts.append(OpContext(self.phase, -1, ""))
-        else:
-            sequence = node._sequence_nr()
-            self.contexts.append(OpContext(self.phase, sequence, node.name()))
-            if before % _NODES_PER_REPORT == 0:
-                self._on_node(sequence)
+        context = OpContext(
+            self.phase, -1 if node is None else node._sequence_nr(), "" if node is None else node.name()
+        )
+        self.contexts.append(context)
+        if node is not None and before % _NODES_PER_REPORT == 0:
+            self._on_node(context.node)
         for storage in op.births:
             self.born[storage] = before
             self._alive.append(storage)

@@ -1,4 +1,4 @@
-"""A block of code in, the bytes that it had alive at once out: exact on the CPU, the allocator's own peak on CUDA.
+"""Measures the bytes that a block of code has alive at once: exact on the CPU, the allocator's own peak on CUDA.
 
 On the CPU every allocation and release is logged by torch's profiler, in the thread that entered the meter: bytes as they
 were asked for, no sampling and no rounding. Memory from before the meter is not in that log when it is let go, so the
@@ -16,12 +16,14 @@ lacks; start Python with ``TORCH_CPP_LOG_LEVEL=ERROR`` to silence it.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -77,7 +79,6 @@ class PeakMeter:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self.start_bytes = 0
         self.peak_bytes = 0
         """The most that was alive at once above what was alive at the start."""
         self.resident_bytes = 0
@@ -223,20 +224,10 @@ class _CpuMeter:
             if storage._cdata in seen or not storage.nbytes():
                 continue
             seen.add(storage._cdata)
-            self._watched.append(weakref.ref(storage, _DeathNote(self._deaths, storage.nbytes())))
+            self._watched.append(weakref.ref(storage, functools.partial(self._note_death, storage.nbytes())))
 
-
-class _DeathNote:
-    """Writes down when a storage died; holds its size, not the storage."""
-
-    __slots__ = ("bytes", "deaths")
-
-    def __init__(self, deaths: list[_Event], bytes_: int) -> None:
-        self.deaths = deaths
-        self.bytes = bytes_
-
-    def __call__(self, _: object) -> None:
-        self.deaths.append(_Event(time.time_ns(), -self.bytes, 0))
+    def _note_death(self, bytes_: int, _: object) -> None:
+        self._deaths.append(_Event(time.time_ns(), -bytes_, 0))
 
 
 class _CudaMeter:
@@ -303,9 +294,7 @@ def _with_subclasses(kind: type) -> set[type]:
 
 
 def _has_cpu_memory(tensor: torch.Tensor) -> bool:
-    if is_lazy(tensor):  # a lazy module's parameter, before the first forward
-        return False
-    if is_wrapper(tensor):  # what it is made of is among the live tensors itself
+    if is_lazy(tensor) or is_wrapper(tensor):  # has no memory yet; is made of tensors that are found themselves
         return False
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and torch._C._has_storage(tensor)
 
@@ -335,13 +324,8 @@ def _merge(logged: list[_Event], deaths: list[_Event]) -> list[_Event]:
     return sorted([*inside, *deaths], key=lambda event: event.at_ns)
 
 
-def _running_sum(events: Iterable[_Event]) -> tuple[tuple[int, int], ...]:
-    alive_bytes = 0
-    timeline = []
-    for event in events:
-        alive_bytes += event.bytes
-        timeline.append((event.at_ns, alive_bytes))
-    return tuple(timeline)
+def _running_sum(events: Sequence[_Event]) -> tuple[tuple[int, int], ...]:
+    return tuple(zip((each.at_ns for each in events), accumulate(each.bytes for each in events), strict=True))
 
 
 def _windows(timeline: tuple[tuple[int, int], ...], marks: list[tuple[int, str]]) -> tuple[Window, ...]:

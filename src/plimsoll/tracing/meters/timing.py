@@ -1,4 +1,4 @@
-"""Several ways to take one step in, seconds of each and ratios between them out.
+"""Clocks for single ops, and a fair comparison of several ways to take one step: seconds of each and ratios between them.
 
 The steps are taken in turns, in an order that turns around every round, so that whatever drifts (clocks, caches, other
 people's load) hits all of them. A ratio is taken within each round, then the median over rounds; its interval is a
@@ -126,21 +126,15 @@ def median_interval(samples: list[float]) -> Interval:
 
 def _step_seconds(step: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
-        begin.record()
-        step()
-        end.record()
-        end.synchronize()
-        milliseconds: float = begin.elapsed_time(end)
-        return milliseconds / 1e3
+        return CudaClock().time(step)[1]
     start = time.process_time()
     step()
     return time.process_time() - start
 
 
 class Clock:
-    """CPU seconds of this thread: what an op takes when torch computes on one thread, whatever else the machine does."""
+    """Times an op in CPU seconds of this thread: what it takes on one thread, whatever else the machine does."""
 
     def time(self, run: Callable[[], Any]) -> tuple[Any, float]:
         start = time.thread_time()
@@ -149,7 +143,7 @@ class Clock:
 
 
 class CudaClock(Clock):
-    """Device seconds between two events. It waits for the device around every op: slow, but each op's own seconds."""
+    """Times an op in device seconds between two events, waiting for the device each time: slow, but each op's own seconds."""
 
     def time(self, run: Callable[[], Any]) -> tuple[Any, float]:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

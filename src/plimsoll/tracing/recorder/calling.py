@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -123,7 +124,9 @@ class ModuleStack:
             for name, module in root.named_modules():
                 if name:
                     path = f"{prefix}.{name}" if prefix else name
-                    handles.append(module.register_forward_pre_hook(self._entering(path), prepend=True))
+                    handles.append(
+                        module.register_forward_pre_hook(functools.partial(self._entering, path), prepend=True)
+                    )
                     handles.append(module.register_forward_hook(self._leaving, always_call=True))
             yield
         finally:
@@ -131,11 +134,8 @@ class ModuleStack:
                 handle.remove()
             del self._stack[depth:]
 
-    def _entering(self, path: str) -> Any:
-        def enter(module: nn.Module, args: Any) -> None:
-            self._stack.append(path)
-
-        return enter
+    def _entering(self, path: str, module: nn.Module, args: Any) -> None:
+        self._stack.append(path)
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()

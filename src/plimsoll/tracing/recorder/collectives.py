@@ -1,4 +1,4 @@
-"""An op in, what it has to do with other ranks or with the routing of tokens out: what must not simply run once more.
+"""Which ops must not simply run once more: those that talk to other ranks, and those that route tokens.
 
 A collective that is run again on one rank alone waits for ever. An op that chooses experts and tokens (top-k, sort,
 ``nonzero``) and chooses otherwise the second time makes gradients of tokens that forward never sent there.
@@ -6,6 +6,7 @@ A collective that is run again on one rank alone waits for ever. An op that choo
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ _POINT_TO_POINT = frozenset({"isend", "irecv", "batch_p2p_ops"})
 WITHOUT_ALIASES = "c10d"
 """The namespace whose schemas do not say what they write: their first argument holds what comes in."""
 _GROUPS = frozenset({"group_name", "process_group"})
-_WAIT = frozenset({"wait_tensor"})
 _NO_MESSAGE = frozenset({"_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"})
 _ROUTES = frozenset(
     {
@@ -61,7 +61,7 @@ def is_repeatable_collective(func: torch._ops.OpOverload) -> bool:
 
 def is_wait(func: torch._ops.OpOverload) -> bool:
     """Whether the op ends a collective: it returns its argument, with the contents that it did not have before."""
-    return func.namespace in _NAMESPACES and _name(func) in _WAIT
+    return func.namespace in _NAMESPACES and _name(func) == "wait_tensor"
 
 
 def undeclared_writes(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -81,18 +81,22 @@ def masks_of(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> list[torch.T
     return [tensor for tensor in flat_tensors(args) if tensor.dtype is torch.bool]
 
 
+@functools.cache
 def group_arguments(func: torch._ops.OpOverload) -> frozenset[str]:
     """The arguments by which a collective is told its process group."""
-    names = (argument.name for argument in func._schema.arguments)
-    return frozenset(name for name in names if name in _GROUPS) if is_collective(func) else frozenset()
+    return _GROUPS.intersection(argument_names(func)) if is_collective(func) else frozenset()
+
+
+@functools.cache
+def argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
+    """The names of an op's arguments, in order."""
+    return tuple(argument.name for argument in func._schema.arguments)
 
 
 def peers_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """The global ranks between which a collective runs."""
     names = group_arguments(func)
-    if not names:
-        return ()
-    listed = zip((argument.name for argument in func._schema.arguments), args, strict=False)
+    listed = zip(argument_names(func), args, strict=False) if names else ()
     groups = [_group(value) for name, value in (*listed, *kwargs.items()) if name in names]
     return tuple(
         rank for group in groups if group is not None for rank in torch.distributed.get_process_group_ranks(group)

@@ -1,4 +1,4 @@
-"""A model in, a short text that names its structure out; a call in, a short text that names its signature out.
+"""Names the structure of a model and the signature of a call by a short text each.
 
 Neither looks at values: two models with equal fingerprints run the same program, two calls with equal signatures take the
 same path through it (as far as shapes, types and flags decide that).
@@ -39,11 +39,7 @@ def fingerprint(model: nn.Module, regions: Iterable[str] = ()) -> str:
     ):
         for name, tensor in named:
             twin = first.setdefault(id(tensor), name)
-            shape = "x".join(map(str, tensor.shape))
-            line = (
-                f"{kind} {name} {twin} {dtype_name(tensor.dtype)}[{shape}]{_laid_out(tensor)} {tensor.requires_grad}\n"
-            )
-            digest.update(line.encode())
+            digest.update(f"{kind} {name} {twin} {_described(tensor)} {tensor.requires_grad}\n".encode())
     for region in regions:
         digest.update(f"region {region}\n".encode())
     return f"{type(model).__name__}-{digest.hexdigest()[:_HASH_LENGTH]}"
@@ -62,28 +58,30 @@ def signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
     parts += [f"{name}={_describe(kwargs[name])}" for name in sorted(kwargs)]
     model = inner_module(model)
     parts.append(_training(model))
-    parts += _autocast()
+    parts += [
+        f"autocast {device} {dtype_name(torch.get_autocast_dtype(device))}"
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    ]
     if any(parameter.grad is not None for parameter in model.parameters()):
         parts.append("accumulating")
     parts.append("loss: " + ("output" if loss is None else getattr(loss, "__qualname__", type(loss).__qualname__)))
     return "; ".join(parts)
 
 
+def _described(tensor: torch.Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)}[{'x'.join(map(str, tensor.shape))}]{layout_of(tensor)}"
+
+
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        text = f"{dtype_name(value.dtype)}[{'x'.join(map(str, value.shape))}]{_laid_out(value)}"
-        return text + "*" if value.requires_grad else text
+        return _described(value) + "*" * value.requires_grad
     if isinstance(value, bool | int | float | str) or value is None:
         return repr(value)
     leaves, _ = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
         return type(value).__name__
     return f"{type(value).__name__}({', '.join(map(_describe, leaves))})"
-
-
-def _laid_out(tensor: torch.Tensor) -> str:
-    layout = layout_of(tensor)
-    return f" {layout}" if layout else ""
 
 
 def _training(model: nn.Module) -> str:
@@ -94,11 +92,3 @@ def _training(model: nn.Module) -> str:
     if not training:
         return "evaluation"
     return f"training {len(training)}/{count} {hashlib.sha256(' '.join(training).encode()).hexdigest()[:6]}"
-
-
-def _autocast() -> list[str]:
-    return [
-        f"autocast {device} {dtype_name(torch.get_autocast_dtype(device))}"
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    ]

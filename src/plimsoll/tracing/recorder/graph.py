@@ -1,4 +1,4 @@
-"""A stretch of the op log and its saved slots in, a torch-free ``RegionGraph`` with local ids out."""
+"""Cuts a region out of the op log: a torch-free ``RegionGraph`` with ids of its own."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def build_region_graph(
     made = {write: op for op in ops for write in op.writes}
     obstacles = _external_writes(values, ops)
     storable = {slot.value for slot in slots if slot.value >= 0}
-    used = dict.fromkeys(value for op in ops for value in (*op.reads, *op.writes))
-    used.update(dict.fromkeys(slot.value for slot in slots if slot.value >= 0))
-    used.update(dict.fromkeys(leaves))
+    used = {value for op in ops for value in (*op.reads, *op.writes)} | storable | leaves.keys()
     rank = {log_id: position for position, log_id in enumerate(leaves)}
     order = sorted(used, key=lambda v: (v in made, rank.get(v, len(rank)), v))
     local = {log_id: position for position, log_id in enumerate(order)}
@@ -64,7 +62,19 @@ def build_region_graph(
             _value(values[log_id], position, made.get(log_id), op_ids, leaves.get(log_id), storable, prefix)
             for position, log_id in enumerate(order)
         ),
-        ops=tuple(_op(op, position, local, obstacles) for position, op in enumerate(ops)),
+        ops=tuple(
+            RegionOp(
+                id=position,
+                name=op.name,
+                reads=tuple(local[v] for v in op.reads),
+                writes=tuple(local[v] for v in op.writes),
+                cost_key=op.cost_key,
+                tick=op.id,
+                obstacle=op.obstacle or obstacles.get(op.id, ""),
+                is_random=op.is_random,
+            )
+            for position, op in enumerate(ops)
+        ),
         slots=tuple(
             Slot(
                 index=index,
@@ -79,19 +89,6 @@ def build_region_graph(
         backward_order=tuple(backward_order),
     )
     return graph, LocalIds(to_local=local, to_log=tuple(order))
-
-
-def _op(op: RecordedOp, position: int, local: Mapping[int, int], obstacles: Mapping[int, str]) -> RegionOp:
-    return RegionOp(
-        id=position,
-        name=op.name,
-        reads=tuple(local[v] for v in op.reads),
-        writes=tuple(local[v] for v in op.writes),
-        cost_key=op.cost_key,
-        tick=op.id,
-        obstacle=op.obstacle or obstacles.get(op.id, ""),
-        is_random=op.is_random,
-    )
 
 
 def _value(

@@ -1,11 +1,10 @@
-"""An op call in, its cost key and its arithmetic out.
+"""Describes an op call: the key under which its cost is kept, its arithmetic and the bytes that it moves.
 
 The key holds the op, the dtype, sizes and strides of its tensors, and its constants: calls with equal keys cost the same.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from typing import Any
@@ -15,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from plimsoll.artifacts.trace import OpSpec
 from plimsoll.tracing.recorder.calling import flat_tensors
-from plimsoll.tracing.recorder.collectives import group_arguments, group_text
+from plimsoll.tracing.recorder.collectives import argument_names, group_arguments, group_text
 
 _LONGEST_KEY = 512
 _COLLECTIVES = "plimsoll"
@@ -60,7 +59,7 @@ def op_name(func: torch._ops.OpOverload) -> str:
 
 def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The text under which the op's seconds are kept; the long ones (lists of hundreds of tensors) end in a hash."""
-    groups = _groups(func)
+    groups = group_arguments(func)
     named = "".join(
         f";{name}={group_text(value) if name in groups else _describe(value)}"
         for name, value in kwargs.items()
@@ -68,7 +67,7 @@ def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     )
     listed = (
         group_text(value) if name in groups else _describe(value)
-        for name, value in zip(_argument_names(func), args, strict=False)
+        for name, value in zip(argument_names(func), args, strict=False)
     )
     text = f"{func}({';'.join(listed)}{named})"
     if len(text) <= _LONGEST_KEY:
@@ -76,18 +75,8 @@ def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     return f"{text[: _LONGEST_KEY // 2]}…{hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
-@functools.cache
-def _argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
-    return tuple(argument.name for argument in func._schema.arguments)
-
-
-@functools.cache
-def _groups(func: torch._ops.OpOverload) -> frozenset[str]:
-    return group_arguments(func)
-
-
 def _grouped_flops(rows: torch.Tensor, weights: torch.Tensor) -> int:
-    """Of a grouped product, which torch has no formula for: every row meets the weights of one group."""
+    """The arithmetic of a grouped product, for which torch has no formula: every row meets the weights of one group."""
     groups = rows.shape[0] if rows.dim() == weights.dim() == 3 else 1
     return 2 * groups * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
 
@@ -135,7 +124,7 @@ def _updated(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 def _collective_spec(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
 ) -> OpSpec:
-    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    named = dict(zip(argument_names(func), args, strict=False)) | kwargs
     return OpSpec(
         name=op_name(func),
         flops=0,

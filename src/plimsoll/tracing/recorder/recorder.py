@@ -1,4 +1,4 @@
-"""ATen calls in, ops over storage versions out: the log from which both the trace and the recipes are made.
+"""Logs ATen calls as ops over versions of storages: the log from which both the trace and the recipes are made.
 
 Every storage has a current *value*. An op that writes to it (as its schema declares) makes a new value; a view makes none.
 So the log is in static single assignment form: each value has one producer, and views cost nothing.
@@ -13,6 +13,7 @@ here; the runtime's verifying recorder finds them by comparing contents.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -153,7 +154,7 @@ class OpRecorder(TorchDispatchMode):
         self.suspended = False
         self.value_reads = 0
         self._current_module = current_module
-        self._occurrences: dict[tuple[str, str], int] = {}
+        self._occurrences: Counter[tuple[str, str]] = Counter()
         self._signatures: dict[torch._ops.OpOverload, Signature] = {}
 
     def add_leaf(self, tensor: torch.Tensor, origin: Origin, name: str) -> int:
@@ -178,7 +179,7 @@ class OpRecorder(TorchDispatchMode):
 
     def forget_names(self) -> None:
         """Count occurrences of (module, op) from zero again, as at the start of a region."""
-        self._occurrences = {}
+        self._occurrences.clear()
 
     def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
         """Run the op. ``op`` is not in the log yet: whether it is a view shows in what it returns."""
@@ -277,7 +278,6 @@ class OpRecorder(TorchDispatchMode):
     def _close(
         self, op: RecordedOp, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
     ) -> None:
-        occurrence_key = (op.module, op.name)
         outputs = flat_tensors(out)
         written_storages = {self.table.add(t) for t in self._written(op, args, kwargs, signature)}.union(op.undeclared)
         fresh = [t for t in outputs if is_plain(t) and self.table.find(t) < 0]
@@ -285,8 +285,8 @@ class OpRecorder(TorchDispatchMode):
             return
         op.id = len(self.ops)
         self.ops.append(op)
-        count = self._occurrences.get(occurrence_key, 0)
-        self._occurrences[occurrence_key] = count + 1
+        count = self._occurrences[op.module, op.name]
+        self._occurrences[op.module, op.name] += 1
         stem = f"{op.module}::{op.name}#{count}" if op.module else f"{op.name}#{count}"
         writes: list[int] = []
         for storage in sorted(written_storages):
@@ -316,29 +316,15 @@ class OpRecorder(TorchDispatchMode):
             self._on_the_way |= written_storages.union(births)
 
     def _new_version(self, old: RecordedValue, name: str, producer: int) -> int:
-        value = RecordedValue(
-            id=len(self.values),
-            storage=old.storage,
-            bytes=old.bytes,
-            origin=Origin.OP,
-            name=name,
-            base=old.base,
-            producer=producer,
-        )
-        self.values.append(value)
-        self.current[old.storage] = value.id
-        return value.id
+        fresh = RecordedValue(len(self.values), old.storage, old.bytes, Origin.OP, name, old.base, producer)
+        return self._append(fresh)
 
     def _new_value(self, storage: int, tensor: torch.Tensor, origin: Origin, name: str, producer: int) -> int:
-        value = RecordedValue(
-            id=len(self.values),
-            storage=storage,
-            bytes=tensor.untyped_storage().nbytes(),
-            origin=origin,
-            name=name,
-            base=Geometry.of(tensor),
-            producer=producer,
-        )
+        size = tensor.untyped_storage().nbytes()
+        fresh = RecordedValue(len(self.values), storage, size, origin, name, Geometry.of(tensor), producer)
+        return self._append(fresh)
+
+    def _append(self, value: RecordedValue) -> int:
         self.values.append(value)
-        self.current[storage] = value.id
+        self.current[value.storage] = value.id
         return value.id

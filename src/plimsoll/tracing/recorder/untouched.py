@@ -1,4 +1,7 @@
-"""A model and a batch in, the same model and batch after whatever was run on them: what a step changes is put back."""
+"""Puts a model and a batch back as they were after a step that does not count: gradients, buffers, flags, random state.
+
+Planning, attaching and verifying run steps on the user's own model. What they leave behind is decided here: nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from plimsoll.tracing.fsdp2 import KeptShards, sharded_parameters
-from plimsoll.tracing.recorder.storages import is_plain
+from plimsoll.tracing.local_tensors import local_of
+from plimsoll.tracing.recorder.storages import is_plain, same_contents
 
 
 @contextlib.contextmanager
@@ -59,13 +63,11 @@ class KeptBuffers:
             for holder, name, buffer, copy, version in self._kept:
                 if holder.get(name) is not buffer:
                     holder[name] = buffer
-                if buffer._version != version or not _same_bits(buffer, copy):
+                # A write that no version counter shows (batch norm's) must not go unnoticed.
+                if buffer._version != version or not (
+                    buffer.is_meta or same_contents(local_of(buffer), local_of(copy))
+                ):
                     buffer.copy_(copy)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal, where NaN equals NaN: a write that no version counter shows (batch norm's) must not go unnoticed."""
-    return one.is_meta or torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
 
 
 def private_copy(batch: Any) -> Any:
