@@ -60,11 +60,13 @@ class _Pipeline:
     def seconds(self) -> list[ActionSeconds]:
         """Of every stage."""
         known: dict[tuple[bool, bool, int], ActionSeconds] = {}
+        found = []
         for stage in self.stages:
-            kind = (stage.has_embedding, stage.has_head, len(stage.regions))
+            kind = (stage is self.stages[0], stage is self.stages[-1], len(stage.regions))
             if kind not in known:
                 known[kind] = self._seconds_of(stage)
-        return [known[stage.has_embedding, stage.has_head, len(stage.regions)] for stage in self.stages]
+            found.append(known[kind])
+        return found
 
     def _seconds_of(self, stage: StageTrace) -> ActionSeconds:
         alone = StageOfRank(self.setting, stage, 1)
@@ -124,8 +126,8 @@ def growth(trace: Trace) -> list[str]:
     for name, stages in (("every stage", pipeline.seconds), ("all but the last", _last_kept(trace, pipeline))):
         for ahead in (0, 1, 2):
             effect = bubble_growth(pipeline.orders, stages, ahead=ahead)
-            hidden = effect.ranks[0].hidden_seconds, effect.ranks[-1].hidden_seconds
-            rows.append(f"| {name} | {ahead} | {effect.ahead.step_seconds:.2f} | {hidden[0]:.2f} | {hidden[1]:.2f} |")
+            hidden = effect.ahead.hidden_seconds
+            rows.append(f"| {name} | {ahead} | {effect.ahead.step_seconds:.2f} | {hidden[0]:.2f} | {hidden[-1]:.2f} |")
     return rows
 
 

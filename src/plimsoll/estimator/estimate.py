@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,13 +13,14 @@ from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.model_facts import ModelFacts
 from plimsoll.artifacts.precision import Precision, parse_precision
-from plimsoll.artifacts.progress import Progress, silent
+from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.budget import framework_items
 from plimsoll.estimator.estimate_job import EstimateJob
 from plimsoll.estimator.parallelism.context import with_context_parallel
 from plimsoll.estimator.parallelism.layouts import check_layout, read_layout
 from plimsoll.estimator.rank_estimates import AUTO, NOTHING, Setting, check_setting
+from plimsoll.estimator.targets.target import Target
 from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace_target
 from plimsoll.estimator.trace_cache import TraceCache
 from plimsoll.planning.costing.devices import Device, find_device
@@ -26,8 +28,6 @@ from plimsoll.session.options import AUTO_MARGIN, Budget
 
 if TYPE_CHECKING:
     import torch
-
-_NONE = "none"
 
 
 def estimate(
@@ -85,11 +85,21 @@ def estimate(
     report = progress or silent
     spread = read_layout(layout)
     asked = find_device(device)
-    request = _request(target, batch, asked, sequence, parse_precision(precision), spread, loss)
+    parsed = parse_precision(precision)
+    request = TraceRequest(
+        target=target if isinstance(target, str) else _given(target, batch, sequence, loss, parsed),
+        device_name=asked.name,
+        precision=parsed,
+        tp=spread.tp,
+        ep=spread.ep,
+        sequence_parallel=spread.sequence_parallel,
+    )
+    if isinstance(target, str):
+        request = _with_sizes(request, batch, sequence, spread)
     setting = Setting(
         device=asked,
         layout=spread,
-        optimizer=None if optimizer == _NONE else optimizer,
+        optimizer=None if optimizer == "none" else optimizer,
         has_master_weights=has_master_weights,
         strategy=strategy or (AUTO if budget is not None else NOTHING),
         budget_bytes=_budget_bytes(budget, asked, spread),
@@ -99,7 +109,7 @@ def estimate(
     if facts is not None:
         whole = None if facts.sequence is None else facts.sequence * spread.cp
         check_layout(spread, msgspec.structs.replace(facts, sequence=whole))
-    traced = trace_target(request, cache=TraceCache(), progress=lambda stage, share: report(stage, 0.8 * share))
+    traced = trace_target(request, cache=TraceCache(), progress=part_of(report, 0.0, 0.8))
     trace_seconds = time.monotonic() - started
     report("simulating every rank", 0.8)
     return EstimateJob(setting, traced, with_context_parallel(traced.trace, spread.cp)).run(
@@ -110,62 +120,44 @@ def estimate(
     )
 
 
-def _request(
-    target: str | torch.nn.Module,
+def _given(
+    model: torch.nn.Module,
     batch: Any,
-    device: Device,
     sequence: int | None,
-    precision: Precision | None,
-    layout: Layout,
     loss: Callable[[Any], torch.Tensor] | None,
-) -> TraceRequest:
-    """The step of one rank: of the sequence it sees its part."""
-    if isinstance(target, str):
-        if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
-            raise InvalidOption(
-                f"batch={batch!r} is no number of samples.",
-                why=f"{target} makes its own random batch of so many samples",
-                next="batch=1, or pass the model itself with its batch",
-            )
-        whole = TraceRequest(target=target, device_name=device.name, batch=batch, sequence=sequence)
-        asked = target_facts(whole)
-        if asked is not None and asked.sequence is None and layout.cp > 1:
-            raise InvalidLayout(
-                f"unsupported: cp={layout.cp} for {target}, whose samples are no text.",
-                why="context parallelism splits the tokens of a sample, and its configuration does not say how many there are",
-                next="leave cp= out, or pass a model with the batch that one rank has",
-            )
-        total = sequence or (None if asked is None else asked.sequence)
-        local = None if total is None or (sequence is None and layout.cp == 1) else _share(total, layout)
-        return TraceRequest(
-            target=target,
-            device_name=device.name,
-            batch=batch,
-            sequence=local,
-            precision=precision,
-            tp=layout.tp,
-            ep=layout.ep,
-            sequence_parallel=layout.sequence_parallel,
-        )
-    from plimsoll.estimator.targets.target import Target
+    precision: Precision | None,
+) -> Target:
+    """A model as a target: its batch is what one rank has, so there is no sequence to choose."""
     from plimsoll.session.task import check_model, explained_loss
 
-    check_model(target)
+    check_model(model)
     if sequence is not None:
         raise InvalidOption(
             f"sequence={sequence} would have no effect on a model that is given with its batch.",
             why="the batch decides about the sequence",
             next="leave it out, or pass a batch of that length",
         )
-    given = Target(model=target, batch=batch, loss=explained_loss(loss), precision=precision)
-    return TraceRequest(
-        target=given,
-        device_name=device.name,
-        precision=precision,
-        tp=layout.tp,
-        ep=layout.ep,
-        sequence_parallel=layout.sequence_parallel,
-    )
+    return Target(model=model, batch=batch, loss=explained_loss(loss), precision=precision)
+
+
+def _with_sizes(request: TraceRequest, batch: Any, sequence: int | None, layout: Layout) -> TraceRequest:
+    """The request for a target in words with its sizes: of the sequence one rank sees its part."""
+    if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
+        raise InvalidOption(
+            f"batch={batch!r} is no number of samples.",
+            why=f"{request.target} makes its own random batch of so many samples",
+            next="batch=1, or pass the model itself with its batch",
+        )
+    asked = target_facts(replace(request, batch=batch, sequence=sequence))
+    if asked is not None and asked.sequence is None and layout.cp > 1:
+        raise InvalidLayout(
+            f"unsupported: cp={layout.cp} for {request.target}, whose samples are no text.",
+            why="context parallelism splits the tokens of a sample, and its configuration does not say how many there are",
+            next="leave cp= out, or pass a model with the batch that one rank has",
+        )
+    total = sequence or (None if asked is None else asked.sequence)
+    local = None if total is None or (sequence is None and layout.cp == 1) else _share(total, layout)
+    return replace(request, batch=batch, sequence=local)
 
 
 def _share(sequence: int, layout: Layout) -> int:

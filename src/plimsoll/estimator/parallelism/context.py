@@ -19,7 +19,6 @@ Source: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers", 2
 
 from __future__ import annotations
 
-import bisect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from msgspec.structs import replace
 from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Value
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
 from plimsoll.errors import InvalidLayout
+from plimsoll.estimator.parallelism.editing import Clock, moved_slot
 
 RELATIVE_ERROR = 0.5
 
@@ -76,12 +76,12 @@ def with_context_parallel(trace: Trace, cp: int) -> Trace:
             next="trace with attn_implementation='sdpa', or leave context parallelism out",
         )
     rings = {key: _ring(key, trace, cp) for key in {trace.ops[tick].cost_key for tick in places}}
-    shift = _Shift(places)
+    clock = Clock(places, len(trace.ops))
     specs = {key: spec for key, spec in trace.specs.items() if key not in rings}
     for ring in rings.values():
         specs |= {ring.key: ring.spec, ring.attention_key: ring.attention_spec}
     first_id = max((storage.id for storage in trace.storages), default=-1) + 1
-    buffers = _buffers(trace, places, rings, shift, first_id)
+    buffers = _buffers(trace, places, rings, clock, first_id)
     in_graphs: dict[int, list[Storage]] = {}
     for tick, buffer in zip(places, buffers, strict=True):
         if trace.ops[tick].phase is Phase.FORWARD:
@@ -90,8 +90,8 @@ def with_context_parallel(trace: Trace, cp: int) -> Trace:
         trace,
         ops=_ops(trace, rings),
         specs=specs,
-        storages=(*(shift.storage(storage) for storage in trace.storages), *buffers),
-        regions=tuple(_region(region, in_graphs.get(region.index, []), rings, shift, cp) for region in trace.regions),
+        storages=(*(_moved(storage, clock) for storage in trace.storages), *buffers),
+        regions=tuple(_region(region, in_graphs.get(region.index, []), rings, clock, cp) for region in trace.regions),
         workspaces={rings[key].attention_key if key in rings else key: size for key, size in trace.workspaces.items()},
         timings={key: samples for key, samples in trace.timings.items() if key not in rings},
     )
@@ -129,29 +129,12 @@ def _bytes_of(argument: str) -> int:
     return count
 
 
-class _Shift:
-    """Old ticks in, new ticks out: an op was inserted before each of ``places``."""
-
-    def __init__(self, places: Sequence[int]) -> None:
-        self._places = places
-
-    def op(self, tick: int) -> int:
-        """Where the op of this tick runs now."""
-        return tick if tick < 0 else tick + bisect.bisect_right(self._places, tick)
-
-    def instant(self, tick: int) -> int:
-        """The moment before the op of this tick, and before what was inserted there."""
-        return tick if tick < 0 else tick + bisect.bisect_left(self._places, tick)
-
-    def span(self, ticks: tuple[int, int]) -> tuple[int, int]:
-        return self.instant(ticks[0]), self.instant(ticks[1])
-
-    def storage(self, storage: Storage) -> Storage:
-        return replace(storage, born=self.op(storage.born), dies=self.instant(storage.dies))
+def _moved(storage: Storage, clock: Clock) -> Storage:
+    return replace(storage, born=clock.of_op(storage.born), dies=clock.before(storage.dies))
 
 
 def _buffers(
-    trace: Trace, places: Sequence[int], rings: Mapping[str, _Ring], shift: _Shift, first_id: int
+    trace: Trace, places: Sequence[int], rings: Mapping[str, _Ring], clock: Clock, first_id: int
 ) -> list[Storage]:
     return [
         Storage(
@@ -159,8 +142,8 @@ def _buffers(
             bytes=rings[op.cost_key].buffer_bytes,
             category=Category.TEMPORARY,
             label=f"ring buffers:{op.module}",
-            born=shift.instant(tick),
-            dies=shift.op(tick) + 1,
+            born=clock.before(tick),
+            dies=clock.of_op(tick) + 1,
             region=op.region if op.phase is Phase.FORWARD else -1,
         )
         for index, (tick, op) in enumerate((tick, trace.ops[tick]) for tick in places)
@@ -179,31 +162,23 @@ def _ops(trace: Trace, rings: Mapping[str, _Ring]) -> tuple[TraceOp, ...]:
 
 
 def _region(
-    region: RegionCall, buffers: Sequence[Storage], rings: Mapping[str, _Ring], shift: _Shift, cp: int
+    region: RegionCall, buffers: Sequence[Storage], rings: Mapping[str, _Ring], clock: Clock, cp: int
 ) -> RegionCall:
     graph = region.graph
     return replace(
         region,
         kind=f"{region.kind}-cp{cp}" if buffers else region.kind,
         graph=replace(
-            _with_exchanges(graph, buffers, rings, shift),
-            slots=tuple(
-                replace(
-                    slot,
-                    packed=shift.instant(slot.packed),
-                    unpacked=shift.instant(slot.unpacked),
-                    released=shift.instant(slot.released),
-                )
-                for slot in graph.slots
-            ),
+            _with_exchanges(graph, buffers, rings, clock),
+            slots=tuple(moved_slot(slot, clock.before) for slot in graph.slots),
         ),
-        forward=shift.span(region.forward),
-        backward=shift.span(region.backward),
+        forward=(clock.before(region.forward[0]), clock.before(region.forward[1])),
+        backward=(clock.before(region.backward[0]), clock.before(region.backward[1])),
     )
 
 
 def _with_exchanges(
-    graph: RegionGraph, buffers: Sequence[Storage], rings: Mapping[str, _Ring], shift: _Shift
+    graph: RegionGraph, buffers: Sequence[Storage], rings: Mapping[str, _Ring], clock: Clock
 ) -> RegionGraph:
     """An exchange before each attention op: it reads the keys and values, and makes what the attention op reads as well."""
     ops: list[RegionOp] = []
@@ -235,6 +210,6 @@ def _with_exchanges(
             )
             op = replace(op, reads=(*op.reads, received.id), cost_key=ring.attention_key)
         moved[op.id] = len(ops)
-        ops.append(replace(op, id=len(ops), tick=shift.op(op.tick)))
+        ops.append(replace(op, id=len(ops), tick=clock.of_op(op.tick)))
     renumbered = [replace(v, producer=moved[v.producer]) if v.producer >= 0 else v for v in graph.values]
     return replace(graph, ops=tuple(ops), values=(*renumbered, *values))

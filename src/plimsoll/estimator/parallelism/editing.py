@@ -7,13 +7,13 @@ dies at that tick dies before them, what is read first or starts there comes aft
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
-from plimsoll.artifacts.region import RegionGraph, Slot
+from plimsoll.artifacts.region import Slot
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp, TraceParameter
 
 GROUP = "shards"
@@ -92,9 +92,10 @@ class Edit:
 
     def finish(self, *, parameters: Sequence[TraceParameter], notes: Sequence[str]) -> Trace:
         """The trace with all changes."""
-        clock = _Clock(self._positions, len(self.trace.ops))
+        clock = Clock(self._positions, len(self.trace.ops))
         ops: list[TraceOp] = [*self.trace.ops, *self._ops]
-        order = [*map(clock.of_op, range(len(self.trace.ops))), *map(clock.of_inserted, range(len(self._ops)))]
+        inserted = map(Inserted, range(len(self._ops)))
+        order = [*map(clock.of_op, range(len(self.trace.ops))), *map(clock.of, inserted)]
         placed = [op for _, op in sorted(zip(order, ops, strict=True), key=lambda pair: pair[0])]
         storages = [self._storage(storage, clock) for storage in self.trace.storages]
         storages += [replace(s, born=clock.birth(born), dies=clock.of(dies)) for s, born, dies in self._added]
@@ -108,7 +109,7 @@ class Edit:
             notes=(*self.trace.notes, *notes),
         )
 
-    def _storage(self, storage: Storage, clock: _Clock) -> Storage:
+    def _storage(self, storage: Storage, clock: Clock) -> Storage:
         if storage.id in self._changed:
             fields, born, dies = self._changed[storage.id]
             return replace(storage, born=clock.birth(born), dies=clock.of(dies), **fields)
@@ -120,8 +121,8 @@ class Edit:
         )
 
 
-class _Clock:
-    """Ticks of the original trace and inserted ops in, new ticks out."""
+class Clock:
+    """Tells where a tick of the original trace, or an inserted op, lies after ops were inserted before ``positions``."""
 
     def __init__(self, positions: Sequence[int], ticks: int) -> None:
         order = sorted(range(len(positions)), key=lambda number: (positions[number], number))
@@ -137,10 +138,6 @@ class _Clock:
         """The tick of an op of the trace, behind what was inserted there."""
         return tick + bisect.bisect_right(self._sorted, tick) if tick >= 0 else tick
 
-    def of_inserted(self, number: int) -> int:
-        """The tick of an inserted op."""
-        return self._inserted[number]
-
     def birth(self, moment: Moment) -> int:
         """The tick of the op that makes something; -1 for what is there before the step."""
         return self.of_op(moment) if isinstance(moment, int) else self.of(moment)
@@ -154,27 +151,24 @@ class _Clock:
         return self.before(moment)
 
 
-def _region(call: RegionCall, clock: _Clock) -> RegionCall:
-    backward = call.backward
-    if backward[0] >= 0:
-        backward = (clock.of_op(backward[0]), clock.before(backward[1]))
-    return replace(
-        call,
-        graph=_graph(call.graph, clock),
-        forward=(clock.of_op(call.forward[0]), clock.before(call.forward[1])),
-        backward=backward,
+def _region(call: RegionCall, clock: Clock) -> RegionCall:
+    def slot(each: Slot) -> Slot:
+        unpacked = clock.of_op(each.unpacked)
+        released = each.released if each.released < 0 else max(clock.before(each.released), unpacked)
+        return replace(each, packed=clock.before(each.packed), unpacked=unpacked, released=released)
+
+    def span(ticks: tuple[int, int]) -> tuple[int, int]:
+        return clock.of_op(ticks[0]), clock.before(ticks[1])
+
+    graph = replace(
+        call.graph,
+        ops=tuple(replace(op, tick=clock.of_op(op.tick)) for op in call.graph.ops),
+        slots=tuple(map(slot, call.graph.slots)),
     )
+    backward = span(call.backward) if call.backward[0] >= 0 else call.backward
+    return replace(call, graph=graph, forward=span(call.forward), backward=backward)
 
 
-def _graph(graph: RegionGraph, clock: _Clock) -> RegionGraph:
-    return replace(
-        graph,
-        ops=tuple(replace(op, tick=clock.of_op(op.tick)) for op in graph.ops),
-        slots=tuple(_slot(slot, clock) for slot in graph.slots),
-    )
-
-
-def _slot(slot: Slot, clock: _Clock) -> Slot:
-    unpacked = clock.of_op(slot.unpacked)
-    released = slot.released if slot.released < 0 else max(clock.before(slot.released), unpacked)
-    return replace(slot, packed=clock.before(slot.packed), unpacked=unpacked, released=released)
+def moved_slot(slot: Slot, at: Callable[[int], int]) -> Slot:
+    """A slot whose ticks are all moved alike."""
+    return replace(slot, packed=at(slot.packed), unpacked=at(slot.unpacked), released=at(slot.released))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from plimsoll.artifacts.region import Origin
@@ -56,12 +56,13 @@ def assign(trace: Trace, counts: Sequence[int]) -> Membership:
         else:
             following = stage_of[op.region] if op.region >= 0 else following
             op_stages[tick] = following
-    parameters = _parameter_stages(trace, op_stages, stage_of)
+    users, readers = _users(trace, op_stages), readers_of(trace, stage_of)
+    parameters = _parameter_stages(trace, stage_of, users, readers)
     return Membership(
         starts=starts,
         stage_of=tuple(stage_of),
         op_stages=tuple(op_stages),
-        static_stages=_static_stages(trace, op_stages, stage_of, parameters),
+        static_stages=_static_stages(trace, parameters, len(counts) - 1, users, readers),
         parameter_stages=parameters,
     )
 
@@ -105,8 +106,9 @@ def readers_of(trace: Trace, stage_of: Sequence[int]) -> dict[int, set[int]]:
     return readers
 
 
-def _parameter_stages(trace: Trace, op_stages: Sequence[int], stage_of: Sequence[int]) -> tuple[frozenset[int], ...]:
-    users, readers = _users(trace, op_stages), readers_of(trace, stage_of)
+def _parameter_stages(
+    trace: Trace, stage_of: Sequence[int], users: Mapping[str, set[int]], readers: Mapping[int, set[int]]
+) -> tuple[frozenset[int], ...]:
     homes = {call.name: stage_of[call.index] for call in reversed(trace.regions)}
     found: list[frozenset[int]] = []
     is_after = False
@@ -114,7 +116,7 @@ def _parameter_stages(trace: Trace, op_stages: Sequence[int], stage_of: Sequence
         stages = set(readers.get(parameter.storage, ()))
         for name in (parameter.name, *parameter.aliases):
             stages |= users.get(name.rpartition(".")[0], set())
-            inside = _region_of(name, homes)
+            inside = region_of(name, homes)
             if inside is not None:
                 stages.add(homes[inside])
                 is_after = True
@@ -122,18 +124,20 @@ def _parameter_stages(trace: Trace, op_stages: Sequence[int], stage_of: Sequence
     return tuple(found)
 
 
-def _region_of(name: str, homes: dict[str, int]) -> str | None:
+def region_of(name: str, regions: Container[str]) -> str | None:
     """The region that a parameter or buffer lies in, by its name."""
     parts = name.split(".")
     prefixes = (".".join(parts[:depth]) for depth in range(len(parts)))
-    return next((prefix for prefix in prefixes if prefix in homes), None)
+    return next((prefix for prefix in prefixes if prefix in regions), None)
 
 
 def _static_stages(
-    trace: Trace, op_stages: Sequence[int], stage_of: Sequence[int], parameters: Sequence[frozenset[int]]
+    trace: Trace,
+    parameters: Sequence[frozenset[int]],
+    last: int,
+    users: Mapping[str, set[int]],
+    readers: Mapping[int, set[int]],
 ) -> dict[int, frozenset[int]]:
-    users, readers = _users(trace, op_stages), readers_of(trace, stage_of)
-    last = stage_of[-1] if stage_of else 0
     of_name = {f"gradient:{p.name}": stages for p, stages in zip(trace.parameters, parameters, strict=True)}
     of_storage = {p.storage: stages for p, stages in zip(trace.parameters, parameters, strict=True)}
     found: dict[int, frozenset[int]] = {}

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from plimsoll.artifacts.layout import Layout
-from plimsoll.artifacts.region import RegionGraph, Slot
 from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace
 from plimsoll.errors import InvalidLayout
+from plimsoll.estimator.parallelism.editing import moved_slot
 from plimsoll.estimator.parallelism.members import (
     Crossings,
     Membership,
@@ -42,16 +42,13 @@ class StageTrace:
     """One stage of a pipeline: its own step as a trace, and what it exchanges with its neighbours per micro-batch.
 
     ``regions`` are indices of the whole trace's region calls. ``received_bytes`` come from the stage before in forward, and
-    as many go back in backward for what has a gradient; ``sent_bytes`` go to the stage after.
+    as many go back in backward for what has a gradient.
     """
 
     index: int
     trace: Trace
     regions: tuple[int, ...]
-    has_embedding: bool
-    has_head: bool
     received_bytes: int
-    sent_bytes: int
 
 
 def split_stages(trace: Trace, layout: Layout, *, counts: Sequence[int] | None = None) -> tuple[StageTrace, ...]:
@@ -77,11 +74,10 @@ def split_stages(trace: Trace, layout: Layout, *, counts: Sequence[int] | None =
     Source: Narayanan et al. 2021, section 2.2; boundaries as schedules.py of Megatron-LM holds them.
     """
     if layout.stages == 1:
-        return (StageTrace(0, trace, tuple(range(len(trace.regions))), True, True, 0, 0),)
+        return (StageTrace(0, trace, tuple(range(len(trace.regions))), received_bytes=0),)
     counts = _checked(trace, layout, counts)
     members = assign(trace, counts)
     crossings = find_crossings(trace, members)
-    last = members.stages - 1
     stages = []
     for index, start in enumerate(members.starts):
         part = _Stage(trace, members, crossings, index)
@@ -90,10 +86,7 @@ def split_stages(trace: Trace, layout: Layout, *, counts: Sequence[int] | None =
                 index=index,
                 trace=part.build(),
                 regions=tuple(range(start, start + counts[index])),
-                has_embedding=index == 0,
-                has_head=index == last,
                 received_bytes=sum(trace.storages[s].bytes for s in crossings.received[index]),
-                sent_bytes=sum(trace.storages[s].bytes for s in crossings.received[index + 1]) if index < last else 0,
             )
         )
     return tuple(stages)
@@ -221,28 +214,18 @@ class _Stage:
     # Regions ----------------------------------------------------------------------------------------------------
 
     def _region(self, call: RegionCall) -> RegionCall:
+        graph = replace(
+            call.graph,
+            values=tuple(replace(value, storage=self.ids.get(value.storage, -1)) for value in call.graph.values),
+            ops=tuple(replace(op, tick=self.tick(op.tick)) for op in call.graph.ops),
+            slots=tuple(moved_slot(slot, self.tick) for slot in call.graph.slots),
+        )
         return replace(
             call,
             index=call.index - self.first_region,
-            graph=self._graph(call.graph),
+            graph=graph,
             forward=(self.tick(call.forward[0]), self.tick(call.forward[1])),
             backward=(self.tick(call.backward[0]), self.tick(call.backward[1])),
-        )
-
-    def _graph(self, graph: RegionGraph) -> RegionGraph:
-        return replace(
-            graph,
-            values=tuple(replace(value, storage=self.ids.get(value.storage, -1)) for value in graph.values),
-            ops=tuple(replace(op, tick=self.tick(op.tick)) for op in graph.ops),
-            slots=tuple(self._slot(slot) for slot in graph.slots),
-        )
-
-    def _slot(self, slot: Slot) -> Slot:
-        return replace(
-            slot,
-            packed=self.tick(slot.packed),
-            unpacked=self.tick(slot.unpacked),
-            released=self.tick(slot.released),
         )
 
     def _notes(self) -> list[str]:

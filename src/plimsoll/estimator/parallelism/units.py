@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.trace import Category, RegionCall, Storage, Trace, TraceParameter
+from plimsoll.estimator.parallelism.members import region_of
 
 ROOT = ""
 """The name of what belongs to no block."""
@@ -62,7 +63,7 @@ def find_units(trace: Trace, layout: Layout) -> tuple[ShardedUnit, ...]:
     names = dict.fromkeys(call.name for call in trace.regions)
     members: dict[tuple[str, bool], list[TraceParameter]] = {}
     for parameter in trace.parameters:
-        name = _block_of(parameter.name, names)
+        name = region_of(parameter.name, names) or ROOT
         members.setdefault((name, layout.ep > 1 and is_expert(parameter.name)), []).append(parameter)
     order = [(name, kind) for name in (*names, ROOT) for kind in (False, True)]
     return tuple(
@@ -122,12 +123,6 @@ def shard_of(parameter: TraceParameter, ranks: int) -> TraceParameter:
     return replace(parameter, shape=(rows, *others), bytes=rows * row_bytes)
 
 
-def _block_of(name: str, names: dict[str, None]) -> str:
-    parts = name.split(".")
-    prefixes = (".".join(parts[:depth]) for depth in range(len(parts)))
-    return next((prefix for prefix in prefixes if prefix in names), ROOT)
-
-
 @dataclass(frozen=True, slots=True)
 class Gradients:
     """What backward makes for one unit, and the tick before which all of it is there."""
@@ -135,11 +130,6 @@ class Gradients:
     unit: ShardedUnit
     storages: tuple[Storage, ...]
     whole: int
-
-    @property
-    def label(self) -> str:
-        """The unit's name for people."""
-        return self.unit.label
 
 
 def gradients_of(trace: Trace, units: Sequence[ShardedUnit]) -> tuple[Gradients, ...]:

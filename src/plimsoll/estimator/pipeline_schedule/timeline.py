@@ -168,17 +168,7 @@ class _Machine:
         self.halves = {
             action.stage for actions in orders for action in actions if action.work is ActionKind.INPUT_GRADIENT
         }
-        self.ranks = [
-            _Rank(
-                actions,
-                deque(
-                    a
-                    for a in actions
-                    if a.work in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT) and stages[a.stage].recompute_seconds
-                ),
-            )
-            for actions in orders
-        ]
+        self.ranks = [_Rank(actions, deque(filter(self._rebuilds, actions))) for actions in orders]
 
     def run(self) -> None:
         """Run every rank as far as it gets; who waits is woken by what it waits for."""
@@ -188,9 +178,9 @@ class _Machine:
             state = self.ranks[rank]
             while state.at < len(state.actions):
                 action = state.actions[state.at]
-                missing = [need for need, _ in self._needs(action) if need not in self.ends]
-                if missing:
-                    self.waiting.setdefault(missing[0], []).append(rank)
+                missing = self._missing(action)
+                if missing is not None:
+                    self.waiting.setdefault(missing, []).append(rank)
                     break
                 self._do(rank, state, action)
                 ready.extend(self.waiting.pop(action, ()))
@@ -198,11 +188,20 @@ class _Machine:
         if stuck:
             rank, state = stuck[0]
             action = state.actions[state.at]
-            need = next(need for need, _ in self._needs(action) if need not in self.ends)
+            need = self._missing(action)
             raise invalid_orders(
                 f"The ranks wait for each other: rank {rank} cannot run {action} before {need}, which never runs.",
                 f"{len(stuck)} of {len(self.ranks)} ranks are stuck",
             )
+
+    def _rebuilds(self, action: Action) -> bool:
+        """Whether recomputation runs before an action: a whole backward, or the first half of one."""
+        is_first = action.work in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+        return is_first and self.stages[action.stage].recompute_seconds != 0
+
+    def _missing(self, action: Action) -> Action | None:
+        """The first of its needs that has not ended."""
+        return next((need for need, _ in self._needs(action) if need not in self.ends), None)
 
     def _needs(self, action: Action) -> list[tuple[Action, float]]:
         """What has to end first, and how long its result travels."""
@@ -259,29 +258,12 @@ class _Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class RankGrowth:
-    """One rank: how long it idles without recomputation, with it, and with it run ahead.
-
-    ``held_ahead`` is how many micro-batches' rebuilt values it holds early at most; ``hidden_seconds`` how much of its
-    recomputation ran in idle time.
-    """
-
-    rank: int
-    idle_seconds_without: float
-    idle_seconds_inside: float
-    idle_seconds_ahead: float
-    hidden_seconds: float
-    held_ahead: int
-
-
-@dataclass(frozen=True, slots=True)
 class BubbleGrowth:
     """The same pipeline three times: no recomputation, recomputation inside backward, recomputation run ahead."""
 
     without: PipelineTimeline
     inside: PipelineTimeline
     ahead: PipelineTimeline
-    ranks: tuple[RankGrowth, ...]
 
     @property
     def added_seconds(self) -> float:
@@ -303,7 +285,7 @@ def bubble_growth(orders: Orders, stages: Sequence[ActionSeconds], *, ahead: int
         ahead: how many micro-batches a rank may rebuild before their gradient has come.
 
     Returns:
-        Three timelines, and idle seconds rank by rank.
+        Three timelines, which say for every rank how long it idles and how much it rebuilds ahead.
 
     Raises:
         InvalidLayout: the orders are not one step of a pipeline.
@@ -315,21 +297,12 @@ def bubble_growth(orders: Orders, stages: Sequence[ActionSeconds], *, ahead: int
         ...     forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0, recompute_seconds=1.0
         ... )
         >>> growth = bubble_growth(pipeline_orders(Layout(pp=4, micro_batches=8)), [each] * 4)
-        >>> growth.added_seconds, growth.regained_seconds, [rank.held_ahead for rank in growth.ranks]
-        (11.0, 3.0, [1, 1, 1, 0])
+        >>> growth.added_seconds, growth.regained_seconds, growth.ahead.rebuilt_ahead
+        (11.0, 3.0, (1, 1, 1, 0))
     """
-    without = simulate_pipeline(orders, [replace(stage, recompute_seconds=0.0) for stage in stages])
-    inside = simulate_pipeline(orders, stages)
-    earlier = simulate_pipeline(orders, stages, ahead=ahead)
-    ranks = tuple(
-        RankGrowth(
-            rank=rank,
-            idle_seconds_without=without.idle_seconds[rank],
-            idle_seconds_inside=inside.idle_seconds[rank],
-            idle_seconds_ahead=earlier.idle_seconds[rank],
-            hidden_seconds=earlier.hidden_seconds[rank],
-            held_ahead=earlier.rebuilt_ahead[rank],
-        )
-        for rank in range(len(orders))
+    without = [replace(stage, recompute_seconds=0.0) for stage in stages]
+    return BubbleGrowth(
+        without=simulate_pipeline(orders, without),
+        inside=simulate_pipeline(orders, stages),
+        ahead=simulate_pipeline(orders, stages, ahead=ahead),
     )
-    return BubbleGrowth(without, inside, earlier, ranks)
