@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,12 @@ INSIDE = {
     "allocator rounding",
     "fragmentation",
 }
+
+
+def test_a_question_asked_again_is_answered_without_torch():
+    on_gpu()
+    again = f"import sys, plimsoll; plimsoll.estimate('llama-tiny', 1, device='A100', **{SIZES}); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", again], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_a_cpu_has_no_caching_allocator_and_no_framework():

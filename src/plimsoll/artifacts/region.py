@@ -10,6 +10,9 @@ import enum
 
 import msgspec
 
+IS_COLLECTIVE = "is a collective"
+"""The obstacle of ops that talk to other ranks."""
+
 
 class Origin(enum.StrEnum):
     """Where a value comes from."""

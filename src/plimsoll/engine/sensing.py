@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 
-from plimsoll.artifacts.region import RegionGraph
+from plimsoll.artifacts.region import IS_COLLECTIVE, RegionGraph
 from plimsoll.engine.codecs.protocol import Codec
 from plimsoll.engine.codecs.registry import find_codec
 from plimsoll.engine.hooks import Cell, restore
 from plimsoll.engine.stored_forms import whole_storage
 from plimsoll.tracing.local_tensors import is_sharded
 from plimsoll.tracing.recorder.calling import output_tensors
-from plimsoll.tracing.recorder.collectives import IS_COLLECTIVE
 
 REFERENCE_CODEC = "int8"
 """What values are read through to see how gradients react."""

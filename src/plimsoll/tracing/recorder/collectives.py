@@ -13,8 +13,6 @@ import torch
 
 from plimsoll.tracing.recorder.calling import flat_tensors
 
-IS_COLLECTIVE = "is a collective"
-"""The obstacle of ops that talk to other ranks."""
 IS_ROUTING = "decides which token goes where"
 """The obstacle of ops whose results choose tokens, experts or rows."""
 _NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem"})

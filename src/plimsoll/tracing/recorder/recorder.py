@@ -22,11 +22,10 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plimsoll.artifacts.region import Origin
+from plimsoll.artifacts.region import IS_COLLECTIVE, Origin
 from plimsoll.tracing.local_tensors import dispatches_itself, local_of
 from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.recorder.collectives import (
-    IS_COLLECTIVE,
     IS_ROUTING,
     is_collective,
     is_repeatable_collective,
