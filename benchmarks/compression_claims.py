@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from benchmarks.page import format_table
 from plimsoll.artifacts.traffic import Transfer
 from plimsoll.distributed.comm_cost.timeline import BucketWork, Sharing, run_step
-from plimsoll.planning.costing.collectives import Collective, collective_seconds
 from plimsoll.planning.costing.devices import Device, find_device
+from plimsoll.planning.costing.links import Collective, collective_seconds
 
 LOCAL_BYTES_PER_ELEMENT = 40
 GRADIENT_BYTES, VALUE_BYTES, PLACE_BYTES, FACTOR_BYTES = 2, 2, 4, 4

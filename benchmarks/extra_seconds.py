@@ -25,6 +25,7 @@ from benchmarks.progress import say
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.apply import Handle, apply_plan
 from plimsoll.planning.solve import Planner, solve
+from plimsoll.planning.step import StepIndex
 from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.meters.timing import Interval, median_interval, one_thread
@@ -35,13 +36,10 @@ _WARMUPS = 3
 def plans_for(case: Case, shares: list[float]) -> dict[float, Plan]:
     """One plan per share, of one trace."""
     traced, costs = trace_and_cost(TrainingTask(model=case.model, batch=case.batch, loss=case.loss))
-    planner = Planner(traced, costs)
-    free = solve(traced, costs, budget_bytes=None, strategy="none", planner=planner)
+    planner = Planner(StepIndex(traced, costs))
+    free = solve(planner, budget_bytes=None, strategy="none")
     floor, peak = free.floor_bytes, free.baseline_peak_bytes
-    return {
-        share: solve(traced, costs, budget_bytes=int(floor + share * (peak - floor)), planner=planner)
-        for share in shares
-    }
+    return {share: solve(planner, budget_bytes=int(floor + share * (peak - floor))) for share in shares}
 
 
 def paused(case: Case, plan: Plan) -> Handle:

@@ -23,8 +23,8 @@ from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds, bubble_
 from plimsoll.estimator.rank_estimates import Setting, StageOfRank
 from plimsoll.estimator.targets.tracing import TraceRequest, trace_target
 from plimsoll.estimator.trace_cache import TraceCache
-from plimsoll.planning.costing.collectives import Collective, collective_seconds, group_of
 from plimsoll.planning.costing.devices import find_device
+from plimsoll.planning.costing.links import Collective, collective_seconds, group_of
 from plimsoll.planning.simulate import Simulation
 from plimsoll.units import GIB
 

@@ -10,10 +10,9 @@ import msgspec
 from plimsoll.artifacts.plan import Plan
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.decisions import decide
-from plimsoll.planning.lowest import find_extremes
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
-from plimsoll.planning.strategies import choose_full
+from plimsoll.planning.strategies import choose_full, find_extremes
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.task import TrainingTask

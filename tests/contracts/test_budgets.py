@@ -12,6 +12,7 @@ import plimsoll
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import silent
 from plimsoll.planning.solve import Planner, solve
+from plimsoll.planning.step import StepIndex
 from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.trial import confirmed, run_trial
@@ -44,11 +45,11 @@ class Planned:
         self.model, self.batch, self.loss = case.build()
         self.task = TrainingTask(model=self.model, batch=self.batch, loss=self.loss)
         self.trace, self.costs = trace_and_cost(self.task)
-        self.planner = Planner(self.trace, self.costs)
+        self.planner = Planner(StepIndex(self.trace, self.costs))
         self.limits = self.solve(None)
 
     def solve(self, budget_bytes: int | None, excess_bytes: int = 0) -> Plan:
-        return solve(self.trace, self.costs, budget_bytes=budget_bytes, excess_bytes=excess_bytes, planner=self.planner)
+        return solve(self.planner, budget_bytes=budget_bytes, excess_bytes=excess_bytes)
 
     def budget_at(self, share: float) -> int:
         """The budget at a share of the way from the floor to the unmanaged peak."""

@@ -14,8 +14,7 @@ from plimsoll.artifacts.forms import Form
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.choices import prices_of
 from plimsoll.planning.cut import Mode, Prices, solve_cut
-from plimsoll.planning.frontier import sweep_prices
-from plimsoll.planning.packing import modes_of
+from plimsoll.planning.frontier import modes_of, sweep_prices
 from plimsoll.planning.replay_schedule import recipe_ops
 from plimsoll.planning.step import RegionView, StepIndex
 

@@ -9,10 +9,8 @@ import pytest
 from planning.builders import OUT, StepBuilder
 from planning.form_builders import compressed
 from plimsoll.artifacts.forms import Form, Forms, RegionForms, ValueForms
-from plimsoll.planning.choice import Choice
+from plimsoll.planning.choice import Choice, Limits, choice_error
 from plimsoll.planning.decisions import decide
-from plimsoll.planning.errors import choice_error
-from plimsoll.planning.limits import Limits
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import RegionView, StepIndex
 

@@ -14,7 +14,7 @@ from planning.form_builders import random_choice, random_forms
 from plimsoll.artifacts.allocation import COMMUNICATION_STREAM, AllocationEvent
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.planning.choice import Choice
-from plimsoll.planning.events import allocation_events
+from plimsoll.planning.describe import allocation_events
 from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.step import StepIndex
 

@@ -11,7 +11,7 @@ from planning.form_builders import block_forms, compressed, forms_for
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import InvalidStrategy
-from plimsoll.planning.limits import Limits
+from plimsoll.planning.choice import Limits
 from plimsoll.planning.pins import Override, parse_override, pin_values
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
@@ -32,7 +32,9 @@ def pins(index: StepIndex, region: int) -> dict[str, str]:
 
 @functools.cache
 def planner(*overrides: str, limits: Limits = WIDE) -> Planner:
-    return Planner(TRACE, COSTS, forms=FORMS, limits=limits, overrides=[parse_override(text) for text in overrides])
+    return Planner(
+        StepIndex(TRACE, COSTS, FORMS), limits=limits, overrides=[parse_override(text) for text in overrides]
+    )
 
 
 def decisions(plan: Plan, value: str) -> list[tuple[Decision, str]]:
@@ -139,7 +141,7 @@ def test_auto_plans_around_overrides_at_every_budget(
 ) -> None:
     made = planner(override)
     low, high = made.floor.peak_bytes, made.loosest.peak_bytes
-    plan = solve(TRACE, COSTS, budget_bytes=int(low + share * (high - low)), planner=made)
+    plan = solve(made, budget_bytes=int(low + share * (high - low)))
     assert plan.status.is_usable
     assert decisions(plan, "gelu") == [decision] * 4
     reasons = {d.reason for region in plan.regions for d in region.decisions if "gelu" in d.value}
@@ -150,13 +152,13 @@ def test_auto_plans_around_overrides_at_every_budget(
 @pytest.mark.parametrize("strategy", ["none", "full", "int8", "every:2", "hybrid:2,2"])
 def test_named_strategies_keep_to_overrides(strategy: str) -> None:
     made = planner("*gelu*=compress:zeros").heedless_of_error()
-    plan = solve(TRACE, COSTS, budget_bytes=None, strategy=strategy, planner=made)
+    plan = solve(made, budget_bytes=None, strategy=strategy)
     assert decisions(plan, "gelu") == [(Decision.COMPRESS, "zeros")] * 4
 
 
 def test_an_input_that_an_override_decides_about_stays_at_its_boundary() -> None:
     made = planner("layers.1::input:0=compress:zeros")
-    plan = solve(TRACE, COSTS, budget_bytes=None, strategy="every:4", planner=made)
+    plan = solve(made, budget_bytes=None, strategy="every:4")
     assert [region.is_boundary_dropped for region in plan.regions] == [False, False, True, True]
     assert decisions(plan, "input:0")[1] == (Decision.COMPRESS, "zeros")
     linked = [d.reason for d in plan.regions[2].decisions if d.value == "input:0"]
@@ -193,13 +195,14 @@ def test_a_strategy_may_not_make_a_mask_of_what_an_override_makes_lossy() -> Non
     step.op("loss", a, size=1)
     trace, costs = step.finish()
     forms = forms_for(trace, {"::scores#0": [compressed("int8", 50, noise=0.01)]})
-    made = Planner(trace, costs, forms=forms, limits=Limits(0.5), overrides=[parse_override("*scores*=compress:int8")])
-    assert all(d.decision is not Decision.RECOMPUTE for d in solve(
-        trace, costs, budget_bytes=None, planner=made
-    ).regions[0].decisions)  # fmt: skip
+    made = Planner(
+        StepIndex(trace, costs, forms), limits=Limits(0.5), overrides=[parse_override("*scores*=compress:int8")]
+    )
+    free = solve(made, budget_bytes=None)
+    assert all(d.decision is not Decision.RECOMPUTE for d in free.regions[0].decisions)
     with pytest.raises(InvalidStrategy) as raised:
-        solve(trace, costs, budget_bytes=None, strategy="full", planner=made)
+        solve(made, budget_bytes=None, strategy="full")
     assert "exact value" in raised.value.found
-    plan = solve(trace, costs, budget_bytes=None, strategy="full", planner=made, raise_below_floor=False)
+    plan = solve(made, budget_bytes=None, strategy="full", raise_below_floor=False)
     assert not plan.status.is_usable
     assert any("exact value" in note for note in plan.notes)

@@ -11,7 +11,15 @@ import pytest
 from planning.builders import random_step
 from planning.form_builders import random_choice, random_forms
 from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
-from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, Schedule, Segment, Step, Unreachable, build_schedule
+from plimsoll.planning.replay_schedule import (
+    BOUNDARY,
+    NO_OP,
+    ReplayStep,
+    Schedule,
+    Segment,
+    Unreachable,
+    build_schedule,
+)
 from plimsoll.planning.step import StepIndex
 
 STEPS = 400
@@ -50,12 +58,12 @@ class Interpreter:
         self.contents.append(value)
         self.memory[value] = len(self.contents) - 1
 
-    def _load(self, step: Step) -> None:
+    def _load(self, step: ReplayStep) -> None:
         assert step.load in self.packed
         self.loaded.append(step.load)
         self._place(step.load)
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: ReplayStep) -> None:
         op = self.graph.ops[step.op]
         assert not op.obstacle
         for value in op.reads:
@@ -73,7 +81,7 @@ class Interpreter:
         for value in step.frees:
             del self.memory[value]
 
-    def _check_nothing_idles(self, schedule: Schedule, segment: Segment, step: Step) -> None:
+    def _check_nothing_idles(self, schedule: Schedule, segment: Segment, step: ReplayStep) -> None:
         """Whatever lies in memory is used by something that comes later."""
         steps = [s for part in schedule.segments for s in part.steps]
         at = next(i for i, other in enumerate(steps) if other is step)

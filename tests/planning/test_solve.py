@@ -14,10 +14,11 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.planning.simulate import simulate
 from plimsoll.planning.solve import Planner, solve
+from plimsoll.planning.step import StepIndex
 
 STEP = transformer(6, width=1024).finish()
-PLANNER = Planner(*STEP)
-FREE = solve(*STEP, budget_bytes=None, planner=PLANNER)
+PLANNER = Planner(StepIndex(*STEP))
+FREE = solve(PLANNER, budget_bytes=None)
 
 
 def budget_at(share: float) -> int:
@@ -26,12 +27,12 @@ def budget_at(share: float) -> int:
 
 @pytest.fixture(scope="module")
 def tight() -> Plan:
-    return solve(*STEP, budget_bytes=budget_at(0.3), planner=PLANNER)
+    return solve(PLANNER, budget_bytes=budget_at(0.3))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
 def test_plan_stays_within_its_budget_in_the_simulator(share: float) -> None:
-    plan = solve(*STEP, budget_bytes=budget_at(share), planner=PLANNER)
+    plan = solve(PLANNER, budget_bytes=budget_at(share))
     assert plan.status.is_usable
     assert simulate(*STEP, plan.regions).peak_bytes == plan.predicted_peak_bytes <= budget_at(share)
     assert plan.baseline_seconds <= plan.lower_bound_seconds <= plan.predicted_seconds
@@ -40,7 +41,7 @@ def test_plan_stays_within_its_budget_in_the_simulator(share: float) -> None:
 
 @pytest.mark.parametrize("budget_bytes", [None, FREE.baseline_peak_bytes])
 def test_without_scarcity_everything_is_kept(budget_bytes: int | None) -> None:
-    plan = solve(*STEP, budget_bytes=budget_bytes, planner=PLANNER)
+    plan = solve(PLANNER, budget_bytes=budget_bytes)
     assert plan.status is Status.OPTIMAL
     assert all(region.is_untouched for region in plan.regions)
     assert plan.price_seconds_per_byte == 0.0
@@ -72,31 +73,31 @@ def test_replay_seconds_of_values_and_regions_add_up_to_the_overhead(tight: Plan
 
 def test_plan_below_floor_names_the_floor_and_who_holds_it() -> None:
     with pytest.raises(BudgetBelowFloor) as raised:
-        solve(*STEP, budget_bytes=FREE.floor_bytes - 1, planner=PLANNER)
+        solve(PLANNER, budget_bytes=FREE.floor_bytes - 1)
     assert "smallest reachable peak" in raised.value.found
     assert "parameters" in raised.value.why
     assert str(FREE.floor_bytes) in raised.value.next
 
 
 def test_plan_below_floor_is_infeasible_as_data() -> None:
-    plan = solve(*STEP, budget_bytes=FREE.floor_bytes - 1, raise_below_floor=False, planner=PLANNER)
+    plan = solve(PLANNER, budget_bytes=FREE.floor_bytes - 1, raise_below_floor=False)
     assert plan.status is Status.INFEASIBLE
     assert plan.floor_bytes == FREE.floor_bytes
 
 
 def test_a_budget_at_the_floor_is_met() -> None:
-    assert solve(*STEP, budget_bytes=FREE.floor_bytes, planner=PLANNER).predicted_peak_bytes == FREE.floor_bytes
+    assert solve(PLANNER, budget_bytes=FREE.floor_bytes).predicted_peak_bytes == FREE.floor_bytes
 
 
 def test_measured_excess_is_taken_off_the_budget() -> None:
-    plan = solve(*STEP, budget_bytes=budget_at(0.5), excess_bytes=1000, planner=PLANNER)
+    plan = solve(PLANNER, budget_bytes=budget_at(0.5), excess_bytes=1000)
     assert plan.predicted_peak_bytes <= budget_at(0.5) - 1000
     assert plan.budget_bytes == budget_at(0.5)
 
 
 def test_a_named_strategy_above_the_budget_points_to_auto() -> None:
     with pytest.raises(BudgetBelowFloor) as raised:
-        solve(*STEP, budget_bytes=budget_at(0.5), strategy="none", planner=PLANNER)
+        solve(PLANNER, budget_bytes=budget_at(0.5), strategy="none")
     assert "auto" in raised.value.next
 
 
@@ -108,7 +109,7 @@ def test_frontier_falls_from_floor_to_unmanaged_peak() -> None:
 
 
 def test_plans_are_the_same_every_time(tight: Plan) -> None:
-    again = solve(*STEP, budget_bytes=budget_at(0.3))
+    again = solve(Planner(StepIndex(*STEP)), budget_bytes=budget_at(0.3))
     assert msgspec.structs.replace(again, solve_seconds=0.0) == msgspec.structs.replace(tight, solve_seconds=0.0)
 
 
@@ -122,7 +123,7 @@ def test_a_peak_that_no_decision_reaches_is_explained() -> None:
             x = step.op("down", a, size=10, saves=(a, OUT), module="down")
             region.outputs = (x,)
     step.op("loss", x, size=1, module="loss")
-    plan = solve(*step.finish(), budget_bytes=None, strategy="full")
+    plan = solve(Planner(StepIndex(*step.finish())), budget_bytes=None, strategy="full")
     assert plan.predicted_peak_bytes == plan.baseline_peak_bytes
     assert any("resident after forward" in note and "one_hot" in note for note in plan.notes)
 
@@ -131,8 +132,8 @@ def test_a_step_without_regions_keeps_everything() -> None:
     step = StepBuilder()
     x = step.op("source", size=10)
     step.op("loss", x, size=1, saves=(x,))
-    plan = solve(*step.finish(), budget_bytes=None)
+    plan = solve(Planner(StepIndex(*step.finish())), budget_bytes=None)
     assert plan.status is Status.OPTIMAL
     assert plan.regions == ()
     with pytest.raises(BudgetBelowFloor):
-        solve(*step.finish(), budget_bytes=1)
+        solve(Planner(StepIndex(*step.finish())), budget_bytes=1)

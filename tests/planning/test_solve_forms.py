@@ -14,9 +14,10 @@ from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.forms import Forms, LinkCost
 from plimsoll.artifacts.plan import Plan, ValueDecision
 from plimsoll.errors import BudgetBelowFloor, InvalidStrategy
-from plimsoll.planning.limits import Limits
+from plimsoll.planning.choice import Limits
 from plimsoll.planning.simulate import simulate
 from plimsoll.planning.solve import Planner, solve
+from plimsoll.planning.step import StepIndex
 
 TRACE, COSTS = transformer(4, width=1024).finish()
 FORMS = block_forms(TRACE, COSTS, bytes_per_second=3000.0)
@@ -39,12 +40,12 @@ def without(forms: Forms, decision: Decision) -> Forms:
 def planner(max_error: float = 0.001, host_budget_bytes: int | None = None, *, offers: str = "all") -> Planner:
     forms = {"all": FORMS, "compress": without(FORMS, Decision.OFFLOAD), "offload": without(FORMS, Decision.COMPRESS)}
     limits = Limits(max_error**2, host_budget_bytes)
-    return Planner(TRACE, COSTS, forms=forms.get(offers), limits=limits)
+    return Planner(StepIndex(TRACE, COSTS, forms.get(offers)), limits=limits)
 
 
 def plan_at(share: float, made: Planner) -> Plan:
     low, high = made.floor.peak_bytes, made.loosest.peak_bytes
-    return solve(TRACE, COSTS, budget_bytes=int(low + share * (high - low)), planner=made)
+    return solve(made, budget_bytes=int(low + share * (high - low)))
 
 
 def values(plan: Plan, decision: Decision) -> list[ValueDecision]:
@@ -74,9 +75,7 @@ def test_what_is_allowed_lowers_the_floor_and_the_seconds() -> None:
     assert rich.floor.peak_bytes <= plain.floor.peak_bytes * 1.002
     for share in (0.1, 0.4, 0.7):
         budget_bytes = int(plain.floor.peak_bytes + share * (plain.loosest.peak_bytes - plain.floor.peak_bytes))
-        seconds = [
-            solve(TRACE, COSTS, budget_bytes=budget_bytes, planner=made).predicted_seconds for made in (plain, rich)
-        ]
+        seconds = [solve(made, budget_bytes=budget_bytes).predicted_seconds for made in (plain, rich)]
         assert seconds[1] < seconds[0]
 
 
@@ -84,7 +83,7 @@ def test_more_error_more_host_memory_and_a_faster_link_never_cost_time() -> None
     budget_bytes = (planner().floor.peak_bytes + planner().loosest.peak_bytes) // 2
 
     def seconds(made: Planner) -> float:
-        return solve(TRACE, COSTS, budget_bytes=budget_bytes, planner=made).predicted_seconds
+        return solve(made, budget_bytes=budget_bytes).predicted_seconds
 
     tolerance = 1.002
     by_error = [seconds(planner(error)) for error in (0.0, 0.0003, 0.003)]
@@ -94,7 +93,7 @@ def test_more_error_more_host_memory_and_a_faster_link_never_cost_time() -> None
     assert by_host[2] <= by_host[1] * tolerance
     assert by_host[1] <= by_host[0] * tolerance
     slow = without(block_forms(TRACE, COSTS, bytes_per_second=300.0), Decision.COMPRESS)
-    assert by_host[2] <= seconds(Planner(TRACE, COSTS, forms=slow)) * tolerance
+    assert by_host[2] <= seconds(Planner(StepIndex(TRACE, COSTS, slow))) * tolerance
 
 
 def test_a_host_budget_of_nothing_sends_nothing() -> None:
@@ -132,7 +131,7 @@ def test_seconds_of_values_and_regions_add_up_to_the_overhead_but_for_waiting() 
 
 
 def test_where_everything_fits_the_plan_says_that_it_declined() -> None:
-    plan = solve(TRACE, COSTS, budget_bytes=planner().loosest.peak_bytes, planner=planner())
+    plan = solve(planner(), budget_bytes=planner().loosest.peak_bytes)
     assert plan.status is Status.OPTIMAL
     assert all(region.is_untouched for region in plan.regions)
     assert [note for note in plan.notes if "although" in note] == [
@@ -143,13 +142,13 @@ def test_where_everything_fits_the_plan_says_that_it_declined() -> None:
 
 def test_a_link_that_only_costs_time_is_declined_with_a_note() -> None:
     slow = block_forms(TRACE, COSTS, bytes_per_second=0.01)
-    plan = plan_at(0.5, Planner(TRACE, COSTS, forms=without(slow, Decision.COMPRESS)))
+    plan = plan_at(0.5, Planner(StepIndex(TRACE, COSTS, without(slow, Decision.COMPRESS))))
     assert not values(plan, Decision.OFFLOAD)
     assert plan.notes == ("Nothing is offloaded although it was allowed: the budget is reached in less time without.",)
 
 
 def test_a_named_strategy_declines_nothing() -> None:
-    plan = solve(TRACE, COSTS, budget_bytes=None, strategy="full", planner=planner())
+    plan = solve(planner(), budget_bytes=None, strategy="full")
     assert not any("although" in note for note in plan.notes)
 
 
@@ -168,10 +167,10 @@ def test_other_limits_give_the_plans_of_a_planner_made_for_them() -> None:
 def test_the_host_budget_binds_a_named_strategy_too() -> None:
     made = planner(0.001, 10_000)
     with pytest.raises(InvalidStrategy) as raised:
-        solve(TRACE, COSTS, budget_bytes=None, strategy="offload", planner=made)
+        solve(made, budget_bytes=None, strategy="offload")
     assert "strategy 'offload' would offload" in raised.value.found
     assert "9.8 KiB" in raised.value.why
-    plan = solve(TRACE, COSTS, budget_bytes=None, strategy="offload", planner=made, raise_below_floor=False)
+    plan = solve(made, budget_bytes=None, strategy="offload", raise_below_floor=False)
     assert plan.status is Status.INFEASIBLE
     assert any("host budget" in note for note in plan.notes)
 
@@ -179,12 +178,12 @@ def test_the_host_budget_binds_a_named_strategy_too() -> None:
 def test_the_floor_counts_what_other_forms_allow_and_names_its_holders() -> None:
     made = planner()
     with pytest.raises(BudgetBelowFloor) as raised:
-        solve(TRACE, COSTS, budget_bytes=int(made.floor.peak_bytes * 0.99), planner=made)
+        solve(made, budget_bytes=int(made.floor.peak_bytes * 0.99))
     assert str(made.floor.peak_bytes) in raised.value.next
 
 
 def test_compression_alone_plans_where_recomputing_is_not_allowed() -> None:
-    made = Planner(TRACE, COSTS, forms=FORMS, limits=LIMITS, may_recompute=False)
+    made = Planner(StepIndex(TRACE, COSTS, FORMS, may_recompute=False), limits=LIMITS)
     plan = plan_at(0.3, made)
     assert plan.status.is_usable
     assert not values(plan, Decision.RECOMPUTE)
@@ -210,8 +209,8 @@ def test_transfers_cost_what_the_neighbours_compute_does_not_hide(bytes_per_seco
     link = LinkCost(name="host", out_bytes_per_second=bytes_per_second, in_bytes_per_second=bytes_per_second)
     offers = forms_for(trace, {"::up#0": [offloaded(100)]}, link=link)
     offers = msgspec.structs.replace(offers, regions=offers.regions[:2])
-    made = Planner(trace, costs, forms=offers)
-    plan = solve(trace, costs, budget_bytes=None, strategy="offload", planner=made)
+    made = Planner(StepIndex(trace, costs, offers))
+    plan = solve(made, budget_bytes=None, strategy="offload")
     assert len(values(plan, Decision.OFFLOAD)) == 2
     assert plan.predicted_seconds - plan.baseline_seconds == pytest.approx(2 * waits)
     assert plan.offloaded_bytes == 200
@@ -223,7 +222,7 @@ def test_transfers_cost_what_the_neighbours_compute_does_not_hide(bytes_per_seco
 )
 def test_strategies_hold_values_in_their_form(strategy: str, forms: set[str]) -> None:
     made = planner().heedless_of_error()
-    plan = solve(TRACE, COSTS, budget_bytes=None, strategy=strategy, planner=made)
+    plan = solve(made, budget_bytes=None, strategy=strategy)
     used = [{d.form for d in region.decisions if d.form} for region in plan.regions]
     expected = {"offload": [forms, forms, forms, set()], "hybrid:2,2": [forms, forms, set(), set()]}
     assert used == expected.get(strategy, [forms] * 4)
@@ -241,8 +240,8 @@ def test_strategies_hold_values_in_their_form(strategy: str, forms: set[str]) ->
 def test_fp8_keeps_what_has_no_such_form() -> None:
     trace, costs = window_step().finish()
     offers = forms_for(trace, {"::up#0": [compressed("fp8", 50, 0.1, noise=0.02)]})
-    made = Planner(trace, costs, forms=offers, limits=Limits(1.0))
-    plan = solve(trace, costs, budget_bytes=None, strategy="fp8", planner=made)
+    made = Planner(StepIndex(trace, costs, offers), limits=Limits(1.0))
+    plan = solve(made, budget_bytes=None, strategy="fp8")
     assert [d.form for d in values(plan, Decision.COMPRESS)] == ["fp8"] * 3
     assert plan.predicted_error == pytest.approx(math.sqrt(3) * 0.5 * 0.02)
 
@@ -252,7 +251,7 @@ def test_fp8_keeps_what_has_no_such_form() -> None:
 )
 def test_what_is_no_strategy_is_refused(strategy: str) -> None:
     with pytest.raises(InvalidStrategy):
-        solve(TRACE, COSTS, budget_bytes=None, strategy=strategy, planner=planner())
+        solve(planner(), budget_bytes=None, strategy=strategy)
 
 
 def test_explanations_name_forms_prices_and_errors() -> None:

@@ -18,11 +18,11 @@ from tracing import zoo
 NAMES = ("none", "full", "input-only", "every:2", "sqrt", "selective:attention", "selective:core", "selective:mlp",
          "selective:norm", "selective:mm,sdpa")  # fmt: skip
 STEP = transformer(4).finish()
-PLANNER = Planner(*STEP)
+PLANNER = Planner(StepIndex(*STEP))
 
 
 def plan_of(strategy: str) -> Plan:
-    return solve(*STEP, budget_bytes=None, strategy=strategy, planner=PLANNER)
+    return solve(PLANNER, budget_bytes=None, strategy=strategy)
 
 
 @pytest.mark.parametrize("name", NAMES)

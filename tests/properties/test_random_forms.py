@@ -17,11 +17,10 @@ from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.forms import Forms
 from plimsoll.artifacts.trace import Trace
 from plimsoll.planning import choices as generation
-from plimsoll.planning.choice import Choice
+from plimsoll.planning.choice import Choice, Limits
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.effects import likeness, measure_effect
 from plimsoll.planning.frontier import Hull
-from plimsoll.planning.limits import Limits
 from plimsoll.planning.simulate import Simulation, run_choices, simulate
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import RegionView, StepIndex
@@ -78,10 +77,10 @@ def test_plans_keep_to_all_limits_and_are_optimal_where_that_can_be_checked(
         # In every second step the choices are searched for as in large regions, not enumerated.
         monkeypatch.setattr(generation, "_ENUMERATED_CHOICES", 1 if seed % 2 else 512)
         trace, costs, forms, limits = random_case(seed)
-        planner = Planner(trace, costs, forms=forms, limits=limits)
+        planner = Planner(StepIndex(trace, costs, forms), limits=limits)
         low, high = planner.floor.peak_bytes, planner.baseline.peak_bytes
         budget_bytes = random.Random(seed).randint(int(0.95 * low), high)
-        plan = solve(trace, costs, budget_bytes=budget_bytes, raise_below_floor=False, planner=planner)
+        plan = solve(planner, budget_bytes=budget_bytes, raise_below_floor=False)
         simulation = simulate(trace, costs, plan.regions, forms)
         assert simulation.peak_bytes == plan.predicted_peak_bytes, seed
         assert simulation.seconds == pytest.approx(plan.predicted_seconds), seed
@@ -116,13 +115,11 @@ def test_plans_keep_to_all_limits_and_are_optimal_where_that_can_be_checked(
 def test_more_of_anything_never_costs_time(first: int) -> None:
     for seed in range(first, first + 10):
         trace, costs, forms, limits = random_case(seed)
-        planner = Planner(trace, costs, forms=forms, limits=limits)
+        planner = Planner(StepIndex(trace, costs, forms), limits=limits)
         low, high = planner.floor.peak_bytes, planner.baseline.peak_bytes
 
         def seconds(made: Planner, budget_bytes: int) -> float:
-            plan = solve(
-                made.index.trace, made.index.costs, budget_bytes=budget_bytes, raise_below_floor=False, planner=made
-            )
+            plan = solve(made, budget_bytes=budget_bytes, raise_below_floor=False)
             return plan.predicted_seconds if plan.status.is_usable else math.inf
 
         of_budgets = [seconds(planner, int(budget)) for budget in np.linspace(low, high, 4)]
@@ -138,7 +135,7 @@ def test_more_of_anything_never_costs_time(first: int) -> None:
                 in_bytes_per_second=4 * forms.link.in_bytes_per_second,
                 latency_seconds=0.0,
             )
-            faster = Planner(trace, costs, forms=msgspec.structs.replace(forms, link=link), limits=limits)
+            faster = Planner(StepIndex(trace, costs, msgspec.structs.replace(forms, link=link)), limits=limits)
             assert seconds(faster, budget_bytes) <= before * TOLERANCE, seed
 
 

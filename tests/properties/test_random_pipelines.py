@@ -47,10 +47,10 @@ def test_plans_for_several_micro_batches_fit_are_bounded_and_optimal_where_that_
     checked = 0
     for seed in range(STEPS):
         trace, costs = random_stage(seed)
-        planner = Planner(trace, costs, in_flight=in_flight)
+        planner = Planner(StepIndex(trace, costs, in_flight=in_flight))
         low, high = planner.floor.peak_bytes, planner.baseline.peak_bytes
         budget_bytes = random.Random(seed).randint(int(0.98 * low), max(high, low))
-        plan = solve(trace, costs, budget_bytes=budget_bytes, raise_below_floor=False, planner=planner)
+        plan = solve(planner, budget_bytes=budget_bytes, raise_below_floor=False)
         again = run_choices(planner.index, choices_of(planner.index, plan.regions))
         assert again.peak_bytes == plan.predicted_peak_bytes, seed
         assert plan.lower_bound_seconds <= plan.predicted_seconds, seed

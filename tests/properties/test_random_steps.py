@@ -31,7 +31,7 @@ def test_plans_of_random_steps_fit_are_bounded_and_optimal_where_that_can_be_che
         dropped = run_choices(index, [Choice(frozenset()) for _ in index.views])
         low, high = sorted((baseline.peak_bytes, dropped.peak_bytes))
         budget_bytes = random.Random(seed).randint(int(0.95 * low), high)
-        plan = solve(trace, costs, budget_bytes=budget_bytes, raise_below_floor=False)
+        plan = solve(Planner(StepIndex(trace, costs)), budget_bytes=budget_bytes, raise_below_floor=False)
         replayed = simulate(trace, costs, plan.regions)
         assert replayed.peak_bytes == plan.predicted_peak_bytes, seed
         assert replayed.seconds == pytest.approx(plan.predicted_seconds), seed
@@ -54,12 +54,10 @@ def test_plans_of_random_steps_fit_are_bounded_and_optimal_where_that_can_be_che
 @pytest.mark.parametrize("seed", range(20))
 def test_seconds_do_not_rise_with_the_budget(seed: int) -> None:
     trace, costs = random_step(seed).finish()
-    planner = Planner(trace, costs)
-    free = solve(trace, costs, budget_bytes=None, planner=planner)
+    planner = Planner(StepIndex(trace, costs))
+    free = solve(planner, budget_bytes=None)
     budgets = range(
         free.floor_bytes, free.baseline_peak_bytes + 1, max((free.baseline_peak_bytes - free.floor_bytes) // 5, 1)
     )
-    seconds = [
-        solve(trace, costs, budget_bytes=budget_bytes, planner=planner).predicted_seconds for budget_bytes in budgets
-    ]
+    seconds = [solve(planner, budget_bytes=budget_bytes).predicted_seconds for budget_bytes in budgets]
     assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(seconds))

@@ -31,7 +31,7 @@ from plimsoll.distributed.pipelines.pipeline_stages import attach_schedule, rece
 from plimsoll.distributed.pipelines.schedules import read_schedule
 from plimsoll.distributed.pipelines.stage_plans import apply_stages
 from plimsoll.errors import PlimsollError
-from plimsoll.planning.lowest import find_extremes
+from plimsoll.planning.strategies import find_extremes
 from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes

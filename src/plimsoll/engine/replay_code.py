@@ -21,7 +21,7 @@ import torch
 
 from plimsoll.artifacts.region import RegionGraph
 from plimsoll.engine.hooks import modified_in_place
-from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, Schedule, Segment, Step
+from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, ReplayStep, Schedule, Segment
 from plimsoll.tracing.local_tensors import local_of, version_of
 from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
 from plimsoll.tracing.recorder.storages import Geometry
@@ -177,7 +177,7 @@ class _Writer:
             self._emit(f"env.pop({link}, None)")
         self._emit("return result")
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: ReplayStep) -> None:
         op = self._recording.ops[step.op]
         for value in step.copies:
             self._load(value)
@@ -210,7 +210,7 @@ class _Writer:
         arguments += [f"{name}={self._argument(value, renamed, op)}" for name, value in op.kwargs.items()]
         return f"out = {self._constant(op.func, f'f{op.id}')}({', '.join(arguments)})"
 
-    def _bind(self, step: Step, op: RecordedOp, renamed: Mapping[int, str]) -> None:
+    def _bind(self, step: ReplayStep, op: RecordedOp, renamed: Mapping[int, str]) -> None:
         """Give names to what the op made: new storages from its outputs, new versions from what it wrote to."""
         writes = set(self._graph.ops[step.op].writes)
         to_local, values = self._recording.to_local, self._recording.values

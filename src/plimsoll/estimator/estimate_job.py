@@ -31,11 +31,10 @@ from plimsoll.estimator.pipeline_schedule.timeline import (
 )
 from plimsoll.estimator.rank_estimates import KnownChoices, Rank, Setting, StageOfRank, decide_rank
 from plimsoll.estimator.targets.tracing import TracedTarget
-from plimsoll.planning.costing.collectives import Collective, collective_seconds, group_of
+from plimsoll.planning.costing.links import Collective, collective_seconds, group_of
 from plimsoll.planning.costing.roofline import peak_flops_per_second
-from plimsoll.planning.describe import classes_at_peak, describe_peak, waiting_bytes
-from plimsoll.planning.events import allocation_events
-from plimsoll.planning.moments import peak_with_chunked_loss
+from plimsoll.planning.describe import allocation_events, classes_at_peak, describe_peak, waiting_bytes
+from plimsoll.planning.what_if.chunked_loss import peak_with_chunked_loss
 from plimsoll.units import format_bytes, format_seconds
 
 _WORTH_CHUNKING = 0.03

@@ -24,8 +24,8 @@ from plimsoll.estimator.parallelism.rank import rank_trace
 from plimsoll.estimator.parallelism.stages import StageTrace
 from plimsoll.estimator.parallelism.units import rank_parameters
 from plimsoll.planning.choices import ChoiceSet
-from plimsoll.planning.costing.collectives import Collective, collective_seconds
 from plimsoll.planning.costing.devices import Device
+from plimsoll.planning.costing.links import Collective, collective_seconds
 from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.describe import held_bytes
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
@@ -187,8 +187,8 @@ class StageOfRank:
             return Decided(run_choices(self.index, strategy_choices(self.index, strategy)))
         if budget_bytes is None or self.unmanaged.peak_bytes <= budget_bytes:
             return Decided(self.unmanaged)
-        planner = Planner(self.trace, self.costs, in_flight=self.in_flight, known_choices=known)
-        plan = solve(self.trace, self.costs, budget_bytes=budget_bytes, raise_below_floor=False, planner=planner)
+        planner = Planner(StepIndex(self.trace, self.costs, in_flight=self.in_flight), known_choices=known)
+        plan = solve(planner, budget_bytes=budget_bytes, raise_below_floor=False)
         return Decided(run_choices(planner.index, choices_of(planner.index, plan.regions)), plan)
 
 

@@ -33,14 +33,12 @@ from scipy import sparse
 from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array
 
+from plimsoll.planning.choice import Limits
 from plimsoll.planning.choices import ChoiceSet, prices_of
 from plimsoll.planning.effects import Frame, frame_of, relief_spans
 from plimsoll.planning.frontier import Hull, Line
-from plimsoll.planning.limits import Limits
-from plimsoll.planning.replay import boundary_values
 from plimsoll.planning.simulate import actual_cover, engine_seconds
-from plimsoll.planning.step import Ints, RegionView, StepIndex, merge, slot_stop, subtract
-from plimsoll.planning.transfers import windows_of
+from plimsoll.planning.step import Ints, RegionView, StepIndex, boundary_values, merge, slot_stop, subtract
 
 Floats = npt.NDArray[np.float64]
 
@@ -153,7 +151,7 @@ class LowerBound:
             after = self.index.neighbour(view.call.index)
             if link is None or after is None:
                 continue
-            windows = windows_of(self.index, view.call, after)
+            windows = self.index.transfer_windows(view.call, after)
             for way, speed in enumerate((link.out_bytes_per_second, link.in_bytes_per_second)):
                 row = len(values)
                 entries.append((row, 2 * count + position, self.scale_bytes / speed / self.scale_seconds))

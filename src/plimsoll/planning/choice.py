@@ -1,9 +1,27 @@
-"""What one region does with its saved values: which it keeps, which it holds in another form, which it rebuilds."""
+"""What one region does with its saved values, and what that costs besides memory.
+
+A ``Choice`` says what is kept, what is held in another form and, by omission, what is rebuilt. Forms cost seconds and
+gradient error, and they take room at the other end of the link; ``Limits`` bounds what all regions together may spend.
+
+*Seconds.* What a region sends goes out while the next region's forward runs, and comes back while that region's backward
+runs: one window per region and direction, so regions do not compete. What does not fit the window is waited for.
+
+*Error.* A value in a lossy form reaches the gradient through its own slots, and through every dropped slot whose recipe
+starts from it: each slot adds (sensitivity of its value · noise of the form)². Noise is taken to pass through recipes
+unchanged, and noises to be independent; what a plan causes in truth is measured when it is run once.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.forms import Form
+from plimsoll.planning.replay_schedule import recipe_ops
+from plimsoll.planning.step import RegionView, StepIndex, provider_of
 
 Packed = frozenset[tuple[int, str]]
 """Values (ids of the region's graph), each with the name of its form."""
@@ -38,3 +56,135 @@ class Choice:
         if len(packed) == len(self.packed):
             return self
         return Choice(self.kept | (self.forms.keys() & values), packed, self.is_boundary_dropped)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What all regions together may spend besides memory.
+
+    ``squared_error`` is the square of the relative gradient error; ``link_bytes`` is ``None`` without a host budget.
+    """
+
+    squared_error: float = 0.0
+    link_bytes: int | None = None
+
+    def allow(self, squared_error: float, link_bytes: int) -> bool:
+        """Whether so much of both may be spent; a hair of the error is forgiven, as the solver forgives it.
+
+        An infinite error (a mask made of something lossy) is a wrong gradient, which no limit allows.
+        """
+        if squared_error > self.squared_error * (1 + 1e-6) or math.isinf(squared_error):
+            return False
+        return self.link_bytes is None or link_bytes <= self.link_bytes
+
+    def are_within(self, others: Limits) -> bool:
+        """Whether whatever keeps to these keeps to the others too."""
+        if others.link_bytes is not None and (self.link_bytes is None or self.link_bytes > others.link_bytes):
+            return False
+        return self.squared_error <= others.squared_error
+
+
+def forms_of(view: RegionView, choice: Choice) -> list[Form]:
+    """The forms of the packed values."""
+    return [view.form(value, name) for value, name in choice.packed]
+
+
+def link_bytes(view: RegionView, choice: Choice) -> int:
+    """Bytes at the other end of the link."""
+    return sum(form.link_bytes for form in forms_of(view, choice))
+
+
+def packing_seconds(index: StepIndex, view: RegionView, choice: Choice) -> float:
+    """Seconds of encoding and decoding, and of waiting for the link."""
+    forms = forms_of(view, choice)
+    return sum(form.seconds for form in forms) + _waiting_seconds(index, view, forms)
+
+
+def _waiting_seconds(index: StepIndex, view: RegionView, forms: list[Form]) -> float:
+    """Seconds of transfers, both ways, that the neighbour's compute does not hide."""
+    sent = [form.link_bytes for form in forms if form.decision is Decision.OFFLOAD]
+    link, after = index.forms.link, index.neighbour(view.call.index)
+    if not sent or link is None or after is None:
+        return 0.0
+    latency_seconds = len(sent) * link.latency_seconds
+    out_seconds = latency_seconds + sum(sent) / link.out_bytes_per_second
+    in_seconds = latency_seconds + sum(sent) / link.in_bytes_per_second
+    out_window, in_window = index.transfer_windows(view.call, after)
+    return max(0.0, out_seconds - out_window) + max(0.0, in_seconds - in_window)
+
+
+def choice_error(view: RegionView, choice: Choice) -> float:
+    """The squared relative error that one region's packed values are expected to cause in the gradient.
+
+    Infinite where a value that must be exact (an index, a mask) would be rebuilt from a lossy form, or where anything would
+    be rebuilt from a form that only its own slots can use.
+    """
+    return _Noise(view, choice, {}).squared_error()
+
+
+def step_error(index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]) -> float:
+    """The squared error of all regions; ``linked`` are the inputs that dropped boundaries let go, by region."""
+    total = 0.0
+    noises: list[_Noise] = []
+    for view, choice in zip(index.views, choices, strict=True):
+        mine = linked.get(view.call.index, frozenset())
+        given = {}
+        if mine:
+            provider = noises[provider_of(index, view, mine)]
+            given = {value: provider.of_output(view.graph.values[value].storage) for value in mine}
+        noises.append(_Noise(view, choice, given))
+        total += noises[-1].squared_error()
+    return total
+
+
+def form_error(view: RegionView, choice: Choice, value: int) -> float:
+    """The gradient error that the form of one value adds, through its own slots and all that is rebuilt from it."""
+    noise = view.form(value, choice.forms[value]).noise
+    if not noise:
+        return 0.0
+    made = _Noise(view, choice, {})
+    return noise * math.sqrt(sum(view.sensitivity(v) ** 2 for v in view.saved if value in made.leaves(v)))
+
+
+class _Noise:
+    """The squared noise of the values of one region as they come back in backward.
+
+    ``linked`` is the squared noise of the inputs that the region before rebuilds.
+    """
+
+    def __init__(self, view: RegionView, choice: Choice, linked: Mapping[int, float]) -> None:
+        forms = {value: view.form(value, form) for value, form in choice.packed if value not in linked}
+        self._view = view
+        self._held = view.leaves | choice.kept | forms.keys() | linked.keys()
+        self._private = {value for value, form in forms.items() if form.is_private}
+        self._of_leaves = {value: form.noise**2 for value, form in forms.items()} | dict(linked)
+
+    def squared_error(self) -> float:
+        """What the noise of all saved values causes in the gradient."""
+        # Most choices hold nothing lossy: no recipe needs to be walked for them.
+        if not self._private and not any(self._of_leaves.values()):
+            return 0.0
+        total = 0.0
+        for value in self._view.saved:
+            noise = self.squared(value)
+            if noise:
+                # An insensitive value times infinite noise is no number; it is a wrong value all the same.
+                total += self._view.sensitivity(value) ** 2 * noise if math.isfinite(noise) else math.inf
+        return total
+
+    def squared(self, value: int) -> float:
+        """The noise of a value for its own slots; infinite if it would be made of a private form."""
+        leaves = self.leaves(value)
+        if self._private.intersection(leaves) - {value}:
+            return math.inf
+        return sum(self._of_leaves.get(leaf, 0.0) for leaf in leaves)
+
+    def leaves(self, value: int) -> tuple[int, ...]:
+        """What a value is made of."""
+        return (value,) if value in self._held else recipe_ops(self._view.graph, value, self._held)[1]
+
+    def of_output(self, storage: int) -> float:
+        """The noise of the region's output in a storage for the region that asks for it."""
+        graph = self._view.graph
+        outputs = [value for value in graph.outputs if graph.values[value].storage == storage]
+        return max(math.inf if value in self._private else self.squared(value) for value in outputs)

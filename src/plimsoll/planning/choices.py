@@ -21,8 +21,7 @@ import numpy as np
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.cut import Prices
 from plimsoll.planning.effects import Effect, Relief, frame_of, held_bytes, likeness, measure_effect
-from plimsoll.planning.frontier import Hull, sweep_prices
-from plimsoll.planning.packing import limit_offload, modes_of, packing_sweeps
+from plimsoll.planning.frontier import Hull, limit_offload, modes_of, packing_sweeps, sweep_prices
 from plimsoll.planning.pins import pinned
 from plimsoll.planning.step import Ints, RegionView, StepIndex, slot_stop
 

@@ -1,20 +1,18 @@
-"""A simulated choice per region and the price of memory in, region plans with a reason for every value out."""
+"""Writes down what a simulated step decides: a plan with a reason for every value."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from plimsoll.artifacts.decision import Decision
-from plimsoll.artifacts.plan import RegionPlan, ValueDecision
-from plimsoll.planning.choice import Choice
+from plimsoll.artifacts.decision import Decision, Status
+from plimsoll.artifacts.plan import Plan, RegionPlan, ValueDecision
+from plimsoll.planning.choice import Choice, form_error, forms_of, packing_seconds
+from plimsoll.planning.describe import classes_at_peak, describe_peak
 from plimsoll.planning.effects import held_bytes
-from plimsoll.planning.errors import form_error
-from plimsoll.planning.replay import boundary_values
 from plimsoll.planning.replay_schedule import NO_OP, Schedule, Unreachable, build_schedule, recipe_ops
 from plimsoll.planning.simulate import Simulation, engine_seconds, is_touched
-from plimsoll.planning.step import RegionView, StepIndex
-from plimsoll.planning.transfers import forms_of, packing_seconds
+from plimsoll.planning.step import RegionView, StepIndex, boundary_values
 from plimsoll.units import MIB, format_seconds
 
 
@@ -49,6 +47,42 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
             )
         )
     return tuple(plans)
+
+
+def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, region_prices: Sequence[float]) -> Plan:
+    """Write down a simulated step as a plan for which no budget is asked and no bound is known.
+
+    Args:
+        simulation: the step under its choices.
+        baseline: the same step with everything kept.
+        strategy: the name of the strategy that chose.
+        region_prices: as for ``decide``.
+    """
+    trace, costs = simulation.index.trace, simulation.index.costs
+    return Plan(
+        status=Status.FEASIBLE,
+        strategy=strategy,
+        model=trace.model,
+        fingerprint=trace.fingerprint,
+        signature=trace.signature,
+        device=trace.device,
+        cost_source=costs.source,
+        cost_device=costs.device,
+        budget_bytes=None,
+        floor_bytes=simulation.peak_bytes,
+        baseline_peak_bytes=baseline.peak_bytes,
+        baseline_seconds=baseline.seconds,
+        predicted_peak_bytes=simulation.peak_bytes,
+        predicted_seconds=simulation.seconds,
+        lower_bound_seconds=0.0,
+        gap_of_overhead=1.0,
+        gap_of_step=simulation.seconds / baseline.seconds if baseline.seconds else 0.0,
+        price_seconds_per_byte=0.0,
+        regions=decide(simulation, region_prices),
+        peak=describe_peak(simulation),
+        baseline_peak=describe_peak(baseline),
+        classes=classes_at_peak(simulation),
+    )
 
 
 def _retained_bytes(view: RegionView, choice: Choice, linked: frozenset[int], counted: set[int]) -> int:

@@ -1,46 +1,64 @@
-"""A simulated step in, what people want to see of it out: who holds the peak, bytes by category, the timeline."""
+"""Reads off a simulated step what people and other tools want to know of it.
+
+For people: who holds the peak, bytes by category, the timeline, what replays make. For the simulated allocator: every
+allocation and release, one by one.
+
+Within an instant events happen in this order: what is over is let go; what begins is allocated; replays run, with every
+buffer of theirs coming and going on its own. So the highest sum of an instant, once the first of these is done, is the byte
+count of the simulator (where two unlinked regions replay before the same op, which the simulator adds up, it is less).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
+from plimsoll.artifacts.allocation import COMMUNICATION_STREAM, DEFAULT_STREAM, AllocationEvent
+from plimsoll.artifacts.explained import RecomputedPart
 from plimsoll.artifacts.plan import Holder, Peak, TimelinePoint
-from plimsoll.artifacts.trace import Category, Trace
-from plimsoll.planning.replay import Replay, replay
-from plimsoll.planning.simulate import Simulation, actual_cover, chains, links_of
-from plimsoll.planning.step import Ints, Span, merge
+from plimsoll.artifacts.trace import Category, Phase, Storage, Trace
+from plimsoll.planning.replay import Replay
+from plimsoll.planning.simulate import Simulation, StepReplays
+from plimsoll.planning.step import Ints, Span, StepIndex
 
-
-def _watch(simulation: Simulation, instant: int) -> tuple[list[Replay], dict[int, frozenset[int]]]:
-    index = simulation.index
-    linked = links_of(index, simulation.choices)
-    return [replay(index, chain, linked, instant) for chain in chains(index, simulation.choices, linked)], linked
+_STATE_LABELS = {
+    Category.PARAMETER: "parameters",
+    Category.BUFFER: "buffers",
+    Category.GRADIENT: "gradients",
+    Category.OPTIMIZER_STATE: Category.OPTIMIZER_STATE.value,
+}
+_LET_GO, _ALLOCATED, _REPLAYED = range(3)
+_Entry = tuple[int, int, AllocationEvent]
+_AT_START = {
+    Category.PARAMETER: 0,
+    Category.BUFFER: 1,
+    Category.OPTIMIZER_STATE: 2,
+    Category.GRADIENT: 3,
+    Category.INPUT: 4,
+}
 
 
 def describe_peak(simulation: Simulation) -> Peak:
     """Who is alive at the peak, by label and module, largest first."""
     index, instant = simulation.index, simulation.peak_instant
-    replays, linked = _watch(simulation, instant)
+    replays = StepReplays(index, simulation.choices, instant)
     bytes_of: dict[str, int] = {}
 
     def add(label: str, size: int) -> None:
         bytes_of[label] = bytes_of.get(label, 0) + size
 
-    holds: dict[int, list[Span]] = {}
-    for outcome in replays:
-        for storage, spans in outcome.holds.items():
-            holds.setdefault(storage, []).extend(spans)
-        for (start, stop), size, label in (*outcome.copies, *outcome.payloads, *outcome.packing):
-            if start <= instant < stop:
-                add(label, size)
+    for span, size, label in replays.extras():
+        if _contains([span], instant):
+            add(label, size)
+    for outcome in replays.outcomes:
         for label, size in outcome.live:
             add(label, size)
-    for storage_ in index.trace.storages:
-        spans = [*actual_cover(index, storage_.id, linked), *holds.get(storage_.id, ())]
-        if any(start <= instant < stop for start, stop in spans):
-            add(holder_label(storage_.category, storage_.label), storage_.bytes)
+    for storage in index.trace.storages:
+        if _contains(replays.cover(storage.id), instant):
+            add(_holder_label(storage), storage.bytes)
     if index.waiting and instant < index.last_wait:
         add(
             f"{index.waiting} other micro-batch{'es' if index.waiting > 1 else ''} in flight", waiting_bytes(simulation)
@@ -49,7 +67,7 @@ def describe_peak(simulation: Simulation) -> Peak:
     if workspace:
         add(f"workspace of {index.trace.ops[instant // 2].name}", workspace)
     holders = sorted((Holder(label=k, bytes=v) for k, v in bytes_of.items() if v), key=lambda h: (-h.bytes, h.label))
-    return Peak(moment=name_instant(index.trace, instant), bytes=simulation.peak_bytes, holders=tuple(holders))
+    return Peak(moment=_name_instant(index.trace, instant), bytes=simulation.peak_bytes, holders=tuple(holders))
 
 
 def waiting_bytes(simulation: Simulation) -> int:
@@ -63,16 +81,12 @@ def held_bytes(simulation: Simulation) -> int:
     return (int(simulation.curve[index.handover]) - index.lasting_bytes) // (index.waiting + 1)
 
 
-def holder_label(category: Category, label: str) -> str:
+def _holder_label(storage: Storage) -> str:
     """State that stays for the whole step is one holder; activations and temporaries are named one by one."""
-    if category in (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.GRADIENT):
-        return {Category.PARAMETER: "parameters", Category.BUFFER: "buffers", Category.GRADIENT: "gradients"}.get(
-            category, category.value
-        )
-    return label or category.value
+    return _STATE_LABELS.get(storage.category) or storage.label or storage.category.value
 
 
-def name_instant(trace: Trace, instant: int) -> str:
+def _name_instant(trace: Trace, instant: int) -> str:
     """Where in the step an instant lies: ``backward of layers.3.mlp (mm)``."""
     if not trace.ops:
         return "before the first op"
@@ -83,20 +97,15 @@ def name_instant(trace: Trace, instant: int) -> str:
     return f"{op.phase.value}{place} ({timing}{op.name})"
 
 
-def category_curves(simulation: Simulation) -> dict[str, Ints]:
+def _category_curves(simulation: Simulation) -> dict[str, Ints]:
     """Bytes per instant by category: rebuilt values and copies are activations, workspaces temporaries."""
     index = simulation.index
-    replays, linked = _watch(simulation, -1)
+    replays = StepReplays(index, simulation.choices)
     change = {category: np.zeros(index.instants + 1, dtype=np.int64) for category in Category}
-    holds: dict[int, list[Span]] = {}
-    for outcome in replays:
-        for storage, spans in outcome.holds.items():
-            holds.setdefault(storage, []).extend(spans)
-    for storage_ in index.trace.storages:
-        spans = merge([*actual_cover(index, storage_.id, linked), *holds.get(storage_.id, ())])
-        for start, stop in spans:
-            change[storage_.category][start] += storage_.bytes
-            change[storage_.category][stop] -= storage_.bytes
+    for storage in index.trace.storages:
+        for start, stop in replays.cover(storage.id):
+            change[storage.category][start] += storage.bytes
+            change[storage.category][stop] -= storage.bytes
     curves = {category.value: np.cumsum(c)[:-1] for category, c in change.items()}
     curves[Category.TEMPORARY.value] += index.workspace
     others = sum(curve for name, curve in curves.items() if name != Category.ACTIVATION.value)
@@ -107,7 +116,7 @@ def category_curves(simulation: Simulation) -> dict[str, Ints]:
 def describe_timeline(simulation: Simulation, points: int = 400) -> tuple[TimelinePoint, ...]:
     """The bytes over the step at no more than ``points`` ticks: the highest of each stretch, so the peak is in."""
     trace = simulation.index.trace
-    curves = category_curves(simulation)
+    curves = _category_curves(simulation)
     starts = [0.0, *itertools.accumulate(simulation.index.op_seconds(op.cost_key) for op in trace.ops)]
     ticks = max(len(trace.ops), 1)
     stretch = max(-(-ticks // points), 1)
@@ -120,7 +129,7 @@ def describe_timeline(simulation: Simulation, points: int = 400) -> tuple[Timeli
         found.append(
             TimelinePoint(
                 tick=tick,
-                moment=name_instant(trace, instant),
+                moment=_name_instant(trace, instant),
                 bytes=int(simulation.curve[instant]),
                 by_category={name: int(curve[instant]) for name, curve in curves.items() if curve[instant]},
                 unmanaged_seconds=starts[tick],
@@ -131,4 +140,142 @@ def describe_timeline(simulation: Simulation, points: int = 400) -> tuple[Timeli
 
 def classes_at_peak(simulation: Simulation) -> dict[str, int]:
     """Bytes per memory category at the peak."""
-    return {name: int(curve[simulation.peak_instant]) for name, curve in category_curves(simulation).items()}
+    return {name: int(curve[simulation.peak_instant]) for name, curve in _category_curves(simulation).items()}
+
+
+def holders_at(simulation: Simulation, instant: int) -> tuple[Holder, ...]:
+    """Who is alive at an instant, largest first."""
+    return describe_peak(dataclasses.replace(simulation, peak_instant=instant)).holders
+
+
+def forward_end(trace: Trace) -> int:
+    """The tick of the first op of backward."""
+    ticks = (tick for tick, op in enumerate(trace.ops) if op.phase is not Phase.FORWARD)
+    return next(ticks, len(trace.ops))
+
+
+def rebuilt_parts(simulation: Simulation) -> tuple[RecomputedPart, ...]:
+    """What replays hold in every region that has one: rebuilt values at their highest, and the ops that run again."""
+    replays = StepReplays(simulation.index, simulation.choices)
+    return tuple(
+        RecomputedPart(
+            place=simulation.index.views[min(chain)].call.name,
+            most_bytes=max((bytes_ for _, bytes_ in outcome.levels), default=0),
+            ops=len(outcome.ops),
+        )
+        for chain, outcome in zip(replays.chains, replays.outcomes, strict=True)
+        if outcome.ops
+    )
+
+
+def allocation_events(simulation: Simulation) -> tuple[AllocationEvent, ...]:
+    """Every allocation and release of a simulated step, in order.
+
+    A storage that is rebuilt comes as a new block; micro-batches that wait in a pipeline come first, one block for each of
+    what they hold. Blocks of zero bytes are left out. Buffers of collectives are on a stream of their own.
+
+    Args:
+        simulation: one step under one plan.
+
+    Example:
+        >>> sum(event.bytes for event in allocation_events(simulation))  # doctest: +SKIP
+        0
+    """
+    replays = StepReplays(simulation.index, simulation.choices)
+    log = _Log(simulation.index)
+    log.storages(replays)
+    log.extras(replays)
+    log.workspaces()
+    for outcome in replays.outcomes:
+        log.rebuilt(outcome)
+    return log.sorted()
+
+
+class _Log:
+    """Entries (instant, rank within it, event), sorted at the end; equal keys stay in the order of noting."""
+
+    def __init__(self, index: StepIndex) -> None:
+        self.index = index
+        self.entries: list[_Entry] = []
+        self.blocks = 0
+        optimizer = (tick for tick, op in enumerate(index.trace.ops) if op.phase is Phase.OPTIMIZER)
+        self.optimizer_instant = 2 * next(optimizer, len(index.trace.ops))
+
+    def sorted(self) -> tuple[AllocationEvent, ...]:
+        self.entries.sort(key=lambda entry: entry[:2])
+        return tuple(event for _, _, event in self.entries)
+
+    def storages(self, replays: StepReplays) -> None:
+        """Storages of the trace, alive by themselves or through slots, parameters first."""
+        for storage in sorted(self.index.trace.storages, key=_place_at_start):
+            is_state = storage.born < 0 and storage.category is not Category.INPUT
+            is_shared = is_state and _contains(self.index.covered(storage.id), self.index.handover)
+            for span in replays.cover(storage.id):
+                lasts = is_state and span[1] >= 2 * len(self.index.trace.ops)
+                self._span(span, storage.bytes, storage.label, storage.category, lasts=lasts)
+                if not is_shared:
+                    self._waiting(span, storage.bytes, storage.label, storage.category)
+
+    def extras(self, replays: StepReplays) -> None:
+        """Copies of inputs, payloads of packed values, and what making these takes."""
+        for (start, stop), size, label in replays.extras():
+            span = (start, max(start, stop))
+            self._span(span, size, label, Category.ACTIVATION)
+            self._waiting(span, size, label, Category.ACTIVATION)
+
+    def workspaces(self) -> None:
+        """What ops allocate for themselves, while they run."""
+        sizes = self.index.trace.workspaces
+        for tick, op in enumerate(self.index.trace.ops):
+            size = sizes.get(op.cost_key, 0)
+            if size:
+                self._span((2 * tick + 1, 2 * tick + 2), size, f"workspace of {op.name}", Category.TEMPORARY)
+
+    def rebuilt(self, outcome: Replay) -> None:
+        """Buffers of one replay, in the order in which it allocates them and lets them go."""
+        first = self.blocks
+        for buffer in outcome.buffers:
+            if buffer.bytes:
+                rank = _LET_GO if buffer.is_due else _REPLAYED
+                self._note(buffer.instant, rank, first + buffer.buffer, buffer.bytes, buffer.label, Category.ACTIVATION)
+        self.blocks += 1 + max((buffer.buffer for buffer in outcome.buffers), default=0)
+
+    def _waiting(self, span: Span, size: int, label: str, category: Category) -> None:
+        """What is alive at the handover from forward to backward is held once more by every micro-batch that waits."""
+        stop = min(self.index.last_wait, self.index.instants)
+        if _contains([span], self.index.handover):
+            for _ in range(self.index.waiting):
+                self._span((0, stop), size, f"waiting: {label}", category, lasts=stop == self.index.instants)
+
+    def _span(self, span: Span, size: int, label: str, category: Category, *, lasts: bool = False) -> None:
+        start, stop = span
+        if not size or stop <= start:
+            return
+        self._note(start, _ALLOCATED, self.blocks, size, label, category, lasts=lasts)
+        self._note(stop, _LET_GO, self.blocks, -size, label, category, lasts=lasts)
+        self.blocks += 1
+
+    def _note(
+        self, instant: int, rank: int, block: int, size: int, label: str, category: Category, *, lasts: bool = False
+    ) -> None:
+        stream = COMMUNICATION_STREAM if category is Category.COMMUNICATION else DEFAULT_STREAM
+        event = AllocationEvent(
+            instant=instant,
+            block=block,
+            bytes=size,
+            label=label,
+            category=category,
+            stream=stream,
+            lasts=lasts,
+            made=self.optimizer_instant if lasts and category is Category.OPTIMIZER_STATE else instant,
+        )
+        self.entries.append((instant, rank, event))
+
+
+def _contains(spans: Sequence[Span], instant: int) -> bool:
+    return any(start <= instant < stop for start, stop in spans)
+
+
+def _place_at_start(storage: Storage) -> tuple[int, int]:
+    """What is there before the step comes in the order in which training makes it; all else as the trace has it."""
+    return (_AT_START.get(storage.category, len(_AT_START)) if storage.born < 0 else len(_AT_START), storage.id)

@@ -12,12 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plimsoll.planning.choice import Choice
-from plimsoll.planning.errors import choice_error
+from plimsoll.planning.choice import Choice, choice_error, link_bytes
 from plimsoll.planning.replay import replay
 from plimsoll.planning.simulate import replay_seconds
 from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, merge, slot_stop, subtract
-from plimsoll.planning.transfers import link_bytes, windows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +126,7 @@ def _windows(index: StepIndex, view: RegionView) -> Hashable:
         return None
     call = view.call
     ticks = (after.forward[1] - call.forward[1], call.backward[0] - after.backward[0])
-    return (ticks, tuple(round(seconds, 9) for seconds in windows_of(index, call, after)))
+    return (ticks, tuple(round(seconds, 9) for seconds in index.transfer_windows(call, after)))
 
 
 def held_bytes(index: StepIndex, view: RegionView) -> dict[int, int]:

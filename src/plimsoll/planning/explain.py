@@ -7,8 +7,8 @@ import math
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Peak
 from plimsoll.errors import BudgetBelowFloor, InvalidStrategy
+from plimsoll.planning.choice import Limits
 from plimsoll.planning.describe import describe_peak
-from plimsoll.planning.limits import Limits
 from plimsoll.planning.simulate import Simulation
 from plimsoll.units import format_bytes
 

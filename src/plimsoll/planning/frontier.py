@@ -1,22 +1,37 @@
-"""One region in, the lower convex hull of (bytes held, seconds of replay) out, by recursive bisection over prices.
+"""Sweeps the price of memory over one region: the lower convex hull of (bytes held, seconds of replay).
 
-Every cut gives a point and a supporting line; a price between two neighbouring points either finds a new point below their
-chord or proves that there is none. So the sweep is exact, and the lines bound *every* choice of the region, found or not.
+The sweep bisects. Every cut gives a point and a supporting line; a price between two neighbouring points either finds a
+new point below their chord or proves that there is none. So the sweep is exact, and the lines bound *every* choice of the
+region, found or not.
+
+One price is not enough where values have other forms: a lossy form spends a budget of error that all regions share, and a
+transfer is free only until its window is full. So the sweep is repeated with error and link priced, without lossy forms,
+and with the link open to some values only. What a priced sweep proves of every choice (its lines) goes into the bound; so
+does what a sweep without lossy forms proves: another choice errs at least by the smallest of them.
 
 Source: the parametric-search idea of Eisner and Severance (1976).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 
-from plimsoll.planning.cut import Cut, Prices, solve_cut
-from plimsoll.planning.step import RegionView
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.forms import Form
+from plimsoll.planning.cut import Cut, Mode, Prices, solve_cut
+from plimsoll.planning.step import RegionView, StepIndex
 
 _POINTS_AT_MOST = 48
 _TOLERANCE = 1e-6
 _LEAST_STEP = 1e-4
+_ERROR_PRICES = (0.01, 0.1, 1.0, 10.0)
+"""In units of: all seconds of the region for all of its share of the error budget."""
+_LINK_SHARES = (0.3, 0.6, 1.0)
+_WINDOW_SHARES = (1.0, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +94,107 @@ def _steps(prices: Prices) -> list[float]:
         levels = sorted({prices.held_bytes[value], *(mode.held_bytes for mode in modes)})
         steps += [more - less for less, more in itertools.pairwise(levels) if more - less > least]
     return steps
+
+
+def modes_of(view: RegionView) -> dict[int, tuple[Mode, ...]]:
+    """The forms of every value as the cut sees them; transfers count as hidden."""
+    entries = {value: view.forms[value].forms for value in view.decided if value in view.forms}
+    modes = {value: tuple(_mode(view, value, form) for form in forms) for value, forms in entries.items()}
+    # An infinite error can never be paid for.
+    usable = {value: tuple(mode for mode in found if mode.squared_error < math.inf) for value, found in modes.items()}
+    return {value: found for value, found in usable.items() if found}
+
+
+def _mode(view: RegionView, value: int, form: Form) -> Mode:
+    squared_error = (view.sensitivity(value) * form.noise) ** 2 if form.noise else 0.0
+    return Mode(form.name, form.held_bytes, form.seconds, squared_error, form.link_bytes, form.is_private)
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Prices to sweep at.
+
+    With a ``link_share`` a byte sent costs that share of what a byte held costs. ``least_error`` is the least that choices
+    outside of these prices' modes spend.
+    """
+
+    prices: Prices
+    link_share: float = 0.0
+    least_error: float = 0.0
+
+    def lines(self, lines: Iterable[Line]) -> Iterator[Line]:
+        """What the lines of these prices say of every choice: what they do not know of, a price pays for."""
+        for line in lines:
+            yield Line(
+                line.price_seconds_per_byte,
+                line.value_seconds,
+                line.value_seconds / self.least_error if self.least_error else line.error_price,
+                line.price_seconds_per_byte * self.link_share,
+            )
+
+
+def packing_sweeps(prices: Prices, squared_error: float) -> Iterator[Sweep]:
+    """The same prices with error and link priced, and without lossy forms.
+
+    Args:
+        prices: with all modes.
+        squared_error: what one region may spend of the budget.
+    """
+    modes = [(value, mode) for value, found in prices.modes.items() for mode in found]
+    lossy = {(value, mode.form): mode.squared_error for value, mode in modes if mode.squared_error}
+    error_prices = [0.0]
+    if lossy and 0 < squared_error < math.inf:
+        error_prices += [share * sum(prices.op_seconds) / squared_error for share in _ERROR_PRICES]
+    for link_share in (0.0, *(_LINK_SHARES if any(mode.link_bytes for _, mode in modes) else ())):
+        charged = dataclasses.replace(prices, modes=_charge(prices, link_share))
+        for error_price in error_prices:
+            if link_share or error_price:
+                yield Sweep(dataclasses.replace(charged, error_price=error_price), link_share)
+        if lossy:
+            yield Sweep(_without(charged, lossy.keys()), link_share, min(lossy.values()))
+
+
+def _charge(prices: Prices, link_share: float) -> dict[int, tuple[Mode, ...]]:
+    """Modes whose bytes sent count as a share of bytes held."""
+    return {
+        value: tuple(dataclasses.replace(m, held_bytes=m.held_bytes + link_share * m.link_bytes) for m in modes)
+        for value, modes in prices.modes.items()
+    }
+
+
+def limit_offload(index: StepIndex, view: RegionView, prices: Prices) -> Iterator[Prices]:
+    """The same prices with as many values on the link as its window takes: largest or dearest first."""
+    offloaded = {
+        (value, form.name): form.link_bytes
+        for value in prices.modes
+        for form in view.forms[value].forms
+        if form.decision is Decision.OFFLOAD
+    }
+    link, after = index.forms.link, index.neighbour(view.call.index)
+    if not offloaded or link is None or after is None:
+        return
+    out_window, in_window = index.transfer_windows(view.call, after)
+    room = min(out_window * link.out_bytes_per_second, in_window * link.in_bytes_per_second)
+    orders: tuple[Callable[[tuple[int, str]], float], ...] = (
+        lambda key: -offloaded[key],
+        lambda key: -_producer_seconds(view, prices, key[0]) / max(offloaded[key], 1),
+    )
+    for order in orders:
+        for share in _WINDOW_SHARES:
+            chosen, used = set(), 0
+            for key in sorted(offloaded, key=order):
+                if used + offloaded[key] <= share * room:
+                    chosen.add(key)
+                    used += offloaded[key]
+            yield _without(prices, offloaded.keys() - chosen)
+
+
+def _without(prices: Prices, banned: Set[tuple[int, str]]) -> Prices:
+    modes = {v: tuple(m for m in modes if (v, m.form) not in banned) for v, modes in prices.modes.items()}
+    return dataclasses.replace(prices, modes=modes)
+
+
+def _producer_seconds(view: RegionView, prices: Prices, value: int) -> float:
+    """Seconds of the op that makes a value; large for what no op makes again."""
+    producer = view.graph.values[value].producer
+    return prices.op_seconds[producer] if producer >= 0 else sum(prices.op_seconds)

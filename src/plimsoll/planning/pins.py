@@ -1,4 +1,4 @@
-"""Decisions that a user has taken by pattern in, choices that respect them out.
+"""Overrides: what a user has decided by pattern, and choices that respect it.
 
 An override is written ``pattern=decision``: ``layers.*.mlp::silu=compress:int8``, ``*.attn*=keep``,
 ``layers.0.*=recompute``, ``*::gelu=offload``. The pattern is a shell pattern over the
@@ -7,6 +7,7 @@ paths of values (`value_path`).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import fnmatch
@@ -17,8 +18,7 @@ from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.forms import Form
 from plimsoll.errors import InvalidStrategy
 from plimsoll.planning.choice import Choice
-from plimsoll.planning.replay import boundary_values
-from plimsoll.planning.step import RegionView, StepIndex
+from plimsoll.planning.step import RegionView, StepIndex, boundary_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,13 @@ def parse_override(text: str) -> Override:
 
 
 def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:
-    """Give the regions of a new index the decisions of the user; returns it.
+    """The same step, with the decisions of the user in its regions.
 
     Raises:
         InvalidStrategy: an override matches nothing, or demands what a value cannot do.
     """
+    if not overrides:
+        return index
     names = {value_path(view.call.name, view.graph.values[value].name) for view in index.views for value in view.saved}
     for override in overrides:
         if not any(override.matches(name) for name in names):
@@ -89,11 +91,13 @@ def pin_values(index: StepIndex, overrides: Sequence[Override]) -> StepIndex:
                 why=f"values are named region.module::op; there are {len(names)}",
                 next="closest: " + ", ".join(close) if close else "plan once without it, and show the plan's values",
             )
-    index.views = tuple(dataclasses.replace(view, pins=pins_of(view, overrides)) for view in index.views)
-    return index
+    # A shallow copy: what the index has worked out does not depend on decisions.
+    pinned_index = copy.copy(index)
+    pinned_index.views = tuple(dataclasses.replace(view, pins=_pins_of(view, overrides)) for view in index.views)
+    return pinned_index
 
 
-def pins_of(view: RegionView, overrides: Sequence[Override]) -> dict[int, str]:
+def _pins_of(view: RegionView, overrides: Sequence[Override]) -> dict[int, str]:
     """What overrides demand of the values of a region: ``KEEP``, ``RECOMPUTE`` or the name of a form; the last one counts.
 
     Raises:

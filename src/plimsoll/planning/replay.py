@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.forms import Form
-from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import RegionCall
 from plimsoll.planning.choice import Choice
-from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, Schedule, Segment, Step, build_schedule
-from plimsoll.planning.step import RegionView, Span, StepIndex, slot_stop
+from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, ReplayStep, Schedule, Segment, build_schedule
+from plimsoll.planning.step import RegionView, Span, StepIndex, provider_of, slot_stop
 
 Level = tuple[int, int]
 """From this instant on, this many bytes."""
@@ -379,7 +378,7 @@ class _Machine:
             self._work(instant, f"{part.view.call.name} workspace of {op.name}", workspace_bytes)
             self._forget(part, step.frees)
 
-    def _load(self, part: _Part, step: Step, wanted: Mapping[int, int], instant: int) -> None:
+    def _load(self, part: _Part, step: ReplayStep, wanted: Mapping[int, int], instant: int) -> None:
         """Bring a packed value back into a buffer of its own; that of a transfer is there since the next region's backward."""
         value = part.view.graph.values[step.load]
         form = self._form(part, step.load)
@@ -401,49 +400,3 @@ class _Machine:
             buffer = part.buffer_of.pop(value, None)
             if buffer is not None:
                 self.memory.release(buffer)
-
-
-def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
-    """Saved inputs of a region that the region before it made, and can make again: what a dropped boundary lets go."""
-    found: set[int] = set()
-    for value in view.saved:
-        entry = view.graph.values[value]
-        maker = index.trace.storages[entry.storage].region
-        if entry.origin is not Origin.INPUT or maker < 0 or maker == view.call.index:
-            continue
-        if _can_provide(index.views[maker], entry.storage):
-            found.add(value)
-    makers = {index.trace.storages[view.graph.values[v].storage].region for v in found}
-    return frozenset(found) if len(makers) == 1 else frozenset()
-
-
-def _can_provide(maker: RegionView, storage: int) -> bool:
-    """Whether all outputs of ``maker`` can be rebuilt from what it always holds in some form, ``storage`` among them."""
-    if not maker.droppable or maker.call.is_emptied:
-        return False
-    outputs = maker.graph.outputs
-    if storage not in {maker.graph.values[v].storage for v in outputs}:
-        return False
-    schedule_needs = frozenset(outputs) - maker.leaves - maker.nothing
-    return not any(_obstacle(maker, value) for value in schedule_needs)
-
-
-def _obstacle(maker: RegionView, value: int) -> bool:
-    pending, seen = [value], set(maker.leaves | maker.nothing)
-    while pending:
-        current = pending.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        producer = maker.graph.values[current].producer
-        if producer < 0 or maker.graph.ops[producer].obstacle:
-            return True
-        pending.extend(maker.graph.ops[producer].reads)
-    return False
-
-
-def provider_of(index: StepIndex, view: RegionView, linked: frozenset[int]) -> int:
-    """The region that rebuilds the linked inputs of ``view``; -1 if there are none."""
-    if not linked:
-        return -1
-    return index.trace.storages[view.graph.values[next(iter(linked))].storage].region

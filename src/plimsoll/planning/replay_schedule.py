@@ -1,6 +1,6 @@
-"""Region graph + stored values -> replay schedule: which ops to run again, before which slot, and what to let go when.
+"""Schedules the replay of one region: which ops to run again, before which slot, and what to let go when.
 
-This is the one place that knows the replay semantics. The simulator counts bytes with it, the runtime compiles it, so what
+This is the one place that knows the replay semantics. The simulator counts bytes with it, the engine compiles it, so what
 is predicted and what is run cannot drift apart. No torch in here.
 
 Semantics. Slots are read in ``order``. The ops a slot needs that have not run yet run just before it is read, each at most
@@ -34,7 +34,7 @@ NO_OP = -1
 """The ``op`` of a step that only loads."""
 
 
-class Step(NamedTuple):
+class ReplayStep(NamedTuple):
     """Run ``op``; before it copy the values ``copies`` (an in-place op must not touch them); after it forget ``frees``.
 
     With ``op`` = ``NO_OP`` the step brings back the packed value ``load`` instead.
@@ -54,7 +54,7 @@ class Segment(NamedTuple):
 
     slot: int
     value: int
-    steps: tuple[Step, ...]
+    steps: tuple[ReplayStep, ...]
     frees: tuple[int, ...]
 
 
@@ -84,6 +84,15 @@ def recipe_ops(graph: RegionGraph, value: int, stored: frozenset[int]) -> tuple[
     """
     ops, leaves = _recipe(graph, (value,), stored)
     return tuple(sorted(ops)), tuple(sorted(leaves))
+
+
+def can_rebuild(graph: RegionGraph, values: Iterable[int], stored: Set[int]) -> bool:
+    """Whether recipes rebuild all these values from ``stored`` ones."""
+    try:
+        _recipe(graph, values, stored)
+    except Unreachable:
+        return False
+    return True
 
 
 def _recipe(graph: RegionGraph, targets: Iterable[int], stored: Set[int]) -> tuple[set[int], set[int]]:
@@ -185,10 +194,10 @@ def _with_frees(graph: RegionGraph, parts: list[_Part], held: frozenset[int]) ->
     for part in reversed(parts):
         frees = tuple(sorted(set(part.values) - needed_later))
         needed_later.update(part.values)
-        steps: list[Step] = []
+        steps: list[ReplayStep] = []
         for op_id, load in reversed(part.steps):
             if op_id == NO_OP:
-                steps.append(Step(op=NO_OP, load=load))
+                steps.append(ReplayStep(op=NO_OP, load=load))
                 continue
             op = ops[op_id]
             storages = {values[write].storage for write in op.writes}
@@ -197,6 +206,6 @@ def _with_frees(graph: RegionGraph, parts: list[_Part], held: frozenset[int]) ->
             own = [read for read in op.reads if read not in held]
             dead = {value for value in (*own, *op.writes) if value not in needed_later}
             needed_later.update(own)
-            steps.append(Step(op=op_id, copies=copies, frees=tuple(sorted(dead))))
+            steps.append(ReplayStep(op=op_id, copies=copies, frees=tuple(sorted(dead))))
         segments.append(Segment(slot=part.slot, value=part.values[0], steps=tuple(reversed(steps)), frees=frees))
     return tuple(reversed(segments))

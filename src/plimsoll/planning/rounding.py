@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from plimsoll.planning.choice import Limits
 from plimsoll.planning.effects import Effect
-from plimsoll.planning.limits import Limits
 from plimsoll.planning.step import Ints
 from plimsoll.planning.windows import Windows
 

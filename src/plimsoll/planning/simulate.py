@@ -1,4 +1,4 @@
-"""A trace, its costs and the decisions of every region in, the exact bytes of every instant and the seconds out.
+"""Simulates a step under a plan: the exact bytes of every instant, and the seconds.
 
 This is the oracle: whatever the solver believes, its plan is replayed here. See ``step`` for instants and fixed bytes, and
 ``replay`` for the memory of replays. Not modelled: fragmentation, and memory that no traced op allocates.
@@ -6,7 +6,7 @@ This is the oracle: whatever the solver believes, its plan is replayed here. See
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +15,9 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.forms import Forms
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.trace import Trace
-from plimsoll.planning.choice import Choice
-from plimsoll.planning.errors import step_error
-from plimsoll.planning.replay import Replay, boundary_values, provider_of, replay
-from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, merge, subtract
-from plimsoll.planning.transfers import link_bytes, packing_seconds
+from plimsoll.planning.choice import Choice, link_bytes, packing_seconds, step_error
+from plimsoll.planning.replay import Replay, replay
+from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, boundary_values, merge, provider_of, subtract
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +77,13 @@ def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
     """Replay a step under one choice per region; an input that a dropped boundary lets go takes no other form."""
     linked = links_of(index, choices)
     choices = [choice.as_is(linked.get(region, frozenset())) for region, choice in enumerate(choices)]
-    replays = [replay(index, chain, linked) for chain in chains(index, choices, linked)]
-    change = _storage_changes(index, replays, linked)
-    added = np.cumsum(change)[:-1]
+    replays = StepReplays(index, choices)
+    added = np.cumsum(_storage_changes(replays))[:-1]
     curve = index.fixed + added + index.waits(int(added[index.handover]))
-    for outcome in replays:
+    for outcome in replays.outcomes:
         _add_levels(curve, outcome)
     peak_instant = int(np.argmax(curve))
-    ops = tuple(op for outcome in replays for op in outcome.ops)
+    ops = tuple(op for outcome in replays.outcomes for op in outcome.ops)
     return Simulation(
         index=index,
         choices=tuple(choices),
@@ -98,6 +95,35 @@ def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
         squared_error=step_error(index, choices, linked),
         link_bytes=sum(link_bytes(view, choice) for view, choice in zip(index.views, choices, strict=True)),
     )
+
+
+class StepReplays:
+    """The replays of all regions of a step, those together that dropped boundaries link, and what they hold.
+
+    ``watch`` is an instant whose live buffers shall be listed (see ``replay``).
+    """
+
+    def __init__(self, index: StepIndex, choices: Sequence[Choice], watch: int = -1) -> None:
+        self.index = index
+        self.linked = links_of(index, choices)
+        self.chains = _chains(index, choices, self.linked)
+        self.outcomes = [replay(index, chain, self.linked, watch) for chain in self.chains]
+        self.holds: dict[int, list[Span]] = {}
+        for outcome in self.outcomes:
+            for storage, spans in outcome.holds.items():
+                self.holds.setdefault(storage, []).extend(spans)
+
+    def cover(self, storage: int) -> list[Span]:
+        """The instants at which a storage of the trace is alive, by itself or held for a region."""
+        cover = actual_cover(self.index, storage, self.linked)
+        return merge([*cover, *self.holds[storage]]) if storage in self.holds else cover
+
+    def extras(self) -> Iterator[tuple[Span, int, str]]:
+        """Copies of inputs, payloads of packed values, and what making these takes: span, bytes and label."""
+        for outcome in self.outcomes:
+            yield from outcome.copies
+            yield from outcome.payloads
+            yield from outcome.packing
 
 
 def replay_seconds(index: StepIndex, choices: Mapping[int, Choice], ops: Sequence[tuple[int, int]]) -> float:
@@ -118,7 +144,7 @@ def is_touched(view: RegionView, choice: Choice) -> bool:
     return choice.is_boundary_dropped or len(choice.kept) < len(view.decided)
 
 
-def chains(
+def _chains(
     index: StepIndex, choices: Sequence[Choice], linked: Mapping[int, frozenset[int]]
 ) -> list[dict[int, Choice]]:
     """The choices of the touched regions, those together that are linked by dropped boundaries."""
@@ -151,22 +177,17 @@ def links_of(index: StepIndex, choices: Sequence[Choice]) -> dict[int, frozenset
     return {region: values for region, values in linked.items() if values}
 
 
-def _storage_changes(index: StepIndex, replays: Sequence[Replay], linked: Mapping[int, frozenset[int]]) -> Ints:
+def _storage_changes(replays: StepReplays) -> Ints:
     """What choices add to (or, for dropped boundaries, take from) the fixed bytes, as changes per instant."""
+    index = replays.index
     change = np.zeros(index.instants + 1, dtype=np.int64)
-    holds: dict[int, list[Span]] = {}
-    for outcome in replays:
-        for storage, spans in outcome.holds.items():
-            holds.setdefault(storage, []).extend(spans)
-        for (start, stop), size, _ in (*outcome.copies, *outcome.payloads, *outcome.packing):
-            change[start] += size
-            change[max(start, stop)] -= size
-    for storage in _linked_storages(index, linked):
-        holds.setdefault(storage, [])
-    for storage, spans in holds.items():
+    for (start, stop), size, _ in replays.extras():
+        change[start] += size
+        change[max(start, stop)] -= size
+    linked = {index.views[r].graph.values[v].storage for r, values in replays.linked.items() for v in values}
+    for storage in replays.holds.keys() | linked:
         size = index.trace.storages[storage].bytes
-        fixed = index.covered(storage)
-        actual = merge([*actual_cover(index, storage, linked), *spans])
+        fixed, actual = index.covered(storage), replays.cover(storage)
         for start, stop in subtract(actual, fixed):
             change[start] += size
             change[stop] -= size
@@ -174,10 +195,6 @@ def _storage_changes(index: StepIndex, replays: Sequence[Replay], linked: Mappin
             change[start] -= size
             change[stop] += size
     return change
-
-
-def _linked_storages(index: StepIndex, linked: Mapping[int, frozenset[int]]) -> set[int]:
-    return {index.views[r].graph.values[v].storage for r, values in linked.items() for v in values}
 
 
 def actual_cover(index: StepIndex, storage: int, linked: Mapping[int, frozenset[int]]) -> list[Span]:

@@ -1,8 +1,14 @@
-"""A trace, its costs and a budget in, a plan out: choices, program, simulation, bound and explanation, in that order.
+"""Decides for every saved value of a step whether to KEEP, RECOMPUTE, COMPRESS or OFFLOAD it. Start reading at ``solve``.
 
-The simulator has the last word: if it finds more than the budget, the program is solved again with the difference taken
-off. Budgets on a fixed ladder between floor and unmanaged peak are solved as well; their plans give the frontier, and a
-plan that one of them already beats is never returned.
+A named strategy is followed, ``auto`` is optimised. Both are simulated, bounded and written down in the same way:
+
+1. ``choices`` lists what each region may do, with the exact memory and seconds of each choice.
+2. ``integer_program`` picks one choice per region, for the least seconds within the budget.
+3. ``simulate`` has the last word: if it finds more than the budget, the program is solved again with the difference off.
+4. ``bounds`` says what no plan undercuts, ``decisions`` and ``explain`` put the reasons into words.
+
+Budgets on a fixed ladder between floor and unmanaged peak are solved as well; their plans give the frontier, and a plan
+that one of them already beats is never returned.
 """
 
 from __future__ import annotations
@@ -13,38 +19,157 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Status
-from plimsoll.artifacts.forms import Forms
 from plimsoll.artifacts.plan import FrontierPoint, Plan
-from plimsoll.artifacts.trace import Trace
 from plimsoll.planning.bounds import LowerBound
-from plimsoll.planning.choice import Choice
+from plimsoll.planning.choice import Choice, Limits
 from plimsoll.planning.choices import ChoiceSet, generate_choices
-from plimsoll.planning.choose import COARSE_GAP, EXACT_GAP, FINE_GAP, ChoiceProblem, Selection
-from plimsoll.planning.decisions import decide
-from plimsoll.planning.describe import classes_at_peak, describe_peak, describe_timeline
+from plimsoll.planning.decisions import write_plan
+from plimsoll.planning.describe import describe_peak, describe_timeline
 from plimsoll.planning.explain import floor_error, limits_error, notes_about_forms, notes_about_peak, strategy_error
-from plimsoll.planning.limits import Limits
-from plimsoll.planning.moments import peak_with_chunked_loss
+from plimsoll.planning.integer_program import COARSE_GAP, EXACT_GAP, FINE_GAP, ChoiceProblem, Selection
 from plimsoll.planning.pins import Override, pin_choices, pin_values
 from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_form, choose_full, choose_none, choose_selective, strategy_choices
+from plimsoll.planning.what_if.chunked_loss import peak_with_chunked_loss
 
 TIME_LIMIT_SECONDS = 60.0
-"""What the solver may take in all, unless told otherwise."""
+"""What the solver may take in all."""
 _FRONTIER_POINTS = 12
 _TIGHTENINGS = 8
+"""How often the target is lowered by what the simulator finds above the budget, before the ladder's plans have to do."""
 _SMALL_PROGRAM_COLUMNS = 400
+"""Programs up to this size are solved to the end; larger ones to within a gap, or deep models would take minutes."""
 _ERROR_ROOM = 4.0
 """Choices are made for limits that may turn out so much wider, when a plan is measured to err less than expected."""
+_OPTIMAL_WITHIN = 1e-6
+"""A plan counts as optimal within this share of the step: the solver's own tolerance."""
+
+
+def solve(
+    planner: Planner,
+    *,
+    budget_bytes: int | None,
+    strategy: str = "auto",
+    excess_bytes: int = 0,
+    raise_below_floor: bool = True,
+) -> Plan:
+    """Decide for every saved value of a step whether to KEEP, RECOMPUTE, COMPRESS or OFFLOAD it.
+
+    Args:
+        planner: made for the step; it may be asked for any number of plans.
+        budget_bytes: the peak that may not be exceeded; ``None`` for as much as it takes.
+        strategy: ``auto``, or a name from ``strategies``.
+        excess_bytes: measured minus predicted peak of an earlier plan; taken off the budget.
+        raise_below_floor: whether a budget that cannot be met is an error, or a plan with the status ``INFEASIBLE``.
+
+    Returns:
+        A plan with every field filled in.
+
+    Raises:
+        BudgetBelowFloor: nothing fits (see ``raise_below_floor``).
+        InvalidStrategy: no such strategy, or one that exceeds the planner's limits.
+    """
+    started = time.monotonic()
+    room_bytes = None if budget_bytes is None else budget_bytes - excess_bytes
+    if strategy == "auto":
+        outcome = _optimise(planner, room_bytes)
+    else:
+        named = run_choices(planner.index, pin_choices(planner.index, strategy_choices(planner.index, strategy)))
+        if raise_below_floor and not planner.allows(named):
+            raise limits_error(f"strategy {strategy!r}", named, planner.limits)
+        outcome = _follow(planner, named, room_bytes)
+    if outcome.status is Status.INFEASIBLE and raise_below_floor and budget_bytes is not None:
+        if strategy != "auto":
+            floor_bytes = planner.floor.peak_bytes + excess_bytes
+            raise strategy_error(strategy, budget_bytes, describe_peak(outcome.simulation), floor_bytes)
+        chunked_bytes = peak_with_chunked_loss(planner.floor)
+        raise floor_error(budget_bytes, describe_peak(planner.floor), excess_bytes, chunked_bytes=chunked_bytes)
+    return _write(planner, outcome, budget_bytes, strategy, room_bytes, started)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class _Outcome:
+    """The step that is to be planned, and what is proven of it."""
+
+    simulation: Simulation
+    status: Status
+    lower_bound_seconds: float
+    notes: tuple[str, ...] = ()
+
+
+def _optimise(planner: Planner, room_bytes: int | None) -> _Outcome:
+    """The strategy ``auto``: the least seconds within the room."""
+    if room_bytes is None or room_bytes >= planner.loosest.peak_bytes:
+        return _Outcome(planner.loosest, Status.OPTIMAL, planner.loosest.seconds)
+    best = planner.best_within(room_bytes)
+    if best.simulation is None:
+        is_known = planner.is_floor_proven and best.is_finished
+        status = Status.INFEASIBLE if is_known else Status.TIMED_OUT
+        return _Outcome(planner.floor, status, planner.baseline.seconds)
+    notes = () if best.is_finished else ("The solver ran out of time; this is the best plan that it had found.",)
+    lower = planner.lower_bound_seconds(room_bytes, best, boundaries=False)
+    return _bounded(planner, best.simulation, lower, notes)
+
+
+def _follow(planner: Planner, simulation: Simulation, room_bytes: int | None) -> _Outcome:
+    """A named strategy: nothing to choose, but the same figures."""
+    limit_bytes = simulation.peak_bytes if room_bytes is None else room_bytes
+    if simulation.peak_bytes > limit_bytes:
+        return _Outcome(simulation, Status.INFEASIBLE, planner.baseline.seconds)
+    if not planner.allows(simulation):
+        note = limits_error("this strategy", simulation, planner.limits)
+        return _Outcome(simulation, Status.INFEASIBLE, planner.baseline.seconds, (f"{note.found} {note.why}.",))
+    # ``auto`` never drops a boundary, so only here the bound has to allow for it.
+    boundaries = any(choice.is_boundary_dropped for choice in simulation.choices)
+    return _bounded(planner, simulation, planner.lower_bound_seconds(limit_bytes, None, boundaries=boundaries))
+
+
+def _bounded(planner: Planner, simulation: Simulation, lower: float, notes: tuple[str, ...] = ()) -> _Outcome:
+    """A step that fits, optimal if the bound says so; the bound's own tolerance may not lift it above the step."""
+    lower = min(lower, simulation.seconds)
+    is_optimal = simulation.seconds - lower <= _OPTIMAL_WITHIN * planner.baseline.seconds
+    return _Outcome(simulation, Status.OPTIMAL if is_optimal else Status.FEASIBLE, lower, notes)
+
+
+def _write(
+    planner: Planner, outcome: _Outcome, budget_bytes: int | None, strategy: str, room_bytes: int | None, started: float
+) -> Plan:
+    index, simulation, baseline = planner.index, outcome.simulation, planner.baseline
+    window_prices = planner.window_prices(simulation, room_bytes)
+    overhead = simulation.seconds - baseline.seconds
+    gap = max(simulation.seconds - outcome.lower_bound_seconds, 0.0)
+    link = index.forms.link
+    # A named strategy declines nothing.
+    declined = notes_about_forms(simulation) if strategy == "auto" else ()
+    notes = (*outcome.notes, *declined, *notes_about_peak(simulation, baseline))
+    return msgspec.structs.replace(
+        write_plan(simulation, baseline, strategy, planner.region_prices(window_prices)),
+        status=outcome.status,
+        budget_bytes=budget_bytes,
+        floor_bytes=min(planner.floor.peak_bytes, simulation.peak_bytes),
+        lower_bound_seconds=outcome.lower_bound_seconds,
+        gap_of_overhead=gap / overhead if overhead > 0 else 0.0,
+        gap_of_step=gap / baseline.seconds if baseline.seconds > 0 else 0.0,
+        price_seconds_per_byte=float(window_prices.sum()),
+        timeline=describe_timeline(simulation),
+        frontier=planner.frontier(),
+        notes=(*index.trace.notes, *index.forms.notes, *notes),
+        solve_seconds=planner.build_seconds + time.monotonic() - started,
+        predicted_error=math.sqrt(simulation.squared_error),
+        link=link.name if link is not None and simulation.link_bytes else "",
+        offloaded_bytes=simulation.link_bytes,
+        in_flight=index.waiting + 1,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BestStep:
     """The best simulated step within a budget (``None``: nothing fits), how it was found, and what bounds it."""
 
     simulation: Simulation | None
@@ -62,28 +187,33 @@ class _Rungs:
 
 
 class Planner:
-    """Everything about one step that does not depend on the budget: choices, program, floor, ladder."""
+    """Everything about one step that does not depend on the budget: choices, program, floor, ladder.
+
+    Args:
+        index: the step, and what is known of it: costs, forms, whether it may recompute, its place in a pipeline.
+        overrides: what the user has decided.
+        limits: the error and the bytes on the link that plans may spend; by default neither error nor a limit of bytes.
+        known_choices: choices of regions of other steps with the same costs, such as other stages of a pipeline; new ones
+            are added.
+
+    Raises:
+        InvalidStrategy: an override matches nothing or asks for what a value cannot do, or all together exceed the limits.
+    """
 
     def __init__(
         self,
-        trace: Trace,
-        costs: Costs,
-        time_limit_seconds: float = TIME_LIMIT_SECONDS,
+        index: StepIndex,
         *,
-        forms: Forms | None = None,
         overrides: Sequence[Override] = (),
         limits: Limits | None = None,
-        may_recompute: bool = True,
-        in_flight: int = 1,
         known_choices: dict[Hashable, ChoiceSet] | None = None,
     ) -> None:
         started = time.monotonic()
         self.limits = limits or Limits()
-        self.index = pin_values(
-            StepIndex(trace, costs, forms, may_recompute=may_recompute, in_flight=in_flight), overrides
-        )
+        self.index = pin_values(index, overrides)
         self.baseline = self._run(choose_none(self.index, ""))
         self.loosest = self._run(pin_choices(self.index, self.baseline.choices)) if overrides else self.baseline
+        # What people know is always among the choices, so that ``auto`` is never slower than a named strategy.
         families = [pin_choices(self.index, choose_full(self.index, ""))]
         families += [choose_selective(self.index, module) for module in ("attention", "mlp", "norm")]
         if self.limits.squared_error:
@@ -92,7 +222,7 @@ class Planner:
         squared_error = self.limits.squared_error * _ERROR_ROOM**2
         self.sets: tuple[ChoiceSet, ...] = generate_choices(self.index, families, squared_error, known_choices)
         self.is_complete = all(choice_set.is_complete for choice_set in self.sets)
-        self.problem = ChoiceProblem(self.index, self.sets, time_limit_seconds, self.limits)
+        self.problem = ChoiceProblem(self.index, self.sets, TIME_LIMIT_SECONDS, self.limits)
         self.gap = EXACT_GAP if self.problem.columns <= _SMALL_PROGRAM_COLUMNS else FINE_GAP
         self._search(_Rungs())
         self.build_seconds = time.monotonic() - started
@@ -103,7 +233,7 @@ class Planner:
         other.limits = Limits(math.inf, self.limits.link_bytes)
         return other
 
-    def relimited(self, limits: Limits, time_limit_seconds: float = TIME_LIMIT_SECONDS) -> Planner:
+    def relimited(self, limits: Limits) -> Planner:
         """A planner for the same step and the same choices, with other limits.
 
         Raises:
@@ -112,7 +242,7 @@ class Planner:
         started = time.monotonic()
         other = copy.copy(self)
         other.limits = limits
-        other.problem = self.problem.relimited(limits, time_limit_seconds)
+        other.problem = self.problem.relimited(limits, TIME_LIMIT_SECONDS)
         # What was best within wider limits and keeps to narrower ones is best within those.
         other._search(self._rungs if limits.are_within(self.limits) else _Rungs())
         other.build_seconds = time.monotonic() - started
@@ -120,10 +250,10 @@ class Planner:
 
     def _search(self, known: _Rungs) -> None:
         """Floor and ladder under the limits, but for what is known already."""
-        if not self._allows(self.loosest):
+        if not self.allows(self.loosest):
             raise limits_error("the overrides together", self.loosest, self.limits)
-        simulations = [s for s in self._extremes if self._allows(s)]
-        if known.floor is not None and self._allows(known.floor):
+        simulations = [s for s in self._extremes if self.allows(s)]
+        if known.floor is not None and self.allows(known.floor):
             self.is_floor_proven = known.is_floor_proven
             simulations.append(known.floor)
         else:
@@ -131,12 +261,13 @@ class Planner:
             self.is_floor_proven = found.is_finished
             if found.effects is not None:
                 simulations.append(self._run(_choices(found)))
-                simulations = [s for s in simulations if self._allows(s)]
+                simulations = [s for s in simulations if self.allows(s)]
         self.floor = min(simulations, key=lambda s: (s.peak_bytes, s.seconds))
         self._rungs = _Rungs(self.floor, self.is_floor_proven, self._climb(known.by_budget))
-        self.ladder = [*simulations, *(s for s in self._rungs.by_budget.values() if self._allows(s))]
+        self.ladder = [*simulations, *(s for s in self._rungs.by_budget.values() if self.allows(s))]
 
-    def _allows(self, simulation: Simulation) -> bool:
+    def allows(self, simulation: Simulation) -> bool:
+        """Whether a simulated step keeps to the limits."""
         return self.limits.allow(simulation.squared_error, simulation.link_bytes)
 
     def _run(self, choices: Sequence[Choice]) -> Simulation:
@@ -149,7 +280,7 @@ class Planner:
         gap = EXACT_GAP if self.gap == EXACT_GAP else COARSE_GAP
         rungs: dict[int, Simulation] = {}
         for budget in dict.fromkeys(budgets) if high > low else ():
-            if budget in known and self._allows(known[budget]):
+            if budget in known and self.allows(known[budget]):
                 rungs[budget] = known[budget]
                 continue
             selection = self.problem.choose(budget, gap)
@@ -157,7 +288,7 @@ class Planner:
                 rungs[budget] = self._run(_choices(selection))
         return rungs
 
-    def best_within(self, budget_bytes: int) -> Found:
+    def best_within(self, budget_bytes: int) -> BestStep:
         """The least seconds within a budget, by the simulator's count."""
         fitting = [simulation for simulation in self.ladder if simulation.peak_bytes <= budget_bytes]
         lower = 0.0
@@ -172,14 +303,14 @@ class Planner:
                 break
             simulation = self._run(_choices(selection))
             if simulation.peak_bytes <= budget_bytes:
-                if self._allows(simulation):
+                if self.allows(simulation):
                     fitting.append(simulation)
                 break
             target -= simulation.peak_bytes - budget_bytes
         best = min(fitting, key=lambda s: (s.seconds, s.peak_bytes)) if fitting else None
-        return Found(best, lower if np.isfinite(lower) else 0.0, is_finished)
+        return BestStep(best, lower if np.isfinite(lower) else 0.0, is_finished)
 
-    def lower_bound_seconds(self, budget_bytes: int, found: Found | None, *, boundaries: bool) -> float:
+    def lower_bound_seconds(self, budget_bytes: int, found: BestStep | None, *, boundaries: bool) -> float:
         """Seconds that no plan within the budget undercuts.
 
         Args:
@@ -200,156 +331,20 @@ class Planner:
                 points.append(FrontierPoint(peak_bytes=simulation.peak_bytes, step_seconds=simulation.seconds))
         return tuple(points)
 
+    def window_prices(self, simulation: Simulation, room_bytes: int | None) -> npt.NDArray[np.float64]:
+        """What one byte less costs in every window, in seconds per step; nothing where no time is spent for memory."""
+        if simulation.seconds > self.baseline.seconds:
+            relaxed = self.problem.relax(room_bytes if room_bytes is not None else simulation.peak_bytes)
+            if relaxed is not None:
+                return relaxed.window_prices
+        return np.zeros(len(self.problem.windows.spans))
 
-def solve(
-    trace: Trace,
-    costs: Costs,
-    *,
-    budget_bytes: int | None,
-    strategy: str = "auto",
-    time_limit_seconds: float = TIME_LIMIT_SECONDS,
-    excess_bytes: int = 0,
-    raise_below_floor: bool = True,
-    planner: Planner | None = None,
-) -> Plan:
-    """Decide for every saved value of a step whether to KEEP, RECOMPUTE, COMPRESS or OFFLOAD it.
-
-    Args:
-        trace: the step.
-        costs: seconds per op.
-        budget_bytes: the peak that may not be exceeded; ``None`` for as much as it takes.
-        strategy: ``auto``, or a name from ``strategies``.
-        time_limit_seconds: what the solver may take in all.
-        excess_bytes: measured minus predicted peak of an earlier plan; taken off the budget.
-        raise_below_floor: whether a budget that cannot be met is an error, or a plan with the status ``INFEASIBLE``.
-        planner: made for this trace and these costs, when several plans of one step are wanted, or when values may take
-            other forms; by default a new one.
-
-    Returns:
-        A plan with every field filled in.
-
-    Raises:
-        BudgetBelowFloor: nothing fits (see ``raise_below_floor``).
-        InvalidStrategy: no such strategy, or one that exceeds the planner's limits.
-    """
-    if strategy != "auto":  # a wrong name is told before any work
-        strategy_choices(StepIndex(trace, costs), strategy)
-    planner = planner or Planner(trace, costs, time_limit_seconds)
-    named = None if strategy == "auto" else pin_choices(planner.index, strategy_choices(planner.index, strategy))
-    started = time.monotonic()
-    room_bytes = None if budget_bytes is None else budget_bytes - excess_bytes
-    if named is not None:
-        simulation = run_choices(planner.index, named)
-        if not planner.limits.allow(simulation.squared_error, simulation.link_bytes) and raise_below_floor:
-            raise limits_error(f"strategy {strategy!r}", simulation, planner.limits)
-        outcome = _follow(planner, simulation, room_bytes)
-    else:
-        outcome = _optimise(planner, room_bytes)
-    if outcome.status is Status.INFEASIBLE and raise_below_floor and budget_bytes is not None:
-        if named is not None:
-            raise strategy_error(
-                strategy, budget_bytes, describe_peak(outcome.simulation), planner.floor.peak_bytes + excess_bytes
-            )
-        chunked_bytes = peak_with_chunked_loss(planner.floor)
-        raise floor_error(budget_bytes, describe_peak(planner.floor), excess_bytes, chunked_bytes=chunked_bytes)
-    return _write(planner, outcome, budget_bytes, strategy, room_bytes, started)
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    simulation: Simulation
-    status: Status
-    lower_bound_seconds: float
-    notes: tuple[str, ...] = ()
-
-
-def _optimise(planner: Planner, room_bytes: int | None) -> _Outcome:
-    if room_bytes is None or room_bytes >= planner.loosest.peak_bytes:
-        return _Outcome(planner.loosest, Status.OPTIMAL, planner.loosest.seconds)
-    found = planner.best_within(room_bytes)
-    if found.simulation is None:
-        is_known = planner.is_floor_proven and found.is_finished
-        status = Status.INFEASIBLE if is_known else Status.TIMED_OUT
-        return _Outcome(planner.floor, status, planner.baseline.seconds)
-    lower = min(planner.lower_bound_seconds(room_bytes, found, boundaries=False), found.simulation.seconds)
-    notes = () if found.is_finished else ("The solver ran out of time; this is the best plan that it had found.",)
-    is_optimal = found.simulation.seconds - lower <= 1e-6 * planner.baseline.seconds
-    return _Outcome(found.simulation, Status.OPTIMAL if is_optimal else Status.FEASIBLE, lower, notes)
-
-
-def _follow(planner: Planner, simulation: Simulation, room_bytes: int | None) -> _Outcome:
-    """A named strategy: nothing to choose, but the same figures."""
-    limit_bytes = simulation.peak_bytes if room_bytes is None else room_bytes
-    if simulation.peak_bytes > limit_bytes:
-        return _Outcome(simulation, Status.INFEASIBLE, planner.baseline.seconds)
-    if not planner.limits.allow(simulation.squared_error, simulation.link_bytes):
-        note = limits_error("this strategy", simulation, planner.limits)
-        return _Outcome(simulation, Status.INFEASIBLE, planner.baseline.seconds, (f"{note.found} {note.why}.",))
-    boundaries = any(choice.is_boundary_dropped for choice in simulation.choices)
-    lower = planner.lower_bound_seconds(limit_bytes, None, boundaries=boundaries)
-    lower = min(lower, simulation.seconds)
-    is_optimal = simulation.seconds - lower <= 1e-6 * planner.baseline.seconds
-    return _Outcome(simulation, Status.OPTIMAL if is_optimal else Status.FEASIBLE, lower)
-
-
-def _write(
-    planner: Planner, outcome: _Outcome, budget_bytes: int | None, strategy: str, room_bytes: int | None, started: float
-) -> Plan:
-    trace, costs = planner.index.trace, planner.index.costs
-    simulation, baseline = outcome.simulation, planner.baseline
-    window_prices = np.zeros(len(planner.problem.windows.spans))
-    if simulation.seconds > baseline.seconds:
-        relaxed = planner.problem.relax(room_bytes if room_bytes is not None else simulation.peak_bytes)
-        window_prices = window_prices if relaxed is None else relaxed.window_prices
-    spans, last_wait = planner.problem.windows.spans, planner.index.last_wait
-    waits = planner.index.waiting * float(window_prices[[a < last_wait for a, _ in spans]].sum())
-    region_prices = [waits + float(window_prices[list(held)].sum()) for held in planner.problem.windows.is_held]
-    overhead = simulation.seconds - baseline.seconds
-    gap = max(simulation.seconds - outcome.lower_bound_seconds, 0.0)
-    return Plan(
-        status=outcome.status,
-        strategy=strategy,
-        model=trace.model,
-        fingerprint=trace.fingerprint,
-        signature=trace.signature,
-        device=trace.device,
-        cost_source=costs.source,
-        cost_device=costs.device,
-        budget_bytes=budget_bytes,
-        floor_bytes=min(planner.floor.peak_bytes, simulation.peak_bytes),
-        baseline_peak_bytes=baseline.peak_bytes,
-        baseline_seconds=baseline.seconds,
-        predicted_peak_bytes=simulation.peak_bytes,
-        predicted_seconds=simulation.seconds,
-        lower_bound_seconds=outcome.lower_bound_seconds,
-        gap_of_overhead=gap / overhead if overhead > 0 else 0.0,
-        gap_of_step=gap / baseline.seconds if baseline.seconds > 0 else 0.0,
-        price_seconds_per_byte=float(window_prices.sum()),
-        regions=decide(simulation, region_prices),
-        peak=describe_peak(simulation),
-        baseline_peak=describe_peak(baseline),
-        classes=classes_at_peak(simulation),
-        timeline=describe_timeline(simulation),
-        frontier=planner.frontier(),
-        notes=(*trace.notes, *planner.index.forms.notes, *outcome.notes, *_notes(planner, simulation, strategy)),
-        solve_seconds=planner.build_seconds + time.monotonic() - started,
-        predicted_error=math.sqrt(simulation.squared_error),
-        link=link_of(simulation),
-        offloaded_bytes=simulation.link_bytes,
-        in_flight=planner.index.waiting + 1,
-    )
-
-
-def _notes(planner: Planner, simulation: Simulation, strategy: str) -> tuple[str, ...]:
-    """What ``auto`` declined (a named strategy declines nothing), and why a peak hardly moves."""
-    declined = notes_about_forms(simulation) if strategy == "auto" else ()
-    return (*declined, *notes_about_peak(simulation, planner.baseline))
-
-
-def link_of(simulation: Simulation) -> str:
-    """The link that a plan uses, if any."""
-    link = simulation.index.forms.link
-    return link.name if link is not None and simulation.link_bytes else ""
+    def region_prices(self, window_prices: npt.NDArray[np.float64]) -> list[float]:
+        """What a byte held by each region costs: the prices of the windows in which it holds, and those of who waits."""
+        windows = self.problem.windows
+        is_waited = [start < self.index.last_wait for start, _ in windows.spans]
+        waits = self.index.waiting * float(window_prices[is_waited].sum())
+        return [waits + float(window_prices[list(held)].sum()) for held in windows.is_held]
 
 
 def _choices(selection: Selection) -> tuple[Choice, ...]:

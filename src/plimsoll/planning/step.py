@@ -1,4 +1,4 @@
-"""A trace and its costs in, what every plan shares out: fixed bytes per instant, and per region what may be decided.
+"""A step as the planner sees it, whatever is decided: fixed bytes per instant, and per region what may be decided.
 
 Time in here is counted in *instants*, two per tick: instant ``2t`` lies before op ``t`` runs (slots are packed, unpacked
 and released there, replays run there), instant ``2t + 1`` while it runs. A storage with life ``[born, dies)`` is alive
@@ -15,6 +15,7 @@ None is left when the optimizer steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +27,7 @@ from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.forms import Form, Forms, ValueForms
 from plimsoll.artifacts.region import Origin, RegionGraph, Slot
 from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace
-from plimsoll.planning.replay_schedule import Unreachable, recipe_ops
+from plimsoll.planning.replay_schedule import can_rebuild
 
 Ints = npt.NDArray[np.int64]
 Span = tuple[int, int]
@@ -81,6 +82,11 @@ class RegionView:
     def form(self, value: int, name: str) -> Form:
         """A form of a value by its name."""
         return next(form for form in self.forms[value].forms if form.name == name)
+
+    def sensitivity(self, value: int) -> float:
+        """Relative error of the gradient per unit of noise in a value; infinite if it was not measured."""
+        entry = self.forms.get(value)
+        return math.inf if entry is None else entry.sensitivity
 
     @property
     def leaves(self) -> frozenset[int]:
@@ -138,6 +144,13 @@ class StepIndex:
         call, after = self.views[region].call, self.views[region + 1].call
         is_between = after.forward[0] >= call.forward[1] and 0 <= after.backward[0] <= after.backward[1]
         return after if is_between and after.backward[1] <= call.backward[0] else None
+
+    def transfer_windows(self, call: RegionCall, after: RegionCall) -> tuple[float, float]:
+        """Seconds of compute in ``after``, the neighbour of ``call``, that hide its way out and its way back."""
+        before = self.seconds_before
+        out_window = before[after.forward[1]] - before[call.forward[1]]
+        in_window = before[call.backward[0]] - before[after.backward[0]]
+        return float(out_window), float(in_window)
 
     @cached_property
     def seconds_before(self) -> npt.NDArray[np.float64]:
@@ -214,6 +227,35 @@ class StepIndex:
                         (view.call.index, 2 * slot.packed, stop)
                     )
         return spans
+
+
+def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
+    """Saved inputs of a region that the region before it made, and can make again: what a dropped boundary lets go."""
+    found: set[int] = set()
+    for value in view.saved:
+        entry = view.graph.values[value]
+        maker = index.trace.storages[entry.storage].region
+        if entry.origin is not Origin.INPUT or maker < 0 or maker == view.call.index:
+            continue
+        if _can_provide(index.views[maker], entry.storage):
+            found.add(value)
+    makers = {index.trace.storages[view.graph.values[v].storage].region for v in found}
+    return frozenset(found) if len(makers) == 1 else frozenset()
+
+
+def _can_provide(maker: RegionView, storage: int) -> bool:
+    """Whether all outputs of ``maker`` can be rebuilt from what it always holds in some form, ``storage`` among them."""
+    outputs = maker.graph.outputs
+    if not maker.droppable or maker.call.is_emptied or storage not in {maker.graph.values[v].storage for v in outputs}:
+        return False
+    return can_rebuild(maker.graph, outputs, maker.leaves | maker.nothing)
+
+
+def provider_of(index: StepIndex, view: RegionView, linked: frozenset[int]) -> int:
+    """The region that rebuilds the linked inputs of ``view``; -1 if there are none."""
+    if not linked:
+        return -1
+    return index.trace.storages[view.graph.values[next(iter(linked))].storage].region
 
 
 def slot_stop(trace: Trace, slot: Slot) -> int:
@@ -308,16 +350,10 @@ def _view(
 def _droppable(trace: Trace, call: RegionCall, saved: tuple[int, ...], given: frozenset[int]) -> tuple[int, ...]:
     """Saved values that this region made itself and that a recipe rebuilds when everything else is held."""
     graph = call.graph
-    own = [
+    own = (
         v
         for v in saved
         if graph.values[v].producer >= 0 and trace.storages[graph.values[v].storage].region == call.index
-    ]
-    droppable = []
-    for value in own:
-        try:
-            recipe_ops(graph, value, (frozenset(saved) | given) - {value})
-        except Unreachable:
-            continue
-        droppable.append(value)
-    return tuple(droppable)
+    )
+    held = frozenset(saved) | given
+    return tuple(value for value in own if can_rebuild(graph, (value,), held - {value}))

@@ -1,4 +1,4 @@
-"""The name of a strategy in, one choice per region out: the ways of activation checkpointing that people know, as plans.
+"""Named strategies: the ways of activation checkpointing that people know, as one choice per region.
 
 =====================  ================================================================================================
 ``auto``               the budgeted optimum (``solve`` finds it; the only one that looks at the budget)
@@ -29,10 +29,16 @@ import difflib
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidStrategy
 from plimsoll.planning.choice import Choice
+from plimsoll.planning.decisions import write_plan
+from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import RegionView, StepIndex
 
 _MODULES = {
@@ -226,6 +232,21 @@ def strategy_choices(index: StepIndex, strategy: str) -> tuple[Choice, ...]:
     check_strategy(strategy)
     name, _, argument = strategy.partition(":")
     return STRATEGIES[name](index, argument)
+
+
+@dataclass(frozen=True, slots=True)
+class Extremes:
+    """The step as it is, in bytes at its peak, and the plan that recomputes everything."""
+
+    unmanaged_peak_bytes: int
+    lowest: Plan
+
+
+def find_extremes(trace: Trace, costs: Costs) -> Extremes:
+    """Simulate a step under ``none`` and under ``full``, without any search: for a step that is only watched."""
+    index = StepIndex(trace, costs)
+    baseline, full = run_choices(index, choose_none(index, "")), run_choices(index, choose_full(index, ""))
+    return Extremes(baseline.peak_bytes, write_plan(full, baseline, "full", [0.0] * len(index.views)))
 
 
 def _between_products(view: RegionView) -> frozenset[int]:

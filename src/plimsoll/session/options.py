@@ -17,8 +17,8 @@ from plimsoll.artifacts.plan import COLLECTIVES, Plan
 from plimsoll.artifacts.region import IS_COLLECTIVE
 from plimsoll.artifacts.trace import RegionCall, Trace
 from plimsoll.errors import BudgetAboveDevice, InvalidOption, InvalidRegions, InvalidStrategy
+from plimsoll.planning.choice import Limits
 from plimsoll.planning.costing.devices import find_device
-from plimsoll.planning.limits import Limits
 from plimsoll.planning.pins import Override, parse_override
 from plimsoll.planning.strategies import check_strategy, codecs_of_strategy, uses_link
 from plimsoll.units import format_bytes, parse_bytes

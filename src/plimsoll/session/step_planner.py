@@ -17,9 +17,9 @@ from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.trace import Trace
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
-from plimsoll.planning.lowest import Extremes, find_extremes
 from plimsoll.planning.solve import Planner, solve
-from plimsoll.planning.strategies import codecs_of_strategy
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.strategies import Extremes, codecs_of_strategy, find_extremes
 from plimsoll.session.device_costs import measure_engine, measured_costs
 from plimsoll.session.forms import Sensed, sense_forms
 from plimsoll.session.options import PlanOptions
@@ -151,13 +151,11 @@ class StepPlanner:
         elif strategy == "auto" and limits != planner.limits:
             planner = planner.relimited(limits)
         made = solve(
-            self.trace,
-            self.costs,
+            planner,
             budget_bytes=budget_bytes,
             strategy=strategy,
             excess_bytes=excess_bytes,
             raise_below_floor=raise_below_floor,
-            planner=planner,
         )
         notes = made.notes
         if self.options.wants_forms and not planner.index.forms.regions:
@@ -179,16 +177,10 @@ class StepPlanner:
     def _planner(self) -> Planner:
         options, sensed = self.options, self._sensed
         if sensed is None:
-            overrides = options.overrides_without_forms
-            return Planner(self.trace, self.costs, overrides=overrides, may_recompute=options.may_recompute)
-        return Planner(
-            self.trace,
-            self.costs,
-            forms=sensed.forms,
-            overrides=options.overrides,
-            limits=options.limits(),
-            may_recompute=options.may_recompute,
-        )
+            index = StepIndex(self.trace, self.costs, may_recompute=options.may_recompute)
+            return Planner(index, overrides=options.overrides_without_forms)
+        index = StepIndex(self.trace, self.costs, sensed.forms, may_recompute=options.may_recompute)
+        return Planner(index, overrides=options.overrides, limits=options.limits())
 
     def _sense(self, step: TrainingStep) -> Sensed:
         return sense_forms(step, self.trace, self.costs, self.extremes.lowest, self.options)

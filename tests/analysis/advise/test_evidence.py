@@ -17,6 +17,7 @@ from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.artifacts.trace import Phase
 from plimsoll.artifacts.verdict import Ruling
 from plimsoll.planning.solve import Planner, solve
+from plimsoll.planning.step import StepIndex
 from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.task import TrainingTask
 from samples import make_mismatch, make_receipt
@@ -30,11 +31,8 @@ WISH = Wish(budget_bytes=None, budget_text="", max_error=0.0, target="pkg:step")
 def evidence() -> StepEvidence:
     model, batch, loss = stack()
     trace, costs = trace_and_cost(TrainingTask(model=model, batch=batch, loss=loss))
-    planner = Planner(trace, costs)
-    none, full = (
-        Made(name=name, plan=solve(trace, costs, budget_bytes=None, strategy=name, planner=planner))
-        for name in ("none", "full")
-    )
+    planner = Planner(StepIndex(trace, costs))
+    none, full = (Made(name=name, plan=solve(planner, budget_bytes=None, strategy=name)) for name in ("none", "full"))
     return StepEvidence(
         trace=trace,
         costs=costs,

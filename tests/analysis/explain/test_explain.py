@@ -23,7 +23,7 @@ from plimsoll.chunked import chunk_loss
 from plimsoll.errors import InvalidModel, InvalidOption, InvalidStrategy
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
-from plimsoll.planning.lowest import find_extremes
+from plimsoll.planning.strategies import find_extremes
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.recorder.calling import split_batch
 from plimsoll.tracing.trace import trace

@@ -17,7 +17,7 @@ from plimsoll.engine.chunked_loss.handle import can_chunk
 from plimsoll.errors import InvalidBatch, InvalidLoss, InvalidModel, InvalidOption
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
-from plimsoll.planning.lowest import find_extremes
+from plimsoll.planning.strategies import find_extremes
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.trace import trace
 

@@ -17,7 +17,7 @@ from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings, Cachin
 from plimsoll.estimator.allocator_sim.blocks import MIB, SMALLEST_BYTES, Block, round_up
 from plimsoll.estimator.allocator_sim.simulate import simulate_allocator
 from plimsoll.planning.choice import Choice
-from plimsoll.planning.events import allocation_events
+from plimsoll.planning.describe import allocation_events
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 

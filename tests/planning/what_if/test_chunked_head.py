@@ -19,13 +19,10 @@ from plimsoll.errors import InvalidOption
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.explain import floor_error
-from plimsoll.planning.moments import peak_with_chunked_loss
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full
-from plimsoll.planning.what_if.chunked import with_chunked_loss
-from plimsoll.planning.what_if.head import find_head
-from plimsoll.planning.what_if.rows import chunk_rows_for
+from plimsoll.planning.what_if.chunked_loss import chunk_rows_for, find_head, peak_with_chunked_loss, with_chunked_loss
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.trace import trace, watch
 

@@ -29,10 +29,10 @@ from plimsoll.artifacts.store import load_any
 from plimsoll.artifacts.trace import Trace
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import PlanFileError, PlanMismatch
-from plimsoll.planning.moments import peak_with_chunked_loss
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_none
+from plimsoll.planning.what_if.chunked_loss import peak_with_chunked_loss
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.participants import refuse_several_ranks
 from plimsoll.session.step_planner import trace_and_cost

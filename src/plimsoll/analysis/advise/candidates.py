@@ -17,8 +17,9 @@ from plimsoll.artifacts.plan import FrontierPoint, Plan
 from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.trace import Trace
 from plimsoll.planning.explain import format_bytes_up
-from plimsoll.planning.lowest import find_extremes
 from plimsoll.planning.solve import Planner, solve
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.strategies import find_extremes
 from plimsoll.session.forms import sense_forms
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.training_step import TrainingStep
@@ -63,7 +64,7 @@ class CandidateMaker:
         self._step = step
         self._report = report
         report("planning recomputation", 0.0)
-        self._planner = Planner(trace, costs, may_recompute=options.may_recompute)
+        self._planner = Planner(StepIndex(trace, costs, may_recompute=options.may_recompute))
         self._made: list[Made] = []
 
     def make(self) -> Candidates:
@@ -120,7 +121,8 @@ class CandidateMaker:
         allow = (*(("recompute",) if may_recompute else ()), *words)
         offered = only(forms, words)
         limits = self._options.limits()
-        planner = Planner(self._trace, self._costs, forms=offered, limits=limits, may_recompute=may_recompute)
+        index = StepIndex(self._trace, self._costs, offered, may_recompute=may_recompute)
+        planner = Planner(index, limits=limits)
         plan = self._add_auto(planner, allow, offered)
         if words == ("compress",) and self._options.max_error:
             self._add(_LOSSY, self._solve(planner.heedless_of_error(), _LOSSY, None, allow))
@@ -141,14 +143,7 @@ class CandidateMaker:
         return plan
 
     def _solve(self, planner: Planner, strategy: str, budget_bytes: int | None, allow: tuple[str, ...]) -> Plan:
-        made = solve(
-            self._trace,
-            self._costs,
-            budget_bytes=budget_bytes,
-            strategy=strategy,
-            raise_below_floor=False,
-            planner=planner,
-        )
+        made = solve(planner, budget_bytes=budget_bytes, strategy=strategy, raise_below_floor=False)
         return dataclasses.replace(self._options, allow=allow).written_into(made)
 
     def _add(self, name: str, plan: Plan) -> None:

@@ -23,9 +23,8 @@ from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.solve import Planner
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full, choose_none
-from plimsoll.planning.what_if.chunked import default_rows, with_chunked_loss
-from plimsoll.planning.what_if.head import HeadAndLoss, find_head
-from plimsoll.planning.what_if.lives import with_earlier_ends, with_eight_bit_state, with_later_births
+from plimsoll.planning.what_if.chunked_loss import HeadAndLoss, default_rows, find_head, with_chunked_loss
+from plimsoll.planning.what_if.storages import with_earlier_ends, with_eight_bit_state, with_later_births
 from plimsoll.tracing.optimizer import with_options
 
 REPLAYED, MODELLED, RUN_AGAIN, PLANNED = "replayed", "modelled", "run again", "planned"
@@ -197,7 +196,7 @@ class Changes:
         except PlimsollError as error:
             self._unsupported.append(Unsupported(name="another strategy", why=error.found))
             return
-        planner = Planner(trace, self._costs(trace))
+        planner = Planner(StepIndex(trace, self._costs(trace)))
         head = find_head(trace)
         choose = self._subject.choose
         present = None if choose is None else tuple(choose(planner.index))

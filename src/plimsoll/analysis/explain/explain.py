@@ -23,8 +23,14 @@ from plimsoll.artifacts.watched import WatchedStep
 from plimsoll.errors import InvalidOption, InvalidStrategy
 from plimsoll.planning.costing.devices import Device, find_device
 from plimsoll.planning.costing.roofline import roofline_costs
-from plimsoll.planning.describe import classes_at_peak, describe_peak, describe_timeline
-from plimsoll.planning.moments import forward_end, holders_at, rebuilt_parts
+from plimsoll.planning.describe import (
+    classes_at_peak,
+    describe_peak,
+    describe_timeline,
+    forward_end,
+    holders_at,
+    rebuilt_parts,
+)
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import check_strategy, codecs_of_strategy, strategy_choices

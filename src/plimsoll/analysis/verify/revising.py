@@ -17,8 +17,7 @@ from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.errors import BudgetBelowFloor, UnknownDevice
 from plimsoll.planning.costing.devices import find_device
-from plimsoll.planning.costing.roofline import roofline_costs
-from plimsoll.planning.costing.step_seconds import optimizer_seconds
+from plimsoll.planning.costing.roofline import optimizer_seconds, roofline_costs
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.manage import manage
 from plimsoll.session.options import PlanOptions

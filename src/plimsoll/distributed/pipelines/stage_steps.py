@@ -28,7 +28,7 @@ from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.describe import held_bytes
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
-from plimsoll.planning.step import RegionView
+from plimsoll.planning.step import RegionView, StepIndex
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.task import TrainingTask, detached
@@ -157,7 +157,7 @@ class StageStep:
         known_choices: KnownChoices,
     ) -> None:
         self.traced = traced
-        self.planner = Planner(traced.trace, traced.costs, in_flight=in_flight, known_choices=known_choices)
+        self.planner = Planner(StepIndex(traced.trace, traced.costs, in_flight=in_flight), known_choices=known_choices)
         self._left_bytes = left_bytes
         self._merged_bytes = merged_bytes
 
@@ -176,7 +176,7 @@ class StageStep:
     def plan(self, budget_bytes: int) -> Plan:
         """The same, as a plan."""
         budget_bytes = max(budget_bytes, self.planner.floor.peak_bytes)
-        return solve(self.traced.trace, self.traced.costs, budget_bytes=budget_bytes, planner=self.planner)
+        return solve(self.planner, budget_bytes=budget_bytes)
 
     def under(self, plan: Plan) -> Simulation:
         """The step under a given plan."""

@@ -9,7 +9,7 @@ import torch
 
 from plimsoll.engine.chunked_loss.function import ChunkedLosses, ChunkedLossPerRow, Head, wide
 from plimsoll.errors import InvalidLoss, InvalidOption
-from plimsoll.planning.what_if.rows import chunk_rows_for
+from plimsoll.planning.what_if.chunked_loss import chunk_rows_for
 
 REDUCTIONS = ("mean", "sum", "none")
 

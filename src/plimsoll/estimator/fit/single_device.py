@@ -28,10 +28,9 @@ from plimsoll.estimator.fit.family import Family
 from plimsoll.estimator.fit.polynomial import Shape
 from plimsoll.estimator.fit.search import Outlook
 from plimsoll.planning.costing.devices import find_device
-from plimsoll.planning.costing.roofline import roofline_costs
-from plimsoll.planning.costing.step_seconds import optimizer_seconds
+from plimsoll.planning.costing.roofline import optimizer_seconds, roofline_costs
 from plimsoll.planning.simulate import Simulation, run_choices
-from plimsoll.planning.solve import solve
+from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full, choose_none
 from plimsoll.session.options import PlanOptions
@@ -265,7 +264,7 @@ class SingleDevice:
         point = self.evaluate(shape)
         if shape not in self.plans:
             trace, costs = family.at(shape)
-            self.plans[shape] = solve(trace, costs, budget_bytes=None, strategy="none")
+            self.plans[shape] = solve(Planner(StepIndex(trace, costs)), budget_bytes=None, strategy="none")
         return point
 
     def resolve(self, shape: Shape, excess_bytes: int) -> Plan:
@@ -276,7 +275,7 @@ class SingleDevice:
         """
         trace, costs = self._family(shape).at(shape)
         self.solves += 1
-        return solve(trace, costs, budget_bytes=self.budget_bytes, excess_bytes=excess_bytes)
+        return solve(Planner(StepIndex(trace, costs)), budget_bytes=self.budget_bytes, excess_bytes=excess_bytes)
 
     @property
     def traces(self) -> int:
@@ -303,7 +302,7 @@ class SingleDevice:
         index = self._simulate(shape).index
         self.report(f"solving {shape}")
         self.solves += 1
-        plan = solve(index.trace, index.costs, budget_bytes=self.budget_bytes, raise_below_floor=False)
+        plan = solve(Planner(index), budget_bytes=self.budget_bytes, raise_below_floor=False)
         if point.is_traced:
             self.plans[shape] = plan
         return described(point, plan)

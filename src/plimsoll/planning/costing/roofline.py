@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from plimsoll.artifacts.costs import Costs, CostSource, OpCost
 from plimsoll.artifacts.layout import Layout
-from plimsoll.artifacts.trace import OpSpec, Trace
+from plimsoll.artifacts.trace import OpSpec, Phase, Trace
 from plimsoll.errors import InvalidLayout
-from plimsoll.planning.costing.collectives import Collective, collective_seconds, group_of
 from plimsoll.planning.costing.devices import Device
+from plimsoll.planning.costing.links import Collective, collective_seconds, group_of
 
 _HOST_SLOT_SECONDS = 4e-6
 """Pack, guard and unpack of one slot in Python, on a 2024 server core with warm caches; hidden where the device is behind."""
@@ -85,3 +85,9 @@ def _seconds(spec: OpSpec, device: Device, layout: Layout | None) -> float:
 def _kind(spec: OpSpec) -> Collective:
     """``all_reduce`` of ``plimsoll.all_reduce_``, and of whatever namespace."""
     return Collective(spec.name.rpartition(".")[2].removesuffix("_"))
+
+
+def optimizer_seconds(trace: Trace, costs: Costs) -> float:
+    """Seconds of the optimizer's step; 0 where none was traced."""
+    ops = (op for op in trace.ops if op.phase is Phase.OPTIMIZER and op.cost_key in costs.ops)
+    return sum(costs.ops[op.cost_key].seconds for op in ops)

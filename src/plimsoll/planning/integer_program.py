@@ -30,9 +30,9 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_array, csr_array, vstack
 
+from plimsoll.planning.choice import Limits
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.effects import Effect
-from plimsoll.planning.limits import Limits
 from plimsoll.planning.rounding import round_down
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.windows import build_windows

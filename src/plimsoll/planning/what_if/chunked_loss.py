@@ -1,21 +1,33 @@
-"""A trace in, where its linear head and its cross-entropy over many classes are out.
+"""What a step would be with its head and its loss over many classes computed chunk by chunk.
 
 The loss is the largest log-softmax outside of regions; the head is the matrix product before it whose arithmetic is that of
 one parameter (classes, features) and some rows, so nothing is guessed from names.
+
+The changed step is that of ``plimsoll.chunked``: no storage of all logits; one chunk of them while the loss is computed; the
+gradients of the hidden states and of the weight are there from the head's forward on, because they are made there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import msgspec
 
-from plimsoll.artifacts.trace import Category, Phase, Trace, TraceParameter
+from plimsoll.artifacts.trace import Category, Phase, Storage, Trace, TraceParameter
+from plimsoll.errors import InvalidOption
+from plimsoll.planning.simulate import Simulation, run_choices
+from plimsoll.planning.step import StepIndex
+from plimsoll.units import format_bytes, parse_bytes
 
 _LOG_SOFTMAX, _CAP = "_log_softmax", "tanh"
 _ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
 _LEAST_CLASSES = 2
 _BOTH_GRADIENTS = 2
+_WIDE_BYTES = 4
+"""Of one logit while the loss is computed, unless it is made wider."""
+LEAST_ROWS = 128
+"""Fewer rows by default would keep the matrix units waiting."""
 
 
 class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,3 +179,134 @@ def _weight_casts(trace: Trace, first: int, bytes_: int) -> tuple[int, ...]:
     """The copy of the weight that is made right before the head."""
     before = [s for s in trace.storages if 0 <= s.born < first and s.bytes == bytes_ and s.region < 0]
     return tuple(s.id for s in before[-1:])
+
+
+def with_chunked_loss(trace: Trace, head: HeadAndLoss, chunk_rows: int | None = None) -> Trace:
+    """The step under ``plimsoll.chunked``.
+
+    Args:
+        trace: of the step.
+        head: what ``find_head`` found in it.
+        chunk_rows: rows of one chunk; ``None``: as many as ``chunk_loss`` takes by default.
+    """
+    rows = chunk_rows or default_rows(head)
+    gone = {*head.logit_storages, *head.passing_gradients}
+    early = {*head.hidden_gradients, *head.weight_gradients}
+    storages: list[Storage] = []
+    for storage in trace.storages:
+        if storage.id in gone:
+            storages.append(msgspec.structs.replace(storage, bytes=0))
+        elif storage.id in early:
+            storages.append(msgspec.structs.replace(storage, born=head.first_tick))
+        elif storage.id in head.weight_casts:
+            storages.append(msgspec.structs.replace(storage, dies=head.loss_tick))
+        else:
+            storages.append(storage)
+    storages.append(
+        Storage(
+            id=len(storages),
+            bytes=min(rows, head.rows) * head.classes * chunk_logit_bytes(head),
+            category=Category.TEMPORARY,
+            label="one chunk of logits",
+            born=head.first_tick,
+            dies=head.loss_tick,
+        )
+    )
+    return msgspec.structs.replace(trace, storages=tuple(storages), workspaces=_workspaces(trace, head))
+
+
+def default_rows(head: HeadAndLoss) -> int:
+    """The rows of a chunk by default."""
+    return chunk_rows_for(head.rows, head.features, head.classes, element_bytes=max(head.logit_bytes, _WIDE_BYTES))
+
+
+def chunk_logit_bytes(head: HeadAndLoss) -> int:
+    """Bytes that one logit takes in its chunk.
+
+    Its own, a wide one where it is narrow, the tanh of a cap, and under autocast a block of the weight's gradient.
+    """
+    is_narrow = head.logit_bytes < _WIDE_BYTES
+    cap_bytes = max(head.logit_bytes, _WIDE_BYTES) if head.is_capped else 0
+    block_bytes = head.logit_bytes if head.is_mixed else 0
+    return head.logit_bytes + (_WIDE_BYTES if is_narrow else 0) + cap_bytes + block_bytes
+
+
+def _workspaces(trace: Trace, head: HeadAndLoss) -> dict[str, int]:
+    """Without those of ops that only the head and the loss run, which meet no more than a chunk."""
+    last = max((trace.storages[s].born for s in head.hidden_gradients), default=head.loss_tick)
+    inside = range(head.first_tick, last + 1)
+    outside = {op.cost_key for tick, op in enumerate(trace.ops) if tick not in inside or op.region >= 0}
+    gone = {trace.ops[tick].cost_key for tick in inside} - outside
+    return {key: size for key, size in trace.workspaces.items() if key not in gone}
+
+
+def peak_with_chunked_loss(simulation: Simulation) -> int | None:
+    """The peak under the same choices with the loss computed in chunks; ``None`` where that cannot be told.
+
+    There has to be a head with a loss over classes, and the choices have to be made among what a plain index offers.
+    """
+    before = simulation.index
+    head = find_head(before.trace)
+    if head is None:
+        return None
+    chunked = with_chunked_loss(before.trace, head)
+    index = StepIndex(chunked, before.costs, before.forms, in_flight=before.waiting + 1)
+    if any(view.decided != other.decided for view, other in zip(index.views, before.views, strict=True)):
+        return None
+    return run_choices(index, simulation.choices).peak_bytes
+
+
+def chunk_rows_for(
+    rows: int,
+    features: int,
+    classes: int,
+    *,
+    element_bytes: int,
+    chunk_bytes: int | str | None = None,
+    chunk_rows: int | None = None,
+) -> int:
+    """How many rows are computed at once.
+
+    Without a wish the logits of one chunk take as many bytes as the hidden states, but have at least 128 rows.
+
+    Args:
+        rows: of the hidden states.
+        features: of one hidden state.
+        classes: of the head: the vocabulary.
+        element_bytes: of one logit while the loss is computed.
+        chunk_bytes: the most that the logits of one chunk may take.
+        chunk_rows: the rows themselves.
+
+    Raises:
+        InvalidOption: both are given, a count below one, or less than one row's logits.
+        InvalidBudget: no amount of memory.
+
+    Example:
+        >>> chunk_rows_for(8192, 4096, 131072, element_bytes=4)
+        256
+    """
+    if chunk_bytes is not None and chunk_rows is not None:
+        raise InvalidOption(
+            f"chunk_bytes={chunk_bytes!r} and chunk_rows={chunk_rows!r} say the same thing twice.",
+            why="the rows of a chunk follow from its bytes",
+            next="give one of them, or none",
+        )
+    if chunk_rows is not None:
+        if not isinstance(chunk_rows, int) or isinstance(chunk_rows, bool) or chunk_rows < 1:
+            raise InvalidOption(
+                f"chunk_rows={chunk_rows!r} is no number of rows.",
+                why="it has to be a whole number, 1 or more",
+                next="chunk_rows=1024, or leave it out",
+            )
+        return min(chunk_rows, max(rows, 1))
+    row_bytes = classes * element_bytes
+    if chunk_bytes is not None:
+        most_bytes = parse_bytes(chunk_bytes)
+        if most_bytes < row_bytes:
+            raise InvalidOption(
+                f"chunk_bytes={chunk_bytes!r} is less than the logits of one row.",
+                why=f"{classes} classes of {element_bytes} bytes take {format_bytes(row_bytes)}",
+                next=f"chunk_bytes={row_bytes} or more",
+            )
+        return min(most_bytes // row_bytes, max(rows, 1))
+    return min(max(math.ceil(rows * features / classes), LEAST_ROWS), max(rows, 1))

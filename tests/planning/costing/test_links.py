@@ -9,8 +9,8 @@ import pytest
 from plimsoll.artifacts.layout import Layout
 from plimsoll.artifacts.trace import OpSpec, Trace
 from plimsoll.errors import InvalidLayout
-from plimsoll.planning.costing.collectives import Collective, RankGroup, collective_seconds, group_of
 from plimsoll.planning.costing.devices import find_device, known_devices
+from plimsoll.planning.costing.links import Collective, RankGroup, collective_seconds, group_of
 from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.units import GIB
 
