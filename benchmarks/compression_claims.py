@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from benchmarks.page import format_table
 from plimsoll.artifacts.traffic import Transfer
-from plimsoll.distributed.comm_cost.timeline import BucketWork, Sharing, run_step
+from plimsoll.distributed.comm_cost.forecast import BucketWork, Sharing, run_step
 from plimsoll.planning.costing.devices import Device, find_device
 from plimsoll.planning.costing.links import Collective, collective_seconds
 

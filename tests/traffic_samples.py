@@ -15,7 +15,7 @@ from plimsoll.artifacts.traffic import (
     Validation,
 )
 from plimsoll.artifacts.verdict import Estimate, Outcome
-from plimsoll.distributed.comm_cost.forecast import BucketProgram, Job, MethodProgram
+from plimsoll.distributed.comm_cost.forecast import BucketProgram, ForecastJob, MethodProgram
 
 MIB = 2**20
 
@@ -46,9 +46,9 @@ def make_step(**changes: object) -> StepTiming:
     return StepTiming(**(fields | changes))  # type: ignore[arg-type]
 
 
-def make_job(*, bytes_per_second: float = 10 * MIB, ranks: int = 2, **changes: object) -> Job:
+def make_job(*, bytes_per_second: float = 10 * MIB, ranks: int = 2, **changes: object) -> ForecastJob:
     links = {kind: make_link(kind, bytes_per_second=bytes_per_second) for kind in Transfer}
-    return Job(make_step(**changes), links, ranks)
+    return ForecastJob(make_step(**changes), links, ranks)
 
 
 def make_program(

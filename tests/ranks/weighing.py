@@ -20,10 +20,9 @@ from plimsoll.analysis.probe.stream import Call
 from plimsoll.artifacts.writing import to_json
 from plimsoll.distributed import advise_compression
 from plimsoll.distributed.comm_cost.advise_compression import make_metering
-from plimsoll.distributed.comm_cost.traffic_figures import ReplicaFigures
-from plimsoll.distributed.comm_cost.traffic_found import Found, validate_methods
-from plimsoll.distributed.comm_cost.traffic_metering import meter_traffic
-from plimsoll.distributed.comm_cost.traffic_training import Parallel, Training
+from plimsoll.distributed.comm_cost.figures import ReplicaFigures, TrafficFindings, validate_methods
+from plimsoll.distributed.comm_cost.metering import meter_traffic
+from plimsoll.distributed.comm_cost.training import Parallel, ValidationTraining
 from plimsoll.distributed.gradient_compression.shards import units_of
 from plimsoll.errors import PlimsollError
 from plimsoll.session.rendezvous.world import current_world
@@ -111,7 +110,7 @@ def _trained_sharded(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -
     world = current_world()
     assert world is not None
     calls = [Call((), batch) for batch in batches]
-    training = Training(
+    training = ValidationTraining(
         calls=calls[dist.get_rank() : 16 : dist.get_world_size()],
         held_out=calls[16:21],
         loss=None,
@@ -189,7 +188,7 @@ def _validated(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict
     world = current_world()
     assert world is not None
     calls = [Call((), batch) for batch in batches]
-    training = Training(
+    training = ValidationTraining(
         calls=calls[dist.get_rank() : 16 : dist.get_world_size()],
         held_out=calls[16:],
         loss=None,
@@ -204,7 +203,9 @@ def _validated(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict
         measured = meter_traffic(metering)
         parallel = Parallel(metering)
         figures = ReplicaFigures(measured)
-        found = Found(metering=metering, training=training, figures=figures, errors={}, rounds=rounds, validations={})
+        found = TrafficFindings(
+            metering=metering, training=training, figures=figures, errors={}, rounds=rounds, validations={}
+        )
         found = replace(found, validations=validate_methods(found, parallel))
         orders = [parallel.held_out_losses(training, "none", order) for order in (0, 1, 0)]
     return {

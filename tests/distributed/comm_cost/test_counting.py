@@ -9,10 +9,9 @@ from torch import nn
 
 from plimsoll.artifacts.traffic import Transfer
 from plimsoll.distributed.comm_cost.counting import CountingGroup, KeptBucket, pass_through
-from plimsoll.distributed.comm_cost.traffic_metering import compression_hook
-from plimsoll.distributed.gradient_compression.method import parse_method
-from plimsoll.distributed.gradient_compression.settings import Settings
-from plimsoll.distributed.gradient_compression.slots import Part, make_slots
+from plimsoll.distributed.comm_cost.metering import compression_hook
+from plimsoll.distributed.gradient_compression.method import CompressionSettings, parse_method
+from plimsoll.distributed.gradient_compression.slots import GradientPart, make_slots
 
 
 class Bucket:
@@ -57,8 +56,8 @@ def test_what_passes_is_what_the_mechanism_says_that_it_sends(model: nn.Module, 
     hook = compression_hook(model, method, group, seed=0)
     (found,) = pass_through(hook, [KeptBucket(Bucket(model))], group)
     counted = sum(Transfer(kind).wire_bytes(payload, ranks) for kind, payload in found.transfers)
-    settings = Settings(method=parse_method(method))
-    parts = [Part(name=name, shape=tuple(p.shape), dtype=p.dtype) for name, p in model.named_parameters()]
+    settings = CompressionSettings(method=parse_method(method))
+    parts = [GradientPart(name=name, shape=tuple(p.shape), dtype=p.dtype) for name, p in model.named_parameters()]
     said = sum(slot.sent_bytes(settings) for slot in make_slots(parts, settings, ranks=ranks, form="mean"))
     flags_bytes = 64
     assert said <= counted <= said + flags_bytes

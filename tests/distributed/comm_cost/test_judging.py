@@ -6,8 +6,7 @@ import pytest
 
 from plimsoll.artifacts.traffic import TrafficRuling
 from plimsoll.artifacts.verdict import Estimate, Outcome
-from plimsoll.distributed.comm_cost.judging import judge_all, judge_method
-from plimsoll.distributed.comm_cost.validating import differences, validate
+from plimsoll.distributed.comm_cost.judging import differences, judge_all, judge_method, validate
 from traffic_samples import make_method, make_validation
 
 FAST = Estimate(value=0.2, low=0.15, high=0.25)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plimsoll.distributed.comm_cost.timeline import BucketWork, Sharing, run_step
+from plimsoll.distributed.comm_cost.forecast import BucketWork, Sharing, run_step
 
 seconds = st.floats(min_value=0, max_value=10)
 works = st.lists(

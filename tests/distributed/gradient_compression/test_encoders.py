@@ -9,10 +9,15 @@ from hypothesis import strategies as st
 
 from plimsoll.distributed.gradient_compression.encoders import Encoder, encoder_of
 from plimsoll.distributed.gradient_compression.method import parse_method
-from plimsoll.distributed.gradient_compression.places import draw_places, generator_for
-from plimsoll.distributed.gradient_compression.slots import Slot
-from plimsoll.distributed.gradient_compression.traffic import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
-from plimsoll.distributed.gradient_compression.wire import compressed_bytes, dense_bytes
+from plimsoll.distributed.gradient_compression.rounds import draw_places, generator_for
+from plimsoll.distributed.gradient_compression.slots import GradientSlot
+from plimsoll.distributed.gradient_compression.wire_bytes import (
+    all_gather_bytes,
+    all_reduce_bytes,
+    compressed_bytes,
+    dense_bytes,
+    reduce_scatter_bytes,
+)
 
 METHODS = ("topk:1%", "topk:30%", "topk:100%", "sign:8", "sign:1024", "int8:16", "int8:256")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -134,7 +139,7 @@ def test_every_place_is_drawn_equally_often():
 
 def test_places_depend_on_seed_parameter_step_and_row_and_on_nothing_else():
     slots = [
-        Slot(
+        GradientSlot(
             name="w",
             number=number,
             shape=(1000,),

@@ -8,24 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plimsoll.distributed.gradient_compression.encoders import encoder_of
-from plimsoll.distributed.gradient_compression.feedback import Outcome, offer, settle, with_velocity
-from plimsoll.distributed.gradient_compression.method import parse_method
-from plimsoll.distributed.gradient_compression.settings import EXCLUDED, Settings
-from plimsoll.distributed.gradient_compression.slots import Part, Slot, make_slots
-from plimsoll.distributed.gradient_compression.wire import Form
+from plimsoll.distributed.gradient_compression.feedback import FeedbackOutcome, offer, settle, with_velocity
+from plimsoll.distributed.gradient_compression.method import EXCLUDED, CompressionSettings, parse_method
+from plimsoll.distributed.gradient_compression.slots import GradientPart, GradientSlot, make_slots
+from plimsoll.distributed.gradient_compression.wire_bytes import Form
 from plimsoll.errors import InvalidOption
 
 FINE, VOID = torch.zeros(()), torch.ones(())
 
 
-def slot_of(elements: int) -> Slot:
-    settings_ = Settings(method=parse_method("topk:10%"), exclude=(), min_elements=0, min_ratio=0)
-    [slot] = make_slots([Part(name="w", shape=(elements,), dtype=torch.float32)], settings_, ranks=1, form="mean")
+def slot_of(elements: int) -> GradientSlot:
+    settings_ = CompressionSettings(method=parse_method("topk:10%"), exclude=(), min_elements=0, min_ratio=0)
+    [slot] = make_slots(
+        [GradientPart(name="w", shape=(elements,), dtype=torch.float32)], settings_, ranks=1, form="mean"
+    )
     return slot
 
 
 def reduce_alone(
-    slot: Slot, gradient: torch.Tensor, method: str, *, momentum: float = 0.0, void: torch.Tensor = FINE
+    slot: GradientSlot, gradient: torch.Tensor, method: str, *, momentum: float = 0.0, void: torch.Tensor = FINE
 ) -> torch.Tensor:
     """One rank's reduction: the mean is what it sent itself."""
     encoder = encoder_of(parse_method(method))
@@ -33,7 +34,7 @@ def reduce_alone(
     rows = offered.values.view(1, -1)
     sent = encoder.decode(encoder.encode(rows, torch.float32), rows.shape[1], torch.float32).view(-1)
     slot.reductions += 1
-    return settle(offered, Outcome(mean=sent, sent=sent, kept={}), torch.maximum(void, offered.is_not_finite))
+    return settle(offered, FeedbackOutcome(mean=sent, sent=sent, kept={}), torch.maximum(void, offered.is_not_finite))
 
 
 @settings(max_examples=20, deadline=None)
@@ -76,12 +77,12 @@ def test_a_gradient_that_is_not_finite_is_passed_on_as_nan_and_leaves_no_trace(v
 
 @pytest.mark.parametrize(("shape", "form", "row"), [((4,), "mean", None), ((2, 4), "shard", 1)])
 def test_a_mean_beyond_float16_is_cut_and_what_was_cut_off_waits(shape: tuple[int, ...], form: Form, row: int | None):
-    settings_ = Settings(method=parse_method("sign:4"), exclude=(), min_elements=0, min_ratio=0)
-    [slot] = make_slots([Part(name="w", shape=shape, dtype=torch.float16)], settings_, ranks=2, form=form)
+    settings_ = CompressionSettings(method=parse_method("sign:4"), exclude=(), min_elements=0, min_ratio=0)
+    [slot] = make_slots([GradientPart(name="w", shape=shape, dtype=torch.float16)], settings_, ranks=2, form=form)
     slot.residual = torch.full(shape, 60000.0)
     offered = offer(slot, torch.full(shape, 10000.0, dtype=torch.float16), 0.0)
     mean = offered.values if row is None else offered.values[row]
-    delivered = settle(offered, Outcome(mean=mean, sent=offered.values, kept={}), FINE, row)
+    delivered = settle(offered, FeedbackOutcome(mean=mean, sent=offered.values, kept={}), FINE, row)
     assert delivered.half().isfinite().all()
     assert torch.equal(delivered, torch.full((4,), 65504.0))
     # Of the mean over two ranks: a shard's remainder waits on its own rank, for both.
@@ -138,20 +139,20 @@ def test_parameters_that_are_not_compressed_get_the_momentum_of_sgd():
     assert slot.velocity.isfinite().all()
 
 
-def parts() -> list[Part]:
+def parts() -> list[GradientPart]:
     return [
-        Part(name="embed.weight", shape=(100, 64), dtype=torch.float32),
-        Part(name="mlp.weight", shape=(64, 64), dtype=torch.float32),
-        Part(name="mlp.bias", shape=(2000,), dtype=torch.float32),
-        Part(name="small.weight", shape=(8, 8), dtype=torch.float32),
-        Part(name="double.weight", shape=(64, 64), dtype=torch.float64),
-        Part(name="nothing", shape=(0, 4), dtype=torch.float32),
-        Part(name="huge.weight", shape=(2**16, 2**15), dtype=torch.float32),
+        GradientPart(name="embed.weight", shape=(100, 64), dtype=torch.float32),
+        GradientPart(name="mlp.weight", shape=(64, 64), dtype=torch.float32),
+        GradientPart(name="mlp.bias", shape=(2000,), dtype=torch.float32),
+        GradientPart(name="small.weight", shape=(8, 8), dtype=torch.float32),
+        GradientPart(name="double.weight", shape=(64, 64), dtype=torch.float64),
+        GradientPart(name="nothing", shape=(0, 4), dtype=torch.float32),
+        GradientPart(name="huge.weight", shape=(2**16, 2**15), dtype=torch.float32),
     ]
 
 
 def test_every_parameter_that_is_not_compressed_says_why():
-    slots = make_slots(parts(), Settings(method=parse_method("topk:1%")), ranks=2, form="mean")
+    slots = make_slots(parts(), CompressionSettings(method=parse_method("topk:1%")), ranks=2, form="mean")
     assert [slot.reason for slot in slots] == [
         "excluded by '*embed*'",
         "",
@@ -166,17 +167,20 @@ def test_every_parameter_that_is_not_compressed_says_why():
 def test_what_would_save_too_little_is_not_compressed():
     # Everyone's top elements go to everyone: on 200 ranks that is more than an all-reduce of all elements.
     few, many = (
-        make_slots(parts(), Settings(method=parse_method("topk:1%")), ranks=n, form="mean")[1] for n in (2, 200)
+        make_slots(parts(), CompressionSettings(method=parse_method("topk:1%")), ranks=n, form="mean")[1]
+        for n in (2, 200)
     )
     assert few.is_compressed
     assert many.reason.startswith("would save too little")
-    dense = make_slots(parts(), Settings(method=parse_method("topk:100%")), ranks=2, form="mean")[1]
+    dense = make_slots(parts(), CompressionSettings(method=parse_method("topk:100%")), ranks=2, form="mean")[1]
     assert not dense.is_compressed
 
 
 def test_a_pattern_that_matches_nothing_is_refused_unless_it_is_a_default():
     with pytest.raises(InvalidOption) as caught:
-        make_slots(parts(), Settings(method=parse_method("sign"), exclude=("*.attn.*",)), ranks=2, form="mean")
+        make_slots(
+            parts(), CompressionSettings(method=parse_method("sign"), exclude=("*.attn.*",)), ranks=2, form="mean"
+        )
     assert "'*.attn.*' matches no parameter" in caught.value.found
     assert "embed.weight" in caught.value.why
-    make_slots(parts()[1:2], Settings(method=parse_method("sign"), exclude=EXCLUDED), ranks=2, form="mean")
+    make_slots(parts()[1:2], CompressionSettings(method=parse_method("sign"), exclude=EXCLUDED), ranks=2, form="mean")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plimsoll.distributed.gradient_compression.method import parse_method
-from plimsoll.distributed.gradient_compression.settings import Settings
+from plimsoll.distributed.gradient_compression.method import CompressionSettings, parse_method
 from plimsoll.errors import InvalidOption
 
 
@@ -77,5 +76,5 @@ def test_at_least_one_element_is_sent_and_never_more_than_there_are():
 )
 def test_an_option_out_of_range_is_refused(method: str, option: str, value: float):
     with pytest.raises(InvalidOption) as caught:
-        Settings(method=parse_method(method), **{option: value})
+        CompressionSettings(method=parse_method(method), **{option: value})
     assert option in caught.value.found

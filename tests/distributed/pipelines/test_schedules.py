@@ -22,9 +22,8 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, _ScheduleForwardOnly
 
 import plimsoll.distributed
-from plimsoll.distributed.pipelines.rank_plans import RankPlanner
+from plimsoll.distributed.pipelines.rank_plans import RankPlanner, Standing, _refuse_differing
 from plimsoll.distributed.pipelines.schedules import read_schedule
-from plimsoll.distributed.pipelines.stage_agreement import Standing, _refuse_differing
 from plimsoll.distributed.pipelines.stage_plans import renamed
 from plimsoll.distributed.pipelines.stage_steps import StageStep, trace_stage
 from plimsoll.distributed.pipelines.wrapping import Wrapped

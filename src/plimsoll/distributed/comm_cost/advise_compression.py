@@ -1,4 +1,4 @@
-"""A model, batches and the ranks that train it in; whether compressing its gradients pays here, out."""
+"""Says whether compressing a model's gradients pays on these ranks and links: the verb behind ``compress-gradients``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,18 @@ from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.traffic import UNCOMPRESSED, Traffic
 from plimsoll.artifacts.writing import to_json
-from plimsoll.distributed.comm_cost.traffic_figures import Figures, ReplicaFigures, ShardFigures
-from plimsoll.distributed.comm_cost.traffic_found import LEAST_ROUNDS, Found, validate_methods
-from plimsoll.distributed.comm_cost.traffic_layout import check_layout, check_reducible, find_units, name_methods
-from plimsoll.distributed.comm_cost.traffic_metering import Metering, meter_traffic
-from plimsoll.distributed.comm_cost.traffic_training import Parallel, Training
-from plimsoll.distributed.gradient_compression.method import parse_method
-from plimsoll.distributed.gradient_compression.settings import Settings
+from plimsoll.distributed.comm_cost.figures import (
+    LEAST_ROUNDS,
+    ReplicaFigures,
+    ShardFigures,
+    StepFigures,
+    TrafficFindings,
+    validate_methods,
+)
+from plimsoll.distributed.comm_cost.metering import Metering, meter_traffic
+from plimsoll.distributed.comm_cost.parallel_layout import check_layout, check_reducible, find_units, name_methods
+from plimsoll.distributed.comm_cost.training import Parallel, ValidationTraining
+from plimsoll.distributed.gradient_compression.method import CompressionSettings, parse_method
 from plimsoll.errors import InvalidOption
 from plimsoll.session.options import check_count
 from plimsoll.session.rendezvous.conversation import Conversation, differing
@@ -151,7 +156,7 @@ class _Ready:
     """What one rank would do, before it knows of the others; ``optimizer`` and ``description`` (of the data) are words."""
 
     metering: Metering
-    training: Training
+    training: ValidationTraining
     optimizer: str
     description: str
 
@@ -168,12 +173,14 @@ def _prepare(model: nn.Module, batches: Any, asked: _Asked, world: World) -> _Re
     check_trainable(model)
     check_layout(model, world)
     methods = name_methods(asked.methods, is_sharded=bool(find_units(model)))
-    Settings(method=parse_method(methods[-1]), seed=asked.seed)  # refuses a seed that compress_gradients would refuse
+    CompressionSettings(
+        method=parse_method(methods[-1]), seed=asked.seed
+    )  # refuses a seed that compress_gradients would refuse
     if find_units(model):
         _check_shard_options(asked)
     asked.report("reading the data", 0.0)
     stream, evaluated = _read_data(batches, asked.held_out, asked.seed, asked.validate_steps)
-    training = Training(
+    training = ValidationTraining(
         calls=_own_calls(stream, world, max(1, asked.validate_steps)),
         held_out=evaluated,
         loss=loss,
@@ -239,7 +246,7 @@ def _try(conversation: Conversation, metering: Metering) -> int:
     return unused
 
 
-def _measure(ready: _Ready, rounds: int, unused: int) -> Found:
+def _measure(ready: _Ready, rounds: int, unused: int) -> TrafficFindings:
     """Measure the parts, then whole steps, then training. The model's weights are another's meanwhile."""
     metering, training = ready.metering, ready.training
     measured = None if metering.units else meter_traffic(metering)
@@ -247,7 +254,7 @@ def _measure(ready: _Ready, rounds: int, unused: int) -> Found:
     optimizer_seconds = parallel.optimizer_seconds(training.make_optimizer, metering.repetitions)
     errors = parallel.gradient_errors()
     steps, alone = parallel.measured_rounds(rounds)
-    figures: Figures
+    figures: StepFigures
     if measured is None:
         turns = len(metering.methods)
         figures = ShardFigures(
@@ -263,7 +270,9 @@ def _measure(ready: _Ready, rounds: int, unused: int) -> Found:
     else:
         measured = measured.with_optimizer(optimizer_seconds)
         figures = ReplicaFigures(measured.when_alone_takes(median(alone)) if alone else measured)
-    found = Found(metering=metering, training=training, figures=figures, errors=errors, rounds=steps, validations={})
+    found = TrafficFindings(
+        metering=metering, training=training, figures=figures, errors=errors, rounds=steps, validations={}
+    )
     return replace(found, validations=validate_methods(found, parallel)) if training.steps else found
 
 
@@ -310,7 +319,7 @@ def _own_calls(stream: Stream, world: World, steps: int) -> list[Call]:
 def make_metering(
     world: World,
     model: nn.Module,
-    training: Training,
+    training: ValidationTraining,
     methods: tuple[str, ...],
     *,
     bucket_bytes: int | None = None,

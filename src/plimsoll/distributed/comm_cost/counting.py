@@ -1,4 +1,4 @@
-"""A communication hook and gradients in; what it does to each bucket, timed and counted, out: nothing is sent.
+"""Runs a method's hook without a network, to time what it does to each bucket and count what it would send.
 
 The hook runs on a process group whose collectives come back at once, as if every rank had the same tensor. What passes
 between two of them is local work; what they were given are payloads. So a method is measured apart from any link, and for
@@ -16,7 +16,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from plimsoll.distributed.comm_cost.hooks import Hook, finished
+Hook = Callable[[Any], torch.futures.Future[torch.Tensor]]
+"""Takes torch's ``GradBucket``, or what can be asked the same questions."""
+
+
+def finished(value: Any, devices: Sequence[torch.device]) -> torch.futures.Future[Any]:
+    """A future that has come already."""
+    future: torch.futures.Future[Any] = torch.futures.Future(
+        devices=[device for device in devices if device.type != "cpu"]
+    )
+    future.set_result(value)
+    return future
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,157 @@
-"""A timed step, a timed method and timed links in; what the step takes with the method, with its error bar, out."""
+"""Predicts the seconds of a step with a method, from the timed step, the timed method and the timed links.
+
+The links follow the α-β model: seconds = latency + wire_bytes / bandwidth. The step has two lanes: one computes forward and
+backward, the other takes the buckets, one after the other, as they get full: local work (encoding, decoding) and transfers in
+turns. Lanes slow each other down: two that compute share the processor; beside a transfer each runs at a share of its speed.
+
+Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005; ``wire_bytes`` is
+what a rank sends (nccl-tests, "bus bandwidth"). Known weaknesses: a backend that changes its algorithm with the size does not
+lie on one line (the fit's error says how far off it is); at every bucket all ranks are as slow as the slowest; transfers of two
+buckets never overlap; a processor is shared in equal parts, or not at all.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from plimsoll.artifacts.traffic import LinkFit, StepTiming, Transfer
+import numpy as np
+from scipy.optimize import nnls
+
+from plimsoll.artifacts.traffic import LinkFit, LinkPoint, StepTiming, Transfer
 from plimsoll.artifacts.verdict import Estimate
-from plimsoll.distributed.comm_cost.link import transfer_seconds
-from plimsoll.distributed.comm_cost.timeline import BucketWork, Sharing, Timeline, run_step
+
+
+def fit_link(transfer: Transfer, points: Sequence[LinkPoint], ranks: int) -> LinkFit:
+    """Latency and bandwidth with the least relative error; neither is negative.
+
+    Args:
+        transfer: what was timed.
+        points: at least two payloads of different sizes.
+        ranks: that took part.
+
+    Example:
+        >>> points = [LinkPoint(payload_bytes=size, measured_seconds=1e-3 + size / 1e6) for size in (100, 1000, 10000)]
+        >>> fit = fit_link(Transfer.ALL_REDUCE, points, 2)
+        >>> f"{fit.latency_seconds:.4f} s, {fit.bytes_per_second:.0f} B/s, {fit.relative_error:.1%} off"
+        '0.0010 s, 1000000 B/s, 0.0% off'
+    """
+    wire = np.array([transfer.wire_bytes(point.payload_bytes, ranks) for point in points])
+    seconds = np.array([point.measured_seconds for point in points])
+    scale = wire.max()  # columns of one size, for a well-conditioned fit
+    rows = np.stack([1 / seconds, wire / scale / seconds], axis=1)
+    (latency, full_size_seconds), _ = nnls(rows, np.ones(len(points)))
+    errors = rows @ np.array([latency, full_size_seconds]) - 1
+    return LinkFit(
+        transfer=transfer,
+        latency_seconds=float(latency),
+        bytes_per_second=float(scale / full_size_seconds) if full_size_seconds > 0 else math.inf,
+        relative_error=float(np.sqrt((errors**2).mean())),
+        points=tuple(points),
+    )
+
+
+def transfer_seconds(fit: LinkFit, payload_bytes: float, ranks: int, *, bandwidth_scale: float = 1.0) -> float:
+    """What a transfer takes on a link, or on one whose bandwidth is ``bandwidth_scale`` times as large."""
+    return fit.latency_seconds + fit.transfer.wire_bytes(payload_bytes, ranks) / (
+        fit.bytes_per_second * bandwidth_scale
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BucketWork:
+    """One bucket: ``compute_seconds`` until it is full (since the one before), then ``local_seconds[0]``, the first transfer,
+    ``local_seconds[1]``, the second transfer, and so on; local work is one longer than transfers.
+    """
+
+    compute_seconds: float
+    local_seconds: tuple[float, ...]
+    transfer_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Speeds of what happens at the same time, as shares of full speed.
+
+    ``compute``: computing beside a transfer; ``transfer``: a transfer beside computing; ``processor``: either of backward
+    and local work beside the other (a half on one processor, 1 where each has its own).
+    """
+
+    compute: float = 1.0
+    transfer: float = 1.0
+    processor: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeline:
+    """``exposed_seconds`` is what the step takes longer than its computing alone; the others are sums over the buckets."""
+
+    step_seconds: float
+    exposed_seconds: float
+    transfer_seconds: float
+    local_seconds: float
+
+
+@dataclass(slots=True)
+class _Piece:
+    """What a lane is busy with, in seconds at full speed."""
+
+    left_seconds: float
+    is_transfer: bool = False
+
+
+def run_step(buckets: Sequence[BucketWork], tail_seconds: float, sharing: Sharing = Sharing()) -> StepTimeline:
+    """The step from its start until the last gradient is there.
+
+    Args:
+        buckets: in the order in which backward fills them; forward belongs to the first.
+        tail_seconds: computing after the last bucket is full.
+        sharing: how the lanes slow each other down.
+
+    Example:
+        >>> run_step([BucketWork(2.0, (0.0, 0.0), (1.0,)), BucketWork(2.0, (0.0, 0.0), (1.0,))], 0.0).step_seconds
+        5.0
+    """
+    computing = deque(_Piece(work.compute_seconds) for work in buckets)
+    computing.append(_Piece(tail_seconds))
+    sending: deque[_Piece] = deque()
+    waiting = deque(buckets)
+    now = 0.0
+    while computing or sending:
+        busy = [lane for lane in (computing, sending) if lane]
+        speeds = [1.0] if len(busy) == 1 else _speeds(sending[0], sharing)
+        ends = [lane[0].left_seconds / speed for lane, speed in zip(busy, speeds, strict=True)]
+        step = min(ends)
+        now += step
+        for lane, speed, end in zip(busy, speeds, ends, strict=True):
+            lane[0].left_seconds -= step * speed
+            if end == step:  # whichever gave the minimum is over, whatever rounding says
+                lane.popleft()
+                if lane is computing and waiting:
+                    sending.extend(_pieces(waiting.popleft()))
+    computing_seconds = sum(work.compute_seconds for work in buckets) + tail_seconds
+    return StepTimeline(
+        step_seconds=now,
+        exposed_seconds=max(0.0, now - computing_seconds),
+        transfer_seconds=sum(sum(work.transfer_seconds) for work in buckets),
+        local_seconds=sum(sum(work.local_seconds) for work in buckets),
+    )
+
+
+def _speeds(sent: _Piece, sharing: Sharing) -> list[float]:
+    """Of computing and of what is done to gradients, at the same time."""
+    return [sharing.compute, sharing.transfer] if sent.is_transfer else [sharing.processor, sharing.processor]
+
+
+def _pieces(work: BucketWork) -> Iterator[_Piece]:
+    yield _Piece(work.local_seconds[0])
+    for transfer, local in zip(work.transfer_seconds, work.local_seconds[1:], strict=True):
+        yield _Piece(transfer, is_transfer=True)
+        yield _Piece(local)
+
 
 LEAST_LINK_ERROR = 0.05
 """Links are not known better than this, however well a line goes through a few points: an assumption."""
@@ -69,14 +210,14 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ForecastJob:
     """The step, the links by kind of transfer, and the number of ranks: what all methods have in common."""
 
     step: StepTiming
     links: Mapping[Transfer, LinkFit]
     ranks: int
 
-    def timeline(self, program: MethodProgram, scene: Scene = Scene()) -> Timeline:
+    def timeline(self, program: MethodProgram, scene: Scene = Scene()) -> StepTimeline:
         """Forward and backward with the method, in a scene."""
         begin, works = 0.0, []
         for timing, bucket in zip(self.step.buckets, program.buckets, strict=True):
@@ -106,13 +247,13 @@ class Job:
         return self.timeline(program, scene).step_seconds + self.step.measured_optimizer_seconds * scene.compute
 
 
-def predict_step(job: Job, program: MethodProgram) -> Estimate:
+def predict_step(job: ForecastJob, program: MethodProgram) -> Estimate:
     """The step's seconds with its error bar: the least and the most over all scenes that measurement leaves open."""
     found = [job.step_seconds(program, scene) for scene in _scenes(job, program)]
     return Estimate(value=job.step_seconds(program), low=min(found), high=max(found))
 
 
-def predict_saved(job: Job, program: MethodProgram, baseline: MethodProgram) -> Estimate:
+def predict_saved(job: ForecastJob, program: MethodProgram, baseline: MethodProgram) -> Estimate:
     """The share of the uncompressed step that the method saves, with both steps in the same scene."""
     found = [
         1 - job.step_seconds(program, scene) / job.step_seconds(baseline, scene) for scene in _scenes(job, program)
@@ -120,7 +261,7 @@ def predict_saved(job: Job, program: MethodProgram, baseline: MethodProgram) -> 
     return Estimate(value=1 - job.step_seconds(program) / job.step_seconds(baseline), low=min(found), high=max(found))
 
 
-def _scenes(job: Job, program: MethodProgram) -> list[Scene]:
+def _scenes(job: ForecastJob, program: MethodProgram) -> list[Scene]:
     used = {kind for kind, _ in program.transfers}
     link_error = max((LEAST_LINK_ERROR, *(job.links[kind].relative_error for kind in used)))
     return [
@@ -135,7 +276,7 @@ def _around(spread: float) -> tuple[float, float, float]:
     return (max(0.0, 1 - spread), 1.0, 1 + spread)
 
 
-def break_even_bandwidth(job: Job, program: MethodProgram, baseline: MethodProgram) -> float | None:
+def break_even_bandwidth(job: ForecastJob, program: MethodProgram, baseline: MethodProgram) -> float | None:
     """The highest bandwidth (of the all-reduce, bytes per second) at which the method still saves time.
 
     ``None`` where it saves time at no bandwidth down to a ten-thousandth of the measured one, or at all of them.
@@ -159,7 +300,7 @@ def break_even_bandwidth(job: Job, program: MethodProgram, baseline: MethodProgr
     return reference * low
 
 
-def break_even_hidden_share(job: Job, program: MethodProgram, baseline: MethodProgram) -> float | None:
+def break_even_hidden_share(job: ForecastJob, program: MethodProgram, baseline: MethodProgram) -> float | None:
     """The share of the uncompressed transfers that may be hidden for the method to save time still.
 
     Taken with the method's own transfers hidden in the same proportion: with T the seconds of transfers, L of local work,
@@ -173,7 +314,7 @@ def break_even_hidden_share(job: Job, program: MethodProgram, baseline: MethodPr
     return min(1.0, 1 - loss / gain) if gain > 0 else None
 
 
-def hidden_share(job: Job, program: MethodProgram) -> float:
+def hidden_share(job: ForecastJob, program: MethodProgram) -> float:
     """How much of the time of its transfers a method hides behind computing."""
     timeline = job.timeline(program)
     if not timeline.transfer_seconds:

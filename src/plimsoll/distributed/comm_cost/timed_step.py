@@ -1,6 +1,6 @@
-"""A model under ``DistributedDataParallel`` and a step in; when each bucket is full and when the step ends, out.
+"""Times a step of data-parallel training that sends nothing: when each bucket is full, and when backward ends.
 
-Nothing is sent: the wrapper's communication hook gives every bucket back at once.
+The wrapper's communication hook gives every bucket back at once. Transfers are timed apart, or beside the step.
 """
 
 from __future__ import annotations
@@ -12,14 +12,70 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from plimsoll.distributed.comm_cost.counting import KeptBucket
-from plimsoll.distributed.comm_cost.hooks import Hook, finished
-from plimsoll.distributed.comm_cost.switching import hand_over
-from plimsoll.distributed.comm_cost.timed_collectives import payload_of, start_transfer, wait_for_all, wait_for_device
+from plimsoll.distributed.comm_cost.counting import Hook, KeptBucket, finished
+from plimsoll.distributed.gradient_compression.switch import Switch, reduce_bucket
+
+
+def start_transfer(kind: str, payload: torch.Tensor) -> dist.Work:
+    """Begin a transfer on the default group.
+
+    Args:
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``broadcast``.
+        payload: what this rank gives: of one dimension, its length a multiple of the number of ranks.
+    """
+    ranks = dist.get_world_size()
+    work: dist.Work | None
+    if kind == "all_reduce":
+        work = dist.all_reduce(payload, async_op=True)
+    elif kind == "all_gather":
+        work = dist.all_gather(list(payload.new_empty(ranks, len(payload))), payload, async_op=True)
+    elif kind == "reduce_scatter":
+        work = dist.reduce_scatter(payload.new_empty(len(payload) // ranks), list(payload.chunk(ranks)), async_op=True)
+    elif kind == "all_to_all":
+        work = dist.all_to_all_single(torch.empty_like(payload), payload, async_op=True)
+    else:
+        assert kind == "broadcast", kind
+        work = dist.broadcast(payload, src=0, async_op=True)
+    assert work is not None
+    return work
+
+
+def payload_of(payload_bytes: int, device: torch.device) -> torch.Tensor:
+    """Zeros in float32, of so many bytes or a little more: every rank gets as many."""
+    ranks = dist.get_world_size()
+    return torch.zeros(max(1, -(-payload_bytes // 4 // ranks)) * ranks, device=device)
+
+
+def time_transfers(kind: str, payload_bytes: int, device: torch.device, *, repetitions: int) -> list[float]:
+    """Seconds of each repetition on this rank; all ranks call it alike. One more, not timed, comes first."""
+    payload = payload_of(payload_bytes, device)
+    found = []
+    for _ in range(repetitions + 1):
+        wait_for_all(device)
+        begin_seconds = time.perf_counter()
+        start_transfer(kind, payload).wait()
+        wait_for_device(device)
+        found.append(time.perf_counter() - begin_seconds)
+    return found[1:]
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Until every rank is here and this one's device is idle."""
+    wait_for_device(device)
+    dist.barrier()
+    wait_for_device(device)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Until nothing is under way on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
 
 Backward = Callable[[nn.Module], object]
 """Takes a model through forward, loss and backward."""
@@ -57,11 +113,13 @@ class SilentParallel:
 
     def __init__(self, model: nn.Module, bucket_bytes: int | None, backward: Backward) -> None:
         self.device = next(model.parameters()).device
-        self._now = _Now(_give_back)
+        self._hook = _HookOfTheMoment(_give_back)
         self._model = model
         self._backward = backward
         self._wrapped = wrap(model, bucket_bytes)
-        self._wrapped.register_comm_hook(self._now, hand_over)
+        switch = Switch(self._wrapped.process_group)
+        switch.answer = self._hook
+        self._wrapped.register_comm_hook(switch, reduce_bucket)
         for _ in range(_SETTLING_STEPS):
             self.step()
 
@@ -74,7 +132,7 @@ class SilentParallel:
             return _give_back(bucket)
 
         empty_gradients(self._model)
-        self._now.hook = note
+        self._hook.reduce = note
         wait_for_all(self.device)
         clock.mark()
         self._backward(self._wrapped)
@@ -91,7 +149,7 @@ class SilentParallel:
             return _give_back(bucket)
 
         empty_gradients(self._model)
-        self._now.hook = keep
+        self._hook.reduce = keep
         self._backward(self._wrapped)
         return found
 
@@ -117,11 +175,11 @@ class SilentParallel:
         return BesideSample(compute_seconds, time.perf_counter() - begin_seconds)
 
 
-class _Now:
-    """The hook of the moment. Torch's reducer holds it where no garbage collector sees it, so it knows no wrapper."""
+class _HookOfTheMoment:
+    """Answers for the buckets. Torch's reducer holds it where no garbage collector sees it, so it knows no wrapper."""
 
     def __init__(self, hook: Hook) -> None:
-        self.hook = hook
+        self.reduce = hook
 
 
 def _give_back(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A model that ranks train together and a method in, a handle out: from here on its gradients are compressed."""
+"""The verb ``compress_gradients``: from its call on, the ranks of a model exchange compressed gradients."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from plimsoll.distributed.gradient_compression.counters import Tally
-from plimsoll.distributed.gradient_compression.handle import Attachment, CompressionHandle
-from plimsoll.distributed.gradient_compression.meaning import Mean
-from plimsoll.distributed.gradient_compression.method import Method, parse_method
+from plimsoll.distributed.gradient_compression.handle import CompressionAttachment, CompressionHandle
+from plimsoll.distributed.gradient_compression.meaning import BucketMean
+from plimsoll.distributed.gradient_compression.method import EXCLUDED, CompressionSettings, Method, parse_method
 from plimsoll.distributed.gradient_compression.replicas import Replicas, free_switch_of, parts_of_replicas
 from plimsoll.distributed.gradient_compression.rounds import Round, mean_round
-from plimsoll.distributed.gradient_compression.scattering import Scatter, scatter_round
-from plimsoll.distributed.gradient_compression.settings import EXCLUDED, Settings
 from plimsoll.distributed.gradient_compression.shards import (
+    Scatter,
     ShardReplicas,
     Shards,
-    Unit,
+    ShardUnit,
     check_default,
     check_free,
     parts_to_average,
     parts_to_scatter,
+    scatter_round,
     units_of,
 )
-from plimsoll.distributed.gradient_compression.slots import Slot, make_slots
+from plimsoll.distributed.gradient_compression.slots import GradientSlot, make_slots
 from plimsoll.errors import InvalidModel, InvalidOption, RanksDiffer
 from plimsoll.session.rendezvous.exchange import exchange, together
 from plimsoll.session.rendezvous.world import World, current_world
@@ -84,7 +84,7 @@ def compress_gradients(
     Source: see `lowrank`, `encoders`, `feedback`. Known weakness: the residual takes 4 bytes per compressed element on every
     rank, under FSDP2 per element of the unsharded parameter.
     """
-    settings = Settings(
+    settings = CompressionSettings(
         method=parse_method(method),
         exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
         momentum=momentum,
@@ -105,7 +105,7 @@ def compress_gradients(
 
 
 def _compress_replicas(
-    model: DistributedDataParallel, settings: Settings, replicate_group: dist.ProcessGroup | None
+    model: DistributedDataParallel, settings: CompressionSettings, replicate_group: dist.ProcessGroup | None
 ) -> CompressionHandle:
     if replicate_group is not None:
         raise InvalidOption(
@@ -120,18 +120,18 @@ def _compress_replicas(
         switch = free_switch_of(model)
     _agree(settings, slots, world)
     tally = Tally()
-    attachment = Replicas(model, switch, slots, Mean(settings, _mean_round(settings), tally))
+    attachment = Replicas(model, switch, slots, BucketMean(settings, _mean_round(settings), tally))
     return CompressionHandle(settings, slots, tally, attachment, rank=group.rank(), layout="replicas")
 
 
 def _compress_shards(
-    model: nn.Module, settings: Settings, replicate_group: dist.ProcessGroup | None
+    model: nn.Module, settings: CompressionSettings, replicate_group: dist.ProcessGroup | None
 ) -> CompressionHandle:
     units = units_of(model)
     if not units:
         raise InvalidModel("No sharded parameter is trained.", why="there are no gradients", next="unfreeze some")
     tally = Tally()
-    attachment: Attachment
+    attachment: CompressionAttachment
     if replicate_group is not None:
         group, layout = replicate_group, "replicas of shards"
         world = current_world(dist.get_process_group_ranks(group))
@@ -140,7 +140,7 @@ def _compress_shards(
             parts = [parts_to_average(unit, unit.reduce_dtype) for unit in units]
             slots = make_slots(itertools.chain(*parts), settings, ranks=group.size(), form="mean")
         _agree(settings, slots, world)
-        mean = Mean(settings, _mean_round(settings), tally)
+        mean = BucketMean(settings, _mean_round(settings), tally)
         attachment = ShardReplicas(units, _by_unit(slots, units), mean, group)
     else:
         group, layout = units[0].parameters[0].device_mesh.get_group(), "shards"
@@ -157,7 +157,7 @@ def _compress_shards(
     return CompressionHandle(settings, slots, tally, attachment, rank=group.rank(), layout=layout)
 
 
-def _mean_round(settings: Settings) -> Round | None:
+def _mean_round(settings: CompressionSettings) -> Round | None:
     return None if settings.method.kind == "none" else mean_round(settings)
 
 
@@ -176,7 +176,7 @@ def check_scatters(method: Method) -> None:
         )
 
 
-def _by_unit(slots: Sequence[Slot], units: Sequence[Unit]) -> list[list[Slot]]:
+def _by_unit(slots: Sequence[GradientSlot], units: Sequence[ShardUnit]) -> list[list[GradientSlot]]:
     remaining = iter(slots)
     return [list(itertools.islice(remaining, len(unit.parameters))) for unit in units]
 
@@ -186,7 +186,7 @@ def _together(world: World | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if world is None else together(world, _TOPIC)
 
 
-def _agree(settings: Settings, slots: Sequence[Slot], world: World | None) -> None:
+def _agree(settings: CompressionSettings, slots: Sequence[GradientSlot], world: World | None) -> None:
     """Go on only if all ranks compress the same parameters in the same way: they could not read each other otherwise."""
     if world is None:
         return

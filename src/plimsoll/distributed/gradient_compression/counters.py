@@ -1,4 +1,4 @@
-"""What was reduced in, counts out: bytes sent and not sent, steps, and steps with a gradient that was not finite."""
+"""Counts what compression did: bytes sent and not sent, steps, and steps with a gradient that was not finite."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from plimsoll.distributed.gradient_compression.settings import Settings
-from plimsoll.distributed.gradient_compression.slots import Slot
+from plimsoll.distributed.gradient_compression.method import CompressionSettings
+from plimsoll.distributed.gradient_compression.slots import GradientSlot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,9 @@ class Tally:
         self._last_nonfinite: torch.Tensor | None = None
         self._before = 0
 
-    def add(self, slots: Sequence[Slot], settings: Settings, is_nonfinite: torch.Tensor, step: int) -> None:
+    def add(
+        self, slots: Sequence[GradientSlot], settings: CompressionSettings, is_nonfinite: torch.Tensor, step: int
+    ) -> None:
         """Count one reduction of some parameters, before their own counts go up.
 
         Args:

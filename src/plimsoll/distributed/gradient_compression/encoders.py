@@ -1,4 +1,4 @@
-"""Rows of numbers in, bytes of a fixed length per row out, and back: what topk, sign and int8 put on the wire.
+"""What topk, sign and int8 put on the wire: rows of numbers as bytes of a fixed length per row, and back.
 
 A row is what one rank sends to another about one parameter, in float32. The length of its payload follows from the
 number of elements alone, so all ranks know it without asking. Payloads are whole multiples of 4 bytes.
@@ -39,15 +39,15 @@ class Encoder(Protocol):
 def encoder_of(method: Method) -> Encoder:
     """The encoder behind ``topk``, ``sign`` and ``int8``."""
     if method.kind == "topk":
-        return TopK(method)
+        return TopKEncoder(method)
     if method.kind == "sign":
-        return Sign(method.block)
+        return SignEncoder(method.block)
     assert method.kind == "int8", f"{method} is not sent as payloads"
-    return Int8(method.block)
+    return Int8Encoder(method.block)
 
 
 @dataclass(frozen=True, slots=True)
-class TopK:
+class TopKEncoder:
     """The elements of the largest magnitude with their places; values travel in the gradient's own dtype.
 
     Source: Lin et al. 2018, "Deep Gradient Compression"; Stich et al. 2018, "Sparsified SGD with memory".
@@ -75,7 +75,7 @@ class TopK:
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class SignEncoder:
     """One bit per element and the mean magnitude of each block of ``block`` neighbours.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, "Error feedback fixes SignSGD"
@@ -112,7 +112,7 @@ class Sign:
 
 
 @dataclass(frozen=True, slots=True)
-class Int8:
+class Int8Encoder:
     """Whole numbers from -127 to 127 and the largest magnitude of each block of ``block`` neighbours, rounded to nearest.
 
     Source: Dettmers 2015, "8-bit approximations for parallelism in deep learning" (a data type of its own there; the

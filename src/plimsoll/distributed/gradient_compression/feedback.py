@@ -1,4 +1,4 @@
-"""A local gradient in, what is offered for sending out; and what was not sent, kept for the next step.
+"""Error feedback: what a step could not send is kept and added to the next step's gradient.
 
 With gradient g, residual r and momentum m, each of one parameter on one rank, all in float32::
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from plimsoll.distributed.gradient_compression.slots import Slot
+from plimsoll.distributed.gradient_compression.slots import GradientSlot
 
 _MOST_FLOAT16 = torch.finfo(torch.float16).max
 
@@ -39,7 +39,7 @@ class Offer:
         is_not_finite: one number, above 0 where the local gradient has NaN or infinity.
     """
 
-    slot: Slot
+    slot: GradientSlot
     values: torch.Tensor
     waiting: torch.Tensor
     velocity: torch.Tensor | None
@@ -47,7 +47,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class FeedbackOutcome:
     """What came of an offer.
 
     Attributes:
@@ -61,7 +61,7 @@ class Outcome:
     kept: dict[str, torch.Tensor]
 
 
-def offer(slot: Slot, gradient: torch.Tensor, momentum: float) -> Offer:
+def offer(slot: GradientSlot, gradient: torch.Tensor, momentum: float) -> Offer:
     """Add what waits to a gradient.
 
     Args:
@@ -89,7 +89,9 @@ def offer(slot: Slot, gradient: torch.Tensor, momentum: float) -> Offer:
     )
 
 
-def settle(offered: Offer, outcome: Outcome, is_not_finite: torch.Tensor, row: int | None = None) -> torch.Tensor:
+def settle(
+    offered: Offer, outcome: FeedbackOutcome, is_not_finite: torch.Tensor, row: int | None = None
+) -> torch.Tensor:
     """Keep what was not sent, and return the mean: NaN where any rank's gradient was not finite.
 
     Args:
@@ -122,7 +124,7 @@ def settle(offered: Offer, outcome: Outcome, is_not_finite: torch.Tensor, row: i
     return torch.where(is_void, torch.nan, mean)
 
 
-def with_velocity(slot: Slot, mean: torch.Tensor, momentum: float) -> torch.Tensor:
+def with_velocity(slot: GradientSlot, mean: torch.Tensor, momentum: float) -> torch.Tensor:
     """The mean of a parameter that is not compressed, with the momentum that the others have: the optimizer has none then."""
     before = _or_zeros(slot.velocity, mean.to(torch.promote_types(mean.dtype, torch.float32)))
     velocity = before.mul(momentum).add_(mean)

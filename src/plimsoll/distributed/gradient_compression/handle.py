@@ -12,15 +12,15 @@ from typing import Any, Protocol
 import torch
 
 from plimsoll.distributed.gradient_compression.counters import Counters, Tally
-from plimsoll.distributed.gradient_compression.settings import Settings
-from plimsoll.distributed.gradient_compression.slots import STATE, Slot
+from plimsoll.distributed.gradient_compression.method import CompressionSettings
+from plimsoll.distributed.gradient_compression.slots import STATE, GradientSlot
 from plimsoll.errors import CompressionMismatch, InvalidOption
 from plimsoll.units import format_bytes
 
 _SCHEMA_VERSION = 1
 
 
-class Attachment(Protocol):
+class CompressionAttachment(Protocol):
     """What was put into the model."""
 
     def restore(self, step: int) -> None:
@@ -36,12 +36,19 @@ class CompressionHandle:
     """Compressed gradients of one model on one rank; also a context manager."""
 
     def __init__(
-        self, settings: Settings, slots: Sequence[Slot], tally: Tally, attachment: Attachment, *, rank: int, layout: str
+        self,
+        settings: CompressionSettings,
+        slots: Sequence[GradientSlot],
+        tally: Tally,
+        attachment: CompressionAttachment,
+        *,
+        rank: int,
+        layout: str,
     ) -> None:
         self._settings = settings
         self._slots = list(slots)
         self._tally = tally
-        self._attachment: Attachment | None = attachment
+        self._attachment: CompressionAttachment | None = attachment
         self._rank = rank
         self._layout = layout
 

@@ -1,4 +1,4 @@
-"""The gradients of one bucket in, their mean over ranks in their place: some compressed, the others in one plain all-reduce.
+"""Averages the gradients of one bucket over ranks: some compressed, the others in one plain all-reduce.
 
 DDP puts parameters into buckets as it likes; here a bucket is taken apart again. The plain part, which also carries which
 gradients are not finite, is all-reduced first. Where nothing is compressed, that is one all-reduce of the bucket as it lies
@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 from plimsoll.distributed.gradient_compression.counters import Tally
 from plimsoll.distributed.gradient_compression.feedback import Offer, offer, settle, with_velocity
+from plimsoll.distributed.gradient_compression.method import CompressionSettings
 from plimsoll.distributed.gradient_compression.rounds import Round
-from plimsoll.distributed.gradient_compression.settings import Settings
-from plimsoll.distributed.gradient_compression.slots import Slot
+from plimsoll.distributed.gradient_compression.slots import GradientSlot
 
 
-class Mean:
+class BucketMean:
     """Averages gradients over the ranks of a group."""
 
-    def __init__(self, settings: Settings, round_: Round | None, tally: Tally) -> None:
+    def __init__(self, settings: CompressionSettings, round_: Round | None, tally: Tally) -> None:
         self._settings = settings
         self._round = round_
         self._tally = tally
@@ -30,7 +30,7 @@ class Mean:
     @torch.no_grad()
     def reduce(
         self,
-        slots: Sequence[Slot],
+        slots: Sequence[GradientSlot],
         gradients: Sequence[torch.Tensor],
         flat: torch.Tensor,
         *,
@@ -65,7 +65,7 @@ class Mean:
 
     def _plain(
         self,
-        plain: Sequence[tuple[Slot, torch.Tensor]],
+        plain: Sequence[tuple[GradientSlot, torch.Tensor]],
         offers: Sequence[Offer],
         flat: torch.Tensor,
         group: dist.ProcessGroup,
@@ -81,7 +81,7 @@ class Mean:
 
     def _compressed(
         self,
-        due: Sequence[tuple[Slot, torch.Tensor]],
+        due: Sequence[tuple[GradientSlot, torch.Tensor]],
         offers: Sequence[Offer],
         is_void: torch.Tensor,
         group: dist.ProcessGroup,

@@ -1,4 +1,4 @@
-"""A model under DistributedDataParallel in, the same model with its buckets reduced by us out; and back.
+"""Compresses the gradients of a model under DistributedDataParallel, through its communication hook.
 
 The reducer of DDP takes one hook for its whole life. Ours stays when compression is removed, and then does what DDP does
 without a hook, to the bit; a later call uses it again.
@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from plimsoll.distributed.gradient_compression.meaning import Mean, average_whole
-from plimsoll.distributed.gradient_compression.slots import Part, Slot
+from plimsoll.distributed.gradient_compression.meaning import BucketMean, average_whole
+from plimsoll.distributed.gradient_compression.slots import GradientPart, GradientSlot
 from plimsoll.distributed.gradient_compression.switch import Reduced, Switch, reduce_bucket
 from plimsoll.errors import InvalidOption, RankFailed
 
 
-def parts_of_replicas(model: DistributedDataParallel) -> list[Part]:
+def parts_of_replicas(model: DistributedDataParallel) -> list[GradientPart]:
     """The trained parameters as they are reduced."""
     return [
-        Part(name=name, shape=tuple(parameter.shape), dtype=parameter.dtype)
+        GradientPart(name=name, shape=tuple(parameter.shape), dtype=parameter.dtype)
         for name, parameter in model.module.named_parameters()
         if parameter.requires_grad
     ]
@@ -37,7 +37,9 @@ def parts_of_replicas(model: DistributedDataParallel) -> list[Part]:
 class Replicas:
     """The buckets of one model, while compression is on; ``switch`` is that of ``free_switch_of``."""
 
-    def __init__(self, model: DistributedDataParallel, switch: Switch | None, slots: list[Slot], mean: Mean) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, switch: Switch | None, slots: list[GradientSlot], mean: BucketMean
+    ) -> None:
         trained = [each for each in model.module.parameters() if each.requires_grad]
         self._slots = dict(zip(trained, slots, strict=True))
         self._mean = mean

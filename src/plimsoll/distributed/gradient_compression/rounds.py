@@ -1,34 +1,94 @@
-"""Offers of every rank in, their mean on every rank out: the compressed forms of all-reduce.
+"""Compressed forms of all-reduce: every rank offers a gradient, every rank gets the mean; PowerSGD is torch's own.
 
-Each round is blocking, and all its arithmetic on what came in is done in the order of ranks: every rank computes the same bits.
+Places that randomk sends are drawn from a seed that all ranks share, so they need not be sent.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+import struct
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from plimsoll.distributed.gradient_compression.collectives import exchange_rows, gather_rows
 from plimsoll.distributed.gradient_compression.encoders import Encoder, encoder_of, narrow
-from plimsoll.distributed.gradient_compression.feedback import Offer, Outcome
-from plimsoll.distributed.gradient_compression.lowrank import LowRankMean
-from plimsoll.distributed.gradient_compression.places import draw_places, generator_for
-from plimsoll.distributed.gradient_compression.settings import Settings
+from plimsoll.distributed.gradient_compression.feedback import FeedbackOutcome, Offer
+from plimsoll.distributed.gradient_compression.method import CompressionSettings
+from plimsoll.distributed.gradient_compression.slots import GradientSlot
+from plimsoll.distributed.gradient_compression.wire_bytes import factors_of
+
+_NAMES = vars(dist)
+# torch 2.13 renamed both and warns of the old names; 2.9 has only these.
+_all_gather = _NAMES["all_gather_single" if "all_gather_single" in _NAMES else "all_gather_into_tensor"]
+_reduce_scatter = _NAMES["reduce_scatter_single" if "reduce_scatter_single" in _NAMES else "reduce_scatter_tensor"]
+
+
+def gather_rows(payload: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``(1, bytes)`` of every rank as ``(ranks, bytes)``."""
+    gathered = payload.new_empty(group.size(), payload.shape[1])
+    _all_gather(gathered, payload, group=group)
+    return gathered
+
+
+def exchange_rows(payloads: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Row i of ``(ranks, bytes)`` goes to rank i; the rows that came from every rank."""
+    received = torch.empty_like(payloads)
+    dist.all_to_all_single(received, payloads, group=group)
+    return received
+
+
+def reduce_rows(
+    output: torch.Tensor,
+    rows: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> None:
+    """Row i of the sum over ranks of ``(ranks, elements)`` into the output of rank i."""
+    _reduce_scatter(output, rows.view(-1), op=op, group=group)
+
+
+_STATE_BYTES = 8
+
+
+def generator_for(seed: int, slot: GradientSlot, row: int = 0) -> torch.Generator:
+    """Random numbers that depend on the seed, the parameter, how often it was reduced, and nothing else."""
+    text = struct.pack("<qqqq", seed, slot.number, slot.reductions, row)
+    digest = hashlib.blake2b(text, digest_size=_STATE_BYTES).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def draw_places(generator: torch.Generator, elements: int, sent: int) -> torch.Tensor:
+    """``sent`` different places below ``elements``, ascending: one out of each of ``sent`` equal stretches.
+
+    Every place is as likely as any other (up to the last element of a stretch that is not whole). Unlike in a free draw, two
+    neighbours rarely come together, and nothing has to be shuffled.
+
+    Example:
+        >>> draw_places(torch.Generator().manual_seed(0), 4, 4)
+        tensor([0, 1, 2, 3])
+    """
+    starts = torch.arange(sent + 1) * elements // sent
+    widths = starts[1:] - starts[:-1]
+    steps = (torch.rand(sent, generator=generator, dtype=torch.float64) * widths).long()
+    return starts[:-1] + torch.minimum(steps, widths - 1)
 
 
 class Round(Protocol):
     """One compressed reduction of several parameters."""
 
-    def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[Outcome]:
+    def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[FeedbackOutcome]:
         """What came of each offer; the same call on every rank of the group."""
         ...
 
 
-def mean_round(settings: Settings) -> Round:
+def mean_round(settings: CompressionSettings) -> Round:
     """The compressed all-reduce of a method."""
     method = settings.method
     if method.kind == "powersgd":
@@ -46,7 +106,7 @@ class GatherMean:
 
     encoder: Encoder
 
-    def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[Outcome]:
+    def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[FeedbackOutcome]:
         ranks = group.size()
         mine = [self.encoder.encode(each.values.view(1, -1), each.slot.dtype) for each in offers]
         gathered = gather_rows(torch.cat(mine, dim=1), group)
@@ -55,7 +115,7 @@ class GatherMean:
             elements, dtype = each.slot.elements, each.slot.dtype
             mean = average(self.encoder, theirs, elements, dtype, ranks)
             sent = self.encoder.decode(own, elements, dtype).view_as(each.values)
-            outcomes.append(Outcome(mean=mean, sent=sent, kept={}))
+            outcomes.append(FeedbackOutcome(mean=mean, sent=sent, kept={}))
         return outcomes
 
 
@@ -68,7 +128,7 @@ class TwoPassMean:
 
     encoder: Encoder
 
-    def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[Outcome]:
+    def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[FeedbackOutcome]:
         ranks = group.size()
         rows = [pad_rows(each.values, ranks) for each in offers]
         mine = [self.encoder.encode(each, offered.slot.dtype) for each, offered in zip(rows, offers, strict=True)]
@@ -91,7 +151,7 @@ class TwoPassMean:
             mean = self.encoder.decode(columns_of(gathered, second)[i], width, dtype).flatten()[:elements]
             sent = self.encoder.decode(mine[i], width, dtype).flatten()[:elements].view_as(each.values)
             left = owned[i] - self.encoder.decode(second[i], width, dtype).view(-1)
-            outcomes.append(Outcome(mean=mean, sent=sent, kept={"owned": left}))
+            outcomes.append(FeedbackOutcome(mean=mean, sent=sent, kept={"owned": left}))
         return outcomes
 
 
@@ -99,9 +159,9 @@ class TwoPassMean:
 class SharedPlacesMean:
     """All ranks send the same places, so a plain all-reduce of the values adds up; the places need not be sent."""
 
-    settings: Settings
+    settings: CompressionSettings
 
-    def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[Outcome]:
+    def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[FeedbackOutcome]:
         places, values = [], []
         for each in offers:
             slot = each.slot
@@ -117,7 +177,7 @@ class SharedPlacesMean:
         ):
             empty = torch.zeros_like(each.values.view(-1))
             outcomes.append(
-                Outcome(
+                FeedbackOutcome(
                     mean=empty.index_copy(0, drawn, averaged.float()),
                     sent=empty.index_copy(0, drawn, value.float()).view_as(each.values),
                     kept={},
@@ -143,3 +203,101 @@ def pad_rows(values: torch.Tensor, ranks: int) -> torch.Tensor:
     """A parameter's numbers as ``(ranks, chunk)``, the end filled with zeros."""
     flat = values.reshape(-1)
     return torch.nn.functional.pad(flat, (0, -len(flat) % ranks)).view(ranks, -1)
+
+
+_BUCKET = 0
+_FIRST_STEP = 2
+"""Torch's state refuses to start earlier, because DDP rebuilds its buckets after the first step; ours are not DDP's."""
+_EPSILON = 1e-8
+"""Added to the length of columns before dividing by it: a column of zeros stays zero instead of NaN."""
+_LETTING_GO_SECONDS = 1.0
+"""How long to wait at most for torch's callbacks to be gone; it takes microseconds."""
+
+
+class _State(PowerSGDState):
+    """Torch's state, with a place for weak references."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """What torch's hook reads of a bucket of DDP's."""
+
+    flat: torch.Tensor
+    matrices: list[torch.Tensor]
+
+    def index(self) -> int:
+        return _BUCKET
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self.matrices
+
+    def is_last(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankMean:
+    """One step of subspace iteration per reduction, warm-started from the factor of the one before; two all-reduces."""
+
+    rank: int
+    seed: int
+
+    def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[FeedbackOutcome]:
+        # Torch lays factors out by shape, in the order in which shapes first come.
+        first = {shape: i for i, shape in reversed(list(enumerate(_matrix_of(each.slot) for each in offers)))}
+        order = sorted(range(len(offers)), key=lambda i: first[_matrix_of(offers[i].slot)])
+        ordered = [offers[i] for i in order]
+        flat = torch.cat([each.values.reshape(-1) for each in ordered])
+        pieces = flat.split([each.slot.elements for each in ordered])
+        matrices = [piece.view(_matrix_of(each.slot)) for piece, each in zip(pieces, ordered, strict=True)]
+        factors = [self._right_factor(each.slot, flat.device) for each in ordered]
+        state = self._state(ordered, factors, group)
+        powerSGD_hook(state, _Bucket(flat, matrices)).wait()
+        right_factors = state.q_memory_dict[_BUCKET]
+        # The callbacks of torch's hook hold the group, and a thread of the group lets go of them after the result is there.
+        # A group that is destroyed meanwhile ends on its own thread, which aborts the process.
+        let_go = threading.Event()
+        weakref.finalize(state, let_go.set)
+        del state
+        let_go.wait(_LETTING_GO_SECONDS)
+        widths = [factor.numel() for factor in factors]
+        outcomes: list[FeedbackOutcome | None] = [None] * len(offers)
+        for i, each, piece, kept in zip(order, ordered, pieces, right_factors.split(widths), strict=True):
+            _, columns, rank = factors_of(each.slot.shape, self.rank)
+            # As in torch and in the paper, what all agreed on counts as sent: residuals add up over ranks.
+            sent = piece.view_as(each.values)
+            outcomes[i] = FeedbackOutcome(mean=piece, sent=sent, kept={"factor": kept.view(columns, rank).clone()})
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _state(self, offers: Sequence[Offer], factors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> _State:
+        state = _State(
+            process_group=group,
+            matrix_approximation_rank=self.rank,
+            start_powerSGD_iter=_FIRST_STEP,
+            min_compression_rate=0,
+            use_error_feedback=False,
+            warm_start=True,
+            orthogonalization_epsilon=_EPSILON,
+            batch_tensors_with_same_shape=True,
+        )
+        state.iter = _FIRST_STEP
+        rows = [math.prod(factors_of(each.slot.shape, self.rank)[::2]) for each in offers]
+        state.p_memory_dict[_BUCKET] = factors[0].new_empty(sum(rows))
+        state.q_memory_dict[_BUCKET] = torch.cat([factor.reshape(-1) for factor in factors])
+        return state
+
+    def _right_factor(self, slot: GradientSlot, device: torch.device) -> torch.Tensor:
+        """The factor of the step before; columns that came out as zeros would stay zeros for ever and are drawn anew."""
+        _, columns, rank = factors_of(slot.shape, self.rank)
+        drawn = torch.randn(columns, rank, generator=generator_for(self.seed, slot)).to(device)
+        if slot.factor is None:
+            return drawn
+        factor = slot.factor.to(device)
+        return torch.where((factor == 0).all(dim=0), drawn, factor)
+
+
+def _matrix_of(slot: GradientSlot) -> tuple[int, int]:
+    return slot.shape[0], math.prod(slot.shape[1:])

@@ -1,4 +1,4 @@
-"""Named parameters and settings in, one slot per parameter out: whether it is compressed, and what it keeps between steps."""
+"""What compression knows of each parameter: whether its gradient is compressed, and what waits between steps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from plimsoll.distributed.gradient_compression.settings import EXCLUDED, Settings
-from plimsoll.distributed.gradient_compression.wire import FLOATS, Form, compressed_bytes, dense_bytes
+from plimsoll.distributed.gradient_compression.method import EXCLUDED, CompressionSettings
+from plimsoll.distributed.gradient_compression.wire_bytes import FLOATS, Form, compressed_bytes, dense_bytes
 from plimsoll.errors import InvalidOption
 
 STATE = ("residual", "velocity", "factor", "owned")
@@ -20,7 +20,7 @@ _MOST_ELEMENTS = 2**31 - 1
 
 
 @dataclass(slots=True, kw_only=True)
-class Slot:
+class GradientSlot:
     """One parameter on one rank.
 
     Attributes:
@@ -62,13 +62,13 @@ class Slot:
         """What one rank sends for it uncompressed."""
         return dense_bytes(self.elements, self.dtype, self.ranks, self.form)
 
-    def sent_bytes(self, settings: Settings) -> int:
+    def sent_bytes(self, settings: CompressionSettings) -> int:
         """What one rank sends for it once warm-up is over."""
         if not self.is_compressed:
             return self.dense_bytes
         return compressed_bytes(settings.method, self.shape, self.dtype, self.ranks, self.form)
 
-    def is_due(self, settings: Settings) -> bool:
+    def is_due(self, settings: CompressionSettings) -> bool:
         """Whether its next reduction is a compressed one."""
         return self.is_compressed and self.reductions >= settings.warmup_steps
 
@@ -80,7 +80,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class GradientPart:
     """A parameter as it is reduced: the gradient's shape and dtype need not be the parameter's."""
 
     name: str
@@ -88,7 +88,9 @@ class Part:
     dtype: torch.dtype
 
 
-def make_slots(parts: Iterable[Part], settings: Settings, *, ranks: int, form: Form) -> list[Slot]:
+def make_slots(
+    parts: Iterable[GradientPart], settings: CompressionSettings, *, ranks: int, form: Form
+) -> list[GradientSlot]:
     """One slot per parameter, in the order given.
 
     Raises:
@@ -97,7 +99,7 @@ def make_slots(parts: Iterable[Part], settings: Settings, *, ranks: int, form: F
     parts = list(parts)
     _check_patterns(settings.exclude, [part.name for part in parts])
     return [
-        Slot(
+        GradientSlot(
             name=part.name,
             number=number,
             shape=part.shape,
@@ -121,7 +123,7 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
             )
 
 
-def _reason_not_to(part: Part, settings: Settings, ranks: int, form: Form) -> str:
+def _reason_not_to(part: GradientPart, settings: CompressionSettings, ranks: int, form: Form) -> str:
     elements = math.prod(part.shape)
     if settings.method.kind == "none":
         return "the method is none"

@@ -1,6 +1,6 @@
-"""A bucket of DDP in, a promise of its mean out: the one hook that DDP's reducer takes, and who answers it at the moment.
+"""The one communication hook that DDP's reducer takes for its whole life; who answers it may change.
 
-Without ``from __future__ import annotations``: DDP compares a hook's annotations with classes, not with names.
+There is no ``from __future__ import annotations`` here: DDP compares a hook's annotations with classes, not with names.
 """
 
 from typing import Protocol, TypeAlias

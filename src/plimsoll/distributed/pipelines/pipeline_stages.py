@@ -1,4 +1,4 @@
-"""A pipeline's schedule and a budget in; every stage of this rank managed from its first step on, and back again exactly, out.
+"""``attach_schedule``: manages the stages of a pipeline under one budget per rank, from the first step on.
 
 The first ``schedule.step(...)`` that trains traces each stage on the micro-batch that it is called with, or that its receive
 buffers show, before anything else runs; all ranks refuse together if one cannot meet its budget. That step runs at the lowest
@@ -20,10 +20,9 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.distributed.pipelines.rank_plans import RankPlan, RankPlanner
+from plimsoll.distributed.pipelines.rank_plans import TIMEOUT_SECONDS, RankPlan, RankPlanner, StageAgreement, Standing
 from plimsoll.distributed.pipelines.schedule_report import ScheduleReport, StageReport, added_seconds
 from plimsoll.distributed.pipelines.schedules import RankSchedule, Schedule, read_schedule
-from plimsoll.distributed.pipelines.stage_agreement import TIMEOUT_SECONDS, StageAgreement, Standing
 from plimsoll.distributed.pipelines.stage_steps import KnownChoices, StageStep, bytes_of, trace_stage
 from plimsoll.distributed.pipelines.wrapping import Wrapped, is_wrapped
 from plimsoll.engine.apply import Handle

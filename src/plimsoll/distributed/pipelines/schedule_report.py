@@ -1,4 +1,4 @@
-"""What a rank's stages do under their plans in; the report that a handle shows, out."""
+"""The report on a pipeline's plans: bytes and seconds of each stage, and what recomputation does to the bubble."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A schedule of ``torch.distributed.pipelining`` in; this rank's stages, and the actions of every rank, out.
+"""Reads a schedule of ``torch.distributed.pipelining``: this rank's stages, and the order of every rank's actions.
 
 Schedules of several stages per rank carry a table of their actions. Those of one stage run fixed loops; the table that torch
 2.13 prints for 1F1B counts the last rank's forwards from one, so GPipe's and 1F1B's orders are taken from ``orders``, which is

@@ -1,4 +1,4 @@
-"""Plans that were saved for the stages of a pipeline, and a schedule in; the stages managed by them, and back again, out.
+"""``apply_stages``: manages the stages of a pipeline by plans that were saved for them.
 
 ``plimsoll estimate --plans DIR`` names regions as the whole model does; a stage's module may have a shorter or a longer path to
 the same block. A region is found where one path ends with the other; what is not found, or found twice, is refused, never
@@ -16,8 +16,8 @@ from torch import nn
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import load_plan
+from plimsoll.distributed.pipelines.rank_plans import TIMEOUT_SECONDS, StageAgreement
 from plimsoll.distributed.pipelines.schedules import RankSchedule, Schedule, read_schedule
-from plimsoll.distributed.pipelines.stage_agreement import TIMEOUT_SECONDS, StageAgreement
 from plimsoll.engine.apply import Handle
 from plimsoll.errors import InvalidOption, PlanFileError, PlanMismatch
 from plimsoll.estimator.pipeline_schedule.orders import most_in_flight

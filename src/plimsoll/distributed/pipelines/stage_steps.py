@@ -1,4 +1,4 @@
-"""One stage and one of its micro-batches in; the planner of its step, and its bytes under any budget, out.
+"""Traces one pipeline stage on one of its micro-batches, and says what it holds under any budget.
 
 The stage's module is traced on this rank alone, forward and backward, with the gradients of earlier micro-batches there. What
 it receives belongs to buffers that last, so that it is no part of what a waiting micro-batch holds.

@@ -1,4 +1,4 @@
-"""A method of one object in; a function of ours in its place, and the object as it was, out."""
+"""Stands in for a method of one object, and puts the object back as it was."""
 
 from __future__ import annotations
 

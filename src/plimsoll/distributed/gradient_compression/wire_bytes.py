@@ -1,6 +1,10 @@
-"""A parameter, a method and a number of ranks in, bytes that one rank sends for it, compressed and not, out.
+"""How many bytes one rank sends for a gradient, compressed and not: what decides whether a parameter is compressed.
 
-The same figures decide which parameters are compressed and are counted while training.
+All-reduce passes every byte twice around the ring, reduce-scatter and all-gather once. Sending and receiving are symmetric, so
+these are the bytes that each rank's link carries in each direction; what a library does on other topologies may differ. The
+same figures are counted while training.
+
+Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
 """
 
 from __future__ import annotations
@@ -13,7 +17,27 @@ import torch
 
 from plimsoll.distributed.gradient_compression.encoders import encoder_of
 from plimsoll.distributed.gradient_compression.method import Method
-from plimsoll.distributed.gradient_compression.traffic import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
+
+
+def all_reduce_bytes(message_bytes: int, ranks: int) -> int:
+    """Sent by one rank to reduce a message that all have.
+
+    Example:
+        >>> all_reduce_bytes(1000, 4)
+        1500
+    """
+    return 2 * message_bytes * (ranks - 1) // ranks
+
+
+def reduce_scatter_bytes(message_bytes: int, ranks: int) -> int:
+    """Sent by one rank to reduce a message of which each rank gets a part; an all-to-all sends as much."""
+    return message_bytes * (ranks - 1) // ranks
+
+
+def all_gather_bytes(part_bytes: int, ranks: int) -> int:
+    """Sent by one rank to give its part to all others, and to pass theirs on."""
+    return part_bytes * (ranks - 1)
+
 
 Form = Literal["mean", "shard"]
 """Whether every rank gets the whole mean, as DDP's ranks do, or its own shard of it, as FSDP2's do."""

@@ -1,7 +1,7 @@
-"""What is measured of a step besides whole steps in; what each method makes of it, as fields of the artifact, out.
+"""Puts together what was measured of every method, as the artifact `Traffic`, with a ruling for each.
 
-Of replicas that is the step's parts, and a prediction. Of shards it is the step without the reduction of gradients: the
-gathering of parameters shares the link with it, and a reduce-scatter of gloo holds backward up, so no prediction is made.
+Of replicas that is the step's parts, and a prediction. Of shards it is the step without the reduction of gradients: gathering
+parameters shares the link with it, and a reduce-scatter of gloo holds backward up, so nothing is predicted.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
-from plimsoll.artifacts.traffic import UNCOMPRESSED, ShardedStep
+from plimsoll.analysis.probe import statistics
+from plimsoll.analysis.verify.evidence import versions
+from plimsoll.artifacts.traffic import UNCOMPRESSED, MethodTraffic, ShardedStep, Traffic, Validation
 from plimsoll.artifacts.verdict import Estimate
-from plimsoll.distributed.comm_cost import forecast
-from plimsoll.distributed.comm_cost.traffic_metering import Measured
+from plimsoll.distributed.comm_cost import forecast, judging
+from plimsoll.distributed.comm_cost.metering import MeteredTraffic, Metering
+from plimsoll.distributed.comm_cost.training import GradientError, Parallel, ValidationTraining
 from plimsoll.tracing.meters.timing import median_interval
+from plimsoll.tracing.recorder.fingerprint import fingerprint
 
 
-class Figures(Protocol):
+class StepFigures(Protocol):
     """What is known of a step of one layout."""
 
     @property
@@ -48,7 +54,7 @@ class Figures(Protocol):
 class ReplicaFigures:
     """Of a model under ``DistributedDataParallel``: its step taken apart, and put together with each method."""
 
-    measured: Measured
+    measured: MeteredTraffic
 
     @property
     def optimizer_seconds(self) -> float:
@@ -179,3 +185,117 @@ def interval_of(samples: Sequence[float]) -> Estimate | None:
         return None
     found = median_interval(list(samples))
     return Estimate(value=found.median, low=found.low, high=found.high)
+
+
+LEAST_ROUNDS = 3
+"""Of measured steps: what fewer rounds save has no interval, and the prediction decides."""
+_ERROR = 0.05
+"""Of the intervals of held-out differences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficFindings:
+    """Everything that was measured, and what follows from it."""
+
+    metering: Metering
+    training: ValidationTraining
+    figures: StepFigures
+    errors: dict[str, GradientError]
+    rounds: dict[str, list[float]]
+    validations: dict[str, Validation]
+
+    def traffic(self, *, optimizer: str, data: str) -> Traffic:
+        """The whole artifact."""
+        metering = self.metering
+        methods = tuple(map(self._method, metering.methods))
+        ruling, reason, best, missing = judging.judge_all(methods)
+        return Traffic(
+            ruling=ruling,
+            reason=reason,
+            missing=missing,
+            best=best,
+            model=type(metering.model).__name__,
+            fingerprint=fingerprint(metering.model),
+            device=str(metering.device),
+            backend=metering.backend,
+            ranks=metering.world.size,
+            optimizer=optimizer,
+            data=data,
+            seed=metering.seed,
+            versions={**versions(), "threads": str(torch.get_num_threads())},
+            methods=methods,
+            notes=(*self.figures.notes(), *self._notes()),
+            **self.figures.of_step(metering.bucket_bytes),
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        training = self.training
+        if not training.steps:
+            return (
+                "saving time is not all: what a method does to training shows on held-out data only (--validate STEPS)",
+            )
+        if not self.validations:
+            return ("no method saves time here, so none was trained with",)
+        return (
+            f"validation took {training.steps} steps, in {training.orders} orders of the data: what a method does to a "
+            "long training is not known from that",
+        )
+
+    def saved(self, method: str) -> Estimate:
+        """The share of the uncompressed step that a method saves: measured where it was, else predicted."""
+        measured = self._measured_saved(method)
+        saved = self.figures.predicted_saved(method) if measured is None else measured
+        assert saved is not None, "without a prediction there are rounds enough"
+        return saved
+
+    def _measured_saved(self, method: str) -> Estimate | None:
+        rounds = self.rounds[method]
+        if len(rounds) < LEAST_ROUNDS:
+            return None
+        return saved_shares(self.rounds[UNCOMPRESSED], rounds, self.figures.optimizer_seconds)
+
+    def _method(self, method: str) -> MethodTraffic:
+        error: GradientError | None = self.errors.get(method)
+        validation = self.validations.get(method)
+        ruling, reason = judging.judge_method(method, self.saved(method), validation)
+        return MethodTraffic(
+            method=method,
+            measured_step_seconds=interval_of([each + self.figures.optimizer_seconds for each in self.rounds[method]]),
+            measured_saved_share=self._measured_saved(method),
+            gradient_error=None if error is None else error.relative,
+            gradient_cosine=None if error is None else error.cosine,
+            validation=validation,
+            ruling=ruling,
+            reason=reason,
+            **self.figures.of_method(method),
+        )
+
+
+def validate_methods(found: TrafficFindings, parallel: Parallel) -> dict[str, Validation]:
+    """Of the methods that may save time: validating the others would change nothing."""
+    training = found.training
+    wanted = parallel.agreed(
+        [
+            method
+            for method in found.metering.methods
+            if method != UNCOMPRESSED and found.saved(method).high >= judging.LEAST_SAVED_SHARE
+        ]
+    )
+    if not wanted:
+        return {}
+    orders = range(training.orders)
+    baseline = [parallel.held_out_losses(training, UNCOMPRESSED, order) for order in orders]
+    validations = {}
+    for method in wanted:
+        losses = [parallel.held_out_losses(training, method, order) for order in orders]
+        differences = judging.differences(baseline, losses)
+        validations[method] = judging.validate(baseline, losses, _mean(differences), training.steps)
+    return validations
+
+
+def _mean(differences: Sequence[float] | None) -> Estimate | None:
+    mean = None if differences is None else statistics.mean_of_samples(np.asarray(differences, dtype=np.float64))
+    if mean is None:
+        return None
+    low, high = mean.interval(_ERROR)
+    return Estimate(value=mean.value, low=low, high=high)

@@ -1,4 +1,4 @@
-"""A model in; whether the ranks replicate or shard it, and with what its gradients can be sent, out."""
+"""Finds whether the ranks replicate or shard a model, and which methods can send its gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from plimsoll.artifacts.traffic import UNCOMPRESSED
 from plimsoll.distributed.gradient_compression.compress import check_scatters
 from plimsoll.distributed.gradient_compression.method import parse_method
-from plimsoll.distributed.gradient_compression.shards import Unit, check_default, check_free, units_of
+from plimsoll.distributed.gradient_compression.shards import ShardUnit, check_default, check_free, units_of
 from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.session.rendezvous.world import World
 from plimsoll.tracing.fsdp2 import has_flat_parameters
@@ -22,7 +22,7 @@ SHARD_METHODS = ("topk:1%", "randomk:1%", "sign", "int8")
 """The same for a model that FSDP2 shards."""
 
 
-def find_units(model: nn.Module) -> tuple[Unit, ...]:
+def find_units(model: nn.Module) -> tuple[ShardUnit, ...]:
     """The modules that FSDP2 reduces the gradients of; none of a model that is not sharded.
 
     Raises:
@@ -65,7 +65,7 @@ def check_layout(model: nn.Module, world: World) -> None:
             )
 
 
-def check_reducible(model: nn.Module, units: Sequence[Unit]) -> int:
+def check_reducible(model: nn.Module, units: Sequence[ShardUnit]) -> int:
     """After a step: refuse gradients that are not reduced, that torch's wrapper would wait for, or that have no buckets.
 
     Args:

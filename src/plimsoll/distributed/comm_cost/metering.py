@@ -1,4 +1,4 @@
-"""A model and a step on several ranks in; the timed step, methods and links that a forecast of its traffic needs, out."""
+"""Times what a forecast of gradient traffic needs: the step, what each method does to its buckets, and the links."""
 
 from __future__ import annotations
 
@@ -17,19 +17,28 @@ from torch import nn
 
 from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.traffic import UNCOMPRESSED, BucketTiming, LinkFit, LinkPoint, StepTiming, Transfer
-from plimsoll.distributed.comm_cost.counting import CountingGroup, KeptBucket, Pass, pass_through
-from plimsoll.distributed.comm_cost.forecast import BucketProgram, Job, MethodProgram, sizes_to_time
-from plimsoll.distributed.comm_cost.hooks import Hook, finished
-from plimsoll.distributed.comm_cost.link import fit_link, transfer_seconds
-from plimsoll.distributed.comm_cost.timed_collectives import time_transfers, wait_for_all, wait_for_device
-from plimsoll.distributed.comm_cost.timed_step import Backward, SilentParallel
+from plimsoll.distributed.comm_cost.counting import CountingGroup, Hook, KeptBucket, Pass, finished, pass_through
+from plimsoll.distributed.comm_cost.forecast import (
+    BucketProgram,
+    ForecastJob,
+    MethodProgram,
+    fit_link,
+    sizes_to_time,
+    transfer_seconds,
+)
+from plimsoll.distributed.comm_cost.timed_step import (
+    Backward,
+    SilentParallel,
+    time_transfers,
+    wait_for_all,
+    wait_for_device,
+)
 from plimsoll.distributed.gradient_compression.counters import Tally
-from plimsoll.distributed.gradient_compression.meaning import Mean, average_whole
-from plimsoll.distributed.gradient_compression.method import parse_method
+from plimsoll.distributed.gradient_compression.meaning import BucketMean, average_whole
+from plimsoll.distributed.gradient_compression.method import CompressionSettings, parse_method
 from plimsoll.distributed.gradient_compression.rounds import mean_round
-from plimsoll.distributed.gradient_compression.settings import Settings
-from plimsoll.distributed.gradient_compression.shards import Unit
-from plimsoll.distributed.gradient_compression.slots import Part, Slot, make_slots
+from plimsoll.distributed.gradient_compression.shards import ShardUnit
+from plimsoll.distributed.gradient_compression.slots import GradientPart, GradientSlot, make_slots
 from plimsoll.session.rendezvous.exchange import exchange
 from plimsoll.session.rendezvous.world import World
 
@@ -50,7 +59,7 @@ class Metering:
     model: nn.Module
     backward: Backward
     methods: tuple[str, ...]
-    units: tuple[Unit, ...]
+    units: tuple[ShardUnit, ...]
     bucket_bytes: int | None
     repetitions: int
     seed: int
@@ -68,23 +77,23 @@ class Metering:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeteredTraffic:
     """``job`` has the step (its optimizer not yet timed) and the links; ``programs`` begin with the uncompressed one.
 
     ``alone_seconds`` is what the bare model's step took meanwhile: a mark of how fast the machine was.
     """
 
-    job: Job
+    job: ForecastJob
     programs: tuple[MethodProgram, ...]
     gradient_bytes: int
     alone_seconds: float
 
-    def with_optimizer(self, seconds: float) -> Measured:
+    def with_optimizer(self, seconds: float) -> MeteredTraffic:
         """The same with the optimizer's seconds in the step."""
         step = msgspec.structs.replace(self.job.step, measured_optimizer_seconds=seconds)
         return replace(self, job=replace(self.job, step=step))
 
-    def when_alone_takes(self, seconds: float) -> Measured:
+    def when_alone_takes(self, seconds: float) -> MeteredTraffic:
         """The same on a machine that computes at another speed, as another bare step shows: other jobs come and go."""
         factor = seconds / self.alone_seconds
         step = self.job.step
@@ -105,7 +114,7 @@ class Measured:
         )
 
 
-def meter_traffic(metering: Metering) -> Measured:
+def meter_traffic(metering: Metering) -> MeteredTraffic:
     """Time the step, what each method does to its gradients, and the link. All ranks call it alike.
 
     All of it is timed in rounds, so that a disturbance of some seconds meets a little of everything.
@@ -147,7 +156,7 @@ def meter_traffic(metering: Metering) -> Measured:
     )
     gradient_bytes = sum(bucket.gradient_bytes for bucket in buckets)
     programs = tuple(each.program() for each in passes.values())
-    return Measured(Job(step, links, metering.world.size), programs, gradient_bytes, alone_seconds)
+    return MeteredTraffic(ForecastJob(step, links, metering.world.size), programs, gradient_bytes, alone_seconds)
 
 
 def compression_hook(model: nn.Module, method: str, group: CountingGroup, seed: int) -> Hook:
@@ -167,11 +176,11 @@ def compression_hook(model: nn.Module, method: str, group: CountingGroup, seed: 
 
         return plain
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    settings = Settings(method=parse_method(method), seed=seed)
-    parts = [Part(name=name, shape=tuple(each.shape), dtype=each.dtype) for name, each in trained]
+    settings = CompressionSettings(method=parse_method(method), seed=seed)
+    parts = [GradientPart(name=name, shape=tuple(each.shape), dtype=each.dtype) for name, each in trained]
     slots = make_slots(parts, settings, ranks=group.size(), form="mean")
-    slot_of: dict[torch.Tensor, Slot] = dict(zip((parameter for _, parameter in trained), slots, strict=True))
-    mean = Mean(settings, mean_round(settings), Tally())
+    slot_of: dict[torch.Tensor, GradientSlot] = dict(zip((parameter for _, parameter in trained), slots, strict=True))
+    mean = BucketMean(settings, mean_round(settings), Tally())
 
     def hook(bucket: KeptBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
