@@ -27,7 +27,7 @@ from plimsoll.session import agreement
 from plimsoll.session.attach import Attachment
 from plimsoll.session.rendezvous import conversation
 from plimsoll.session.rendezvous.exchange import Meeting
-from plimsoll.session.rendezvous.participants import find_participants
+from plimsoll.session.rendezvous.world import find_participants
 from plimsoll.session.task import is_managed
 from plimsoll.ui.cli.app import app
 from plimsoll.ui.cli.ranks import Crew

@@ -25,7 +25,7 @@ from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlimsollError, RankFailed
 from plimsoll.session.rendezvous.conversation import Conversation, differing
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
-from plimsoll.session.rendezvous.participants import find_participants
+from plimsoll.session.rendezvous.world import find_participants
 from plimsoll.session.task import BATCH, TrainingTask
 from plimsoll.tracing.recorder.calling import Loss, output_tensors
 

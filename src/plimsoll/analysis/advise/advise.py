@@ -34,7 +34,7 @@ from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_none
 from plimsoll.planning.what_if.chunked_loss import peak_with_chunked_loss
 from plimsoll.session.options import Budget, PlanOptions
-from plimsoll.session.rendezvous.participants import refuse_several_ranks
+from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.meters.memory import free_bytes

@@ -23,7 +23,7 @@ from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.errors import InvalidModel, InvalidOption, InvalidTrace, PlanFileError, TracingFailed, UnknownDevice
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.session.manage import check_plan, manage, refuse_other_model, refuse_other_signature
-from plimsoll.session.rendezvous.participants import refuse_several_ranks
+from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import TrainingTask, check_model, is_profiled
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.meters.timing import one_thread, time_in_turns

@@ -36,7 +36,7 @@ from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import check_strategy, codecs_of_strategy, strategy_choices
 from plimsoll.session.manage import refuse_other_model
 from plimsoll.session.options import as_patterns
-from plimsoll.session.rendezvous.participants import refuse_several_ranks
+from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.trace import Context, watch

@@ -29,7 +29,7 @@ from plimsoll.artifacts.verdict import Verdict
 from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import InvalidModel, InvalidProbe, PlanNotUsable, ProbeRunUnusable
 from plimsoll.session.manage import check_plan, manage, refuse_other_model, refuse_other_signature
-from plimsoll.session.rendezvous.participants import refuse_several_ranks
+from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import check_model, explained_loss, refuse_profiler
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature

@@ -37,8 +37,7 @@ from plimsoll.distributed.gradient_compression.method import CompressionSettings
 from plimsoll.errors import InvalidOption
 from plimsoll.session.options import check_count
 from plimsoll.session.rendezvous.conversation import Conversation, differing
-from plimsoll.session.rendezvous.participants import find_participants
-from plimsoll.session.rendezvous.world import World, current_world
+from plimsoll.session.rendezvous.world import World, current_world, find_participants
 from plimsoll.session.task import check_model, explained_loss
 from plimsoll.tracing.fsdp2 import reshard
 from plimsoll.tracing.recorder.calling import Loss, scalar_loss

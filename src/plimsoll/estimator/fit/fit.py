@@ -35,7 +35,7 @@ from plimsoll.estimator.fit.single_device import (
 from plimsoll.estimator.targets.target import TargetOptions, load_target
 from plimsoll.session.manage import manage
 from plimsoll.session.options import Budget, PlanOptions, check_count
-from plimsoll.session.rendezvous.participants import refuse_several_ranks
+from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import check_model, explained_loss, refuse_profiler
 from plimsoll.session.trial import confirmed, run_trial
 from plimsoll.tracing.meters.timing import time_in_turns

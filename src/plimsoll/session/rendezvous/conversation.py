@@ -1,31 +1,38 @@
-"""What ranks do together in one call in, answers of all of them, or one error on all of them, out.
+"""A call that ranks make together: every rank gets every rank's message, or every rank raises the same error.
 
 A conversation is a row of exchanges in the same order on every rank. A rank that raises in between says so in its next turn,
 whichever that is: the others are there already, or come there, and raise ``RankFailed``. So no rank waits for one that has
 given up, and nothing is left over that the next conversation could trip over.
 
-Between exchanges the ranks may run steps with collectives in them. A rank that fails in the middle of one would leave the
-others in a collective for ever; where the model's process groups are known it releases them (``ranks.release``), and they say
+Between exchanges the ranks may run steps with collectives in them. A rank that fails in the middle of one leaves the others in
+a collective that it will never join. Their wait is inside of torch, where no exception of Python's reaches them. It ends when
+their connection ends, so the rank that failed ends it (`release`), where the model's process groups are known, and they say
 which rank it was. That costs the groups, which are out of step by then: the job has to start anew.
 
 Not covered: collectives of groups that the model does not show (they end by torch's own time-out), and a rank whose step does
-not come to an end. A rank that dies ends torchrun's job.
+not come to an end. A rank that dies ends torchrun's job. NCCL's ``abort`` ends what this rank waits for; others notice by
+NCCL's own watchdog.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import datetime
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from plimsoll.errors import PlimsollError, RankError, RankFailed, RankMissing, RanksDiffer
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS, Meeting, exchange
-from plimsoll.session.rendezvous.release import release
 from plimsoll.session.rendezvous.world import World
 
+_CPU = torch.device("cpu")
+_NO_TIME = datetime.timedelta(milliseconds=1)
+_TAG = 20_873
+"""Of a message that nobody sends."""
 _GRACE_SECONDS = 3.0
 """So long a rank that failed waits for the others to come out of the step by themselves."""
 _GATHERING_SECONDS = 5.0
@@ -226,3 +233,25 @@ def differing(facts: dict[str, list[str]], ranks: Sequence[int], next_: str = ""
 
 def _named(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def release(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Close the connections of these groups, so that whoever waits in one of their collectives gets an error.
+
+    With gloo by a receive that times out at once (gloo then closes every connection of the group), with other backends by
+    ``abort``.
+
+    Args:
+        groups: each with more than one rank; this rank is in no collective of theirs.
+    """
+    for group in groups:
+        if dist.get_backend(group) == dist.Backend.GLOO:
+            _close(group)
+        else:
+            group.abort()
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    somebody = (group.rank() + 1) % group.size()
+    with contextlib.suppress(RuntimeError):  # the time-out that this is for, or a connection that is closed already
+        group.recv([torch.empty(1, device=_CPU)], somebody, _TAG).wait(_NO_TIME)

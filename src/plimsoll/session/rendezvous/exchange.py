@@ -1,4 +1,4 @@
-"""A message from every rank in, everyone's messages on every rank out; or the same error on all of them, in time.
+"""One exchange: every rank leaves a message and gets everyone's, or all ranks raise the same error in time.
 
 Messages go through torch's store, not through collectives: a rank that waits can give up. Whether an exchange took place is
 decided once, by whoever is first to write the verdict: the last rank to come writes that it is complete, the first rank
