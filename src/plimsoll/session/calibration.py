@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Category, Phase
@@ -83,7 +82,7 @@ class MeasuredStep:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._parameters = list(model.parameters())
         self._device = self._parameters[0].device
-        batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        batch = output_tensors((args, kwargs))
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self._versions = [parameter._version for parameter in self._parameters]
         held = [*self._parameters, *model.buffers(), *gradients, *batch]
@@ -169,7 +168,7 @@ def _predicted_before_optimizer(plan: Plan) -> int:
 def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     if optimizer is None:
         return 0
-    tensors = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
+    tensors = output_tensors(list(optimizer.state.values()))
     devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
     return sum(storage_bytes(tensors, device) for device in {device.type for device in devices})
 

@@ -12,6 +12,7 @@ gradient once they have grown. Measured in the lab notes.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -131,50 +132,45 @@ def _measure_link(options: PlanOptions, device: torch.device) -> tuple[LinkCost 
     return cost, speed
 
 
+@dataclass(frozen=True)
 class _FormMaker:
     """Turns what a sensor saw into forms."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        costs: Costs,
-        sensor: Sensor,
-        gradients: Mapping[str, torch.Tensor | None],
-        link: LinkCost | None,
-        speed: LinkSpeed | None,
-        device: str,
-        wished: Collection[str],
-    ) -> None:
-        self._trace = trace
-        self._index = StepIndex(trace, costs)
-        self._sensor = sensor
-        self._device = device
-        self._wished = wished
-        self._link = link
-        self._speed = speed
-        self._energy = {
-            n: float(torch.linalg.vector_norm(g.float())) ** 2 for n, g in gradients.items() if g is not None
-        }
-        self._total = sum(self._energy.values())
+    trace: Trace
+    costs: Costs
+    sensor: Sensor
+    gradients: Mapping[str, torch.Tensor | None]
+    link: LinkCost | None
+    speed: LinkSpeed | None
+    device: str
+    wished: Collection[str]
+    """Codecs that are asked for by name."""
+
+    @functools.cached_property
+    def _energy(self) -> dict[str, float]:
+        """The squared norm of every parameter's gradient."""
+        found = {name: g for name, g in self.gradients.items() if g is not None}
+        return {name: float(torch.linalg.vector_norm(g.float())) ** 2 for name, g in found.items()}
 
     def make(self) -> Forms:
+        index = StepIndex(self.trace, self.costs)
         by_kind: dict[str, list[RegionCall]] = {}
-        for call in self._trace.regions:
+        for call in self.trace.regions:
             by_kind.setdefault(call.kind, []).append(call)
         regions = []
         for calls in by_kind.values():
             shared = {name: self._value(name, calls) for name in self._names(calls)}
             for call in calls:
-                can_offload = self._index.neighbour(call.index) is not None
+                can_offload = index.neighbour(call.index) is not None
                 values = tuple(self._with_link(entry, call) if can_offload else entry for entry in shared.values())
                 regions.append(RegionForms(name=call.name, call=call.call, values=values))
-        return Forms(regions=tuple(regions), link=self._link)
+        return Forms(regions=tuple(regions), link=self.link)
 
     def _names(self, calls: Sequence[RegionCall]) -> list[str]:
         return [name for name in self._seen(calls[0]) if any(v.name == name for v in calls[0].graph.values)]
 
     def _seen(self, call: RegionCall) -> Mapping[str, Seen]:
-        return self._sensor.seen.get((call.name, call.call), {})
+        return self.sensor.seen.get((call.name, call.call), {})
 
     def _value(self, name: str, calls: Sequence[RegionCall]) -> ValueForms:
         seen = [(call, self._seen(call)[name]) for call in calls if name in self._seen(call)]
@@ -189,7 +185,7 @@ class _FormMaker:
                 refused.append((codec_name, found))
             else:
                 forms.append(found)
-        forms = _worthwhile(forms, self._wished)
+        forms = _worthwhile(forms, self.wished)
         return ValueForms(value=name, sensitivity=sensitivity, forms=tuple(forms), refused=tuple(refused))
 
     def _form(
@@ -214,7 +210,7 @@ class _FormMaker:
         held = exact if exact is not None else int(_SLACK * max(t.payload_bytes or 0 for t in trials))
         if held >= value.bytes:
             return f"{codec_name}: the data would not get smaller"
-        seconds = measure_codec(codec_name, dtype, count, self._device)
+        seconds = measure_codec(codec_name, dtype, count, self.device)
         return Form(
             name=codec_name,
             decision=Decision.COMPRESS,
@@ -231,25 +227,24 @@ class _FormMaker:
 
         That is what is no floating-point number, and queries and keys: whatever they are rebuilt from.
         """
-        if not sampled or not self._total:
+        total = sum(self._energy.values())
+        if not sampled or not total:
             return 0.0
         if not sampled[0][1].dtype.is_floating_point:
             return math.inf
         if any(name in score_inputs(call.graph) for call, _ in sampled):
             return math.inf
-        squares = [
-            (entry.parameter_error + entry.flow_error * self._upstream(call)) / self._total for call, entry in sampled
-        ]
+        squares = [(entry.parameter_error + entry.flow_error * self._upstream(call)) / total for call, entry in sampled]
         return math.sqrt(statistics.fmean(squares))
 
     def _upstream(self, call: RegionCall) -> float:
         """Squared norm of the gradients further up: of the regions before, and of what is in none (an embedding)."""
-        others = {f"{other.name}." for other in self._trace.regions if other.index >= call.index}
+        others = {f"{other.name}." for other in self.trace.regions if other.index >= call.index}
         return sum(energy for name, energy in self._energy.items() if not name.startswith(tuple(others)))
 
     def _with_link(self, entry: ValueForms, call: RegionCall) -> ValueForms:
         value = next(v for v in call.graph.values if v.name == entry.value)
-        link, speed = self._link, self._speed
+        link, speed = self.link, self.speed
         if link is None or speed is None or value.bytes < _LEAST_LINK_BYTES or value.origin is Origin.PARAMETER:
             return entry
         form = Form(
@@ -266,9 +261,9 @@ class _FormMaker:
 
     def _copy_seconds(self, bytes_: int, cpu_seconds_per_byte: float) -> float:
         """What one transfer takes of the processor: nothing of a GPU, whose copy engines do it."""
-        if self._device != "cpu" or self._speed is None:
+        if self.device != "cpu" or self.speed is None:
             return 0.0
-        return self._speed.latency_seconds + bytes_ * cpu_seconds_per_byte
+        return self.speed.latency_seconds + bytes_ * cpu_seconds_per_byte
 
 
 def score_inputs(graph: RegionGraph) -> frozenset[str]:

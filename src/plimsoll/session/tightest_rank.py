@@ -7,6 +7,7 @@ another rank takes beyond its own budget is therefore said as so many bytes beyo
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import msgspec
 
@@ -71,24 +72,9 @@ class SharedPlanner(StepPlanner):
         """Whether every rank's step keeps to its budget without a plan."""
         return self._agreement.every("budgets", holds=super().fits_unmanaged())
 
-    def solve(
-        self,
-        budget_bytes: int | None,
-        strategy: str = "auto",
-        *,
-        excess_bytes: int = 0,
-        error_scale: float = 1.0,
-        raise_below_floor: bool = True,
-    ) -> Plan:
+    def solve(self, budget_bytes: int | None, strategy: str = "auto", **how: Any) -> Plan:
         """As `StepPlanner.solve`, on the tightest rank; on the others its plan."""
-        solve = functools.partial(
-            super().solve,
-            budget_bytes,
-            strategy,
-            excess_bytes=excess_bytes,
-            error_scale=error_scale,
-            raise_below_floor=raise_below_floor,
-        )
+        solve = functools.partial(super().solve, budget_bytes, strategy, **how)
         return self._agreement.made_by(self._tightest, f"solving {strategy}", lambda: self._signed(solve()))
 
     def run(self, step: TrainingStep, plan: Plan) -> TrialRun:

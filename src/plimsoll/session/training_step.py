@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Mapping, ValuesView
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from plimsoll.errors import InvalidOption
 from plimsoll.tracing.ddp import Twins, bucket_bytes, inner_module
 from plimsoll.tracing.fsdp2 import release_gathered, waiting_gradients
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
-from plimsoll.tracing.recorder.calling import Loss, scalar_loss
+from plimsoll.tracing.recorder.calling import Loss, output_tensors, scalar_loss
 from plimsoll.tracing.recorder.untouched import KeptBuffers, private_copy
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
@@ -141,14 +141,15 @@ class TrainingStep:
     def static_bytes(self) -> int:
         """Parameters, buffers, batch, gradients, a reducer's buckets and optimizer state that are there before the step."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        batch = list(_tensors_in((self._args, self._kwargs)))
+        batch = output_tensors((self._args, self._kwargs))
         waiting = [gradient for _, gradient in waiting_gradients(self.model)]
         held = [*self.model.parameters(), *self.model.buffers(), *gradients, *waiting, *batch]
         return storage_bytes(held, self.device) + bucket_bytes(self._wrapped) + self.optimizer_bytes()
 
     def optimizer_bytes(self) -> int:
         """Optimizer state that exists already."""
-        return 0 if self._optimizer is None else storage_bytes(_tensors_in(self._optimizer.state.values()), self.device)
+        state = [] if self._optimizer is None else list(self._optimizer.state.values())
+        return storage_bytes(output_tensors(state), self.device)
 
     def absent_state_bytes(self, expected_bytes: int) -> int:
         """How much optimizer state does not exist yet (or is not known here), of so much that a plan counts."""
@@ -161,16 +162,6 @@ class TrainingStep:
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers as they are now, by name (aliases, not copies)."""
         return dict(self.model.named_buffers())
-
-
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, list | tuple | ValuesView):
-        return []
-    return [tensor for item in tree for tensor in _tensors_in(item)]
 
 
 def copies(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
