@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from plimsoll.ui.receipt_terminal import render_receipt
 from typer.testing import CliRunner
 
 import plimsoll
@@ -30,6 +29,7 @@ from plimsoll.planning.strategies import choose_full, choose_none
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.task import TrainingTask
 from plimsoll.ui.cli.app import app
+from plimsoll.ui.terminal import render_artifact
 from plimsoll.units import KIB, MIB
 from samples import make_receipt
 from searchless import plan_without_search
@@ -129,7 +129,7 @@ def test_a_receipt_with_a_revised_plan_comes_back_from_json_and_shows_both_plans
         "forward and backward predicted",
     ):
         assert part in text
-    render_receipt(receipt)
+    render_artifact(receipt)
 
 
 def test_where_nothing_fits_on_the_device_the_receipt_says_so_and_has_no_new_plan():
