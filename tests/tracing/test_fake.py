@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -90,6 +91,16 @@ def test_gpu_target_keeps_dropout_masks_of_bytes():
     assert "bernoulli_" not in names
 
 
+def test_life_of_a_dropout_mask_leaves_out_the_slot_that_saves_it():
+    step = gpu_trace("gpt2", torch.float32)
+    for region in step.regions:
+        graph = region.graph
+        saved = [graph.values[slot.value] for slot in graph.slots if slot.is_managed]
+        masks = [value for value in saved if value.name.endswith("native_dropout#0.1")]
+        assert masks, "a plan may drop them"
+        assert all(step.storages[mask.storage].dies <= region.forward[1] for mask in masks)
+
+
 @pytest.mark.parametrize(
     ("dtype", "kernel"),
     [
@@ -140,33 +151,25 @@ def test_mask_of_the_users_is_computed_for_real():
     assert len(padded.ops) > len(full.ops)
 
 
-def test_branch_on_an_activation_needs_data():
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
+class OneOutput(nn.Module):
+    """Takes its loss from the outputs of one layer by a function that looks at them."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.layer(x).sum()
-            return y if y > 0 else -y
+    def __init__(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.choose = choose
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.choose(self.layer(x)).sum()
+
+
+@pytest.mark.parametrize(
+    "choose", [lambda y: y if y.sum() > 0 else -y, lambda y: y[y > 0]], ids=["a branch", "a shape that depends on data"]
+)
+def test_what_depends_on_an_activation_needs_data(choose: Callable[[torch.Tensor], torch.Tensor]):
     with pytest.raises(TracingFailed, match="depends on values") as caught:
-        trace(Branching(), torch.randn(2, 4), device_name="H100")
+        trace(OneOutput(choose), torch.randn(2, 4), device_name="H100")
     assert "real parameters" in caught.value.next
-
-
-def test_shape_that_depends_on_an_activation_needs_data():
-    class Selecting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.layer(x)
-            return y[y > 0].sum()
-
-    with pytest.raises(TracingFailed, match="depends on values"):
-        trace(Selecting(), torch.randn(2, 4), device_name="H100")
 
 
 def test_llama_as_wide_as_70b_is_traced_for_a_gpu():

@@ -100,6 +100,18 @@ def test_exception_leaves_everything_as_it_was(error: BaseException, where: str,
     assert torch.equal(x, x_before)
 
 
+def test_buffer_of_nans_is_put_back_where_no_version_counter_shows_the_write():
+    class Writing(zoo.Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.data.zero_()
+            return super().forward(x)
+
+    model = Writing()
+    model.register_buffer("count", torch.tensor(torch.nan))
+    trace(model, torch.randn(2, 8), repeats=1)
+    assert model.count.isnan()
+
+
 def test_input_that_the_model_overwrites_is_not_touched():
     x = torch.randn(2, 8)
     before = x.clone()
@@ -153,19 +165,18 @@ def test_progress_rises_to_one_in_every_stage():
     assert all(shares == sorted(shares) and shares[-1] == 1.0 for shares in seen.values())
 
 
-def test_model_without_parameters_is_refused():
-    with pytest.raises(InvalidModel, match="has no parameters"):
-        trace(nn.ReLU(), torch.ones(2))
-
-
-def test_frozen_model_is_refused():
-    with pytest.raises(InvalidModel, match="trainable"):
-        trace(nn.Linear(2, 1).requires_grad_(False), torch.ones(2))
-
-
-def test_lazy_model_is_refused():
-    with pytest.raises(InvalidModel, match="without a shape"):
-        trace(nn.LazyLinear(2), torch.ones(2))
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.ReLU(), "has no parameters"),
+        (nn.Linear(2, 1).requires_grad_(False), "trainable"),
+        (nn.LazyLinear(2), "without a shape"),
+    ],
+    ids=["without parameters", "frozen", "lazy"],
+)
+def test_model_without_a_training_step_is_refused(model: nn.Module, words: str):
+    with pytest.raises(InvalidModel, match=words):
+        trace(model, torch.ones(2))
 
 
 def test_switched_off_gradients_are_refused():
@@ -173,14 +184,12 @@ def test_switched_off_gradients_are_refused():
         trace(nn.Linear(2, 1), torch.ones(2))
 
 
-def test_batch_on_another_device_is_refused():
-    with pytest.raises(InvalidBatch, match="meta"):
-        trace(nn.Linear(2, 1), torch.ones(2, device="meta"))
-
-
-def test_batch_of_the_wrong_shape_is_refused_with_the_models_words():
-    with pytest.raises(InvalidBatch, match="cannot be multiplied"):
-        trace(nn.Linear(2, 1), torch.ones(2, 3))
+@pytest.mark.parametrize(
+    ("batch", "words"), [(torch.ones(2, device="meta"), "meta"), (torch.ones(2, 3), "cannot be multiplied")]
+)
+def test_batch_that_does_not_fit_is_refused(batch: torch.Tensor, words: str):
+    with pytest.raises(InvalidBatch, match=words):
+        trace(nn.Linear(2, 1), batch)
 
 
 def test_output_that_is_no_scalar_asks_for_a_loss():
@@ -225,3 +234,24 @@ def test_copy_of_a_traced_model_still_trains():
     model, batch = zoo.gpt2()
     trace(model, batch, repeats=1)
     zoo.loss_of(copy.deepcopy(model)(**batch)).backward()
+
+
+def test_every_parameter_is_listed_with_shape_storage_and_whether_it_is_trained():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2, bias=False))
+    model[1].weight.requires_grad_(requires_grad=False)
+    step = trace(model, torch.ones(5, 4), loss=torch.sum)
+    assert [(p.name, p.shape, p.dtype, p.bytes, p.is_trainable) for p in step.parameters] == [
+        ("0.weight", (3, 4), "f32", 48, True),
+        ("0.bias", (3,), "f32", 12, True),
+        ("1.weight", (2, 3), "f32", 24, False),
+    ]
+    storages = [step.storages[p.storage] for p in step.parameters]
+    assert all(storage.category is Category.PARAMETER for storage in storages)
+    assert [storage.label for storage in storages] == ["parameter:0.weight", "parameter:0.bias", "parameter:1.weight"]
+
+
+def test_a_tied_parameter_is_listed_once_with_its_other_names():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    step = trace(model, torch.ones(2, 4), loss=torch.sum)
+    assert [(p.name, p.aliases) for p in step.parameters] == [("0.weight", ("1.weight",))]
