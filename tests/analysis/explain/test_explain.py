@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import plimsoll
-from plimsoll.analysis.explain.changing import half_of
-from plimsoll.analysis.explain.places import by_place, place_of
+from plimsoll.analysis.explain.changes import half_of
+from plimsoll.analysis.explain.holders import by_place, place_of
 from plimsoll.artifacts.explained import Explanation
 from plimsoll.artifacts.plan import Holder
 from plimsoll.artifacts.store import from_json, load_any

@@ -1,4 +1,4 @@
-"""A step in, what single changes to it do to its peak out, ranked: found by replaying its events, never by a rule."""
+"""Tries single changes to a step and ranks what they do to its peak: by replaying its events, never by a rule."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from plimsoll.artifacts.costs import Costs
+from plimsoll.analysis.verify.saved_hooks import switched_off
 from plimsoll.artifacts.explained import LEAST_SHARE, Change, Unsupported
 from plimsoll.artifacts.plan import Peak
 from plimsoll.artifacts.trace import Category, Trace
@@ -18,16 +17,21 @@ from plimsoll.artifacts.watched import WatchedStep
 from plimsoll.engine.chunked_loss.handle import can_chunk
 from plimsoll.errors import PlimsollError
 from plimsoll.planning.choice import Choice
+from plimsoll.planning.costing.devices import Device, find_device
+from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.describe import describe_peak
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.solve import Planner
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full, choose_none
-from plimsoll.planning.what_if.chunked_loss import HeadAndLoss, default_rows, find_head, with_chunked_loss
+from plimsoll.planning.what_if.chunked_loss import default_rows, find_head, with_chunked_loss
 from plimsoll.planning.what_if.storages import with_earlier_ends, with_eight_bit_state, with_later_births
+from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.optimizer import with_options
+from plimsoll.tracing.trace import Context, watch
+from plimsoll.tracing.trace import trace as trace_step
 
-REPLAYED, MODELLED, RUN_AGAIN, PLANNED = "replayed", "modelled", "run again", "planned"
+_REPLAYED, _MODELLED, _RUN_AGAIN, _PLANNED = "replayed", "modelled", "run again", "planned"
 Choose = Callable[[StepIndex], Sequence[Choice]]
 _BOTH = " and "
 _CHUNK_LABEL = "one chunk of logits"
@@ -37,8 +41,41 @@ _OPTIMIZER_FORMS: dict[str, dict[str, object]] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedStep:
+    """The user's step, which is run, traced and replayed as often as explaining its peak takes."""
+
+    task: TrainingTask
+    regions: tuple[str, ...] | None
+    device: Device | None
+    """A device from the catalogue that is not here; ``None``: the one that the model is on."""
+    context: Context
+
+    def watch(self, batch: Any) -> WatchedStep:
+        """Run the step with whatever the model does by itself to save memory."""
+        return watch(self.task.model, batch, context=self.context, **self._options())
+
+    def watch_plain(self) -> WatchedStep:
+        """Run the step with everything kept."""
+        with switched_off():
+            return self.watch(self.task.batch)
+
+    def trace(self, batch: Any) -> Trace:
+        """The plain step with its regions, whatever the model does by itself."""
+        with switched_off():
+            return trace_step(self.task.model, batch, repeats=1, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        task, name = self.task, None if self.device is None else self.device.name
+        return {"loss": task.loss, "optimizer": task.optimizer, "regions": self.regions, "device_name": name}
+
+    def index(self, trace: Trace) -> StepIndex:
+        """The events of a trace in order. Bytes do not depend on seconds; a roofline's are enough to order them."""
+        return StepIndex(trace, roofline_costs(trace, self.device or find_device("CPU")))
+
+
 @dataclass(frozen=True, slots=True)
-class Subject:
+class PeakSubject:
     """The step whose peak is to be lowered: its trace, what the engine does in it, and how it ran unmanaged."""
 
     trace: Trace
@@ -52,32 +89,16 @@ class Subject:
 class Changes:
     """All changes to one step."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        costs: Callable[[Trace], Costs],
-        *,
-        model: nn.Module,
-        batch: Any,
-        optimizer: torch.optim.Optimizer | None,
-        watch: Callable[[Any], WatchedStep],
-        trace: Callable[[Any], Trace],
-    ) -> None:
+    def __init__(self, step: ExplainedStep, subject: PeakSubject) -> None:
+        self._step = step
         self._subject = subject
-        self._costs = costs
-        self._model = model
-        self._batch = batch
-        self._optimizer = optimizer
-        self._watch = watch
-        self._trace = trace
         self._peak_bytes = self._peak(subject.trace).bytes
         self._found: list[Change] = []
         self._unsupported: list[Unsupported] = []
 
     def ranked(self) -> tuple[tuple[Change, ...], tuple[Unsupported, ...]]:
-        """The changes, those that lower the peak most first, and what could not be told."""
-        head = find_head(self._subject.trace)
-        self._chunked_loss(head)
+        """The changes, those that lower the peak most first, and those whose effect cannot be told."""
+        self._chunked_loss()
         self._freed_output()
         self._gradients_set_to_none()
         self._optimizer_forms()
@@ -106,31 +127,35 @@ class Changes:
 
     def _peak(self, trace: Trace) -> Peak:
         """Of the step with other events, under the same choices."""
-        index = StepIndex(trace, self._costs(trace))
+        index = self._step.index(trace)
         choose = self._subject.choose
         return describe_peak(run_choices(index, choose_none(index, "") if choose is None else choose(index)))
 
-    def _chunked_loss(self, head: HeadAndLoss | None) -> None:
+    def _cannot_tell(self, name: str, why: str) -> None:
+        self._unsupported.append(Unsupported(name=name, why=why))
+
+    def _chunked_loss(self) -> None:
+        head = find_head(self._subject.trace)
         if head is None:
-            why = "no linear head with a cross-entropy over classes was found in this step"
-            self._unsupported.append(Unsupported(name="chunked loss", why=why))
+            self._cannot_tell("chunked loss", "no linear head with a cross-entropy over classes was found in this step")
             return
         peak = self._peak(with_chunked_loss(self._subject.trace, head))
-        self._add("chunked loss", f"{self._how_to_chunk}  # {default_rows(head)} of {head.rows} rows", peak, REPLAYED)
+        self._add("chunked loss", f"{self._how_to_chunk}  # {default_rows(head)} of {head.rows} rows", peak, _REPLAYED)
 
     @property
     def _how_to_chunk(self) -> str:
         """One line where that is enough; else what to call where the model computes its loss."""
-        name = "chunk_loss(model)" if can_chunk(self._model) else "linear_cross_entropy(hidden, weight, labels)"
+        name = (
+            "chunk_loss(model)" if can_chunk(self._step.task.model) else "linear_cross_entropy(hidden, weight, labels)"
+        )
         return f"plimsoll.chunked.{name}"
 
     def _freed_output(self) -> None:
         ends = self._in_subject(self._subject.watched.output_ends)
         if ends:
             how = "loss = model(...).loss before loss.backward(): keep no other reference to the output"
-            self._add(
-                "output freed before backward", how, self._peak(with_earlier_ends(self._subject.trace, ends)), REPLAYED
-            )
+            peak = self._peak(with_earlier_ends(self._subject.trace, ends))
+            self._add("output freed before backward", how, peak, _REPLAYED)
 
     def _gradients_set_to_none(self) -> None:
         writes = self._in_subject(self._subject.watched.first_writes)
@@ -138,26 +163,21 @@ class Changes:
             births = {storage: tick + 1 for storage, tick in writes.items()}
             peak = self._peak(with_later_births(self._subject.trace, births))
             how = "optimizer.zero_grad(set_to_none=True) before forward, where gradients are not accumulated"
-            self._add("gradients set to None", how, peak, REPLAYED)
+            self._add("gradients set to None", how, peak, _REPLAYED)
 
     def _in_subject(self, ticks: dict[int, int]) -> dict[int, int]:
         """The same storages in the subject's trace, told by when they are made, how large they are and their label."""
-        watched = self._subject.watched.trace
-        if watched is self._subject.trace:
+        trace, watched = self._subject.trace, self._subject.watched.trace
+        if watched is trace:
             return ticks
-        ids = {(s.born, s.bytes, s.label): s.id for s in self._subject.trace.storages}
-        keys = {storage: watched.storages[storage] for storage in ticks}
-        return {
-            ids[s.born, s.bytes, s.label]: ticks[storage]
-            for storage, s in keys.items()
-            if (s.born, s.bytes, s.label) in ids
-        }
+        ids = {(s.born, s.bytes, s.label): s.id for s in trace.storages}
+        ours = {(s.born, s.bytes, s.label): ticks[s.id] for s in watched.storages if s.id in ticks}
+        return {ids[key]: tick for key, tick in ours.items() if key in ids}
 
     def _optimizer_forms(self) -> None:
-        optimizer = self._optimizer
+        optimizer = self._step.task.optimizer
         if optimizer is None:
-            why = "no optimizer was given: its state and its step are not in the peak"
-            self._unsupported.append(Unsupported(name="another optimizer", why=why))
+            self._cannot_tell("another optimizer", "no optimizer was given: its state and its step are not in the peak")
             return
         name = type(optimizer).__name__
         for option, options in _OPTIMIZER_FORMS.items():
@@ -166,37 +186,36 @@ class Changes:
                 continue
             try:
                 without = frozenset(self._subject.watched.without_gradient)
-                trace = with_options(self._subject.trace, optimizer, self._model, options, without)
+                trace = with_options(self._subject.trace, optimizer, self._step.task.model, options, without)
             except PlimsollError as error:
-                self._unsupported.append(Unsupported(name=f"optimizer with {option}", why=error.found))
+                self._cannot_tell(f"optimizer with {option}", error.found)
                 continue
-            self._add(f"optimizer with {option}", f"{name}(parameters, {option})", self._peak(trace), REPLAYED)
+            self._add(f"optimizer with {option}", f"{name}(parameters, {option})", self._peak(trace), _REPLAYED)
         if any(s.category is Category.OPTIMIZER_STATE for s in self._subject.trace.storages):
             peak = self._peak(with_eight_bit_state(self._subject.trace))
             how = "an 8-bit form of the optimizer (bitsandbytes, torchao): one byte per number, a scale for 256"
-            self._add("optimizer state in 8 bits", how, peak, MODELLED)
+            self._add("optimizer state in 8 bits", how, peak, _MODELLED)
 
     def _half_batch(self) -> None:
-        half = half_of(self._batch)
+        half = half_of(self._step.task.batch)
         if half is None:
-            why = "the batch has no common first dimension of two or more"
-            self._unsupported.append(Unsupported(name="half the micro-batch", why=why))
+            self._cannot_tell("half the micro-batch", "the batch has no common first dimension of two or more")
             return
         try:
-            trace = self._watch(half).trace if self._subject.choose is None else self._trace(half)
+            trace = self._step.watch(half).trace if self._subject.choose is None else self._step.trace(half)
         except PlimsollError as error:
-            self._unsupported.append(Unsupported(name="half the micro-batch", why=error.found))
+            self._cannot_tell("half the micro-batch", error.found)
             return
-        self._add("half the micro-batch", "half the batch, twice the accumulation steps", self._peak(trace), RUN_AGAIN)
+        self._add("half the micro-batch", "half the batch, twice the accumulation steps", self._peak(trace), _RUN_AGAIN)
 
     def _strategies(self) -> None:
         """What Plimsoll's engine would reach in place of what is done now, with and without the chunked loss."""
         try:
-            trace = self._subject.trace if self._subject.choose is not None else self._trace(self._batch)
+            trace = self._subject.trace if self._subject.choose is not None else self._step.trace(self._step.task.batch)
         except PlimsollError as error:
-            self._unsupported.append(Unsupported(name="another strategy", why=error.found))
+            self._cannot_tell("another strategy", error.found)
             return
-        planner = Planner(StepIndex(trace, self._costs(trace)))
+        planner = Planner(self._step.index(trace))
         head = find_head(trace)
         choose = self._subject.choose
         present = None if choose is None else tuple(choose(planner.index))
@@ -206,16 +225,16 @@ class Changes:
         for strategy, choices in named.items():
             if tuple(choices) != present:
                 peak = describe_peak(run_choices(planner.index, choices))
-                self._add(f"strategy {strategy}", f"plimsoll.plan(model, batch, strategy={strategy!r})", peak, PLANNED)
+                self._add(f"strategy {strategy}", f"plimsoll.plan(model, batch, strategy={strategy!r})", peak, _PLANNED)
         floor = planner.floor
         name, how = "strategy auto at its floor", "plimsoll.plan(model, batch, budget=...)"
-        self._add(name, how, describe_peak(floor), PLANNED)
+        self._add(name, how, describe_peak(floor), _PLANNED)
         if head is None:
             return
         chunked = StepIndex(with_chunked_loss(trace, head), planner.index.costs)
         peak = describe_peak(run_choices(chunked, floor.choices))
         if floor.peak_bytes - peak.bytes > LEAST_SHARE * self._peak_bytes:
-            self._add(f"chunked loss{_BOTH}{name}", f"{self._how_to_chunk}, then {how}", peak, PLANNED)
+            self._add(f"chunked loss{_BOTH}{name}", f"{self._how_to_chunk}, then {how}", peak, _PLANNED)
 
 
 def half_of(batch: Any) -> Any:
