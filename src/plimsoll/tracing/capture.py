@@ -23,7 +23,7 @@ from plimsoll.artifacts.trace import Phase, TraceParameter
 from plimsoll.errors import InvalidModel
 from plimsoll.tracing.fsdp2 import Gathered
 from plimsoll.tracing.local_tensors import Shell, settled, unwrapped
-from plimsoll.tracing.meters.timing import Clock
+from plimsoll.tracing.meters.timing import OpClock
 from plimsoll.tracing.meters.workspaces import WorkspaceMeter
 from plimsoll.tracing.recorder.calling import Call, Loss, ModuleStack, call_tensors, output_tensors, scalar_loss
 from plimsoll.tracing.recorder.graph import SlotRecord
@@ -207,7 +207,7 @@ class StepCapture:
         regions: Mapping[str, nn.Module],
         *,
         loss: Loss | None,
-        clock: Clock | None = None,
+        clock: OpClock | None = None,
         meter: WorkspaceMeter | None = None,
         progress: Callable[[float], None],
         holds_saved: bool = False,

@@ -94,7 +94,7 @@ class Twins:
 
     @contextlib.contextmanager
     def moving_gradients(self, *, keeps: bool) -> Iterator[None]:
-        """Let go of every new gradient once it is complete, as it does that moves into a bucket: for steps that count bytes.
+        """Let go of every new gradient once it is complete, as if it moved into a bucket: for steps that count bytes.
 
         Args:
             keeps: move it to memory that is there before the block starts; otherwise something of its shape, one element

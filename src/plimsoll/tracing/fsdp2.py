@@ -88,21 +88,21 @@ def emptied_after_forward(model: nn.Module, modules: Mapping[str, nn.Module]) ->
 
 
 def release_gathered(model: nn.Module) -> None:
-    """Bring FSDP2 back to where a step can start, after one that did not get to the end of its backward."""
+    """Make FSDP2 ready for a new step after one whose backward did not finish."""
     for module in _sharded_modules(model):
         if module._get_fsdp_state()._is_root:
             module.reset_iter_state()
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of gathered parameters: a forward without a backward leaves those of the root gathered."""
+    """Free gathered parameters: after a forward without a backward, those of the root are still there."""
     for module in _sharded_modules(model):
         module.reshard()
 
 
 @contextlib.contextmanager
 def scattering(model: nn.Module, scatter: ReduceScatter) -> Iterator[None]:
-    """Reduce gradients by ``scatter`` in every module, and by what was there before after the block.
+    """Reduce gradients by ``scatter`` in every module for the length of the block.
 
     Args:
         model: sharded; every module of it by one group of parameters.

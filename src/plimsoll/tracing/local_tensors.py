@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
-"""Types whose tensors are their own memory: by far the most, so they are told first."""
+"""Types whose tensors hold their own memory. Nearly all tensors are of these, so they are checked first."""
 _SHARDED = ("torch.distributed.tensor", "DTensor")
 _PENDING = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-"""Modules and names of the two types. Importing them takes a second; where nobody has, nobody has made one."""
+"""Modules and names of the two types. Importing them takes a second; where nobody did, no such tensor exists."""
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -205,7 +205,7 @@ class _Step:
 
 
 class _Watcher:
-    """One run under a tracer that holds nothing and changes nothing."""
+    """Runs a step once under a tracer that holds and changes nothing."""
 
     def __init__(self, step: _Step, context: Context) -> None:
         self._step = step
@@ -231,7 +231,7 @@ class _Watcher:
         self._forward_end = self._tracer.tick
 
     def _note(self) -> None:
-        """Forward that runs within backward makes a graph: that is how a recomputation is told from backward itself."""
+        """Note whether the op recomputes: forward that runs within backward makes a graph, backward itself does not."""
         tracer = self._tracer
         node: object = torch._C._current_autograd_node()  # the stub forgets that outside of backward there is none
         is_again = tracer.phase is Phase.BACKWARD and torch.is_grad_enabled() and node is not None
@@ -267,7 +267,7 @@ class _Watcher:
 
 
 def merged_timings(runs: Sequence[_Timings]) -> dict[str, tuple[float, ...]]:
-    """The samples of every key. None is cold: the untimed run for structure came first."""
+    """All samples of every key. None of them is cold, since the untimed run for structure came first."""
     keys = dict.fromkeys(key for run in runs for key in run)
     return {key: tuple(sample for run in runs for sample in run.get(key, ())) for key in keys}
 

@@ -17,7 +17,7 @@ from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import OpSpec, Phase, TraceParameter
 from plimsoll.tracing.fsdp2 import waiting_gradients
 from plimsoll.tracing.local_tensors import dense_parts, local_bytes
-from plimsoll.tracing.meters.timing import Clock
+from plimsoll.tracing.meters.timing import OpClock
 from plimsoll.tracing.meters.workspaces import WorkspaceMeter
 from plimsoll.tracing.recorder.calling import Call, call_tensors
 from plimsoll.tracing.recorder.collectives import WITHOUT_ALIASES
@@ -25,7 +25,7 @@ from plimsoll.tracing.recorder.opkey import dtype_name, op_spec
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, RecordedValue, Signature
 
 BUFFER = "buffer of "
-"""With this begin the names of what only carries other tensors through a collective."""
+"""The names of storages that only carry other tensors through a collective begin like this."""
 _NODES_PER_REPORT = 64
 
 
@@ -48,7 +48,7 @@ class Filling:
 
 
 class StepTracer(OpRecorder):
-    """Logs a whole step. One recorded op is one tick; between two ops it looks which storages have died.
+    """Logs a whole step. One recorded op is one tick; before each op the tracer notes which storages have died.
 
     ``refilled`` lists memory whose storage stays while its size goes to zero and back (a sharded model's gathered
     parameters), with names: such a storage is alive while it has a size.
@@ -58,7 +58,7 @@ class StepTracer(OpRecorder):
         self,
         current_module: Callable[[], str],
         *,
-        clock: Clock | None = None,
+        clock: OpClock | None = None,
         meter: WorkspaceMeter | None = None,
         phase: Phase = Phase.FORWARD,
         before_op: Callable[[], None] = lambda: None,
@@ -97,13 +97,13 @@ class StepTracer(OpRecorder):
             self.suspended = before
 
     def add_static(self, tensor: torch.Tensor, origin: Origin, name: str) -> int:
-        """Something that is there before the step and stays."""
+        """Make known what is there before the step and stays."""
         value = self.add_leaf(tensor, origin, name)
         self.born.setdefault(self.values[value].storage, -1)
         return value
 
     def add_stand_in(self, tensor: torch.Tensor) -> None:
-        """Something of the tracer's own that backward gets to read: known, but no storage of the step."""
+        """Make a placeholder known that backward reads; it is no storage of the step."""
         self._new_value(self.table.add(tensor), tensor, Origin.PARAMETER, "stand-in", producer=-1)
 
     def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:

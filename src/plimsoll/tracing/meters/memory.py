@@ -164,7 +164,6 @@ class _CpuMeter:
         self._deaths: list[_Event] = []
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
         self._marks: list[tuple[int, str]] = []
-        self._end_ns = 0
 
     def start(self) -> None:
         self._watch_live_storages()
@@ -187,7 +186,6 @@ class _CpuMeter:
         self._marks.append((time.time_ns(), name))
 
     def stop(self) -> tuple[Window, ...]:
-        self._end_ns = time.time_ns()
         result = _disable_profiler()
         self._watched.clear()
         found = [

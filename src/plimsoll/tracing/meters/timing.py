@@ -133,7 +133,7 @@ def _step_seconds(step: Callable[[], object], device: torch.device) -> float:
     return time.process_time() - start
 
 
-class Clock:
+class OpClock:
     """Times an op in CPU seconds of this thread: what it takes on one thread, whatever else the machine does."""
 
     def time(self, run: Callable[[], Any]) -> tuple[Any, float]:
@@ -142,7 +142,7 @@ class Clock:
         return out, time.thread_time() - start
 
 
-class CudaClock(Clock):
+class CudaClock(OpClock):
     """Times an op in device seconds between two events, waiting for the device each time: slow, but each op's own seconds."""
 
     def time(self, run: Callable[[], Any]) -> tuple[Any, float]:
@@ -154,6 +154,6 @@ class CudaClock(Clock):
         return out, begin.elapsed_time(end) / 1e3
 
 
-def clock_for(device: torch.device) -> Clock:
+def clock_for(device: torch.device) -> OpClock:
     """The clock of a device."""
-    return CudaClock() if device.type == "cuda" else Clock()
+    return CudaClock() if device.type == "cuda" else OpClock()
