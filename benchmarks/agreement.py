@@ -79,8 +79,7 @@ class _Watched:
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> _Watched:
-        from plimsoll.analysis.verify import merging
-        from plimsoll.analysis.verify import verbs as evidence
+        from plimsoll.analysis.verify import verify
         from plimsoll.session import agreement
         from plimsoll.session.rendezvous.conversation import Conversation
         from plimsoll.session.task import TrainingTask
@@ -89,8 +88,7 @@ class _Watched:
         for home, names in (
             (agreement, ("to_json", "from_json", "plan_facts")),
             (TrainingTask, ("facts",)),
-            (evidence, ("plan_facts",)),
-            (merging, ("to_json", "from_json")),
+            (verify, ("plan_facts", "to_json", "from_json")),
         ):
             for name in names:
                 self._replace(home, name, self._timed)

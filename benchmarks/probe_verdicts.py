@@ -30,10 +30,8 @@ from torch import nn
 from benchmarks.bad_codecs import registered
 from benchmarks.machine import device_name, versions
 from benchmarks.progress import say
-from plimsoll.analysis.probe.evidence import Evidence
-from plimsoll.analysis.probe.records import ArmLog, GradientRecord, HeldOutRecord, StepRecord
-from plimsoll.analysis.probe.rules import stop_here
-from plimsoll.analysis.probe.settings import LEAST_COSINE, MOST_SHIFT, Settings
+from plimsoll.analysis.probe.evidence import ArmLog, GradientRecord, HeldOutRecord, ProbeEvidence, StepRecord
+from plimsoll.analysis.probe.rules import LEAST_COSINE, MOST_SHIFT, ProbeSettings, stop_here
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.verdict import Ruling, Verdict
@@ -171,10 +169,10 @@ def early_answer(run: Path, verdict: Verdict) -> Answer:
 
     Runs are reproducible bit by bit, so a run that may stop early is this one up to where it stops.
     """
-    settings = Settings(steps=verdict.planned_steps)
+    settings = ProbeSettings(steps=verdict.planned_steps)
     blocks = tuple(entry.block for entry in verdict.comparisons[1:])
     for steps in range(settings.chunk_steps, verdict.steps + 1, settings.chunk_steps):
-        evidence = Evidence(read_log(run, "baseline", steps), read_log(run, "plan", steps), blocks)
+        evidence = ProbeEvidence(read_log(run, "baseline", steps), read_log(run, "plan", steps), blocks)
         stopped = stop_here(evidence, settings)
         if stopped is not None:
             return Answer(stopped.ruling, stopped.decided_by, steps)

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from plimsoll.analysis.advise.advise import advise
     from plimsoll.analysis.diagnose.diagnose import diagnose
     from plimsoll.analysis.explain.explain import explain
-    from plimsoll.analysis.probe.verb import probe
-    from plimsoll.analysis.verify.verbs import compare, verify
+    from plimsoll.analysis.probe.probe import probe
+    from plimsoll.analysis.verify.compare import compare
+    from plimsoll.analysis.verify.verify import verify
     from plimsoll.artifacts.plan import Plan
     from plimsoll.artifacts.receipt import Receipt
     from plimsoll.errors import PlimsollError
@@ -55,16 +56,16 @@ _HOMES = {
     "advise": "plimsoll.analysis.advise.advise",
     "apply": "plimsoll.session.plan",
     "attach": "plimsoll.session.attach",
-    "compare": "plimsoll.analysis.verify.verbs",
+    "compare": "plimsoll.analysis.verify.compare",
     "diagnose": "plimsoll.analysis.diagnose.diagnose",
     "estimate": "plimsoll.estimator.estimate",
     "explain": "plimsoll.analysis.explain.explain",
     "fit": "plimsoll.estimator.fit.fit",
     "load": "plimsoll.session.plan",
     "plan": "plimsoll.session.plan",
-    "probe": "plimsoll.analysis.probe.verb",
+    "probe": "plimsoll.analysis.probe.probe",
     "report": "plimsoll.ui.html.page",
-    "verify": "plimsoll.analysis.verify.verbs",
+    "verify": "plimsoll.analysis.verify.verify",
 }
 
 

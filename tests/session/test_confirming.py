@@ -137,13 +137,13 @@ def test_where_nothing_fits_on_the_device_the_receipt_says_so_and_has_no_new_pla
     model, batch, loss = step
     made = msgspec.structs.replace(elsewhere(step), strategy="full", budget_bytes=64 * KIB)
     task = TrainingTask(model=model, batch=batch, loss=loss)
-    reviser = Reviser(task, task.step(), silent, Agreement(None, "verify"))
-    receipt = reviser.confirm(made, make_receipt(), steps=1)
+    reviser = Reviser(task, task.step(), Agreement(None, "verify"), silent, lambda revised: make_receipt())
+    receipt = reviser.confirm(made, make_receipt())
     assert receipt.confirmation is not None
     assert "64.0 KiB" in receipt.confirmation.obstacle
     assert receipt.revised_plan is None
     counted = msgspec.structs.replace(made, classes={Category.OPTIMIZER_STATE.value: 10 * KIB})
-    receipt = reviser.confirm(counted, make_receipt(), steps=1)
+    receipt = reviser.confirm(counted, make_receipt())
     assert receipt.confirmation is not None
     assert "optimizer=" in receipt.confirmation.obstacle
     assert receipt.revised_plan is None

@@ -9,10 +9,8 @@ import pytest
 from scipy import stats
 from scipy.signal import lfilter
 
-from plimsoll.analysis.probe.evidence import Evidence
-from plimsoll.analysis.probe.records import ArmLog, GradientRecord, HeldOutRecord, StepRecord
-from plimsoll.analysis.probe.rules import Findings, judge, stop_here
-from plimsoll.analysis.probe.settings import STATISTICAL_RULES, Settings
+from plimsoll.analysis.probe.evidence import ArmLog, GradientRecord, HeldOutRecord, ProbeEvidence, StepRecord
+from plimsoll.analysis.probe.rules import STATISTICAL_RULES, Findings, ProbeSettings, judge, stop_here
 from plimsoll.artifacts.verdict import WHOLE_MODEL, Outcome, Ruling
 
 STEPS = 200
@@ -31,7 +29,7 @@ class Story:
         self.gains, self.cosines = np.full((8, 2), 1.0), np.full((8, 2), 0.999)
         self.held_out = [3 + 0.1 * random.normal(size=6)] * 2
 
-    def evidence(self) -> Evidence:
+    def evidence(self) -> ProbeEvidence:
         logs = []
         for losses, norms, held_out in zip(self.losses, self.norms, self.held_out, strict=True):
             records = [record(step, loss, row) for step, (loss, row) in enumerate(zip(losses, norms, strict=True))]
@@ -46,10 +44,10 @@ class Story:
                     plan_squares=tuple(float((g / c) ** 2) for g, c in zip(gains, cosines, strict=True)),
                 )
             )
-        return Evidence(logs[0], logs[1], BLOCKS)
+        return ProbeEvidence(logs[0], logs[1], BLOCKS)
 
     def judged(self, **changes: object) -> Findings:
-        return judge(self.evidence(), Settings(**({"steps": len(self.losses[0])} | changes)))
+        return judge(self.evidence(), ProbeSettings(**({"steps": len(self.losses[0])} | changes)))
 
 
 def record(step: int, loss: float, norms: np.ndarray) -> StepRecord:
@@ -167,7 +165,7 @@ def test_a_step_that_is_not_finite_ends_the_probe(arm: int, ruling: Ruling, valu
     story.losses[arm] = story.losses[arm][:41]
     story.norms[arm] = story.norms[arm][:41]
     story.losses[arm][-1] = value
-    findings = stop_here(story.evidence(), Settings(steps=STEPS, is_early=False))
+    findings = stop_here(story.evidence(), ProbeSettings(steps=STEPS, is_early=False))
     assert (findings.ruling, findings.decided_by) == (ruling, "finite")
     assert "step 41" in findings.reason
 
@@ -179,36 +177,36 @@ def test_few_steps_are_undecided():
 
 
 def test_looks_are_whole_chunks_and_share_the_error():
-    settings = Settings(steps=1000)
+    settings = ProbeSettings(steps=1000)
     assert settings.looks == (80, 140, 260, 500, 1000)
     assert settings.error_to_clear == pytest.approx(0.05 / 5)
     assert settings.error_to_break == pytest.approx(0.05 / 5 / STATISTICAL_RULES)
-    assert Settings(steps=1000, is_early=False).error_to_clear == 0.05
-    assert Settings(steps=1).looks == (1,)
+    assert ProbeSettings(steps=1000, is_early=False).error_to_clear == 0.05
+    assert ProbeSettings(steps=1).looks == (1,)
 
 
 def test_what_is_bad_is_said_early_and_what_is_good_from_half_of_the_steps():
     bad = Story(steps=80)
     bad.norms[1] *= 1.5
-    settings = Settings(steps=1000)
+    settings = ProbeSettings(steps=1000)
     assert stop_here(bad.evidence(), settings).ruling is Ruling.RECOMPUTE_INSTEAD
     assert stop_here(Story(steps=80).evidence(), settings) is None
     assert stop_here(Story(steps=500).evidence(), settings).ruling is Ruling.GOOD
-    assert stop_here(bad.evidence(), Settings(steps=1000, is_early=False)) is None
+    assert stop_here(bad.evidence(), ProbeSettings(steps=1000, is_early=False)) is None
 
 
 def test_identical_arms_stop_only_after_the_stated_number_of_steps():
     for steps, expected in ((80, None), (100, Ruling.IDENTICAL)):
         story = Story(steps=steps)
         story.losses[1], story.norms[1] = story.losses[0], story.norms[0]
-        findings = stop_here(story.evidence(), Settings(steps=1000))
+        findings = stop_here(story.evidence(), ProbeSettings(steps=1000))
         assert (findings and findings.ruling) == expected
 
 
 def test_the_shift_rule_raises_no_more_false_alarms_than_stated_at_the_very_limit():
     """Norms of AR(1) noise around a change of exactly a tenth: to break the rule would be wrong, though only just."""
     random, trials = np.random.default_rng(0), 60
-    settings = Settings(steps=150, is_early=False, error=0.5)  # so much that 60 trials can tell
+    settings = ProbeSettings(steps=150, is_early=False, error=0.5)  # so much that 60 trials can tell
     broken = 0
     for _ in range(trials):
         story = Story(steps=150)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from plimsoll.analysis.verify.saved_hooks import switched_off
+from plimsoll.analysis.verify.saved_tensors import switched_off
 from plimsoll.artifacts.explained import LEAST_SHARE, Change, Unsupported
 from plimsoll.artifacts.plan import Peak
 from plimsoll.artifacts.trace import Category, Trace

@@ -11,7 +11,7 @@ from torch import nn
 
 from plimsoll.analysis.explain.changes import Changes, ExplainedStep, PeakSubject
 from plimsoll.analysis.explain.holders import PeakView, by_place, judge, recomputed_by_place
-from plimsoll.analysis.verify.saved_hooks import watched
+from plimsoll.analysis.verify.saved_tensors import watched
 from plimsoll.artifacts.explained import Explanation, RecomputedPart
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, silent

@@ -1,4 +1,4 @@
-"""A model, a plan and a stream in; both arms' logs out: trained in turns, a chunk at a time, on one model object.
+"""Trains both arms of a probe in turns, a chunk of steps at a time, on one model object, and logs them.
 
 After every chunk an arm's state is written to the run directory and the other arm's is read, so the two never hold memory at
 the same time, and a run that was interrupted goes on from the last whole chunk. What happens in a chunk depends on the
@@ -9,36 +9,36 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import torch
-from torch import nn
 
-from plimsoll.analysis.probe.keeping import Weights, put_weights, take_weights, trainable_copy
-from plimsoll.analysis.probe.randomness import RandomState, seed_everything
-from plimsoll.analysis.probe.records import ARMS, BASELINE, PLAN, ArmLog, HeldOutRecord, StepRecord
-from plimsoll.analysis.probe.run_directory import ArmState, RunDirectory
-from plimsoll.analysis.probe.settings import Settings
-from plimsoll.analysis.probe.step import Blocks, Trainer
+from plimsoll.analysis.probe.evidence import ARMS, BASELINE, PLAN, ArmLog, HeldOutRecord, StepRecord
+from plimsoll.analysis.probe.keeping import (
+    ArmState,
+    RandomState,
+    RunDirectory,
+    Weights,
+    put_weights,
+    seed_everything,
+    take_weights,
+    trainable_copy,
+)
+from plimsoll.analysis.probe.rules import ProbeSettings
+from plimsoll.analysis.probe.step import Blocks, MakeOptimizer, Trainer
 from plimsoll.analysis.probe.stream import Call, Stream
+from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress
+from plimsoll.engine.apply import Handle
 from plimsoll.errors import ProbeRunMismatch
+from plimsoll.session.manage import manage
+from plimsoll.tracing.recorder.untouched import KeptBuffers
 
 _COMPARED = 1
 """The step of a chunk in which gradients are compared: the one after the plan's recording step."""
 _LEAST_STEPS_TO_MEASURE = 3
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-class Managed(Protocol):
-    """A plan at work on a model (the runtime's handle)."""
-
-    def paused(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,11 @@ class Job:
 
     trainer: Trainer
     blocks: Blocks
-    manage: Callable[[], AbstractContextManager[Managed]]
+    plan: Plan
     make_optimizer: MakeOptimizer
     stream: Stream
     held_out: Sequence[Call]
-    settings: Settings
+    settings: ProbeSettings
     directory: RunDirectory
     report: Progress
 
@@ -129,7 +129,8 @@ class Arms:
         optimizer = self._enter(arm)
         seed_everything(zlib.crc32(f"{job.settings.seed}/{start}".encode()))
         fresh = ArmLog()
-        with self._managed(arm) as managed:
+        plan = contextlib.nullcontext() if arm == BASELINE else manage(model, job.plan)
+        with plan as managed:
             for step, call in enumerate(calls, start):
                 fresh.steps.append(self._step(step, call, optimizer, fresh, managed, (start, len(calls))))
                 self._show(arm, fresh)
@@ -164,7 +165,7 @@ class Arms:
         call: Call,
         optimizer: torch.optim.Optimizer,
         fresh: ArmLog,
-        managed: Managed | None,
+        managed: Handle | None,
         chunk: tuple[int, int],
     ) -> StepRecord:
         """One step of a chunk: the first records, the second is compared.
@@ -189,16 +190,14 @@ class Arms:
             record = trainer.step(step, call, optimizer)
         return record if offset else msgspec.structs.replace(record, seconds=None)
 
-    def _reference(self, call: Call, managed: Managed) -> list[list[torch.Tensor | None]]:
+    def _reference(self, call: Call, managed: Handle) -> list[list[torch.Tensor | None]]:
         """The unmanaged gradients at the parameters of now, which stay as they are."""
         trainer = self._job.trainer
-        random, buffers = RandomState(), [buffer.detach().clone() for buffer in trainer.model.buffers()]
+        random, buffers = RandomState(), KeptBuffers(trainer.model)
         with managed.paused():
             trainer.backward(trainer.own(call))
         gradients = self._job.blocks.take_gradients()
-        with torch.no_grad():
-            for buffer, value in zip(trainer.model.buffers(), buffers, strict=True):
-                buffer.copy_(value)
+        buffers.put_back()
         random.restore()
         return gradients
 
@@ -211,14 +210,6 @@ class Arms:
         if state is not None:
             optimizer.load_state_dict(state.optimizer)
         return optimizer
-
-    @contextlib.contextmanager
-    def _managed(self, arm: str) -> Iterator[Managed | None]:
-        if arm == BASELINE:
-            yield None
-            return
-        with self._job.manage() as handle:
-            yield handle
 
     def _show(self, arm: str, fresh: ArmLog) -> None:
         steps = self._job.settings.steps

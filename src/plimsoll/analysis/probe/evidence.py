@@ -1,15 +1,82 @@
-"""Both arms' logs in; series, gradient comparisons and held-out losses as plain arrays out, as the rules need them."""
+"""What the two arms of a probe write down, and the series and comparisons that the rules and the verdict are made from.
+
+Numbers that are not finite are ``None`` in the records, so that the log is valid JSON. No torch in here.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
-from plimsoll.analysis.probe.records import ArmLog, GradientRecord
+from plimsoll.analysis.probe import statistics
 from plimsoll.analysis.probe.statistics import Series
-from plimsoll.artifacts.verdict import WHOLE_MODEL
+from plimsoll.artifacts.verdict import NORM_QUANTILES, WHOLE_MODEL, GradientComparison, NormComparison, NormSummary
+
+BASELINE, PLAN = "baseline", "plan"
+ARMS = (BASELINE, PLAN)
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One training step. ``seconds`` are left out where the step records or is measured, ``peak_bytes`` where it is not."""
+
+    step: int
+    loss: float | None
+    gradient_norm: float | None
+    block_norms: tuple[float | None, ...]
+    seconds: float | None = None
+    peak_bytes: int | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient are numbers."""
+        return self.loss is not None and self.gradient_norm is not None
+
+    def is_same(self, other: StepRecord) -> bool:
+        """Whether loss and norms have the same bits."""
+        ours = (self.step, self.loss, self.gradient_norm, self.block_norms)
+        return self.is_finite and ours == (other.step, other.loss, other.gradient_norm, other.block_norms)
+
+
+class GradientRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan's gradient beside the unmanaged one, block by block: their product and both squared lengths."""
+
+    step: int
+    products: tuple[float, ...]
+    baseline_squares: tuple[float, ...]
+    plan_squares: tuple[float, ...]
+
+
+class HeldOutRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The loss of every held-out batch after so many steps."""
+
+    steps: int
+    losses: tuple[float | None, ...]
+
+
+class ArmLog(msgspec.Struct, kw_only=True):
+    """Everything that one arm wrote down."""
+
+    steps: list[StepRecord] = []
+    gradients: list[GradientRecord] = []
+    held_out: list[HeldOutRecord] = []
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no step went to NaN or infinity (an arm ends at the first one that does)."""
+        return not self.steps or self.steps[-1].is_finite
+
+    def lines(self) -> list[bytes]:
+        """The log as JSON lines, in the order of the steps."""
+        encode = msgspec.json.encode
+        tagged = [
+            *((record.step, 0, encode({"gradient": record})) for record in self.gradients),
+            *((record.step, 1, encode(record)) for record in self.steps),
+            *((record.steps, 2, encode({"held_out": record})) for record in self.held_out),
+        ]
+        return [line for _, _, line in sorted(tagged, key=lambda each: each[:2])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +97,7 @@ class GradientSamples:
     gains: Series
 
 
-class Evidence:
+class ProbeEvidence:
     """What two arms wrote down.
 
     Args:
@@ -48,12 +115,9 @@ class Evidence:
         self.plan = self._arm(plan)
 
     @property
-    def is_baseline_finite(self) -> bool:
-        return self.baseline_log.is_finite
-
-    @property
-    def is_plan_finite(self) -> bool:
-        return self.plan_log.is_finite
+    def is_finite(self) -> bool:
+        """Whether neither arm has gone to NaN or infinity."""
+        return self.baseline_log.is_finite and self.plan_log.is_finite
 
     @property
     def identical_steps(self) -> int:
@@ -78,6 +142,10 @@ class Evidence:
         lengths = np.sqrt(ones * others)
         cosines = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
         return GradientSamples(errors, np.minimum(cosines, 1.0), products / ones)
+
+    def norm_change(self, block: str) -> statistics.Mean | None:
+        """The mean logarithm of how much the plan changes the block's norm."""
+        return statistics.mean_of_steps(statistics.log_ratios(self.baseline.norms[block], self.plan.norms[block]))
 
     def held_out(self) -> tuple[Series, Series] | None:
         """Losses of the held-out batches in both arms, at the latest look that both had."""
@@ -110,3 +178,57 @@ def _sums(record: GradientRecord, index: int) -> tuple[float, float, float]:
     else:
         product, one, other = (column[index] for column in columns)
     return product, one, other
+
+
+def compare_norms(evidence: ProbeEvidence, error: float) -> tuple[NormComparison, ...]:
+    """Every block's norms in both arms, with intervals that are wrong with a probability of ``error``."""
+    made, p_values = [], []
+    for block in evidence.blocks:
+        one, other = evidence.baseline.norms[block], evidence.plan.norms[block]
+        change = evidence.norm_change(block)
+        shift = None if change is None else change.estimate(error, statistics.share_grown)
+        p_value = statistics.swapped_p_value(one, other)
+        p_values.append(p_value)
+        made.append(
+            NormComparison(block=block, baseline=_summarise(one), plan=_summarise(other), shift=shift, p_value=p_value)
+        )
+    known = [p_value for p_value in p_values if p_value is not None]
+    if len(known) < len(made):
+        return tuple(made)
+    corrected = statistics.adjusted(known)
+    return tuple(msgspec.structs.replace(each, adjusted_p_value=p) for each, p in zip(made, corrected, strict=True))
+
+
+def _summarise(norms: Series) -> NormSummary:
+    """One arm's norms of one block."""
+    if not len(norms):
+        return NormSummary(median=0.0, percentile_95=0.0, largest=0.0, spikes=0, kurtosis=None, quantiles=())
+    return NormSummary(
+        median=float(np.median(norms)),
+        percentile_95=float(np.quantile(norms, 0.95)),
+        largest=float(norms.max()),
+        spikes=statistics.count_spikes(norms),
+        kurtosis=statistics.kurtosis(norms),
+        quantiles=tuple(float(each) for each in np.quantile(norms, NORM_QUANTILES)),
+    )
+
+
+def compare_gradients(evidence: ProbeEvidence, error: float) -> tuple[GradientComparison, ...]:
+    """Every block's gradients at equal parameters, with intervals that are wrong with a probability of ``error``."""
+    made = []
+    for block in evidence.blocks:
+        samples = evidence.gradients(block)
+        if samples is None:
+            continue
+        cosine, gain = (statistics.mean_of_samples(each) for each in (samples.cosines, samples.gains))
+        made.append(
+            GradientComparison(
+                block=block,
+                samples=len(samples.errors),
+                relative_error=float(np.median(samples.errors)),
+                largest_error=float(samples.errors.max()),
+                cosine=None if cosine is None else cosine.estimate(error),
+                gain=None if gain is None else gain.estimate(error),
+            )
+        )
+    return tuple(made)

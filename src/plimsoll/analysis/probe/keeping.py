@@ -1,18 +1,66 @@
-"""A model in; the same model after whatever trained it: parameters, buffers, gradients, flags and random state come back."""
+"""Keeps what a probe has to put back or take up again: weights and random state in memory, both arms in a run directory.
+
+Files in the directory appear whole or not at all. An arm's state carries its whole log, so the log beside it (JSON lines, for
+people and scripts) is written again from there when a run is taken up: what a killed process left half-written does not matter.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
 
+import msgspec
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from plimsoll.analysis.probe.randomness import own_randomness
+from plimsoll.analysis.probe.evidence import ArmLog
+from plimsoll.errors import ProbeRunMismatch, ProbeRunUnusable
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.recorder.untouched import untouched
+
+_IDENTITY = "run.json"
+_VERDICT = "verdict.json"
+
+
+class RandomState:
+    """The state of Python's, numpy's and torch's generators (of all CUDA devices that are in use)."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+
+def seed_everything(seed: int) -> None:
+    """Start all generators from one number."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def own_randomness() -> Iterator[None]:
+    """Whatever is drawn inside changes nothing outside."""
+    before = RandomState()
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +111,138 @@ def trainable_copy(model: nn.Module) -> Iterator[Weights]:
 
 def _parameters(model: nn.Module) -> list[torch.Tensor]:
     return [part for parameter in model.parameters() for part in dense_parts(parameter)]
+
+
+class ArmState(msgspec.Struct, kw_only=True):
+    """Where one arm stands: tensors on the host, the optimizer's state, the log so far, and what it has seen of the data."""
+
+    parameters: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+    optimizer: dict[str, Any]
+    log: ArmLog
+    data_checksum: int
+
+
+class RunDirectory:
+    """Keeps a run.
+
+    Args:
+        path: made if it is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def claim(self, identity: Mapping[str, str]) -> None:
+        """Begin a run here, or go on with the one that is here.
+
+        Args:
+            identity: everything that decides what the run gives, each part with its fingerprint.
+
+        Raises:
+            ProbeRunMismatch: the directory holds another run, or something else.
+            ProbeRunUnusable: it cannot be read or written.
+        """
+        wanted = dict(identity)
+        with self._explained():
+            self.path.mkdir(parents=True, exist_ok=True)
+            place = self.path / _IDENTITY
+            if not place.exists():
+                strangers = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith("."))
+                if strangers:
+                    raise ProbeRunMismatch(
+                        f"{self.path} is not empty, and holds no probe.",
+                        why=f"found {', '.join(strangers[:5])}",
+                        next="give an empty directory, or one that does not exist",
+                    )
+                self._write(_IDENTITY, lambda file: file.write(msgspec.json.format(msgspec.json.encode(wanted))))
+                return
+            content = place.read_bytes()
+        try:
+            found = msgspec.json.decode(content, type=dict[str, str])
+        except msgspec.DecodeError as error:
+            raise self._damaged(_IDENTITY, error) from error
+        if found != wanted:
+            differing = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
+            shown = "; ".join(
+                f"{name} {found.get(name, 'not given')}, not {wanted.get(name, 'not given')}" for name in differing
+            )
+            raise ProbeRunMismatch(
+                f"{self.path} holds another probe, which differs in {', '.join(differing)}.",
+                why=shown,
+                next="give the same model, plan, data and settings to go on with it, or another directory for --run",
+            )
+
+    def load(self, arm: str) -> ArmState | None:
+        """An arm's state after its last whole chunk; ``None`` before the first.
+
+        Raises:
+            ProbeRunUnusable: it is there, but cannot be read.
+        """
+        place = self.path / f"{arm}.pt"
+        with self._explained():
+            if not place.exists():
+                return None
+        try:
+            held = torch.load(place, map_location="cpu", weights_only=True)
+            log = msgspec.json.decode(held.pop("log"), type=ArmLog)
+            return ArmState(log=log, **held)
+        except Exception as error:  # torch and pickle raise whatever a damaged file makes them run into
+            raise self._damaged(place.name, error) from error
+
+    def save(self, arm: str, state: ArmState) -> None:
+        """Keep an arm's state and log."""
+        held = msgspec.structs.asdict(state) | {"log": msgspec.json.encode(state.log)}
+        with self._explained():
+            self._write(f"{arm}.pt", lambda file: torch.save(held, file))
+            self.write_log(arm, state.log)
+
+    def write_log(self, arm: str, log: ArmLog) -> None:
+        """Write the log as JSON lines."""
+        with self._explained():
+            self._write(f"{arm}.jsonl", lambda file: file.write(b"".join(line + b"\n" for line in log.lines())))
+
+    def verdict(self) -> bytes | None:
+        """The verdict of a finished run."""
+        place = self.path / _VERDICT
+        with self._explained():
+            return place.read_bytes() if place.exists() else None
+
+    def finish(self, verdict: str) -> None:
+        """Keep the verdict; the arms' weights are not needed any more."""
+        with self._explained():
+            self._write(_VERDICT, lambda file: file.write(verdict.encode()))
+            for place in self.path.glob("*.pt"):
+                place.unlink()
+
+    def _write(self, name: str, write: Callable[[BinaryIO], object]) -> None:
+        target = self.path / name
+        temporary = self.path / f".{name}.{os.getpid()}.part"
+        try:
+            with temporary.open("wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # torch's writer reports a full disk as a RuntimeError
+            raise ProbeRunUnusable(
+                f"The run directory {self.path} cannot be used.",
+                why=f"{type(error).__name__}: {error}",
+                next="free some space, or give a directory that you may write to; whole chunks that are there are kept",
+            ) from error
+
+    def _damaged(self, name: str, error: Exception) -> ProbeRunUnusable:
+        return ProbeRunUnusable(
+            f"{self.path / name} is damaged.",
+            why=f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}",
+            next="delete the directory and start again",
+        )

@@ -1,4 +1,4 @@
-"""Both arms' logs in; the rules, how each stands, and the ruling that follows out. Each rule's definition is in docs/probe.md.
+"""The rules that a plan is judged by, how each stands, and the ruling that follows. Each rule's definition is in docs/probe.md.
 
 A rule is broken where an interval lies wholly outside of what is allowed, clear where one lies wholly inside, and open
 otherwise. Intervals that break are wider than those that clear: any rule, block and look can break the verdict by chance, so
@@ -8,38 +8,73 @@ they share the error; to clear it all have to be clear, and no share is needed b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from plimsoll.analysis.probe import statistics
-from plimsoll.analysis.probe.evidence import Evidence
-from plimsoll.analysis.probe.settings import (
-    LEAST_COSINE,
-    LEAST_HELD_OUT_MARGIN,
-    MOST_DELAY,
-    MOST_SHIFT,
-    SPIKE,
-    Settings,
-)
-from plimsoll.artifacts.verdict import (
-    NORM_QUANTILES,
-    Estimate,
-    GradientComparison,
-    NormComparison,
-    NormSummary,
-    Outcome,
-    Rule,
-    Ruling,
-)
+from plimsoll.analysis.probe.evidence import ProbeEvidence, compare_gradients, compare_norms
+from plimsoll.artifacts.verdict import Estimate, GradientComparison, NormComparison, Outcome, Rule, Ruling
 
-_MORE_COMPARISONS = (
-    f"more comparisons at equal parameters: one per chunk is made, {statistics.LEAST_SAMPLES} are the least"
-)
-_MOST_LOGARITHM = 50.0
-"""Beyond it a ratio is infinite for all that matters."""
+MOST_SHIFT = 0.10
+"""How much a norm, or the gradient's length along the right direction, may change."""
+LEAST_COSINE = 0.90
+"""Of the angle between the plan's gradient and the unmanaged one."""
+MOST_DELAY = 1.10
+"""How many times as many steps the plan may need for the same loss."""
+LEAST_HELD_OUT_MARGIN = 0.01
+"""A held-out loss that is worse by a smaller share than this is not called worse."""
+STATISTICAL_RULES = 5
+"""Rules that can be broken by chance: each gets its share of the error allowed."""
+
+_FIRST_LOOK = 40
+_HALVINGS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeSettings:
+    """How both arms are run.
+
+    ``chunk_steps`` are taken by one arm before it makes way for the other; ``identical_steps`` are enough to call two arms
+    identical; ``error`` is allowed for the whole verdict (0.05: wrong once in twenty).
+    """
+
+    steps: int = 1000
+    chunk_steps: int = 20
+    seed: int = 0
+    target_loss: float | None = None
+    is_early: bool = True
+    identical_steps: int = 100
+    error: float = 0.05
+
+    @property
+    def looks(self) -> tuple[int, ...]:
+        """Steps after which the rules are held against what was logged: whole chunks, each about twice the one before."""
+        found = {self.steps}
+        for halving in range(1, _HALVINGS + 1):
+            whole = -(-self.steps // (2**halving * self.chunk_steps)) * self.chunk_steps
+            if _FIRST_LOOK <= whole < self.steps:
+                found.add(whole)
+        return tuple(sorted(found))
+
+    @property
+    def error_to_clear(self) -> float:
+        """Two-sided error of the intervals that clear a rule: every look has an equal share.
+
+        All rules have to be clear, so an error in any one of them does no harm beside the others.
+        """
+        return self.error / self._decisions
+
+    @property
+    def error_to_break(self) -> float:
+        """Two-sided error of the intervals that break a rule: any rule at any look can do it, so they share the error."""
+        return self.error / (self._decisions * STATISTICAL_RULES)
+
+    @property
+    def _decisions(self) -> int:
+        """How often the rules decide: at every look, or at the end alone."""
+        return len(self.looks) if self.is_early else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +100,18 @@ class Findings:
         deciding = [rule for rule in self.rules if rule.name == self.decided_by]
         if deciding:
             return f"{deciding[0].name}: {deciding[0].found}; allowed: {deciding[0].allowed}"
-        return f"{self.decided_by}"
+        return self.decided_by
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
     """What both arms wrote down, and what the rules say about it."""
 
-    evidence: Evidence
+    evidence: ProbeEvidence
     findings: Findings
 
 
-def judge(evidence: Evidence, settings: Settings) -> Findings:
+def judge(evidence: ProbeEvidence, settings: ProbeSettings) -> Findings:
     """Hold the rules against what was logged.
 
     Args:
@@ -87,9 +122,9 @@ def judge(evidence: Evidence, settings: Settings) -> Findings:
     comparisons: tuple[NormComparison, ...] = ()
     gradients: tuple[GradientComparison, ...] = ()
     longer = held_out = None
-    if evidence.is_baseline_finite and evidence.is_plan_finite:
-        comparisons = compare_norms(evidence, settings)
-        gradients = compare_gradients(evidence, settings)
+    if evidence.is_finite:
+        comparisons = compare_norms(evidence, settings.error_to_clear)
+        gradients = compare_gradients(evidence, settings.error_to_clear)
         delay_rule, longer = _delay(evidence, settings)
         held_out_rule, held_out = _held_out(evidence, settings)
         rules += [
@@ -103,14 +138,14 @@ def judge(evidence: Evidence, settings: Settings) -> Findings:
     return Findings(ruling, decided_by, tuple(rules), comparisons, gradients, longer, held_out)
 
 
-def stop_here(evidence: Evidence, settings: Settings) -> Findings | None:
+def stop_here(evidence: ProbeEvidence, settings: ProbeSettings) -> Findings | None:
     """The findings if they are clear enough to stop before all steps are taken.
 
     Between looks only NaN, infinity and bit-equality count, which chance cannot fake. What is bad may be said at any look,
     that a plan is good from half of the steps on.
     """
     steps = evidence.steps
-    if not (evidence.is_baseline_finite and evidence.is_plan_finite):
+    if not evidence.is_finite:
         return judge(evidence, settings)
     if not settings.is_early or not 0 < steps < settings.steps:
         return None
@@ -149,22 +184,21 @@ def _decide(rules: list[Rule]) -> tuple[Ruling, str]:
     return Ruling.GOOD, _ALL_CLEAR
 
 
-def _finite(evidence: Evidence) -> Rule:
+def _finite(evidence: ProbeEvidence) -> Rule:
     """Loss and gradient are numbers."""
-    if not evidence.is_baseline_finite:
-        step = len(evidence.baseline_log.steps)
-        found, ruling = f"the baseline's loss or gradient is NaN or infinite in step {step}", Ruling.BASELINE_DIVERGED
-    elif not evidence.is_plan_finite:
-        step = len(evidence.plan_log.steps)
-        found, ruling = f"the plan's loss or gradient is NaN or infinite in step {step}", Ruling.DIVERGED
-    else:
-        found, ruling = "all losses and gradients are finite", Ruling.DIVERGED
-    is_finite = evidence.is_baseline_finite and evidence.is_plan_finite
-    outcome = Outcome.CLEAR if is_finite else Outcome.BROKEN
+    found, ruling = "all losses and gradients are finite", Ruling.DIVERGED
+    for name, log, its_ruling in (
+        ("baseline", evidence.baseline_log, Ruling.BASELINE_DIVERGED),
+        ("plan", evidence.plan_log, Ruling.DIVERGED),
+    ):
+        if not log.is_finite:
+            found, ruling = f"the {name}'s loss or gradient is NaN or infinite in step {len(log.steps)}", its_ruling
+            break
+    outcome = Outcome.CLEAR if evidence.is_finite else Outcome.BROKEN
     return Rule(name="finite", ruling=ruling, outcome=outcome, allowed="no NaN, no infinity", found=found)
 
 
-def _identical(evidence: Evidence) -> Rule:
+def _identical(evidence: ProbeEvidence) -> Rule:
     """Loss and norms are equal bit for bit; where they are not, the other rules decide."""
     same = evidence.identical_steps
     found = (
@@ -180,59 +214,7 @@ def _identical(evidence: Evidence) -> Rule:
     )
 
 
-def compare_norms(evidence: Evidence, settings: Settings) -> tuple[NormComparison, ...]:
-    """Every block's norms in both arms, with intervals of the confidence that clears."""
-    made, p_values = [], []
-    for block in evidence.blocks:
-        one, other = evidence.baseline.norms[block], evidence.plan.norms[block]
-        shift = _shift_of(evidence, block, settings.error_to_clear)
-        p_value = statistics.swapped_p_value(one, other)
-        p_values.append(p_value)
-        made.append(
-            NormComparison(block=block, baseline=summarise(one), plan=summarise(other), shift=shift, p_value=p_value)
-        )
-    known = [p_value for p_value in p_values if p_value is not None]
-    if len(known) < len(made):
-        return tuple(made)
-    corrected = statistics.adjusted(known)
-    return tuple(msgspec.structs.replace(each, adjusted_p_value=p) for each, p in zip(made, corrected, strict=True))
-
-
-def summarise(norms: statistics.Series) -> NormSummary:
-    """One arm's norms of one block."""
-    if not len(norms):
-        return NormSummary(median=0.0, percentile_95=0.0, largest=0.0, spikes=0, kurtosis=None, quantiles=())
-    return NormSummary(
-        median=float(np.median(norms)),
-        percentile_95=float(np.quantile(norms, 0.95)),
-        largest=float(norms.max()),
-        spikes=statistics.count_spikes(norms),
-        kurtosis=statistics.kurtosis(norms),
-        quantiles=tuple(float(each) for each in np.quantile(norms, NORM_QUANTILES)),
-    )
-
-
-def compare_gradients(evidence: Evidence, settings: Settings) -> tuple[GradientComparison, ...]:
-    """Every block's gradients at equal parameters, with intervals of the confidence that clears."""
-    made = []
-    for block in evidence.blocks:
-        samples = evidence.gradients(block)
-        if samples is None:
-            continue
-        made.append(
-            GradientComparison(
-                block=block,
-                samples=len(samples.errors),
-                relative_error=float(np.median(samples.errors)),
-                largest_error=float(samples.errors.max()),
-                cosine=_estimate(statistics.mean_of_samples(samples.cosines), settings.error_to_clear),
-                gain=_estimate(statistics.mean_of_samples(samples.gains), settings.error_to_clear),
-            )
-        )
-    return tuple(made)
-
-
-def _spikes(whole: NormComparison, settings: Settings) -> Rule:
+def _spikes(whole: NormComparison, settings: ProbeSettings) -> Rule:
     """The plan's gradients spike at most twice as often."""
     one, other = whole.baseline.spikes, whole.plan.spikes
     p_value = statistics.more_spikes_p_value(one, other)
@@ -245,7 +227,7 @@ def _spikes(whole: NormComparison, settings: Settings) -> Rule:
         name="spikes",
         ruling=Ruling.NO_COMPRESSION,
         outcome=outcome,
-        allowed=f"less than twice the baseline's norms above {SPIKE:g} × the running median",
+        allowed=f"less than twice the baseline's norms above {statistics.SPIKE:g} × the running median",
         found=found,
         missing="too few spikes to tell a doubling from chance; more steps" if outcome is Outcome.OPEN else "",
     )
@@ -278,20 +260,38 @@ class _Bounded:
         return max(self.wide.low - self.high, self.low - self.wide.high)
 
 
+def _bounded(
+    label: str,
+    mean: statistics.Mean | None,
+    errors: tuple[float, float],
+    allowed: tuple[float, float],
+    scale: Callable[[float], float] = float,
+) -> list[_Bounded]:
+    """The figure with its intervals, the one that breaks first; nothing where there are too few numbers for a mean.
+
+    Args:
+        label: names the figure.
+        mean: of what was logged.
+        errors: allowed to the intervals that break and that clear.
+        allowed: the least and the most.
+        scale: makes the figure from the mean.
+    """
+    if mean is None:
+        return []
+    wide, narrow = (mean.estimate(error, scale) for error in errors)
+    return [_Bounded(label, wide, narrow, *allowed)]
+
+
 def _judged(name: str, ruling: Ruling, allowed: str, figures: Sequence[_Bounded], missing: str) -> Rule:
     """A rule over several figures: broken by any one of them, clear if all are."""
-    outcomes = {figure.outcome for figure in figures}
-    if Outcome.BROKEN in outcomes:
-        outcome, worst = Outcome.BROKEN, max(figures, key=lambda figure: figure.certain_excess)
-    elif figures:
-        outcome = Outcome.OPEN if Outcome.OPEN in outcomes else Outcome.CLEAR
-        worst = max(figures, key=lambda figure: figure.excess)
-    else:
-        return Rule(
-            name=name, ruling=ruling, outcome=Outcome.OPEN, allowed=allowed, found="too few steps", missing=missing
-        )
-    shown = worst.wide if outcome is Outcome.BROKEN else worst.narrow
-    found = f"{worst.label} {shown.value:.4g} ({shown.low:.4g} to {shown.high:.4g})"
+    outcome, found = Outcome.OPEN, "too few steps"
+    if figures:
+        outcomes = {figure.outcome for figure in figures}
+        outcome = next(each for each in (Outcome.BROKEN, Outcome.OPEN, Outcome.CLEAR) if each in outcomes)
+        is_broken = outcome is Outcome.BROKEN
+        worst = max(figures, key=lambda figure: figure.certain_excess if is_broken else figure.excess)
+        shown = worst.wide if is_broken else worst.narrow
+        found = f"{worst.label} {shown.value:.4g} ({shown.low:.4g} to {shown.high:.4g})"
     return Rule(
         name=name,
         ruling=ruling,
@@ -302,72 +302,46 @@ def _judged(name: str, ruling: Ruling, allowed: str, figures: Sequence[_Bounded]
     )
 
 
-def _shift(evidence: Evidence, settings: Settings) -> Rule:
+def _shift(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
     """No block's norm moves by more than a tenth."""
+    errors = (settings.error_to_break / len(evidence.blocks), settings.error_to_clear)
     figures = []
     for block in evidence.blocks:
-        wide = _shift_of(evidence, block, settings.error_to_break / len(evidence.blocks))
-        narrow = _shift_of(evidence, block, settings.error_to_clear)
-        if wide is not None and narrow is not None:
-            figures.append(_Bounded(f"{block} norm", wide, narrow, -MOST_SHIFT, MOST_SHIFT))
+        change = evidence.norm_change(block)
+        figures += _bounded(f"{block} norm", change, errors, (-MOST_SHIFT, MOST_SHIFT), statistics.share_grown)
     allowed = f"every block's norm within {-MOST_SHIFT:+.2g} to {MOST_SHIFT:+.2g}"
     return _judged("shift", Ruling.RECOMPUTE_INSTEAD, allowed, figures, "more steps, for a narrower interval")
 
 
-def _shift_of(evidence: Evidence, block: str, error: float) -> Estimate | None:
-    """The mean change of the block's norm, as a share."""
-    ratios = statistics.log_ratios(evidence.baseline.norms[block], evidence.plan.norms[block])
-    mean = statistics.mean_of_steps(ratios)
-    if mean is None:
-        return None
-    low, high = mean.interval(error)
-    return Estimate(value=_grown(mean.value), low=_grown(low), high=_grown(high))
-
-
-def _grown(logarithm: float) -> float:
-    return math.expm1(min(logarithm, _MOST_LOGARITHM))
-
-
-def _gradient(evidence: Evidence, settings: Settings) -> Rule:
+def _gradient(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
     """At equal parameters, the gradient keeps its direction, and its length along it, in every block."""
+    errors = (settings.error_to_break / (2 * len(evidence.blocks)), settings.error_to_clear)
+    gains, cosines = (1 - MOST_SHIFT, 1 + MOST_SHIFT), (LEAST_COSINE, math.inf)
     figures = []
-    error = settings.error_to_break / (2 * len(evidence.blocks))
     for block in evidence.blocks:
         samples = evidence.gradients(block)
-        for label, values, low, high in (
-            ()
-            if samples is None
-            else (
-                ("gain", samples.gains, 1 - MOST_SHIFT, 1 + MOST_SHIFT),
-                ("cosine", samples.cosines, LEAST_COSINE, math.inf),
-            )
-        ):
-            mean = statistics.mean_of_samples(values)
-            wide, narrow = _estimate(mean, error), _estimate(mean, settings.error_to_clear)
-            if wide is not None and narrow is not None:
-                figures.append(_Bounded(f"{block} {label}", wide, narrow, low, high))
-    allowed = f"every block's cosine at least {LEAST_COSINE:g}, gain {1 - MOST_SHIFT:g} to {1 + MOST_SHIFT:g}"
-    return _judged("gradient", Ruling.RECOMPUTE_INSTEAD, allowed, figures, _MORE_COMPARISONS)
+        if samples is not None:
+            figures += _bounded(f"{block} gain", statistics.mean_of_samples(samples.gains), errors, gains)
+            figures += _bounded(f"{block} cosine", statistics.mean_of_samples(samples.cosines), errors, cosines)
+    allowed = f"every block's cosine at least {LEAST_COSINE:g}, gain {gains[0]:g} to {gains[1]:g}"
+    missing = f"more comparisons at equal parameters: one per chunk is made, {statistics.LEAST_SAMPLES} are the least"
+    return _judged("gradient", Ruling.RECOMPUTE_INSTEAD, allowed, figures, missing)
 
 
-def _delay(evidence: Evidence, settings: Settings) -> tuple[Rule, Estimate | None]:
+def _delay(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, Estimate | None]:
     """The plan needs at most a tenth more steps for the same loss."""
     losses, window = evidence.baseline.losses, window_of(evidence.steps)
-    mean = statistics.mean_of_steps((evidence.plan.losses - losses)[-window:])
-    figures, narrow = [], None
-    if mean is not None:
-        wide, narrow = (
-            Estimate(
-                value=statistics.delay(losses, mean.value, window),
-                low=statistics.delay(losses, low, window),
-                high=statistics.delay(losses, high, window),
-            )
-            for low, high in (mean.interval(settings.error_to_break), mean.interval(settings.error_to_clear))
-        )
-        figures.append(_Bounded("steps ×", wide, narrow, -math.inf, MOST_DELAY))
+    figures = _bounded(
+        "steps ×",
+        statistics.mean_of_steps((evidence.plan.losses - losses)[-window:]),
+        (settings.error_to_break, settings.error_to_clear),
+        (-math.inf, MOST_DELAY),
+        lambda excess: statistics.delay(losses, excess, window),
+    )
     allowed = f"at most {MOST_DELAY:g} × the steps for the same loss"
     missing = "more steps, until the difference in loss is clear of its noise"
-    return _judged("steps", Ruling.NET_LOSS, allowed, figures, missing), narrow
+    rule = _judged("steps", Ruling.NET_LOSS, allowed, figures, missing)
+    return rule, figures[0].narrow if figures else None
 
 
 def window_of(steps: int) -> int:
@@ -375,35 +349,24 @@ def window_of(steps: int) -> int:
     return min(steps, max(statistics.LEAST_STEPS, steps // 5))
 
 
-def _held_out(evidence: Evidence, settings: Settings) -> tuple[Rule, Estimate | None]:
+def _held_out(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, Estimate | None]:
     """The plan's held-out loss is worse by no more than a tenth of the steps is worth, or by 1%."""
     pair = evidence.held_out()
     allowed = f"worse by no more than {MOST_DELAY - 1:.0%} of the steps gained, or {LEAST_HELD_OUT_MARGIN:.0%}"
     if pair is None or len(pair[0]) < statistics.LEAST_SAMPLES or not np.isfinite(pair[0]).all():
         found = "no held-out data" if pair is None else f"{len(pair[0])} held-out batches: too few, or not finite"
-        return _held_out_rule(Outcome.NOT_MEASURED, allowed, found), None
-    one, other = pair
-    if not np.isfinite(other).all():
-        return _held_out_rule(Outcome.BROKEN, allowed, "the plan's held-out loss is NaN or infinite"), None
-    margin = LEAST_HELD_OUT_MARGIN * abs(float(one.mean()))
-    if evidence.steps >= statistics.LEAST_STEPS:
-        window = window_of(evidence.steps)
-        margin = max(margin, statistics.loss_of_delay(evidence.baseline.losses, MOST_DELAY, window))
-    mean = statistics.mean_of_samples(other - one)
-    wide, narrow = _estimate(mean, settings.error_to_break), _estimate(mean, settings.error_to_clear)
-    figures = []
-    if wide is not None and narrow is not None:
-        figures.append(_Bounded("loss", wide, narrow, -math.inf, margin))
-    missing = "more held-out batches, or more steps"
-    return _judged("held-out", Ruling.NET_LOSS, f"{allowed}: {margin:.4g}", figures, missing), narrow
-
-
-def _held_out_rule(outcome: Outcome, allowed: str, found: str) -> Rule:
-    return Rule(name="held-out", ruling=Ruling.NET_LOSS, outcome=outcome, allowed=allowed, found=found)
-
-
-def _estimate(mean: statistics.Mean | None, error: float) -> Estimate | None:
-    if mean is None:
-        return None
-    low, high = mean.interval(error)
-    return Estimate(value=mean.value, low=low, high=high)
+        outcome = Outcome.NOT_MEASURED
+    elif not np.isfinite(pair[1]).all():
+        found, outcome = "the plan's held-out loss is NaN or infinite", Outcome.BROKEN
+    else:
+        one, other = pair
+        margin = LEAST_HELD_OUT_MARGIN * abs(float(one.mean()))
+        if evidence.steps >= statistics.LEAST_STEPS:
+            window = window_of(evidence.steps)
+            margin = max(margin, statistics.loss_of_delay(evidence.baseline.losses, MOST_DELAY, window))
+        errors = (settings.error_to_break, settings.error_to_clear)
+        figures = _bounded("loss", statistics.mean_of_samples(other - one), errors, (-math.inf, margin))
+        missing = "more held-out batches, or more steps"
+        rule = _judged("held-out", Ruling.NET_LOSS, f"{allowed}: {margin:.4g}", figures, missing)
+        return rule, figures[0].narrow if figures else None
+    return Rule(name="held-out", ruling=Ruling.NET_LOSS, outcome=outcome, allowed=allowed, found=found), None

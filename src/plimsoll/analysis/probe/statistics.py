@@ -1,4 +1,4 @@
-"""Series of numbers in; intervals, p-values, spikes and delays out. Plain arrays: no torch in here.
+"""Intervals, p-values, spikes and delays of the series that two arms log. Plain arrays: no torch in here.
 
 Both arms see the same batch at the same step, so differences are taken step by step. They are not independent from one step
 to the next. The standard error of a mean is therefore that of the moving-block bootstrap (here in closed form, which is what
@@ -15,7 +15,7 @@ looks like noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,19 +23,23 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from plimsoll.analysis.probe.settings import SPIKE
+from plimsoll.artifacts.verdict import Estimate
 
 Series = NDArray[np.float64]
 
 LEAST_STEPS = 16
 """Fewer give no interval."""
 LEAST_SAMPLES = 3
+SPIKE = 3.0
+"""A norm that is so many times the running median is a spike."""
 _MOST_CORRELATION = 0.97
 _LEAST_BLOCKS = 4
 _LONGER = 2.0
 """Lengths of the least mean squared error give intervals that are too narrow; twice as long ones hold their error."""
 _PERMUTATIONS = 999
 _MOST_RATIO = 1000.0
+_MOST_LOGARITHM = 50.0
+"""Beyond it a ratio is infinite for all that matters."""
 _RUNNING_WINDOW = 50
 _LEAST_WINDOW = 10
 
@@ -52,6 +56,11 @@ class Mean:
         """Where the mean lies, wrong with a probability of ``error`` (both sides together)."""
         reach = float(stats.t.isf(error / 2, self.freedom)) * self.standard_error
         return self.value - reach, self.value + reach
+
+    def estimate(self, error: float, scale: Callable[[float], float] = float) -> Estimate:
+        """The mean with its interval, all three put through ``scale``."""
+        low, high = self.interval(error)
+        return Estimate(value=scale(self.value), low=scale(low), high=scale(high))
 
 
 def block_length(series: Series) -> int:
@@ -100,6 +109,11 @@ def log_ratios(baseline: Series, plan: Series) -> Series:
     ratios[(plan == 0) & (baseline == 0)] = 0.0
     bound = math.log(_MOST_RATIO)
     return np.asarray(np.clip(ratios, -bound, bound), dtype=np.float64)
+
+
+def share_grown(logarithm: float) -> float:
+    """By which share something grows whose logarithm grows by so much."""
+    return math.expm1(min(logarithm, _MOST_LOGARITHM))
 
 
 def swapped_p_value(baseline: Series, plan: Series) -> float | None:

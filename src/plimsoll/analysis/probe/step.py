@@ -1,10 +1,10 @@
-"""A model, an optimizer and a batch in; one training step, and the record of its loss, norms, seconds and peak, out."""
+"""Takes one training step of a probe, and records its loss, gradient norms, seconds and peak."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -12,15 +12,19 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from plimsoll.analysis.probe.records import GradientRecord, StepRecord
+from plimsoll.analysis.probe.evidence import GradientRecord, StepRecord
 from plimsoll.analysis.probe.stream import Call
 from plimsoll.artifacts.receipt import finite
+from plimsoll.errors import InvalidModel, InvalidProbe
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.recorder.calling import Loss, scalar_loss
 from plimsoll.tracing.recorder.untouched import private_copy
 
 ELSEWHERE = "elsewhere"
 """The block of parameters that lie in no region."""
+
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Blocks:
@@ -163,6 +167,40 @@ class Trainer:
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), (call.args, call.kwargs))
         args, kwargs = private_copy((args, kwargs))
         return Call(args, kwargs)
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse a model whose training could not be undone, or not be run.
+
+    Raises:
+        InvalidModel: it has no parameters to train, or they are on the meta device.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained or any(parameter.is_meta for parameter in model.parameters()):
+        raise InvalidModel(
+            f"{type(model).__name__} cannot be trained here.",
+            why="its parameters are on the meta device, where they have no memory"
+            if trained
+            else "no parameter of it requires a gradient",
+            next="probe the model on the device that it trains on",
+        )
+
+
+def describe_optimizer(model: nn.Module, optimizer: MakeOptimizer) -> str:
+    """``AdamW(lr=0.001, weight_decay=0.01)``: its class, and its defaults that are numbers."""
+    made = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    if not isinstance(made, torch.optim.Optimizer):
+        raise InvalidProbe(
+            f"optimizer= made a {type(made).__name__}, which is no torch.optim.Optimizer.",
+            why="each arm trains with an optimizer of its own",
+            next="pass torch.optim.AdamW, or a function of the parameters that returns an optimizer",
+        )
+    shown = {
+        name: value
+        for name, value in made.defaults.items()
+        if isinstance(value, int | float | tuple) and not isinstance(value, bool)
+    }
+    return f"{type(made).__name__}({', '.join(f'{name}={value}' for name, value in sorted(shown.items()))})"
 
 
 class _Clock:

@@ -1,4 +1,4 @@
-"""One batch, or anything that yields batches, in; as many batches as are asked for, the same ones every time, out.
+"""Draws the batches that both arms of a probe train on: the same ones every time, as many as are asked for.
 
 A stream is passed through again when it is exhausted. Every pass starts from the same random state, so that a loader that
 shuffles gives every pass in the same order, and the batches at its end can be set apart. What was drawn is summed up in a
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from plimsoll.analysis.probe.randomness import RandomState, own_randomness, seed_everything
+from plimsoll.analysis.probe.keeping import RandomState, own_randomness, seed_everything
 from plimsoll.errors import InvalidProbe
 from plimsoll.tracing.recorder.calling import split_batch
 

@@ -1,18 +1,41 @@
-"""A training step in; what is seen of it unmanaged, and its losses step by step, out: what others are held against."""
+"""What is seen of a training step without a plan, and how far another run of it is from that.
+
+Gradients and buffers are compared after one step, losses over consecutive ones, and a curve of losses with the optimizer. The
+gradient can also be held against the loss itself. The gradient ``g`` claims that the loss at ``θ + h·g/‖g‖`` grows by
+``h·‖g‖``; losses at shifted parameters, under the same random numbers, show whether it does. A gradient made with another
+dropout mask than the loss's own fails this by its very size. It judges one direction only, and only where the loss is smooth
+and precise enough at that scale: below float32 rounding alone is more than the slope's change.
+
+Source: for the slope, the central difference with one Richardson step; its error is judged by the difference of two step
+lengths, and by the precision of the parameters.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
-from plimsoll.analysis.verify.curve import loss_curve
-from plimsoll.analysis.verify.intermediates import Found, Intermediates
-from plimsoll.analysis.verify.mismatches import mismatches
-from plimsoll.artifacts.receipt import Mismatch, finite
+from plimsoll.analysis.verify.intermediates import Found, Intermediates, mismatches
+from plimsoll.artifacts.fault import Fault
+from plimsoll.artifacts.receipt import Intermediate, Mismatch, Receipt, Slope, finite
+from plimsoll.errors import InvalidModel
+from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep, copies, relative_error
+from plimsoll.tracing.meters.timing import Timing
+from plimsoll.tracing.recorder.calling import Loss
+
+_RATE = 1e-2
+"""Of plain gradient descent, for those who name no optimizer: its steps have length rate · ‖gradient‖."""
+_LENGTHS = (0.02, 0.01)
+"""Step lengths as shares of the loss that the gradient claims them to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +74,11 @@ class Apart:
     buffers: tuple[Mismatch, ...]
     error: float
 
+    @property
+    def is_within_spread(self) -> bool:
+        """Whether the unmanaged model differs from itself by as much, tensor by tensor."""
+        return all(mismatch.is_within_spread for mismatch in (*self.gradients, *self.buffers))
+
     def worst(self, other: Apart) -> Apart:
         """Of two runs, the one in which each tensor was further off."""
         return Apart(
@@ -58,6 +86,37 @@ class Apart:
             _merged(self.buffers, other.buffers),
             max(self.error, other.error),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What was seen of the step that saves memory: with a plan at work, or with the model's own checkpointing."""
+
+    peak_bytes: int
+    apart: Apart
+    faults: tuple[Fault, ...]
+    compared_tensors: int
+    intermediates: tuple[Intermediate, ...]
+    curve: tuple[float | None, ...]
+    losses: tuple[float | None, ...]
+
+
+def read_measurable(
+    model: nn.Module, batch: Any, loss: Loss | None, optimizer: torch.optim.Optimizer | None
+) -> TrainingTask:
+    """The task of a step that is to be measured.
+
+    Raises:
+        InvalidModel: the model is on the meta device. Others as for ``TrainingTask.read``.
+    """
+    task = TrainingTask.read(model, batch, loss=loss, optimizer=optimizer)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InvalidModel(
+            f"{type(model).__name__} is on the meta device.",
+            why="its parameters have no memory, so no step can run and nothing can be measured",
+            next="plimsoll.plan works on the meta device; verify and compare on the device itself",
+        )
+    return task
 
 
 def collect_evidence(step: TrainingStep, depth: Depth) -> Evidence:
@@ -99,6 +158,43 @@ def consecutive_losses(step: TrainingStep, count: int) -> tuple[float | None, ..
     return tuple(finite(step.go_on()) for _ in range(count))
 
 
+def make_receipt(
+    step: TrainingStep, evidence: Evidence, seen: Observed, timings: tuple[Timing, Timing], **claims: Any
+) -> Receipt:
+    """The receipt for what was observed beside the evidence.
+
+    Args:
+        step: that was run.
+        evidence: of the step without what is verified.
+        seen: of the step with it.
+        timings: of both, the unmanaged one first.
+        claims: the receipt's other fields: what was verified, and what it claims.
+    """
+    baseline, ours = timings
+    return Receipt(
+        device=str(step.device),
+        versions=versions(),
+        steps=len(seen.losses),
+        compared_gradients=sum(gradient is not None for gradient in evidence.gradients.values()),
+        gradient_mismatches=seen.apart.gradients,
+        compared_buffers=len(evidence.buffers),
+        buffer_mismatches=seen.apart.buffers,
+        gradient_error=finite(seen.apart.error),
+        faults=seen.faults,
+        compared_tensors=seen.compared_tensors,
+        intermediates=seen.intermediates,
+        is_deterministic=evidence.is_deterministic,
+        plan_losses=seen.losses,
+        baseline_curve=evidence.curve,
+        plan_curve=seen.curve,
+        measured_baseline_seconds=baseline.median_seconds,
+        measured_baseline_spread_seconds=baseline.spread_seconds,
+        measured_seconds=ours.median_seconds,
+        measured_spread_seconds=ours.spread_seconds,
+        **claims,
+    )
+
+
 def versions() -> dict[str, str]:
     """What the figures were measured with."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__), "machine": platform.machine()}
@@ -112,6 +208,108 @@ def _merged(first: tuple[Mismatch, ...], second: tuple[Mismatch, ...]) -> tuple[
     worst: dict[str, Mismatch] = {}
     for mismatch in (*first, *second):
         known = worst.get(mismatch.name)
-        if known is None or (mismatch.max_absolute_difference or 0.0) > (known.max_absolute_difference or 0.0):
+        if known is None or _distance(mismatch) > _distance(known):
             worst[mismatch.name] = mismatch
     return tuple(worst.values())
+
+
+def _distance(mismatch: Mismatch) -> float:
+    """How far off a tensor is; one that is missing, or not finite, is further off than any other."""
+    return math.inf if mismatch.max_absolute_difference is None else mismatch.max_absolute_difference
+
+
+def loss_curve(step: TrainingStep, optimizer: torch.optim.Optimizer | None, steps: int) -> tuple[float | None, ...]:
+    """Losses of consecutive training steps on the step's batch; random numbers go on from step to step.
+
+    Parameters (the optimizer's own, of a loss, too), the optimizer's state and its settings are bit for bit what they were
+    when it returns.
+
+    Args:
+        step: its random state and buffers are where the curve begins.
+        optimizer: steps after every backward; without one, gradient descent at a rate of 0.01.
+        steps: how many.
+    """
+    with _put_back(step.model, optimizer):
+        used = optimizer or torch.optim.SGD([p for p in step.model.parameters() if p.requires_grad], lr=_RATE)
+        step.rewind()
+        losses = []
+        for _ in range(steps):
+            losses.append(finite(step.go_on()))
+            used.step()
+        return tuple(losses)
+
+
+@contextlib.contextmanager
+def _put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    groups = [] if optimizer is None else optimizer.param_groups
+    stepped = dict.fromkeys((*model.parameters(), *(parameter for group in groups for parameter in group["params"])))
+    weights = [(parameter, parameter.detach().clone()) for parameter in stepped]
+    state = {} if optimizer is None else dict(optimizer.state)
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    if optimizer is not None:
+        optimizer.state.update({parameter: copy.deepcopy(of_one) for parameter, of_one in state.items()})
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, before in weights:
+                parameter.copy_(before)
+        if optimizer is not None:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, setting in zip(groups, settings, strict=True):
+                group.update(setting)
+
+
+def measure_slope(step: TrainingStep, gradients: Mapping[str, torch.Tensor | None]) -> Slope | None:
+    """Slope of the loss along the gradient; ``None`` where the gradient is nothing, or no number.
+
+    Args:
+        step: run forward four times; its parameters are put back bit for bit.
+        gradients: by parameter name, each of its parameter's shape.
+    """
+    norm = math.sqrt(sum(float(g.detach().double().square().sum()) for g in gradients.values() if g is not None))
+    if not math.isfinite(norm) or norm == 0.0:
+        return None
+    scale = max(abs(step.forward_loss()), 1e-12) / norm
+    slopes = [_central_difference(step, gradients, norm, share * scale) for share in _LENGTHS]
+    if not all(map(math.isfinite, slopes)):
+        return None
+    coarse, fine = slopes
+    rounding = norm * _precision(gradients) / _LENGTHS[-1]
+    return Slope(expected=norm, measured=fine + (fine - coarse) / 3, measured_error=max(abs(fine - coarse), rounding))
+
+
+def _precision(gradients: Mapping[str, torch.Tensor | None]) -> float:
+    """The share by which the least precise dtype rounds: two equally rounded slopes would look exact."""
+    return max(torch.finfo(g.dtype).eps for g in gradients.values() if g is not None)
+
+
+def _central_difference(
+    step: TrainingStep, gradients: Mapping[str, torch.Tensor | None], norm: float, length: float
+) -> float:
+    losses = []
+    for sign in (1.0, -1.0):
+        with _shifted(step, gradients, sign * length / norm):
+            losses.append(step.forward_loss())
+    return (losses[0] - losses[1]) / (2 * length)
+
+
+@contextlib.contextmanager
+def _shifted(step: TrainingStep, gradients: Mapping[str, torch.Tensor | None], factor: float) -> Iterator[None]:
+    """Parameters moved along the gradient, and put back bit for bit."""
+    moved = [
+        (parameter, parameter.detach().clone(), gradients[name])
+        for name, parameter in step.model.named_parameters()
+        if gradients.get(name) is not None
+    ]
+    try:
+        with torch.no_grad():
+            for parameter, _, gradient in moved:
+                assert gradient is not None
+                parameter.add_(gradient.to(parameter.dtype), alpha=factor)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, before, _ in moved:
+                parameter.copy_(before)

@@ -1,17 +1,16 @@
-"""Module names in; the outputs of those modules, and the gradients of them, from one run of a step out, to compare two runs."""
+"""Compares tensors of two runs: gradients and buffers by name, and what named modules make inside the step."""
 
 from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from plimsoll.analysis.verify.mismatches import difference
-from plimsoll.artifacts.receipt import Intermediate
+from plimsoll.artifacts.receipt import Intermediate, Mismatch, finite
 from plimsoll.errors import InvalidRegions
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.storages import same_contents
@@ -20,6 +19,45 @@ Key = tuple[str, int, bool]
 """Module, which of its calls, and whether it is the gradient."""
 Found = dict[Key, torch.Tensor | None]
 """Copies; ``None`` stands for a gradient that cannot be seen, since the module ran without autograd."""
+
+
+def mismatches(
+    expected: Mapping[str, torch.Tensor | None],
+    found: Mapping[str, torch.Tensor | None],
+    spread: Mapping[str, float | None],
+) -> tuple[Mismatch, ...]:
+    """Tensors of ``found`` that are not ``expected``'s bits, with how far they are and how far the model is from itself."""
+    differing: list[Mismatch] = []
+    for name, reference in expected.items():
+        other = found.get(name)
+        if reference is None and other is None:
+            continue
+        if reference is None or other is None:
+            absolute: float | None = None
+            relative: float | None = None
+        elif same_contents(reference, other):
+            continue
+        else:
+            absolute, relative = difference(reference, other)
+        differing.append(
+            Mismatch(
+                name=name,
+                max_absolute_difference=absolute,
+                max_relative_difference=relative,
+                baseline_max_absolute_difference=spread.get(name, 0.0),
+            )
+        )
+    return tuple(differing)
+
+
+def difference(first: torch.Tensor, second: torch.Tensor) -> tuple[float | None, float | None]:
+    """Largest absolute difference, and that as a share of the largest magnitude; ``None`` where it is no number."""
+    if first.shape != second.shape:
+        return None, None
+    apart = (first.double() - second.double()).abs().max() if first.numel() else torch.tensor(0.0)
+    size = first.double().abs().max() if first.numel() else torch.tensor(0.0)
+    absolute = float(apart)
+    return finite(absolute), finite(absolute / float(size)) if float(size) else None
 
 
 class Intermediates:

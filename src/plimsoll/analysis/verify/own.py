@@ -1,4 +1,4 @@
-"""A model that manages its memory by itself in; the receipt that holds it against the same model with that switched off, out.
+"""Verifies a model that saves memory by itself against the same model with that switched off.
 
 What it can do by itself: ``torch.utils.checkpoint`` in both forms, selective checkpointing, offloading contexts and any other
 saved-tensor hooks; torch.compile under an ``activation_memory_budget`` below 1. The reference is the same code with the hooks
@@ -13,30 +13,28 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
 import torch
 import torch._functorch.config
 from torch import nn
 
 from plimsoll.analysis.verify.evidence import (
-    Apart,
     Depth,
     Evidence,
+    Observed,
     collect_evidence,
     compare_with,
     consecutive_losses,
+    make_receipt,
+    measure_slope,
     run_curve,
     run_intermediates,
-    versions,
 )
 from plimsoll.analysis.verify.intermediates import compare_intermediates
 from plimsoll.analysis.verify.repeated_ops import RepeatedOps
-from plimsoll.analysis.verify.saved_hooks import switched_off, watched
-from plimsoll.analysis.verify.saved_tensors import SavedTensorWatch
-from plimsoll.analysis.verify.slope import measure_slope
+from plimsoll.analysis.verify.saved_tensors import SavedTensorWatch, switched_off, watched
 from plimsoll.artifacts.fault import Cause, Fault
-from plimsoll.artifacts.progress import Progress, silent
-from plimsoll.artifacts.receipt import OWN, Intermediate, Receipt, Slope, finite
+from plimsoll.artifacts.progress import Progress
+from plimsoll.artifacts.receipt import OWN, Receipt, Slope
 from plimsoll.errors import InvalidModel
 from plimsoll.session.training_step import TrainingStep, copies, relative_error
 from plimsoll.tracing.meters.timing import Timing, time_in_turns
@@ -47,19 +45,19 @@ _MOST_FAULTS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """What can be switched off besides hooks: ``budget`` is the compiler's."""
+class CompilerBudget:
+    """The ``activation_memory_budget`` of torch.compile, which can be switched off besides hooks."""
 
-    budget: float
+    share: float
 
     @staticmethod
-    def current() -> Setup:
-        return Setup(float(torch._functorch.config.activation_memory_budget))
+    def current() -> CompilerBudget:
+        return CompilerBudget(float(torch._functorch.config.activation_memory_budget))
 
     @property
     def is_compiled(self) -> bool:
         """Whether the compiler drops activations by itself."""
-        return self.budget < 1.0
+        return self.share < 1.0
 
     def tolerance(self, model: nn.Module) -> float:
         """Half the digits of the least precise parameter: what kernels compiled anew may do to a gradient by rounding."""
@@ -88,37 +86,8 @@ class Setup:
             torch._dynamo.reset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """What was seen of the step as it is."""
-
-    used: Counter[str]
-    peak_bytes: int
-    apart: Apart
-    faults: tuple[Fault, ...]
-    compared_tensors: int
-    losses: tuple[float | None, ...]
-    intermediates: tuple[Intermediate, ...]
-    curve: tuple[float | None, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plain:
-    """What was seen of it with everything kept."""
-
-    evidence: Evidence
-    peak_bytes: int
-    losses: tuple[float | None, ...]
-
-
 def verify_own(
-    step: TrainingStep,
-    *,
-    signature: str,
-    max_error: float = 0.0,
-    steps: int = 5,
-    depth: Depth | None = None,
-    progress: Progress | None = None,
+    step: TrainingStep, signature: str, *, max_error: float, steps: int, depth: Depth, report: Progress
 ) -> Receipt:
     """Compare a step that saves memory by itself with the same step keeping everything.
 
@@ -128,41 +97,55 @@ def verify_own(
         max_error: the relative error of the gradient that is fine with the user.
         steps: timed runs of each side; the losses of as many consecutive steps are compared.
         depth: what is compared besides.
-        progress: told the stage and how far it is.
+        report: told the stage and how far it is.
 
     Raises:
         InvalidModel: nothing is at work that could be switched off.
     """
-    report = progress or silent
-    depth, setup = depth or Depth(), Setup.current()
+    budget = CompilerBudget.current()
     report("running the step with everything kept, twice", 0.0)
-    with setup.plain():
+    with budget.plain():
         evidence = collect_evidence(step, depth)
-        plain = _Plain(
-            evidence=evidence, peak_bytes=step.measure_peak().peak_bytes, losses=consecutive_losses(step, steps)
-        )
+        baseline_peak_bytes, baseline_losses = step.measure_peak().peak_bytes, consecutive_losses(step, steps)
     report("running the step as it is", 0.3)
-    seen = _observe(step, setup, evidence, steps, depth)
+    seen, used = _observe(step, budget, evidence, steps, depth)
     report("measuring the loss's slope", 0.5)
-    slope, notes = _own_slope(step, setup, evidence)
+    slope, notes = _own_slope(step, budget, evidence)
     report("looking for the cause", 0.6)
-    if not _is_right(seen, setup.tolerance(step.model)):
-        seen = replace(seen, faults=(_explain(step, setup) or seen.faults)[:_MOST_FAULTS])
+    tolerance = budget.tolerance(step.model)
+    if seen.faults or not (seen.apart.is_within_spread or seen.apart.error <= tolerance > 0):
+        seen = replace(seen, faults=(_explain(step, budget) or seen.faults)[:_MOST_FAULTS])
     report("timing both", 0.7)
-    timings = _time(step, setup, steps)
+    timings = _time(step, budget, steps)
     step.clear_gradients()
-    receipt = _receipt(step, setup, plain, seen, timings)
-    return msgspec.structs.replace(
-        receipt, signature=signature, slope=slope, is_lossless=max_error == 0.0, max_error=max_error, notes=notes
+    return make_receipt(
+        step,
+        evidence,
+        seen,
+        timings,
+        model=type(step.model).__name__,
+        fingerprint=fingerprint(step.model),
+        signature=signature,
+        strategy=OWN,
+        method=_describe(used, budget),
+        budget_bytes=None,
+        is_lossless=max_error == 0.0,
+        max_error=max_error,
+        rounding_tolerance=tolerance,
+        slope=slope,
+        baseline_losses=baseline_losses,
+        measured_baseline_peak_bytes=baseline_peak_bytes,
+        measured_peak_bytes=seen.peak_bytes,
+        notes=notes,
     )
 
 
-def _own_slope(step: TrainingStep, setup: Setup, evidence: Evidence) -> tuple[Slope | None, tuple[str, ...]]:
+def _own_slope(step: TrainingStep, budget: CompilerBudget, evidence: Evidence) -> tuple[Slope | None, tuple[str, ...]]:
     """The slope, and a note instead of it where the step with everything kept disagrees with its loss as well."""
     slope = measure_slope(step, copies(step.gradients()))
     if slope is None or not slope.disagrees:
         return slope, ()
-    with setup.plain():
+    with budget.plain():
         reference = measure_slope(step, evidence.gradients)
     if reference is None or not reference.disagrees:
         return slope, ()
@@ -173,50 +156,17 @@ def _own_slope(step: TrainingStep, setup: Setup, evidence: Evidence) -> tuple[Sl
     )
 
 
-def _receipt(step: TrainingStep, setup: Setup, plain: _Plain, seen: _Seen, timings: tuple[Timing, Timing]) -> Receipt:
-    """What was compared and measured; the caller adds what it was asked for."""
-    evidence, (baseline, ours) = plain.evidence, timings
-    return Receipt(
-        model=type(step.model).__name__,
-        fingerprint=fingerprint(step.model),
-        signature="",
-        device=str(step.device),
-        strategy=OWN,
-        method=_describe(seen.used, setup),
-        budget_bytes=None,
-        versions=versions(),
-        steps=len(seen.losses),
-        compared_gradients=sum(gradient is not None for gradient in evidence.gradients.values()),
-        gradient_mismatches=seen.apart.gradients,
-        compared_buffers=len(evidence.buffers),
-        buffer_mismatches=seen.apart.buffers,
-        gradient_error=finite(seen.apart.error),
-        rounding_tolerance=setup.tolerance(step.model),
-        faults=seen.faults,
-        compared_tensors=seen.compared_tensors,
-        intermediates=seen.intermediates,
-        is_deterministic=evidence.is_deterministic,
-        baseline_losses=plain.losses,
-        plan_losses=seen.losses,
-        baseline_curve=evidence.curve,
-        plan_curve=seen.curve,
-        measured_baseline_peak_bytes=plain.peak_bytes,
-        measured_peak_bytes=seen.peak_bytes,
-        measured_baseline_seconds=baseline.median_seconds,
-        measured_baseline_spread_seconds=baseline.spread_seconds,
-        measured_seconds=ours.median_seconds,
-        measured_spread_seconds=ours.spread_seconds,
-    )
-
-
-def _observe(step: TrainingStep, setup: Setup, evidence: Evidence, steps: int, depth: Depth) -> _Seen:
+def _observe(
+    step: TrainingStep, budget: CompilerBudget, evidence: Evidence, steps: int, depth: Depth
+) -> tuple[Observed, Counter[str]]:
+    """What is seen of the step as it is, and how often it entered which hooks."""
     watch = SavedTensorWatch(step.model)
-    with watched(watch.wrap) as used, _modules_of(watch, setup):
+    with watched(watch.wrap) as used, _modules_of(watch, budget):
         try:
             step.run()
         except Exception as error:  # a model's own hooks may raise anything
-            raise _broken(step, setup, error, watch.faults) from error
-    if not used and not setup.is_compiled:
+            raise _broken(step, budget, error, watch.faults) from error
+    if not used and not budget.is_compiled:
         raise _nothing_at_work(step.model)
     apart = compare_with(evidence, step)
     peak_bytes = step.measure_peak().peak_bytes
@@ -225,21 +175,21 @@ def _observe(step: TrainingStep, setup: Setup, evidence: Evidence, steps: int, d
     intermediates = compare_intermediates(evidence.intermediates, run_intermediates(step, depth))
     curve = run_curve(step, depth)
     step.run()
-    return _Seen(
-        used=used,
+    seen = Observed(
         peak_bytes=peak_bytes,
         apart=apart.worst(compare_with(evidence, step)),
         faults=tuple(watch.faults),
         compared_tensors=watch.compared,
-        losses=losses,
         intermediates=intermediates,
         curve=curve,
+        losses=losses,
     )
+    return seen, used
 
 
-def _modules_of(watch: SavedTensorWatch, setup: Setup) -> contextlib.AbstractContextManager[object]:
+def _modules_of(watch: SavedTensorWatch, budget: CompilerBudget) -> contextlib.AbstractContextManager[object]:
     """Hooks on modules would make the compiler compile something else: there the places have no names."""
-    return contextlib.nullcontext() if setup.is_compiled else watch.watch_modules()
+    return contextlib.nullcontext() if budget.is_compiled else watch.watch_modules()
 
 
 def _nothing_at_work(model: nn.Module) -> InvalidModel:
@@ -254,9 +204,9 @@ def _nothing_at_work(model: nn.Module) -> InvalidModel:
     )
 
 
-def _broken(step: TrainingStep, setup: Setup, error: Exception, faults: Sequence[Fault]) -> InvalidModel:
+def _broken(step: TrainingStep, budget: CompilerBudget, error: Exception, faults: Sequence[Fault]) -> InvalidModel:
     """The step runs with everything kept, and fails as it is: say so, and why, as far as its ops show it."""
-    found = [*_repeat_watched(step, setup), *faults]
+    found = [*_repeat_watched(step, budget), *faults]
     return InvalidModel(
         f"The step of {type(step.model).__name__} fails as it is: {type(error).__name__}: {error}",
         why="with everything kept it runs, so what it does to saved tensors breaks it"
@@ -265,20 +215,15 @@ def _broken(step: TrainingStep, setup: Setup, error: Exception, faults: Sequence
     )
 
 
-def _is_right(seen: _Seen, tolerance: float) -> bool:
-    beyond = [m for m in (*seen.apart.gradients, *seen.apart.buffers) if not m.is_within_spread]
-    return not seen.faults and (not beyond or seen.apart.error <= tolerance > 0)
-
-
-def _explain(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
+def _explain(step: TrainingStep, budget: CompilerBudget) -> tuple[Fault, ...]:
     """Run the step once more with every op watched, which says more than saved tensors do; nothing if all ops agree.
 
     Compiled code is run without its random numbers.
     """
-    return _blame_randomness(step, setup) if setup.is_compiled else _repeat_watched(step, setup)
+    return _blame_randomness(step, budget) if budget.is_compiled else _repeat_watched(step, budget)
 
 
-def _repeat_watched(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
+def _repeat_watched(step: TrainingStep, budget: CompilerBudget) -> tuple[Fault, ...]:
     stack = ModuleStack()
     ops = RepeatedOps(step.model, stack)
     with (
@@ -292,7 +237,7 @@ def _repeat_watched(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
     return tuple(ops.faults())
 
 
-def _blame_randomness(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
+def _blame_randomness(step: TrainingStep, budget: CompilerBudget) -> tuple[Fault, ...]:
     """A difference of a step that draws random numbers, and that is gone in evaluation mode, is one of random numbers."""
     if not step.draws_random_numbers():
         return ()
@@ -300,7 +245,7 @@ def _blame_randomness(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
     flags = [(module, module.training) for module in step.model.modules()]
     try:
         step.model.eval()
-        with setup.plain():
+        with budget.plain():
             step.run()
             expected = copies(step.gradients())
         step.run()
@@ -308,7 +253,7 @@ def _blame_randomness(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
     finally:
         for module, flag in flags:
             module.training = flag
-    if error > setup.tolerance(step.model):
+    if error > budget.tolerance(step.model):
         return ()
     return (
         Fault(
@@ -319,29 +264,29 @@ def _blame_randomness(step: TrainingStep, setup: Setup) -> tuple[Fault, ...]:
             cause=Cause.COMPILED_RANDOMNESS,
             elements=0,
             differing_elements=0,
-            detail=f"activation_memory_budget is {setup.budget:g}; in evaluation mode the gradients agree to {error:.1e}",
+            detail=f"activation_memory_budget is {budget.share:g}; in evaluation mode the gradients agree to {error:.1e}",
         ),
     )
 
 
-def _describe(used: Counter[str], setup: Setup) -> str:
+def _describe(used: Counter[str], budget: CompilerBudget) -> str:
     parts = [f"{name} ({count} times a step)" for name, count in used.most_common()]
-    if setup.is_compiled:
-        parts.append(f"torch.compile under activation_memory_budget {setup.budget:g}")
+    if budget.is_compiled:
+        parts.append(f"torch.compile under activation_memory_budget {budget.share:g}")
     return " and ".join(parts)
 
 
-def _time(step: TrainingStep, setup: Setup, rounds: int) -> tuple[Timing, Timing]:
+def _time(step: TrainingStep, budget: CompilerBudget, rounds: int) -> tuple[Timing, Timing]:
     """Paired, in turns; compiled code, which compiles anew at every change, one after the other."""
 
     def plain() -> None:
-        with setup.plain():
+        with budget.plain():
             step.run()
 
-    if not setup.is_compiled:
+    if not budget.is_compiled:
         timings = time_in_turns({"baseline": plain, "own": step.run}, device=step.device, rounds=rounds)
         return timings["baseline"], timings["own"]
-    with setup.plain():
+    with budget.plain():
         baseline = time_in_turns({"baseline": step.run}, device=step.device, rounds=rounds)
     ours = time_in_turns({"own": step.run}, device=step.device, rounds=rounds)
     return baseline["baseline"], ours["own"]

@@ -1,4 +1,4 @@
-"""One step of a model that recomputes in backward in; the first op whose second run differs from its first, and why, out.
+"""Finds the first op that gives something else when backward runs it again, and says why.
 
 Every op of forward is noted with checksums of what it read and made. Ops that run in backward with autograd
 on, or in a module while a saved tensor is unpacked, are a recomputation: they are laid beside the forward ops that they
@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plimsoll.analysis.verify.saved_hooks import Hook
+from plimsoll.analysis.verify.saved_tensors import Hook
 from plimsoll.artifacts.fault import Cause, Fault
 from plimsoll.tracing.recorder.calling import ModuleStack
 from plimsoll.tracing.recorder.storages import content_fingerprint, is_plain

@@ -1,4 +1,4 @@
-"""Holds a plan that was made without its device against the device: what was off, and a plan solved anew.
+"""Confirms on its device a plan that was made without it: says what was off, and solves the plan again.
 
 The roofline that such a plan was made with is replaced: the step is traced and timed on the device, and where the given plan's
 peak or time is off, the plan is solved again with these costs, run until it keeps to its budget, and verified like any other.
@@ -6,9 +6,11 @@ peak or time is off, the plan is solved again with these costs, run until it kee
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import msgspec
 
-from plimsoll.analysis.verify.hold_plan import verify_plan
 from plimsoll.artifacts.confirmation import Claim, Confirmation
 from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.plan import Plan
@@ -19,7 +21,6 @@ from plimsoll.errors import BudgetBelowFloor, UnknownDevice
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import optimizer_seconds, roofline_costs
 from plimsoll.session.agreement import Agreement
-from plimsoll.session.manage import manage
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.task import TrainingTask
@@ -33,39 +34,33 @@ def needs_confirmation(plan: Plan) -> bool:
     return plan.cost_source is CostSource.ROOFLINE
 
 
+@dataclass(frozen=True, slots=True)
 class Reviser:
-    """One step on the device, and the plan that was made for it elsewhere."""
+    """One step on the device, for the plan that was made for it elsewhere. ``verify`` gives the receipt of a revised plan."""
 
-    def __init__(
-        self,
-        task: TrainingTask,
-        step: TrainingStep,
-        report: Progress,
-        agreement: Agreement,
-    ) -> None:
-        self._task = task
-        self._step = step
-        self._report = report
-        self._agreement = agreement
+    task: TrainingTask
+    step: TrainingStep
+    agreement: Agreement
+    report: Progress
+    verify: Callable[[Plan], Receipt]
 
-    def confirm(self, plan: Plan, receipt: Receipt, *, steps: int) -> Receipt:
+    def confirm(self, plan: Plan, receipt: Receipt) -> Receipt:
         """The receipt with what the device says; where the plan is off, with a plan solved again and verified.
 
         Args:
             plan: as it was made.
             receipt: of this plan, from this device.
-            steps: timed runs, as for ``plimsoll.verify``.
         """
-        self._report("timing every op on the device", 0.0)
-        with self._agreement.stepping():
+        self.report("timing every op on the device", 0.0)
+        with self.agreement.stepping():
             options = PlanOptions(regions=_regions_of(plan))
-            traced, costs = trace_and_cost(self._task, options, part_of(self._report, 0.0, 0.4))
+            traced, costs = trace_and_cost(self.task, options, part_of(self.report, 0.0, 0.4))
         found = Confirmation(
             cost_device=plan.cost_device,
             budget_bytes=plan.budget_bytes,
             given=_claim(plan, receipt, _roofline_optimizer_seconds(plan, traced)),
         )
-        if self._agreement.every("confirmation", holds=found.is_confirmed):
+        if self.agreement.every("confirmation", holds=found.is_confirmed):
             return msgspec.structs.replace(receipt, confirmation=found)
         obstacle = self._obstacle(plan)
         if obstacle:
@@ -76,9 +71,8 @@ class Reviser:
         except BudgetBelowFloor as error:
             found = msgspec.structs.replace(found, obstacle=f"{error.found} {error.why}")
             return msgspec.structs.replace(receipt, confirmation=found)
-        self._report("verifying the revised plan", 0.7)
-        with self._agreement.stepping():
-            checked = verify_plan(self._step, revised, lambda: manage(self._task.model, revised), steps=steps)
+        self.report("verifying the revised plan", 0.7)
+        checked = self.verify(revised)
         found = msgspec.structs.replace(
             found,
             revised=_claim(revised, checked, optimizer_seconds(traced, costs)),
@@ -89,15 +83,15 @@ class Reviser:
     def _solve(self, plan: Plan, traced: Trace, costs: Costs) -> Plan:
         """The plan again, with measured costs, run until it keeps to its budget."""
         options = PlanOptions.read(strategies=plan.strategy, allow=plan.allow)
-        planner = planner_for(self._agreement, (traced, costs), options, plan.budget_bytes)
-        planner.try_forms(lambda: self._step)
-        self._report("solving with measured costs", 0.4)
-        return planner.plan(plan.strategy, lambda: self._step, part_of(self._report, 0.5, 0.7))
+        planner = planner_for(self.agreement, (traced, costs), options, plan.budget_bytes)
+        planner.try_forms(lambda: self.step)
+        self.report("solving with measured costs", 0.4)
+        return planner.plan(plan.strategy, lambda: self.step, part_of(self.report, 0.5, 0.7))
 
     def _obstacle(self, plan: Plan) -> str:
         """Why the plan cannot be solved again as it was made."""
         state_bytes = plan.classes.get(Category.OPTIMIZER_STATE, 0)
-        if state_bytes and self._task.optimizer is None:
+        if state_bytes and self.task.optimizer is None:
             return (
                 f"the plan counts {format_bytes(state_bytes)} of optimizer state, and no optimizer was given here: "
                 "pass optimizer= to solve it again"

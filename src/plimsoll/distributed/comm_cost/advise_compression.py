@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plimsoll.analysis.probe.arms import MakeOptimizer
 from plimsoll.analysis.probe.keeping import trainable_copy
-from plimsoll.analysis.probe.step import Blocks, Trainer
+from plimsoll.analysis.probe.step import Blocks, MakeOptimizer, Trainer, check_trainable, describe_optimizer
 from plimsoll.analysis.probe.stream import Call, Stream, held_out_calls
-from plimsoll.analysis.probe.verb import check_trainable, describe_optimizer
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.traffic import UNCOMPRESSED, Traffic

@@ -14,10 +14,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
-from plimsoll.analysis.probe.arms import MakeOptimizer
-from plimsoll.analysis.probe.keeping import put_weights, take_weights
-from plimsoll.analysis.probe.randomness import seed_everything
-from plimsoll.analysis.probe.step import Blocks, Trainer
+from plimsoll.analysis.probe.keeping import put_weights, seed_everything, take_weights
+from plimsoll.analysis.probe.step import Blocks, MakeOptimizer, Trainer
 from plimsoll.analysis.probe.stream import Call
 from plimsoll.artifacts.traffic import UNCOMPRESSED
 from plimsoll.distributed.comm_cost.metering import Metering, slowest

@@ -11,7 +11,7 @@ import typer
 from plimsoll.ui.cli import options, ranks, terminal
 
 if TYPE_CHECKING:
-    from plimsoll.analysis.probe.arms import MakeOptimizer
+    from plimsoll.analysis.probe.step import MakeOptimizer
     from plimsoll.artifacts.plan import Plan
     from plimsoll.artifacts.verdict import Verdict
     from plimsoll.ui.cli.work import Loaded

@@ -1,38 +1,44 @@
-"""A model, batches and a plan in; the verdict of training under the plan beside training without it out."""
+"""Trains with a plan beside training without it, and puts together the verdict on what the plan does to training."""
 
 from __future__ import annotations
 
-import functools
 import math
+import statistics
 import tempfile
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
-from plimsoll.analysis.probe.arms import Job, MakeOptimizer
-from plimsoll.analysis.probe.run_directory import RunDirectory
-from plimsoll.analysis.probe.settings import Settings
-from plimsoll.analysis.probe.step import Blocks, Trainer
+from plimsoll.analysis.probe.arms import Job, in_turns
+from plimsoll.analysis.probe.evidence import BASELINE, PLAN, ArmLog, ProbeEvidence
+from plimsoll.analysis.probe.keeping import RunDirectory
+from plimsoll.analysis.probe.rules import Findings, ProbeSettings, judge, stop_here, window_of
+from plimsoll.analysis.probe.statistics import first_step_at
+from plimsoll.analysis.probe.step import Blocks, MakeOptimizer, Trainer, check_trainable, describe_optimizer
 from plimsoll.analysis.probe.stream import Call, Stream, checksum, held_out_calls
-from plimsoll.analysis.probe.summary import About, make_verdict
-from plimsoll.analysis.probe.until_clear import run_probe
 from plimsoll.analysis.verify.evidence import versions
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.progress import Progress, part_of, silent
+from plimsoll.artifacts.progress import Progress, silent
+from plimsoll.artifacts.receipt import finite
 from plimsoll.artifacts.store import from_json
-from plimsoll.artifacts.verdict import Verdict
+from plimsoll.artifacts.verdict import ArmSummary, Curves, Ruling, Verdict
 from plimsoll.artifacts.writing import to_json
-from plimsoll.errors import InvalidModel, InvalidProbe, PlanNotUsable, ProbeRunUnusable
-from plimsoll.session.manage import check_plan, manage, refuse_other_model, refuse_other_signature
+from plimsoll.errors import InvalidProbe, PlanNotUsable, ProbeRunUnusable
+from plimsoll.session.manage import check_plan, refuse_other_model, refuse_other_signature
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import check_model, explained_loss, refuse_profiler
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
+
+_MOST_EXPONENT = 700.0
+"""The exponential of more is no floating-point number."""
 
 
 def probe(
@@ -126,37 +132,20 @@ def probe(
         job = Job(
             trainer=Trainer(model, loss, blocks),
             blocks=blocks,
-            manage=functools.partial(manage, model, plan),
+            plan=plan,
             make_optimizer=optimizer,
             stream=stream,
             held_out=evaluated,
             settings=settings,
             directory=directory,
-            report=part_of(report, 0.0, 1.0),
+            report=report,
         )
-        verdict = make_verdict(run_probe(job), plan, settings, about)
+        verdict = _verdict(job, *_run(job), about)
         directory.finish(to_json(verdict))
     return verdict
 
 
-def check_trainable(model: nn.Module) -> None:
-    """Refuse a model whose training could not be undone, or not be run.
-
-    Raises:
-        InvalidModel: it has no parameters to train, or they are on the meta device.
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained or any(parameter.is_meta for parameter in model.parameters()):
-        raise InvalidModel(
-            f"{type(model).__name__} cannot be trained here.",
-            why="its parameters are on the meta device, where they have no memory"
-            if trained
-            else "no parameter of it requires a gradient",
-            next="probe the model on the device that it trains on",
-        )
-
-
-def _settings(steps: int, chunk_steps: int, seed: int, target_loss: float | None, *, is_early: bool) -> Settings:
+def _settings(steps: int, chunk_steps: int, seed: int, target_loss: float | None, *, is_early: bool) -> ProbeSettings:
     for name, value in (("steps", steps), ("chunk_steps", chunk_steps)):
         if value < 1:
             raise InvalidProbe(
@@ -170,7 +159,7 @@ def _settings(steps: int, chunk_steps: int, seed: int, target_loss: float | None
             why="it is not finite",
             next="give a number, or leave it out for the baseline's own final loss",
         )
-    return Settings(steps=steps, chunk_steps=chunk_steps, seed=seed, target_loss=target_loss, is_early=is_early)
+    return ProbeSettings(steps=steps, chunk_steps=chunk_steps, seed=seed, target_loss=target_loss, is_early=is_early)
 
 
 def _read_data(batches: Any, held_out: Iterable[Any] | int | None, seed: int) -> tuple[Stream, list[Call]]:
@@ -181,6 +170,21 @@ def _read_data(batches: Any, held_out: Iterable[Any] | int | None, seed: int) ->
     return Stream(batches, set_apart=0, seed=seed), held_out_calls(held_out)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _About:
+    """What a verdict says about the run besides its figures. ``items`` are counted per batch in ``items_per_step``."""
+
+    model: str
+    signature: str
+    device: str
+    optimizer: str
+    data: str
+    versions: dict[str, str]
+    items: str
+    items_per_step: int
+    notes: tuple[str, ...]
+
+
 def _about(
     model: nn.Module,
     stream: Stream,
@@ -189,7 +193,7 @@ def _about(
     loss: Loss | None,
     optimizer: MakeOptimizer,
     data: str,
-) -> About:
+) -> _About:
     first = stream.first()
     found = signature(model, first.args, first.kwargs, loss=loss)
     refuse_other_signature(found, plan)
@@ -197,9 +201,16 @@ def _about(
     tokens = first.kwargs.get("input_ids")
     has_tokens = isinstance(tokens, torch.Tensor)
     examples = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
-    return About(
+    notes: tuple[str, ...] = ()
+    if stream.is_fixed and not held_out:
+        notes = (
+            "both arms overfit the one batch that they were given, and held-out perplexity is not measured: the verdict "
+            "speaks of gradients and of this batch's loss only",
+        )
+    elif not held_out:
+        notes = ("there is no held-out data, so perplexity is not measured: the verdict rests on the training loss",)
+    return _About(
         model=type(model).__name__,
-        fingerprint=plan.fingerprint,
         signature=found,
         device=str(next(model.parameters()).device),
         optimizer=describe_optimizer(model, optimizer),
@@ -207,39 +218,13 @@ def _about(
         versions={**versions(), "threads": str(torch.get_num_threads())},
         items="tokens" if has_tokens else "examples",
         items_per_step=tokens.numel() if isinstance(tokens, torch.Tensor) else examples,
-        notes=_notes(stream, held_out),
+        notes=notes,
     )
 
 
-def _notes(stream: Stream, held_out: list[Call]) -> tuple[str, ...]:
-    if stream.is_fixed and not held_out:
-        return (
-            "both arms overfit the one batch that they were given, and held-out perplexity is not measured: the verdict "
-            "speaks of gradients and of this batch's loss only",
-        )
-    if not held_out:
-        return ("there is no held-out data, so perplexity is not measured: the verdict rests on the training loss",)
-    return ()
-
-
-def describe_optimizer(model: nn.Module, optimizer: MakeOptimizer) -> str:
-    """``AdamW(lr=0.001, weight_decay=0.01)``: its class, and its defaults that are numbers."""
-    made = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
-    if not isinstance(made, torch.optim.Optimizer):
-        raise InvalidProbe(
-            f"optimizer= made a {type(made).__name__}, which is no torch.optim.Optimizer.",
-            why="each arm trains with an optimizer of its own",
-            next="pass torch.optim.AdamW, or a function of the parameters that returns an optimizer",
-        )
-    shown = {
-        name: value
-        for name, value in made.defaults.items()
-        if isinstance(value, int | float | tuple) and not isinstance(value, bool)
-    }
-    return f"{type(made).__name__}({', '.join(f'{name}={value}' for name, value in sorted(shown.items()))})"
-
-
-def _identity(model: nn.Module, plan: Plan, settings: Settings, about: About, held_out: list[Call]) -> dict[str, str]:
+def _identity(
+    model: nn.Module, plan: Plan, settings: ProbeSettings, about: _About, held_out: list[Call]
+) -> dict[str, str]:
     """Everything that decides what a run gives, part by part; long parts as checksums."""
     weights = 0
     for tensor in (*model.parameters(), *model.buffers()):
@@ -277,3 +262,103 @@ def _finished(directory: RunDirectory) -> Verdict | None:
             next="delete the directory and start again",
         )
     return found
+
+
+def _run(job: Job) -> tuple[ProbeEvidence, Findings]:
+    """Train both arms in turns until the rules are clear or the steps are taken."""
+    settings = job.settings
+    with in_turns(job) as arms:
+        while True:
+            evidence = ProbeEvidence(*arms.logs, job.blocks.names)
+            findings = stop_here(evidence, settings)
+            if findings is None and arms.steps >= settings.steps:
+                findings = judge(evidence, settings)
+            if findings is not None:
+                job.report("done", 1.0)
+                return evidence, findings
+            arms.advance()
+
+
+def _verdict(job: Job, evidence: ProbeEvidence, findings: Findings, about: _About) -> Verdict:
+    plan, settings = job.plan, job.settings
+    window = window_of(evidence.steps)
+    target = settings.target_loss
+    if target is None and len(evidence.baseline.losses):
+        target = finite(float(np.mean(evidence.baseline.losses[-window:])))
+    logs = {BASELINE: evidence.baseline_log, PLAN: evidence.plan_log}
+    baseline, managed = (_arm(name, log, target, window, about) for name, log in logs.items())
+    losses, norms = (
+        [tuple(getattr(record, figure) for record in log.steps) for log in logs.values()]
+        for figure in ("loss", "gradient_norm")
+    )
+    return Verdict(
+        ruling=findings.ruling,
+        decided_by=findings.decided_by,
+        reason=findings.reason,
+        missing=findings.missing if findings.ruling is Ruling.UNDECIDED else (),
+        model=about.model,
+        fingerprint=plan.fingerprint,
+        signature=about.signature,
+        device=about.device,
+        strategy=plan.strategy,
+        is_lossless=plan.is_lossless,
+        optimizer=about.optimizer,
+        data=about.data,
+        versions=about.versions,
+        seed=settings.seed,
+        steps=evidence.steps,
+        planned_steps=settings.steps,
+        confidence=1 - settings.error_to_clear,
+        rules=findings.rules,
+        baseline=baseline,
+        plan=managed,
+        target_loss=target,
+        window=window,
+        items=about.items,
+        delay=findings.delay,
+        held_out_difference=findings.held_out_difference,
+        comparisons=findings.comparisons,
+        gradients=findings.gradients,
+        curves=Curves(baseline_losses=losses[0], plan_losses=losses[1], baseline_norms=norms[0], plan_norms=norms[1]),
+        notes=(*about.notes, *_notes(evidence, findings, plan, settings)),
+    )
+
+
+def _arm(name: str, log: ArmLog, target: float | None, window: int, about: _About) -> ArmSummary:
+    losses = np.asarray([record.loss for record in log.steps if record.loss is not None], dtype=np.float64)
+    seconds = [record.seconds for record in log.steps if record.seconds is not None]
+    peaks = [record.peak_bytes for record in log.steps if record.peak_bytes is not None]
+    step_seconds = statistics.median(seconds) if seconds else None
+    steps = None if target is None else first_step_at(losses, target, window)
+    held_out = None
+    if log.held_out and None not in log.held_out[-1].losses:
+        held_out = statistics.fmean(loss for loss in log.held_out[-1].losses if loss is not None)
+    return ArmSummary(
+        name=name,
+        final_loss=finite(float(losses[-window:].mean())) if len(losses) else None,
+        held_out_loss=held_out,
+        perplexity=None if held_out is None or held_out > _MOST_EXPONENT else math.exp(held_out),
+        steps_to_target=steps,
+        seconds_to_target=None if steps is None or step_seconds is None else steps * step_seconds,
+        measured_step_seconds=step_seconds,
+        items_per_second=about.items_per_step / step_seconds if step_seconds else None,
+        measured_peak_bytes=max(peaks, default=None),
+    )
+
+
+def _notes(evidence: ProbeEvidence, findings: Findings, plan: Plan, settings: ProbeSettings) -> tuple[str, ...]:
+    notes = []
+    if evidence.steps < settings.steps:
+        notes.append(f"stopped after {evidence.steps} of {settings.steps} steps: the answer was clear")
+    largest = max((each.largest_error for each in findings.gradients[:1]), default=0.0)
+    if plan.max_error is not None and largest > plan.max_error:
+        notes.append(
+            f"at equal parameters the gradient erred by up to {largest:.2%}; the plan was allowed {plan.max_error:.2%}, "
+            "which was measured with the weights that it was made with"
+        )
+    if plan.is_lossless and not evidence.is_identical and evidence.is_finite:
+        notes.append(
+            "the plan is lossless, and yet the arms are not equal bit for bit: the model itself is not deterministic, or "
+            "the plan is wrong; `plimsoll verify` tells which"
+        )
+    return tuple(notes)

@@ -1,0 +1,360 @@
+"""Holds a plan's claims against evidence: the verb ``verify``, which also checks what a model does by itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from plimsoll.analysis.verify.evidence import (
+    Depth,
+    Observed,
+    collect_evidence,
+    compare_with,
+    consecutive_losses,
+    make_receipt,
+    read_measurable,
+    run_curve,
+    run_intermediates,
+)
+from plimsoll.analysis.verify.intermediates import compare_intermediates
+from plimsoll.analysis.verify.own import verify_own
+from plimsoll.analysis.verify.revising import Reviser, needs_confirmation
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.progress import Progress, part_of, silent
+from plimsoll.artifacts.receipt import Receipt, Verdict
+from plimsoll.artifacts.store import from_json
+from plimsoll.artifacts.trace import Category, Phase
+from plimsoll.artifacts.writing import to_json
+from plimsoll.engine.apply import Handle
+from plimsoll.errors import InvalidOption
+from plimsoll.session.agreement import Agreement, agreement_for, described, plan_facts
+from plimsoll.session.manage import check_plan, manage, refuse_other_device, refuse_other_model, refuse_other_signature
+from plimsoll.session.options import check_count, read_error
+from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
+from plimsoll.session.task import TrainingTask
+from plimsoll.session.training_step import Context, TrainingStep
+from plimsoll.tracing.meters.timing import Timing, time_in_turns
+from plimsoll.tracing.recorder.calling import Loss, check_devices
+from plimsoll.tracing.recorder.untouched import untouched
+from plimsoll.units import format_bytes, format_seconds
+
+_STATE_NOISE = 0.01
+"""State that differs by less than this share is the same state."""
+_SEVERITY = {verdict: index for index, verdict in enumerate(Verdict)}
+"""The worst verdict first, in the order in which a receipt comes to one."""
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan | None = None,
+    *,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = 5,
+    intermediates: Sequence[str] | str = (),
+    curve_steps: int = 0,
+    context: Context | None = None,
+    max_error: float | str = 0.0,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    progress: Progress | None = None,
+) -> Receipt:
+    """Hold a plan's claims against evidence: gradients bit for bit, peak and seconds predicted and measured.
+
+    The unmanaged step runs first, twice from the same random state: a model that differs from itself is compared within
+    that spread, and the receipt says so. Then the managed step: its gradients and buffers, its peak, and, tensor by tensor,
+    whether what comes back in backward is what forward saved; where it is not, the receipt names the region, the value,
+    the op and the likely cause.
+
+    A plan that was made without the device (``device_profile=``) is confirmed here: ops are timed, and where the peak is above
+    the budget, or peak or time were predicted wrong, the plan is solved again with measured costs and verified. The receipt
+    says what was off (``confirmation``) and carries the new plan (``revised_plan``).
+
+    Without a plan, what the model does by itself is verified: ``torch.utils.checkpoint``, selective checkpointing,
+    offloading contexts, any saved-tensor hooks, and torch.compile under an ``activation_memory_budget`` below 1. The
+    reference is the same step with that switched off. There the gradient is also held against the loss itself: the slope
+    that it claims, against losses at shifted parameters.
+
+    Model, gradients, buffers, random state and the optimizer are left as they were. On several ranks all verify the same plan
+    together, and all get the receipt of the rank where it came off worst.
+
+    Args:
+        model: as for ``plimsoll.plan``.
+        batch: as for ``plimsoll.plan``.
+        plan: the plan to check; ``None``: what the model does by itself.
+        loss: as for ``plimsoll.plan``.
+        optimizer: as for ``plimsoll.plan``.
+        steps: timed runs of each side, interleaved; as many consecutive losses are compared. At least one.
+        intermediates: patterns of module names, such as ``model.layers.*.mlp``: their outputs, and the gradients of
+            those, are compared in both runs.
+        curve_steps: so many training steps, on this batch with ``optimizer`` (else with gradient descent), are compared
+            by their losses.
+        context: without a plan: makes a context to run a step in, such as ``torch.autograd.graph.save_on_cpu``; it is
+            called anew for every step.
+        max_error: without a plan: the relative error of the gradient that is fine with you (hooks that compress).
+        ranks: as for ``plimsoll.plan``.
+        timeout_seconds: as for ``plimsoll.plan``.
+        progress: told the stage and the share done.
+
+    Returns:
+        A receipt with a verdict and an exit code.
+
+    Raises:
+        PlanMismatch: the plan was made for another model, batch shape, dtype or mode, or for another kind of device.
+        PlanNotUsable: there is nothing to apply.
+        InvalidModel: a plan is at work on it, or it is on the meta device: nothing could be measured; or, without a plan,
+            it does nothing by itself.
+        InvalidRegions: a pattern of intermediates that matches no module.
+        InvalidBudget: ``max_error`` is no share.
+        InvalidOption: ``context`` makes none, or has no effect; ``curve_steps`` is no count; a pattern is no text; or,
+            without a plan, there are several ranks.
+        RanksDiffer, RankFailed, RankMissing: as for ``plimsoll.plan``.
+
+    Example:
+        >>> receipt = plimsoll.verify(model, batch, plan)  # doctest: +SKIP
+        >>> receipt.verdict  # doctest: +SKIP
+        <Verdict.VERIFIED: 'VERIFIED'>
+    """
+    with agreement_for(model, "verify", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
+        task = read_measurable(model, batch, loss, optimizer)
+        if plan is not None:
+            check_plan(plan)
+            refuse_other_model(model, plan)
+            refuse_other_device(model, plan)
+        check_devices(model, *task.call())
+        steps = max(1, steps)
+        check_count("curve_steps", curve_steps, least=0)
+        _check_context(context)
+        depth = Depth(intermediates=_as_names(intermediates), curve_steps=curve_steps, optimizer=optimizer)
+        error = read_error(max_error)
+        if plan is None:
+            _refuse_own_of_ranks(agreement)
+        else:
+            refuse_other_signature(task.signature(), plan)
+            _refuse_without_effect(context, error)
+            agreement.same(
+                "what to verify",
+                {
+                    **task.facts(),
+                    **plan_facts(plan),
+                    **described(steps=steps, intermediates=depth.intermediates, curve_steps=curve_steps),
+                },
+            )
+        task = agreement.patient(task)
+        report = progress or silent
+        with untouched(model):
+            step = task.step(context or contextlib.nullcontext)
+            if plan is None:
+                return verify_own(step, task.signature(), max_error=error, steps=steps, depth=depth, report=report)
+            receipt = _on_this_rank(agreement, task, step, plan, steps=steps, depth=depth, report=report)
+            return _worst_receipt(agreement, receipt, plan)
+
+
+def _on_this_rank(
+    agreement: Agreement,
+    task: TrainingTask,
+    step: TrainingStep,
+    plan: Plan,
+    *,
+    steps: int,
+    depth: Depth,
+    report: Progress,
+) -> Receipt:
+    """This rank's receipt; where the plan was made without the device, with what the device says."""
+
+    def hold(held: Plan, depth: Depth, report: Progress) -> Receipt:
+        with agreement.stepping():
+            return _hold_plan(step, task.model, held, steps=steps, depth=depth, report=report)
+
+    if not needs_confirmation(plan):
+        return hold(plan, depth, report)
+    receipt = hold(plan, depth, part_of(report, 0.0, 0.5))
+    reviser = Reviser(task, step, agreement, part_of(report, 0.5, 1.0), lambda revised: hold(revised, Depth(), silent))
+    return reviser.confirm(plan, receipt)
+
+
+def _refuse_own_of_ranks(agreement: Agreement) -> None:
+    """What a model does by itself is verified on one rank: the loss's slope and the search for a cause are not shared."""
+    if agreement.size > 1:
+        raise InvalidOption(
+            f"Without a plan, {agreement.size} ranks cannot verify together.",
+            why="the gradients are averaged over ranks, so they are not the slope of any one rank's loss",
+            next="verify the model's own checkpointing on one process, before it is wrapped; or name a plan",
+        )
+
+
+def _refuse_without_effect(context: Context | None, max_error: float) -> None:
+    """A plan says itself what it is allowed; what would be ignored is refused."""
+    if context is not None or max_error:
+        name = "max_error=" if context is None else "context="
+        raise InvalidOption(
+            f"{name} has no effect on a plan.",
+            why="it belongs to verifying what a model does by itself; a plan carries its own limits",
+            next=f"leave {name} out, or leave the plan out",
+        )
+
+
+def _check_context(context: object) -> None:
+    if context is not None and not callable(context):
+        raise InvalidOption(
+            f"context= is a {type(context).__name__}, which cannot be called.",
+            why="every step runs in a context of its own, and one that was left may not be entered again",
+            next="context=lambda: ..., or the class itself, as in context=torch.autograd.graph.save_on_cpu",
+        )
+
+
+def _as_names(intermediates: Sequence[str] | str) -> tuple[str, ...]:
+    names = (intermediates,) if isinstance(intermediates, str) else intermediates
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise InvalidOption(
+            f"intermediates={intermediates!r} names no modules.",
+            why="patterns of module names are text",
+            next='intermediates="model.layers.*.mlp", or a list of such patterns',
+        )
+    return tuple(names)
+
+
+def _hold_plan(
+    step: TrainingStep, model: nn.Module, plan: Plan, *, steps: int, depth: Depth, report: Progress
+) -> Receipt:
+    """Compare the managed step with the unmanaged one.
+
+    Args:
+        step: the training step, on the unmanaged model.
+        model: to which the plan is applied (the step's own may lie in a wrapper).
+        plan: the plan to check.
+        steps: timed runs of each side; the losses of as many consecutive steps are compared.
+        depth: what is compared besides.
+        report: told the stage and how far it is.
+    """
+    report("running the unmanaged step twice", 0.0)
+    evidence = collect_evidence(step, depth)
+    baseline_peak_bytes = step.measure_peak().peak_bytes
+    report("running the managed step", 0.3)
+    with manage(model, plan) as handle:
+        recording_peak_bytes = step.measure_peak().peak_bytes
+        apart = compare_with(evidence, step)
+        step.run()
+        report("measuring the managed step's peak", 0.5)
+        steady_peak_bytes = step.measure_peak().peak_bytes
+        apart = apart.worst(compare_with(evidence, step))
+        outcomes = handle.outcomes()
+        plan_losses = consecutive_losses(step, steps)
+        with handle.paused():
+            baseline_losses = consecutive_losses(step, steps)
+        curve, intermediates = run_curve(step, depth), run_intermediates(step, depth)
+        report("timing both in turns", 0.6)
+        timings = _time(step, handle, steps)
+        report("comparing every tensor that comes back", 0.95)
+        with handle.inspecting():
+            step.run()
+        seen = Observed(
+            peak_bytes=steady_peak_bytes,
+            apart=apart,
+            faults=handle.faults,
+            compared_tensors=handle.inspected_tensors,
+            intermediates=compare_intermediates(evidence.intermediates, intermediates),
+            curve=curve,
+            losses=plan_losses,
+        )
+    step.clear_gradients()
+    absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
+    return make_receipt(
+        step,
+        evidence,
+        seen,
+        timings,
+        model=plan.model,
+        fingerprint=plan.fingerprint,
+        signature=plan.signature,
+        strategy=plan.strategy,
+        budget_bytes=plan.budget_bytes,
+        is_lossless=plan.is_lossless,
+        max_error=plan.max_error,
+        predicted_error=plan.predicted_error,
+        baseline_losses=baseline_losses,
+        predicted_baseline_peak_bytes=plan.baseline_peak_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        measured_baseline_peak_bytes=baseline_peak_bytes + absent_bytes,
+        measured_peak_bytes=steady_peak_bytes + absent_bytes,
+        measured_recording_peak_bytes=recording_peak_bytes + absent_bytes,
+        predicted_baseline_seconds=plan.baseline_seconds,
+        predicted_seconds=plan.predicted_seconds,
+        regions=outcomes,
+        notes=_notes(step, plan, absent_bytes),
+    )
+
+
+def _notes(step: TrainingStep, plan: Plan, absent_bytes: int) -> tuple[str, ...]:
+    notes = []
+    if absent_bytes:
+        notes.append(
+            f"measured peaks include {format_bytes(absent_bytes)} of optimizer state, which the plan counts and the "
+            "optimizer makes in its first step"
+        )
+    unplanned_bytes = step.optimizer_bytes() - plan.classes.get(Category.OPTIMIZER_STATE, 0)
+    if unplanned_bytes > _STATE_NOISE * step.optimizer_bytes():
+        notes.append(
+            f"measured peaks include {format_bytes(unplanned_bytes)} of optimizer state that the plan does not count: "
+            "it was made without optimizer=, or for another one"
+        )
+    starts = [point.unmanaged_seconds for point in plan.timeline if point.phase == Phase.OPTIMIZER]
+    if starts and starts[0] is not None:
+        notes.append(
+            f"predicted seconds include {format_seconds(plan.baseline_seconds - starts[0])} of the optimizer's step; measured "
+            "ones are those of forward and backward, as verification does not run it"
+        )
+    if Phase.OPTIMIZER in plan.peak.moment:
+        notes.append(
+            "the plan's peak is in the optimizer's step, which verification does not run: it is predicted only"
+        )
+    return tuple(notes)
+
+
+def _time(step: TrainingStep, handle: Handle, rounds: int) -> tuple[Timing, Timing]:
+    """Paired, interleaved seconds of the unmanaged and the managed step."""
+
+    def plain() -> None:
+        with handle.paused():
+            step.run()
+
+    timings = time_in_turns({"baseline": plain, "plan": step.run}, device=step.device, rounds=rounds)
+    return timings["baseline"], timings["plan"]
+
+
+def _worst_receipt(agreement: Agreement, receipt: Receipt, plan: Plan) -> Receipt:
+    """The receipt of the rank with the worst verdict, of those the one nearest to its budget, with a note on all ranks."""
+    if agreement.size == 1:
+        return receipt
+    if str(agreement.rank) in plan.budget_bytes_of_ranks:
+        receipt = msgspec.structs.replace(receipt, budget_bytes=plan.budget_bytes_of_ranks[str(agreement.rank)])
+    told = agreement.all_of("receipts", to_json(receipt), str)
+    receipts = [_receipt(text, rank) for text, rank in zip(told, agreement.ranks, strict=True)]
+    worst = min(
+        range(len(receipts)), key=lambda index: (_SEVERITY[receipts[index].verdict], _room_bytes(receipts[index]))
+    )
+    peaks = [each.measured_peak_bytes or 0 for each in receipts]
+    failed = [rank for rank, each in zip(agreement.ranks, receipts, strict=True) if each.exit_code]
+    note = (
+        f"verified on {agreement.size} ranks; this is the receipt of rank {agreement.ranks[worst]}, the worst. Measured peaks "
+        f"lie between {format_bytes(min(peaks))} and {format_bytes(max(peaks))}"
+        + (f"; it failed on {', '.join(map(str, failed))}" if failed else "")
+    )
+    return msgspec.structs.replace(receipts[worst], notes=(*receipts[worst].notes, note))
+
+
+def _receipt(text: str, rank: int) -> Receipt:
+    made = from_json(text, source=f"the receipt of rank {rank}")
+    assert isinstance(made, Receipt)
+    return made
+
+
+def _room_bytes(receipt: Receipt) -> int:
+    peaks = (receipt.measured_peak_bytes or 0, receipt.measured_recording_peak_bytes or 0)
+    return (receipt.budget_bytes or 0) - max(peaks)
