@@ -33,19 +33,13 @@ class ChromeBuilder:
 
     def op(self, name: str, start: float, end: float, *, thread: int = HOST, sequence: int = -1, **args: Any) -> None:
         numbered = {} if sequence < 0 else {"Sequence number": sequence, "Fwd thread id": 0}
-        self.events.append(
-            {"ph": "X", "cat": "cpu_op", "name": name, "pid": PID, "tid": thread, "ts": start, "dur": end - start}
-            | {"args": numbered | args}
-        )
+        self.host("cpu_op", name, start, end, thread=thread, **numbered, **args)
 
     def node(self, name: str, start: float, end: float, *, sequence: int, thread: int = BACKWARD) -> None:
         """A node of backward, as autograd's engine runs it."""
         args = {"Sequence number": sequence, "Fwd thread id": 1}
         for prefix in ("autograd::engine::evaluate_function: ", ""):
-            self.events.append(
-                {"ph": "X", "cat": "cpu_op", "name": prefix + name, "pid": PID, "tid": thread, "ts": start}
-                | {"dur": end - start, "args": args}
-            )
+            self.host("cpu_op", prefix + name, start, end, thread=thread, **args)
 
     def launch(
         self,
@@ -79,24 +73,21 @@ class ChromeBuilder:
 
 
 GLOBAL_PID = (1 << 56) | (PID << 24)
+_TIMES = "start INTEGER NOT NULL, end INTEGER NOT NULL, "
+_ON_DEVICE = f"{_TIMES}deviceId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, "
+_SIZES = ", ".join(f"{name} INTEGER NOT NULL" for name in ("gridX", "gridY", "gridZ", "blockX", "blockY", "blockZ"))
 SCHEMA = {
     "StringIds": "id INTEGER PRIMARY KEY, value TEXT NOT NULL",
     "META_DATA_EXPORT": "name TEXT NOT NULL, value TEXT",
     "TARGET_INFO_GPU": "id INTEGER NOT NULL, name TEXT, memoryBandwidth INTEGER",
     "NVTX_EVENTS": "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, text TEXT, globalTid INTEGER, "
     "textId INTEGER",
-    "CUPTI_ACTIVITY_KIND_RUNTIME": "start INTEGER NOT NULL, end INTEGER NOT NULL, globalTid INTEGER, "
-    "correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL",
-    "CUPTI_ACTIVITY_KIND_KERNEL": "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, "
-    "streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, demangledName INTEGER NOT NULL, "
-    "shortName INTEGER NOT NULL, gridX INTEGER NOT NULL, gridY INTEGER NOT NULL, gridZ INTEGER NOT NULL, "
-    "blockX INTEGER NOT NULL, blockY INTEGER NOT NULL, blockZ INTEGER NOT NULL",
-    "CUPTI_ACTIVITY_KIND_MEMCPY": "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, "
-    "streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, bytes INTEGER NOT NULL, copyKind INTEGER NOT NULL",
-    "CUPTI_ACTIVITY_KIND_MEMSET": "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, "
-    "streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, bytes INTEGER NOT NULL",
-    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, "
-    "streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, graphId INTEGER NOT NULL",
+    "CUPTI_ACTIVITY_KIND_RUNTIME": _TIMES + "globalTid INTEGER, correlationId INTEGER, nameId INTEGER NOT NULL, "
+    "returnValue INTEGER NOT NULL",
+    "CUPTI_ACTIVITY_KIND_KERNEL": f"{_ON_DEVICE}demangledName INTEGER NOT NULL, shortName INTEGER NOT NULL, {_SIZES}",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": _ON_DEVICE + "bytes INTEGER NOT NULL, copyKind INTEGER NOT NULL",
+    "CUPTI_ACTIVITY_KIND_MEMSET": _ON_DEVICE + "bytes INTEGER NOT NULL",
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": _ON_DEVICE + "graphId INTEGER NOT NULL",
 }
 """The documented columns that matter, in the order in which the builder fills them."""
 
@@ -129,24 +120,25 @@ class NsysBuilder:
         )
         return self._correlation
 
+    def _on_device(
+        self, table: str, call: str, at: int, start: int, end: int, *rest: int, thread: int = HOST, stream: int = 7
+    ) -> None:
+        """A runtime call of one microsecond, and what it makes the device do."""
+        correlation = self.call(call, at, at + 1000, thread=thread)
+        self._add(f"CUPTI_ACTIVITY_KIND_{table}", start, end, 0, stream, correlation, GLOBAL_PID, *rest)
+
     def kernel(self, at: int, start: int, end: int, name: str = "gemm", *, thread: int = HOST, stream: int = 7) -> None:
-        correlation = self.call("cudaLaunchKernel_v7000", at, at + 1000, thread=thread)
-        text = self._text(name)
-        self._add(
-            "CUPTI_ACTIVITY_KIND_KERNEL", start, end, 0, stream, correlation, GLOBAL_PID, text, text, 8, 1, 1, 128, 1, 1
-        )
+        rest = (*[self._text(name)] * 2, 8, 1, 1, 128, 1, 1)
+        self._on_device("KERNEL", "cudaLaunchKernel_v7000", at, start, end, *rest, thread=thread, stream=stream)
 
-    def copy(self, at: int, start: int, end: int, size: int, *, stream: int = 7) -> None:
-        correlation = self.call("cudaMemcpyAsync_v3020", at, at + 1000)
-        self._add("CUPTI_ACTIVITY_KIND_MEMCPY", start, end, 0, stream, correlation, GLOBAL_PID, size, 2)
+    def copy(self, at: int, start: int, end: int, size: int) -> None:
+        self._on_device("MEMCPY", "cudaMemcpyAsync_v3020", at, start, end, size, 2)
 
-    def fill(self, at: int, start: int, end: int, size: int, *, stream: int = 7) -> None:
-        correlation = self.call("cudaMemsetAsync_v3020", at, at + 1000)
-        self._add("CUPTI_ACTIVITY_KIND_MEMSET", start, end, 0, stream, correlation, GLOBAL_PID, size)
+    def fill(self, at: int, start: int, end: int, size: int) -> None:
+        self._on_device("MEMSET", "cudaMemsetAsync_v3020", at, start, end, size)
 
-    def graph(self, at: int, start: int, end: int, *, stream: int = 7) -> None:
-        correlation = self.call("cudaGraphLaunch_v10000", at, at + 1000)
-        self._add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start, end, 0, stream, correlation, GLOBAL_PID, 1)
+    def graph(self, at: int, start: int, end: int) -> None:
+        self._on_device("GRAPH_TRACE", "cudaGraphLaunch_v10000", at, start, end, 1)
 
     def write(self, path: Path) -> Path:
         rows = {**self.rows, "StringIds": [(key, text) for text, key in self._strings.items()]}
