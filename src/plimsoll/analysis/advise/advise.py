@@ -162,12 +162,10 @@ class _Job:
         trace, costs = self.trace, self.costs
         if trace.is_fake:
             options = PlanOptions()
-        maker = CandidateMaker(
-            trace, costs, options, wish.budget_bytes, wish.budget_text, self.task.step, part_of(report, 0.0, 0.7)
-        )
-        candidates = maker.make()
-        unmanaged = candidates.made[0].plan
-        judged = choose(candidates.made, wish, candidates.knee_bytes)
+        maker = CandidateMaker(self.task, trace, costs, options, wish, part_of(report, 0.0, 0.7))
+        maker.make()
+        made, unmanaged = maker.made, maker.made[0].plan
+        judged = choose(made, wish, maker.knee_bytes)
         index = StepIndex(trace, costs)
         chunked_bytes = peak_with_chunked_loss(run_choices(index, choose_none(index, "")))
         bottleneck = find_bottleneck(trace, unmanaged, chunked_peak_bytes=chunked_bytes)
@@ -179,7 +177,7 @@ class _Job:
             costs=costs,
             bottleneck=bottleneck,
             layers=layers,
-            made=candidates.made,
+            made=made,
             candidates=judged,
             receipt=handed[0],
             verdict=handed[1],
@@ -197,7 +195,7 @@ class _Job:
             max_error=wish.max_error,
             versions=versions(),
             baseline_seconds=unmanaged.baseline_seconds,
-            recommendation=recommend(candidates.made, judged, bottleneck, wish, little=LITTLE),
+            recommendation=recommend(made, judged, bottleneck, wish, little=LITTLE),
             bottleneck=bottleneck,
             layers=layers,
             candidates=judged,

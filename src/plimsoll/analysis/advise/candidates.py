@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
-from plimsoll.analysis.advise.choosing import Made
+from plimsoll.analysis.advise.choosing import Made, Wish
 from plimsoll.analysis.advise.memory import LITTLE
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Decision
@@ -22,7 +22,7 @@ from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import find_extremes
 from plimsoll.session.forms import sense_forms
 from plimsoll.session.options import PlanOptions
-from plimsoll.session.training_step import TrainingStep
+from plimsoll.session.task import TrainingTask
 from plimsoll.units import parse_bytes
 
 _NAMED = ("full", "selective:attention", "selective:mlp", "selective:norm")
@@ -35,71 +35,56 @@ _CHEAP = 0.01
 _DECISIONS = {"compress": Decision.COMPRESS, "offload": Decision.OFFLOAD}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Candidates:
-    """The plans, the unmanaged one first; ``knee_bytes`` where no budget says how far to go."""
-
-    made: tuple[Made, ...]
-    knee_bytes: int | None
-
-
 class CandidateMaker:
-    """Makes the plans of one step: named strategies, recomputation, then other forms beside it."""
+    """Makes the plans of one step: named strategies, recomputation, then other forms beside it.
+
+    ``made`` holds them, the unmanaged one first; ``knee_bytes`` is set where no budget says how far to go.
+    """
 
     def __init__(
-        self,
-        trace: Trace,
-        costs: Costs,
-        options: PlanOptions,
-        budget_bytes: int | None,
-        budget_text: str,
-        step: Callable[[], TrainingStep],
-        report: Progress,
+        self, task: TrainingTask, trace: Trace, costs: Costs, options: PlanOptions, wish: Wish, report: Progress
     ) -> None:
+        self.made: list[Made] = []
+        self.knee_bytes: int | None = None
+        self._task = task
         self._trace = trace
         self._costs = costs
         self._options = options
-        self._budget_bytes = budget_bytes
-        self._budget_text = budget_text
-        self._step = step
+        self._budget_bytes, self._budget_text = wish.budget_bytes, wish.budget_text
         self._report = report
         report("planning recomputation", 0.0)
         self._planner = Planner(StepIndex(trace, costs, may_recompute=options.may_recompute))
-        self._made: list[Made] = []
 
-    def make(self) -> Candidates:
-        """All of them."""
+    def make(self) -> None:
+        """Make all of them."""
         unmanaged = self._solve(self._planner, "none", None, ())
         self._add("none", unmanaged)
         for name in _NAMED if self._options.may_recompute else ():
             plan = self._solve(self._planner, name, None, ("recompute",))
             if any(not region.is_untouched for region in plan.regions):
                 self._add(name, plan)
-        if self._budget_bytes is not None and self._budget_bytes >= unmanaged.baseline_peak_bytes:
-            return Candidates(tuple(self._made), None)
-        knee_bytes = None
         if self._budget_bytes is None:
-            knee_bytes = self._walk_down(unmanaged)
+            self._walk_down(unmanaged)
+        elif self._budget_bytes >= unmanaged.baseline_peak_bytes:
+            return
         if self._options.may_recompute:
             self._add_auto(self._planner, ("recompute",))
         if self._options.wants_forms and self._budget_bytes != unmanaged.baseline_peak_bytes:
             self._add_forms()
-        return Candidates(tuple(self._made), knee_bytes)
 
-    def _walk_down(self, unmanaged: Plan) -> int:
+    def _walk_down(self, unmanaged: Plan) -> None:
         """Plans at shares of what recomputation reaches; the knee of the whole frontier is the budget from here on."""
         peak_bytes, room_bytes = unmanaged.baseline_peak_bytes, unmanaged.baseline_peak_bytes - unmanaged.floor_bytes
         knee = find_knee(unmanaged.frontier, unmanaged.baseline_seconds)
         if knee is None or room_bytes < LITTLE * peak_bytes:
-            self._budget_bytes = peak_bytes
-            return peak_bytes
+            self.knee_bytes = self._budget_bytes = peak_bytes
+            return
         for share in _SHARES if self._options.may_recompute else ():
             budget_bytes = peak_bytes - int(room_bytes * share)
             plan = self._solve(self._planner, "auto", budget_bytes, ("recompute",))
-            self._made.append(Made(name=f"auto, {share:.0%} to the floor", plan=plan, is_point=True))
+            self.made.append(Made(name=f"auto, {share:.0%} to the floor", plan=plan, is_point=True))
         self._budget_text = format_bytes_up(knee.peak_bytes).replace(" ", "")
-        self._budget_bytes = parse_bytes(self._budget_text)
-        return self._budget_bytes
+        self.knee_bytes = self._budget_bytes = parse_bytes(self._budget_text)
 
     def _add_forms(self) -> None:
         """Compression, offloading and both, beside recomputation, as far as they are allowed."""
@@ -108,10 +93,10 @@ class CandidateMaker:
         if wanted.max_error:
             wanted = dataclasses.replace(wanted, strategies=("auto", _LOSSY))
         lowest = find_extremes(self._trace, self._costs).lowest
-        forms = sense_forms(self._step(), self._trace, self._costs, lowest, wanted).forms
+        forms = sense_forms(self._task.step(), self._trace, self._costs, lowest, wanted).forms
         words = tuple(word for word in _DECISIONS if word in self._options.allow)
         used = [word for position, word in enumerate(words) if self._try_forms(forms, (word,), position / 3)]
-        if len(used) > 1:  # what is of no use alone is of none beside another
+        if len(used) > 1:  # a form that is useless alone is useless beside another
             self._try_forms(forms, words, 2 / 3)
 
     def _try_forms(self, forms: Forms, words: tuple[str, ...], share: float) -> bool:
@@ -120,9 +105,8 @@ class CandidateMaker:
         may_recompute = self._options.may_recompute
         allow = (*(("recompute",) if may_recompute else ()), *words)
         offered = only(forms, words)
-        limits = self._options.limits()
         index = StepIndex(self._trace, self._costs, offered, may_recompute=may_recompute)
-        planner = Planner(index, limits=limits)
+        planner = Planner(index, limits=self._options.limits())
         plan = self._add_auto(planner, allow, offered)
         if words == ("compress",) and self._options.max_error:
             self._add(_LOSSY, self._solve(planner.heedless_of_error(), _LOSSY, None, allow))
@@ -139,7 +123,7 @@ class CandidateMaker:
             budget_text=self._budget_text,
             refused=refused,
         )
-        self._made.append(entry)
+        self.made.append(entry)
         return plan
 
     def _solve(self, planner: Planner, strategy: str, budget_bytes: int | None, allow: tuple[str, ...]) -> Plan:
@@ -147,7 +131,7 @@ class CandidateMaker:
         return dataclasses.replace(self._options, allow=allow).written_into(made)
 
     def _add(self, name: str, plan: Plan) -> None:
-        self._made.append(Made(name=name, plan=plan))
+        self.made.append(Made(name=name, plan=plan))
 
 
 def only(forms: Forms, words: Collection[str]) -> Forms:
@@ -168,7 +152,7 @@ def only(forms: Forms, words: Collection[str]) -> Forms:
 
 
 def why_unused(forms: Forms, plan: Plan) -> str:
-    """Why a plan took none of the forms that it was allowed: none would do, with the commonest reason, or time.
+    """Why a plan took none of the forms that it was allowed: they cost time, or no value can take one.
 
     Empty where it took some.
     """

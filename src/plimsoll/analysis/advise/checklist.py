@@ -26,7 +26,7 @@ _SAYS_NOTHING = (Ruling.UNDECIDED, Ruling.BASELINE_DIVERGED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvidence:
-    """What the checklist and the failure modes are judged by: the trace made just now, and what was handed in.
+    """Everything that the checklist and the failure modes are judged by: the trace made just now, and what the user gave.
 
     ``items`` are the tokens or examples of one batch, ``items_name`` says which; ``target`` is how commands name the step.
     ``receipt`` and ``verdict`` belong to this model and step, or are ``None``.
@@ -58,7 +58,7 @@ class StepEvidence:
 
     @property
     def receipt_name(self) -> str:
-        """What the receipt is about: ``strategy auto at 300.0 MiB``."""
+        """The run that the receipt is about: ``strategy auto at 300.0 MiB``."""
         assert self.receipt is not None
         if self.receipt.strategy == OWN:
             return "the model's own method"
@@ -76,13 +76,13 @@ class StepEvidence:
 
     @property
     def verify_command(self) -> str:
-        """What makes the receipt that is missing; with the recommended plan once it is saved."""
+        """The command that writes the missing receipt; it takes the recommended plan, once that is saved."""
         again = f"plimsoll advise {self.target} --receipt receipt.json"
         return f"plimsoll verify {self.target}{self._with_plan} -o receipt.json, then {again}"
 
     @property
     def curve_command(self) -> str:
-        """What makes the loss curves that are missing."""
+        """The command that writes the missing loss curves."""
         return (
             f"plimsoll verify {self.target}{self._with_plan} --curve 100 -o receipt.json, or for lossy plans "
             f"plimsoll probe {self.target} --steps 1000{self._with_plan} -o verdict.json, "

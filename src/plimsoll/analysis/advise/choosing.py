@@ -32,7 +32,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What is asked of a plan: ``budget_bytes`` to keep to (``None``: no budget), and the error that it may cause."""
+    """The user's limits: the budget (``None``: no budget) and the gradient error that a plan may cause."""
 
     budget_bytes: int | None
     budget_text: str
@@ -46,8 +46,9 @@ class Wish:
 def choose(made: Sequence[Made], wish: Wish, knee_bytes: int | None) -> tuple[Candidate, ...]:
     """Mark the best plan and say of the others why they lost.
 
-    Eligible is what keeps to the budget (without one: to the knee of the frontier) and to the tolerated error. Of those
-    the fastest wins; within one percent of the step the simplest one does (nothing, recomputation, other forms).
+    A plan is eligible if it keeps to the budget (without one: to the knee of the frontier) and to the tolerated error. The
+    fastest eligible plan wins. Among plans within one percent of the step of it, the simplest wins: nothing, then
+    recomputation, then other forms.
 
     Args:
         made: the plans; the first is the unmanaged step.
@@ -66,7 +67,7 @@ def choose(made: Sequence[Made], wish: Wish, knee_bytes: int | None) -> tuple[Ca
 
 
 def _obstacle(plan: Plan, limit_bytes: int | None, wish: Wish) -> str:
-    """Why a plan is out of the question; empty if it is not."""
+    """Why a plan cannot be chosen; empty if it can."""
     if limit_bytes is not None and plan.predicted_peak_bytes > limit_bytes:
         word = "the budget" if wish.budget_bytes is not None else "the knee of the frontier"
         return f"over {word} by {format_bytes(plan.predicted_peak_bytes - limit_bytes)}"
@@ -228,7 +229,7 @@ def _manage(chosen: Made, made: Sequence[Made], bottleneck: Bottleneck, wish: Wi
 
 
 def _alternatives(chosen: Made, made: Sequence[Made]) -> list[str]:
-    """What the other plans for the same budget would take, or why they come to the same."""
+    """How long the other plans for the same budget would take, or why they come to the same."""
     lines = []
     for entry in made:
         if entry is chosen or not entry.budget_text:

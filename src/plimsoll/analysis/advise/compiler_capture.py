@@ -41,9 +41,9 @@ from plimsoll.tracing.recorder.untouched import private_copy, untouched
 
 _MARK = "_is_torch_compile"
 _UNKNOWN = "Unknown"
-"""How Dynamo starts the reason of a frame that was taken up anew because of a function that it calls."""
+"""Dynamo's reasons start so where it restarts a frame because of a function that the frame calls."""
 _IN_A_CALL = "step_unsupported"
-"""Dynamo's word for a line whose call met something that cannot be captured; that is listed by itself."""
+"""Dynamo's word for a line whose call met something that cannot be captured; that break is listed by itself."""
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
 _Place = tuple[str, str, int]
 """Reason, file and line."""
@@ -55,7 +55,7 @@ _FAILURES = (
 
 
 class _OutOfTimeError(BaseException):
-    """No ``Exception``: what is caught on the way must not swallow it."""
+    """Not an ``Exception``, so that handlers inside Dynamo or the model cannot swallow it."""
 
 
 def ask_compiler(
@@ -291,7 +291,7 @@ def shorten(file: str) -> str:
 
 
 def _code(file: str, line: int) -> str:
-    """The line itself; the head of a function says nothing that its name does not."""
+    """The source line; empty for the head of a function, which says no more than its name."""
     text = linecache.getline(file, line).strip() if file else ""
     return "" if text.startswith(("@", "def ")) else text
 

@@ -121,7 +121,7 @@ def _note(capture: Capture) -> str:
 
 
 def _missed_regions(trace: Trace, captured: set[int]) -> list[str]:
-    """Region calls of which the forward was captured to less than the share above."""
+    """Regions whose forward was captured to less than ``RELY_ON_COMPILER``."""
     missed = []
     for call in trace.regions:
         ticks = range(*call.forward)

@@ -136,7 +136,7 @@ def _places(trace: Trace) -> dict[str, str]:
 
 
 def _remedies(found: Bottleneck, groups: dict[str, int], chunked_peak_bytes: int | None) -> tuple[str, ...]:
-    """What helps against the groups that activation management does not reach. Replayed or arithmetic, not measured."""
+    """Remedies for the groups that activation management does not reach; their figures are replayed or computed."""
     bytes_of = {part.name: part.bytes for part in found.parts}
     lines = []
     state, optimizer = groups[STATE], bytes_of[_OPTIMIZER]

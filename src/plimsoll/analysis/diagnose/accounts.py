@@ -47,7 +47,7 @@ def keep_ledger(profile: Profile, unit: WorkUnit) -> Ledger:
 
 
 class _Accounts(abc.ABC):
-    """What accounts of a device and of CPU ops share: the windows of the steps, and the host's calls."""
+    """Accounts of one profile; the common part: windows of the steps, and the host's launches and waits."""
 
     unit: WorkUnit
     device: int | None = None
@@ -249,9 +249,9 @@ class _DeviceAccounts(_Accounts):
         )
 
     def _phase_range(self, at_ns: int) -> int:
-        """The range with a phase that is open on the thread that runs the steps, for launches by one that names nothing.
+        """The innermost range with a phase that is open on the thread that runs the steps.
 
-        That thread waits inside ``backward`` while autograd's thread launches.
+        Autograd's own thread names nothing. While it launches, the main thread waits inside ``backward``.
         """
         index = self.nesting.innermost(self.main_thread, at_ns)
         while index >= 0 and (self.nesting.spans[index].kind is not HostKind.RANGE or self.labels[index].phase is None):

@@ -41,7 +41,7 @@ _DIGITS = "0123456789"
 
 
 class Label(msgspec.Struct, frozen=True, gc=False):
-    """What a span belongs to. ``is_in_node``: below a node of backward; ``is_engine``: part of autograd's machinery."""
+    """The phase and module of a span. ``is_in_node``: below a node of backward; ``is_engine``: part of autograd's machinery."""
 
     phase: WorkPhase | None = None
     module: str = ""
@@ -79,7 +79,7 @@ def label_spans(nesting: Nesting, profile: Profile) -> list[Label]:
 
 
 def _label(span: HostSpan, above: Label, parent: HostSpan | None) -> Label:
-    """What a span's own name says, and otherwise what the enclosing span's label says."""
+    """Read the label from the span's own name, else from the enclosing span's label."""
     name, module = span.name, ""
     if span.kind is not HostKind.RANGE:
         is_engine = parent is not None and above.is_engine and name == parent.name.removeprefix(_NODE_PREFIX)
@@ -104,7 +104,7 @@ def _phase_of_range(name: str) -> WorkPhase | None:
 
 
 class _Autograd:
-    """What the spans tell of autograd: which forward op made a node, when backward starts, what a node recomputes.
+    """Facts about autograd: which forward op made a node, when backward starts, and what a node recomputes.
 
     Numbers count per thread: what a recomputation numbers on backward's thread is kept apart from the forward pass.
     """

@@ -62,7 +62,7 @@ class _Rules:
         self._repeated = self._repeats(baseline, plan) if repeats_are_inferred(baseline, plan) else frozenset()
 
     def key(self, work: WorkPiece) -> Key:
-        """What counts as the same work on both sides."""
+        """Work with the same key is the same work on both sides."""
         return (work.name, work.shape if self._has_shapes else "")
 
     def causes(self, work: WorkPiece) -> Iterable[tuple[OverheadCause, float]]:
@@ -82,7 +82,7 @@ class _Rules:
         return ((self._cause_of(work, is_recomputed=is_again), reference), (slower, work.own_ns - reference))
 
     def _cause_of(self, work: WorkPiece, *, is_recomputed: bool) -> OverheadCause:
-        """The cause of running the work at all. What only the plan runs may be fused work undone, even if recomputed."""
+        """The cause of running the work at all. Recomputed work without a counterpart may be a fused kernel taken apart."""
         if is_recomputed:
             return OverheadCause.RECOMPUTE
         if self._is_fusion_lost and (work.is_fused or work.is_element_wise):

@@ -220,7 +220,7 @@ def _forward_links(events: Iterable[_Event], origin_us: float) -> dict[tuple[str
 
 
 def input_bytes(dims: object, types: object) -> int | None:
-    """Bytes of the tensors that an op was given: the least that it reads, if it reads all of them once.
+    """Bytes of the tensors that an op was given. It reads at least so many if it reads each of them once.
 
     Args:
         dims: a list of sizes per argument, empty where it is no tensor; lists of tensors nest once more.

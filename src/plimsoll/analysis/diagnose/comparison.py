@@ -253,7 +253,7 @@ def _bandwidth_sign(plan: Side) -> WarningSign:
 
 
 def _notes(baseline: Profile, plan: Profile, before: Ledger, after: Ledger) -> list[str]:
-    """What the traces do not have, and what follows from that."""
+    """Say what the traces lack, and what follows from that."""
     notes = [*before.notes, *after.notes]
     if before.unit is WorkUnit.CPU_OPS:
         lacking = [profile.source for profile in (baseline, plan) if not profile.device]

@@ -54,7 +54,7 @@ def read_nsys(path: Path) -> Profile:
 
 
 class _Export:
-    """What the database has: tables, columns, strings."""
+    """Tables, columns and strings of the database."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database

@@ -36,7 +36,7 @@ _MARGIN_US = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One profiled step: its number in the session, whose it is, in which round, and the seconds it lost."""
+    """One profiled step: its number in the session, its way of taking the step, its round, and the seconds it lost."""
 
     number: int
     name: str
@@ -110,7 +110,7 @@ def _run(step: Callable[[], object], number: int, name: str, turn: int, device: 
 
 
 def _quietest(turns: list[Turn], rounds: int) -> list[Turn]:
-    """The rounds that lost least, whole: a step stays beside the one that it is compared with."""
+    """The rounds that lost least. Whole rounds are kept, so that each step stays beside the one it is compared with."""
     lost: dict[int, float] = {}
     for turn in turns:
         lost[turn.turn] = max(lost.get(turn.turn, 0.0), turn.lost_seconds)

@@ -108,7 +108,7 @@ class Changes:
         return tuple(self._found), tuple(self._unsupported)
 
     def _rank(self, change: Change) -> tuple[int, bool, int, str]:
-        """What lowers it most first; of changes that do the same, one before two together."""
+        """Changes that lower the peak most come first; of equal ones, a single change before two together."""
         step_bytes = max(LEAST_SHARE * self._peak_bytes, 1.0)
         return -round(change.lowers_bytes / step_bytes), _BOTH in change.name, -change.lowers_bytes, change.name
 
@@ -126,7 +126,7 @@ class Changes:
         )
 
     def _peak(self, trace: Trace) -> Peak:
-        """Of the step with other events, under the same choices."""
+        """The peak of the step with other events, under the same choices."""
         index = self._step.index(trace)
         choose = self._subject.choose
         return describe_peak(run_choices(index, choose_none(index, "") if choose is None else choose(index)))
@@ -209,7 +209,7 @@ class Changes:
         self._add("half the micro-batch", "half the batch, twice the accumulation steps", self._peak(trace), _RUN_AGAIN)
 
     def _strategies(self) -> None:
-        """What Plimsoll's engine would reach in place of what is done now, with and without the chunked loss."""
+        """Try Plimsoll's engine in place of what is done now, with and without the chunked loss."""
         try:
             trace = self._subject.trace if self._subject.choose is not None else self._step.trace(self._step.task.batch)
         except PlimsollError as error:

@@ -132,7 +132,7 @@ def _under(strategy: str | Plan, step: ExplainedStep, report: Progress) -> Expla
         refuse_other_model(step.task.model, strategy)
 
     def choose(index: StepIndex) -> Sequence[Choice]:
-        """What decides in any trace of this step."""
+        """Choices of the strategy in any trace of this step."""
         return choices_of(index, strategy.regions) if isinstance(strategy, Plan) else strategy_choices(index, strategy)
 
     report("tracing the step", 0.0)

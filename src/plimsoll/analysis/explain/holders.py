@@ -15,7 +15,7 @@ from plimsoll.artifacts.watched import WatchedStep
 from plimsoll.units import format_bytes, format_share
 
 _BETWEEN = "::"
-"""What stands between a module and an op in a label."""
+"""Separates module and op in a label."""
 _NOWHERE = "outside of modules"
 _MOVED = 0.5
 """A peak that falls by less than this share of what the set-up frees after forward has hardly moved."""
@@ -58,7 +58,7 @@ def by_place(holders: Iterable[Holder], regions: Sequence[str]) -> tuple[Holder,
 
 
 def recomputed_by_place(step: WatchedStep) -> tuple[RecomputedPart, ...]:
-    """What forward that ran again in backward made, by place: the most that was alive at once, and the ops."""
+    """Memory and ops of forward work that ran again in backward, by place: the most that was alive at once."""
     again = set(step.recomputed)
     ops: Counter[str] = Counter()
     for tick in step.recomputed:
