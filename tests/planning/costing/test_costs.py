@@ -8,9 +8,8 @@ import pytest
 from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.trace import OpSpec, Phase, Trace, TraceOp
 from plimsoll.planning.costing.devices import find_device
-from plimsoll.planning.costing.engine_overhead import EngineOverhead
 from plimsoll.planning.costing.roofline import roofline_costs, roofline_seconds
-from plimsoll.session.device_costs import device_memory_bytes, fit_roofline, measured_costs, op_cost
+from plimsoll.session.device_costs import EngineOverhead, device_memory_bytes, fit_roofline, measured_costs, op_cost
 
 
 def _spec(name="add", flops=0, moved_bytes=0, dtype="f32"):

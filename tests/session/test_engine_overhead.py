@@ -10,10 +10,9 @@ import torch
 from planning.builders import StepBuilder
 from plimsoll.artifacts.trace import OpSpec, Phase, Trace, TraceOp
 from plimsoll.planning.choice import Choice
-from plimsoll.planning.costing.engine_overhead import ChainLaps, EngineOverhead, overhead_of
 from plimsoll.planning.simulate import engine_seconds, run_choices
 from plimsoll.planning.step import StepIndex
-from plimsoll.session.device_costs import measure_engine
+from plimsoll.session.device_costs import ChainLaps, EngineOverhead, measure_engine, overhead_of
 
 MIB = 2**20
 REBUILT = (1, 2, 5, 6)
