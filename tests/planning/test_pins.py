@@ -165,6 +165,18 @@ def test_an_input_that_an_override_decides_about_stays_at_its_boundary() -> None
     assert linked == ["not held either: the region before rebuilds it"]
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize(("wish", "decision"), [("keep", Decision.KEEP), ("recompute", Decision.RECOMPUTE)])
+@pytest.mark.parametrize("region", [0, 1])
+def test_an_override_of_one_block_holds_for_that_block_though_others_are_alike(
+    region: int, wish: str, decision: Decision, share: float
+) -> None:
+    made = planner(f"layers.{region}.*gelu*={wish}")
+    low, high = made.floor.peak_bytes, made.loosest.peak_bytes
+    plan = solve(made, budget_bytes=int(low + share * (high - low)))
+    assert decisions(plan, "mlp.act::gelu#13")[region] == (decision, "")
+
+
 def test_overrides_beyond_max_error_are_refused_with_both_errors() -> None:
     with pytest.raises(InvalidStrategy) as raised:
         planner("*gelu*=compress:int4", limits=Limits(0.001**2))

@@ -115,7 +115,9 @@ def likeness(index: StepIndex, view: RegionView) -> Hashable:
     keys = tuple((op.cost_key, op.reads, op.writes, op.obstacle) for op in graph.ops)
     values = tuple((v.bytes, v.producer, v.origin.value) for v in graph.values)
     span = (frame.exit - frame.entry, frame.stop - frame.start)
-    decided = (view.droppable, view.movable, tuple(view.forms.items()), _windows(index, view))
+    # Overrides belong to it: one block of many may be pinned, and its choices are not those of the others.
+    pins = tuple(sorted(view.pins.items()))
+    decided = (view.droppable, view.movable, tuple(view.forms.items()), pins, _windows(index, view))
     return (decided, view.copied, slots, covers, keys, values, graph.backward_order, graph.outputs, span)
 
 
