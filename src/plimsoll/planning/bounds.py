@@ -1,4 +1,4 @@
-"""Hulls of all regions and a budget in, seconds that no plan of the engine undercuts out: a linear program.
+"""Proves how fast a step can be at best: seconds that no plan within a budget undercuts, by a linear program.
 
 Legend. ``R[r]`` = bytes that region r holds between its forward and its backward, ``s[r]`` = its seconds of replay and
 packing, ``w[r]`` = its seconds of waiting for the link, ``E[r]`` = its squared error, ``B[r]`` = what it sends.
@@ -35,7 +35,7 @@ from scipy.sparse import coo_array, csr_array
 
 from plimsoll.planning.choice import Limits
 from plimsoll.planning.choices import ChoiceSet, prices_of
-from plimsoll.planning.effects import Frame, frame_of, relief_spans
+from plimsoll.planning.effects import RegionFrame, frame_of, relief_spans
 from plimsoll.planning.frontier import Hull, Line
 from plimsoll.planning.simulate import actual_cover, engine_seconds
 from plimsoll.planning.step import Ints, RegionView, StepIndex, boundary_values, merge, slot_stop, subtract
@@ -52,7 +52,7 @@ class _Region:
     ``buffer_share``.
     """
 
-    frame: Frame
+    frame: RegionFrame
     hull: Hull
     kept_bytes: float
     most_bytes: float

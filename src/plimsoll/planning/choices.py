@@ -1,4 +1,4 @@
-"""One kind of region in, the choices that the solver may take for it out, each with its exact effect.
+"""Generates the choices among which the solver picks for each kind of region, each with its exact effect.
 
 Where there are few droppable values, every subset is one. Otherwise the vertices of the hull, and variants around them,
 because the peak of a region's own backward is not monotone in what it keeps: values that sit at that peak are flipped one
@@ -26,10 +26,14 @@ from plimsoll.planning.pins import pinned
 from plimsoll.planning.step import Ints, RegionView, StepIndex, slot_stop
 
 _ENUMERATED_CHOICES = 512
+"""Regions with no more choices than this get all of them, so that plans can be proven optimal."""
 _FLIPS_PER_CHOICE = 3
+_PEAKS_REPRICED = 4
 _PEAK_ROUNDS = 2
+"""Variants of variants can lower a peak further; every round measures about as many choices as the one before."""
 _DESCENTS_AT_MOST = 12
 _PAIRED_VALUES = 10
+"""Flips in pairs are tried among the largest values only: there are quadratically many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +233,7 @@ def _variants(
         found.update(_keep(effect.choice, {v}) for v in alive[:_FLIPS_PER_CHOICE])
         waiting = [v for v in by_size if v in effect.choice.kept and _is_held(index, view, v, instant)]
         found.update(effect.choice.without(frozenset({v})) for v in waiting[:_FLIPS_PER_CHOICE])
-    for instant in list(peaks)[:4]:
+    for instant in list(peaks)[:_PEAKS_REPRICED]:
         for factor in (0.0, 0.5, 2.0):
             weighted = {
                 v: bytes_ * (factor if v in view.slots_of and _is_read_by(index, view, v, instant) else 1.0)

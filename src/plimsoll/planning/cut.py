@@ -1,4 +1,4 @@
-"""One region and one price of memory in, the cheapest set of values to keep out: a minimum s-t cut.
+"""Finds the cheapest set of values to keep in one region at one price of memory: a minimum s-t cut.
 
 Legend (design section 1). ``x_v`` = value v is available in backward; ``y_o`` = op o runs again. A node on the source side
 is true. Edges:
@@ -37,6 +37,7 @@ from plimsoll.planning.step import RegionView
 
 _FINITE_TOTAL = 2**29
 _INFINITE = 2**30
+"""Larger than all finite capacities together, so no minimum cut crosses such an edge, and below the 32 bits of scipy's flow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,7 @@ def solve_cut(view: RegionView, prices: Prices, price_seconds_per_byte: float) -
     scaled = np.full(len(capacities), _INFINITE, dtype=np.int64)
     scaled[is_finite] = np.rint(capacities[is_finite] / unit).astype(np.int64)
     reached, flow_value = _minimum_cut(edges, scaled)
+    # Rounding changes a capacity by half a unit at most, so one unit per edge is more than a cut can be off by.
     lower_value = max(flow_value - int(is_finite.sum()), 0) * unit
     return _read_off(view, prices, price_seconds_per_byte, reached, lower_value)
 

@@ -1,4 +1,4 @@
-"""One region and one choice in, what it adds to the step's memory and time out, relative to the region itself.
+"""Measures what one choice of one region adds to the step's memory and time.
 
 Regions that are *alike* (same graph, same ticks relative to their forward and backward, same storages held anyway) share
 their effects, so a choice of 80 equal blocks is replayed once. The bytes come from ``replay``, the code of the simulator.
@@ -19,7 +19,7 @@ from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, merge, slo
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class RegionFrame:
     """The instants of one region: forward ``[entry, exit)``, backward ``[start, stop)`` with what is released late."""
 
     entry: int
@@ -40,7 +40,7 @@ class Relief(NamedTuple):
     size: int
     is_before_backward: bool = False
 
-    def span(self, frame: Frame) -> Span:
+    def span(self, frame: RegionFrame) -> Span:
         """The instants of one region."""
         origin = frame.start if self.is_before_backward else frame.exit
         return origin + self.start, origin + self.stop
@@ -70,26 +70,26 @@ class Effect:
     link_bytes: int = 0
 
 
-def frame_of(index: StepIndex, view: RegionView) -> Frame:
+def frame_of(index: StepIndex, view: RegionView) -> RegionFrame:
     """The instants of a region in its step."""
     entry, exit_ = view.call.forward
     start, stop = view.call.backward
     stops = [2 * stop, *(slot_stop(index.trace, slot) for v in view.decided for slot in view.slots_of[v])]
     begin = max(2 * start, 2 * exit_)
-    return Frame(2 * entry, 2 * exit_, begin, max(begin, *stops))
+    return RegionFrame(2 * entry, 2 * exit_, begin, max(begin, *stops))
 
 
-def own_cover(index: StepIndex, frame: Frame, storage: int) -> list[Span]:
+def own_cover(index: StepIndex, frame: RegionFrame, storage: int) -> list[Span]:
     """When a storage is alive anyway, from the region's exit to the end of its backward."""
     return merge((max(a, frame.exit), min(b, frame.stop)) for a, b in index.covered(storage))
 
 
-def is_between(frame: Frame, spans: list[Span]) -> bool:
+def is_between(frame: RegionFrame, spans: list[Span]) -> bool:
     """Whether one of the spans covers all the time between forward and backward."""
     return any(a <= frame.exit and b >= frame.start for a, b in spans)
 
 
-def relief_spans(index: StepIndex, frame: Frame, storage: int) -> list[Span]:
+def relief_spans(index: StepIndex, frame: RegionFrame, storage: int) -> list[Span]:
     """When, between forward and backward, a storage that is not alive all that time is alive anyway."""
     covered = own_cover(index, frame, storage)
     return [] if is_between(frame, covered) else merge((a, min(b, frame.start)) for a, b in covered)
@@ -200,7 +200,7 @@ def measure_effect(index: StepIndex, view: RegionView, choice: Choice) -> Effect
     )
 
 
-def _add_rebuilt(curve: Ints, levels: list[tuple[int, int]], frame: Frame) -> None:
+def _add_rebuilt(curve: Ints, levels: list[tuple[int, int]], frame: RegionFrame) -> None:
     last = dict(levels)
     instants = sorted(last)
     for instant, following in zip(instants, [*instants[1:], frame.stop][: len(instants)], strict=True):

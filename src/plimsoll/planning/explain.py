@@ -1,4 +1,4 @@
-"""A simulated plan in, what its user should know out: what holds the floor, and why a peak does not move."""
+"""Tells the user what stands in the way: errors that name who holds the floor, and notes on why a peak does not move."""
 
 from __future__ import annotations
 

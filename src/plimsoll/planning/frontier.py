@@ -27,7 +27,9 @@ from plimsoll.planning.step import RegionView, StepIndex
 
 _POINTS_AT_MOST = 48
 _TOLERANCE = 1e-6
+"""A point that is below its chord by less than this share may be there for the rounding of capacities only."""
 _LEAST_STEP = 1e-4
+"""Forms that differ by less than this share of a region's bytes would drive the highest price up for nothing."""
 _ERROR_PRICES = (0.01, 0.1, 1.0, 10.0)
 """In units of: all seconds of the region for all of its share of the error budget."""
 _LINK_SHARES = (0.3, 0.6, 1.0)
@@ -68,6 +70,7 @@ def sweep_prices(view: RegionView, prices: Prices) -> Hull:
     keep = Cut(view.everything, frozenset(), frozenset(), frozenset(), held_bytes, 0.0, 0.0)
     if smallest <= 0 or total_seconds <= 0:
         return Hull(cuts=(keep, loose), lines=tuple(lines))
+    # At this price even the smallest step of bytes is worth more than running everything again.
     tight = at(2 * total_seconds / smallest)
     found = [keep, tight]
     pending = [(keep, tight)]

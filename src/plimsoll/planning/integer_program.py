@@ -1,4 +1,4 @@
-"""Windows, choices and a budget in, one choice per region out: a mixed-integer program, solved by HiGHS.
+"""Picks one choice per region for the least seconds within a budget: a mixed-integer program, solved by HiGHS.
 
 Legend. ``z[r, c]`` = 1 if region r takes choice c; ``load[w]`` = what the choices add in window w; ``last`` = 1, or the
 peak where the peak is minimised. With ``added`` and ``fixed`` from ``windows``:

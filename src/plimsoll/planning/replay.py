@@ -1,4 +1,4 @@
-"""The choice of one region (or of a chain of linked ones) in, what the replay holds and runs at every instant out.
+"""Replays one region, or a chain of linked ones, under a choice: what it holds and which ops it runs, instant by instant.
 
 This is the private memory of a replay: buffers that steps allocate, that in-place steps take over, and that live until both
 the schedule and the slots made of them let go. ``simulate`` adds it to everything else; the choices of the MILP are

@@ -1,4 +1,8 @@
-"""A relaxed optimum in, whole choices that fit the budget out: round towards less memory, repair, spend what is left."""
+"""Rounds a relaxed optimum to whole choices that fit the budget: towards less memory, then repair, then spend what is left.
+
+A vertex of the relaxed program splits no more regions between choices than there are windows at the budget, so rounding changes
+little. Where the result is within the gap, nothing has to be branched.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from plimsoll.planning.step import Ints
 from plimsoll.planning.windows import Windows
 
 _SUPPORT = 1e-6
+"""Shares below are noise of the linear program, no choices."""
 _PASSES_AT_MOST = 4
 
 

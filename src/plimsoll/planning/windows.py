@@ -1,4 +1,4 @@
-"""Effects of all regions in, one linear constraint per window of the step out: who adds how much, when.
+"""Splits a step into windows of time, each one linear constraint on memory: who adds how much, when.
 
 A window is a stretch of instants in which every region but at most one adds a constant. Then the peak of the window is a
 sum over regions: constants of the others, and for the active one the joint maximum of fixed bytes and its own curve. Where
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plimsoll.planning.choices import ChoiceSet
-from plimsoll.planning.effects import Effect, Frame, Relief, frame_of
+from plimsoll.planning.effects import Effect, RegionFrame, Relief, frame_of
 from plimsoll.planning.step import Ints, StepIndex
 
 
@@ -63,7 +63,7 @@ def build_windows(index: StepIndex, sets: Sequence[ChoiceSet]) -> Windows:
     return Windows(tuple(spans), fixed, tuple(effects), tuple(added), is_held)
 
 
-def _split(index: StepIndex, frames: Sequence[Frame], stacks: Sequence[_Stack]) -> list[tuple[int, int]]:
+def _split(index: StepIndex, frames: Sequence[RegionFrame], stacks: Sequence[_Stack]) -> list[tuple[int, int]]:
     cuts = {0, index.instants}
     if index.waiting:
         cuts |= {index.handover, index.handover + 1, index.last_wait}
@@ -114,7 +114,7 @@ class _Stack:
         self._rows: dict[Hashable, Ints] = {}
         self._undominated: dict[tuple[Hashable, ...], list[int]] = {}
 
-    def key(self, index: StepIndex, frame: Frame, a: int, b: int) -> Hashable:
+    def key(self, index: StepIndex, frame: RegionFrame, a: int, b: int) -> Hashable:
         """What a window is to a region; the backward of alike regions meets fixed bytes that differ by a constant."""
         if b <= frame.entry or a >= frame.stop:
             return ("nothing",)

@@ -1,4 +1,4 @@
-"""Looks up a device by name, for planning with a roofline when the device is not here. No torch.
+"""Looks up a device by name, for planning with a roofline when the device is not here.
 
 The figures are in ``devices.toml``: each with its source, and with what is assumed of them.
 """

@@ -1,4 +1,4 @@
-"""A collective, its bytes and its group in, its seconds on a device's links out. No torch.
+"""What a collective costs on a device's links and network, in seconds.
 
     seconds = share · bytes / (bandwidth · achieved) + hops · latency + launch
 

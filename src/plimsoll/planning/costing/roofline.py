@@ -1,8 +1,8 @@
-"""A trace and a device's figures in, seconds of every op out: the roofline, for a device that is not here. No torch.
+"""Prices every op of a trace by a roofline, for a device that is not here.
 
     seconds = max(flops / (peak · achieved), bytes / (bandwidth · achieved)) + launch
 
-Collectives, which have a group, go by the links instead (see ``collectives``).
+Collectives, which have a group, go by the links instead (see ``links``).
 
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for multicore architectures",
 CACM 2009, eq. 1, with a constant per launch added. Known weakness: small matrix products and attention reach less of the

@@ -1,4 +1,4 @@
-"""A step in, the same step in which some storages are smaller, or live less long, out."""
+"""What a step would be if some of its storages were smaller, or lived less long."""
 
 from __future__ import annotations
 
