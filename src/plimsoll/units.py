@@ -1,4 +1,4 @@
-"""Text with units in, bytes and seconds out, and back; the only file that knows 1024."""
+"""Reads and writes amounts with units; the only file that knows 1024."""
 
 from __future__ import annotations
 
@@ -78,6 +78,20 @@ def format_bytes(bytes_: float) -> str:
         if size >= scale:
             return f"{sign}{size / scale:.{1 if size / scale < 1000 else 0}f} {unit}"
     return f"{sign}{size:.0f} B"
+
+
+def format_bytes_up(bytes_: int) -> str:
+    """Like ``format_bytes``, but never less than the amount, so that it can be used as a budget.
+
+    Example:
+        >>> format_bytes_up(1024 * 1024 + 1)
+        '1.1 MiB'
+    """
+    for power in (4, 3, 2, 1):
+        scale = 1024**power
+        if bytes_ >= scale:
+            return format_bytes(-(-bytes_ * 10 // scale) * scale / 10)
+    return format_bytes(bytes_)
 
 
 def format_seconds(seconds: float) -> str:

@@ -91,24 +91,26 @@ class LowerBound:
         # Errors are counted in units of what is allowed, or of what one choice can cause.
         most = max((line.value_seconds / line.error_price for line in self._lines() if line.error_price), default=1.0)
         self.scale_error = self.limits.squared_error if 0 < self.limits.squared_error < math.inf else max(most, 1e-30)
-        self.rows, self.room = self._memory_rows()
+        self.memory, self.room = self._memory_rows()
 
     def seconds(self, budget_bytes: int) -> float:
         """Seconds of the whole step that no plan within the budget undercuts; ``inf`` if no plan fits."""
         count = len(self.regions)
         if not count:
             return self.index.base_seconds
-        absent = csr_array((len(self.rows), count))
-        held, sent = csr_array(self.rows[:, :count]), csr_array(self.rows[:, count:])
+        absent = csr_array((len(self.memory), count))
+        held, sent = csr_array(self.memory[:, :count]), csr_array(self.memory[:, count:])
         memory = sparse.hstack([held, absent, sent, absent, absent, absent])
-        tables = [(memory, (budget_bytes - self.room) / self.scale_bytes), self._line_rows(), self._link_rows()]
-        tables += self._limit_rows()
+        rows = _Rows(6 * count)
+        self._add_lines(rows)
+        self._add_transfers(rows)
+        self._add_limits(rows)
         nothing_lossy = self.limits.squared_error == 0
         most = [region.most_bytes / self.scale_bytes for region in self.regions]
         result = linprog(
             np.concatenate([np.zeros(3 * count), np.ones(3 * count)]),
-            A_ub=sparse.vstack([table for table, _ in tables], format="csr"),
-            b_ub=np.concatenate([right for _, right in tables]),
+            A_ub=sparse.vstack([memory, rows.table()], format="csr"),
+            b_ub=np.concatenate([(budget_bytes - self.room) / self.scale_bytes, rows.right]),
             bounds=[
                 *((0.0, bytes_) for bytes_ in most),
                 *((0.0, 0.0 if nothing_lossy else None) for _ in range(count)),
@@ -125,51 +127,46 @@ class LowerBound:
     def _lines(self) -> Iterator[Line]:
         return (line for region in self.regions for line in region.hull.lines)
 
-    def _line_rows(self) -> tuple[csr_array, Floats]:
+    def _add_lines(self, rows: _Rows) -> None:
         """Row 2."""
         count = len(self.regions)
-        entries: list[tuple[int, int, float]] = []
-        values: list[float] = []
-        for position, region in enumerate(self.regions):
+        for at, region in enumerate(self.regions):
             for line in region.hull.lines:
-                row = len(values)
-                entries.append((row, position, -line.price_seconds_per_byte * self.scale_bytes / self.scale_seconds))
-                entries.append((row, count + position, -line.error_price * self.scale_error / self.scale_seconds))
-                entries.append((row, 2 * count + position, -line.link_price * self.scale_bytes / self.scale_seconds))
-                entries.append((row, 3 * count + position, -1.0))
+                # The engine's own seconds are those of regions that it touches. One that keeps everything is not touched, so
+                # the row has to allow it no seconds at all.
                 untouched = line.price_seconds_per_byte * region.kept_bytes
-                values.append(-min(untouched, line.value_seconds + region.touch_seconds) / self.scale_seconds)
-        return _table(entries, len(values), 6 * count), np.array(values)
+                rows.add(
+                    (at, -line.price_seconds_per_byte * self.scale_bytes / self.scale_seconds),
+                    (count + at, -line.error_price * self.scale_error / self.scale_seconds),
+                    (2 * count + at, -line.link_price * self.scale_bytes / self.scale_seconds),
+                    (3 * count + at, -1.0),
+                    at_most=-min(untouched, line.value_seconds + region.touch_seconds) / self.scale_seconds,
+                )
 
-    def _link_rows(self) -> tuple[csr_array, Floats]:
+    def _add_transfers(self, rows: _Rows) -> None:
         """Row 6, one per way."""
         count = len(self.regions)
         link = self.index.forms.link
-        entries: list[tuple[int, int, float]] = []
-        values: list[float] = []
-        for position, view in enumerate(self.index.views):
+        for at, view in enumerate(self.index.views):
             after = self.index.neighbour(view.call.index)
             if link is None or after is None:
                 continue
             windows = self.index.transfer_windows(view.call, after)
             for way, speed in enumerate((link.out_bytes_per_second, link.in_bytes_per_second)):
-                row = len(values)
-                entries.append((row, 2 * count + position, self.scale_bytes / speed / self.scale_seconds))
-                entries.append((row, (4 + way) * count + position, -1.0))
-                values.append(windows[way] / self.scale_seconds)
-        return _table(entries, len(values), 6 * count), np.array(values)
+                rows.add(
+                    (2 * count + at, self.scale_bytes / speed / self.scale_seconds),
+                    ((4 + way) * count + at, -1.0),
+                    at_most=windows[way] / self.scale_seconds,
+                )
 
-    def _limit_rows(self) -> list[tuple[csr_array, Floats]]:
+    def _add_limits(self, rows: _Rows) -> None:
         """Row 7."""
         count = len(self.regions)
-        tables = []
         if 0 < self.limits.squared_error < math.inf:
-            entries = [(0, count + position, self.scale_error / self.limits.squared_error) for position in range(count)]
-            tables.append((_table(entries, 1, 6 * count), np.ones(1)))
+            share = self.scale_error / self.limits.squared_error
+            rows.add(*((count + at, share) for at in range(count)), at_most=1.0)
         if self.limits.link_bytes is not None:
-            entries = [(0, 2 * count + position, 1.0) for position in range(count)]
-            tables.append((_table(entries, 1, 6 * count), np.array([self.limits.link_bytes / self.scale_bytes])))
-        return tables
+            rows.add(*((2 * count + at, 1.0) for at in range(count)), at_most=self.limits.link_bytes / self.scale_bytes)
 
     def _memory_rows(self) -> tuple[Floats, Floats]:
         """Rows 3 to 5: coefficients of R and of B, and the bytes that are there besides."""
@@ -200,11 +197,23 @@ class LowerBound:
         return np.array(rows).reshape(-1, 2 * len(self.regions)), np.array(room, dtype=np.float64)
 
 
-def _table(entries: list[tuple[int, int, float]], rows: int, columns: int) -> csr_array:
-    """A sparse table of (row, column, number)."""
-    at = np.array([(row, column) for row, column, _ in entries], dtype=np.int64).reshape(-1, 2)
-    numbers = np.array([number for _, _, number in entries], dtype=np.float64)
-    return coo_array((numbers, (at[:, 0], at[:, 1])), shape=(rows, columns)).tocsr()
+class _Rows:
+    """Rows of a sparse table, each with the most that its sum may be."""
+
+    def __init__(self, columns: int) -> None:
+        self._columns = columns
+        self._entries: list[tuple[int, int, float]] = []
+        self.right: list[float] = []
+
+    def add(self, *entries: tuple[int, float], at_most: float) -> None:
+        """One row of (column, number)."""
+        self._entries += [(len(self.right), column, number) for column, number in entries]
+        self.right.append(at_most)
+
+    def table(self) -> csr_array:
+        at = np.array([(row, column) for row, column, _ in self._entries], dtype=np.int64).reshape(-1, 2)
+        numbers = np.array([number for _, _, number in self._entries], dtype=np.float64)
+        return coo_array((numbers, (at[:, 0], at[:, 1])), shape=(len(self.right), self._columns)).tocsr()
 
 
 def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Region:

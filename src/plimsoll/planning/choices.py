@@ -50,7 +50,7 @@ class ChoiceSet:
 
 def prices_of(index: StepIndex, view: RegionView) -> Prices:
     """What the cut weighs for a region."""
-    seconds = tuple(index.op_seconds(op.cost_key) + index.costs.replay_seconds for op in view.graph.ops)
+    seconds = tuple(index.replay_seconds(op.cost_key) for op in view.graph.ops)
     return Prices(held_bytes=dict(held_bytes(index, view)), op_seconds=seconds, modes=modes_of(view))
 
 
@@ -181,11 +181,11 @@ class _Generator:
                 return
 
 
-def _every_choice(view: RegionView, *, with_forms: bool = True) -> Iterable[Choice] | None:
+def _every_choice(view: RegionView) -> Iterable[Choice] | None:
     """All choices of a region, if they are few."""
     states = [[("keep", v), *([("drop", v)] if v in view.droppable else [])] for v in view.decided]
     for value, options in zip(view.decided, states, strict=True):
-        entry = view.forms.get(value) if with_forms else None
+        entry = view.forms.get(value)
         options += [(form.name, value) for form in (entry.forms if entry is not None else ())]
     if math.prod(map(len, states)) > _ENUMERATED_CHOICES:
         return None

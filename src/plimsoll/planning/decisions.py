@@ -139,7 +139,6 @@ def _packed(index: StepIndex, view: RegionView, choice: Choice, value: int, size
     entry, form = view.graph.values[value], view.form(value, choice.forms[value])
     saved = max(entry.bytes - form.held_bytes, 1)
     cost = f"{form.name} costs {format_seconds(form.seconds * MIB / saved)}/MiB"
-    worth = f"memory is worth {format_seconds(price * MIB)}/MiB here" if price > 0 else "memory is not scarce here"
     error = form_error(view, choice, value)
     added = f", gradient error {error:.2g}" if error else ""
     return ValueDecision(
@@ -147,7 +146,7 @@ def _packed(index: StepIndex, view: RegionView, choice: Choice, value: int, size
         decision=form.decision,
         bytes=size,
         seconds=form.seconds,
-        reason="as you decided by an override" if value in view.pins else f"{cost}, {worth}{added}",
+        reason="as you decided by an override" if value in view.pins else f"{cost}, {_worth(price)}{added}",
         form=form.name,
         held_bytes=form.held_bytes,
         error=error,
@@ -163,8 +162,11 @@ def _compare(seconds: float, bytes_: int, price: float) -> str:
         cost = "no recipe rebuilds it"
     else:
         cost = f"recompute costs {format_seconds(seconds * MIB / bytes_)}/MiB"
-    worth = f"memory is worth {format_seconds(price * MIB)}/MiB here" if price > 0 else "memory is not scarce here"
-    return f"{cost}, {worth}"
+    return f"{cost}, {_worth(price)}"
+
+
+def _worth(price: float) -> str:
+    return f"memory is worth {format_seconds(price * MIB)}/MiB here" if price > 0 else "memory is not scarce here"
 
 
 def _obstacle(view: RegionView, value: int) -> str:
@@ -186,7 +188,7 @@ def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, choice: 
     if value not in view.droppable:
         return math.inf
     ops, _ = recipe_ops(view.graph, value, (view.leaves | choice.kept | choice.forms.keys()) - {value})
-    return sum(index.op_seconds(view.graph.ops[op].cost_key) + index.costs.replay_seconds for op in ops)
+    return sum(index.replay_seconds(view.graph.ops[op].cost_key) for op in ops)
 
 
 def _schedule(view: RegionView, choice: Choice) -> Schedule:
@@ -202,7 +204,6 @@ def _replay_shares(index: StepIndex, view: RegionView, choice: Choice) -> dict[i
     schedule = _schedule(view, choice)
     shares: dict[int, float] = {}
     for segment in schedule.segments:
-        keys = [graph.ops[step.op].cost_key for step in segment.steps if step.op != NO_OP]
-        seconds = sum(index.op_seconds(key) + index.costs.replay_seconds for key in keys)
+        seconds = sum(index.replay_seconds(graph.ops[step.op].cost_key) for step in segment.steps if step.op != NO_OP)
         shares[segment.value] = shares.get(segment.value, 0.0) + seconds
     return shares

@@ -10,7 +10,7 @@ from plimsoll.errors import BudgetBelowFloor, InvalidStrategy
 from plimsoll.planning.choice import Limits
 from plimsoll.planning.describe import describe_peak
 from plimsoll.planning.simulate import Simulation
-from plimsoll.units import format_bytes
+from plimsoll.units import format_bytes, format_bytes_up
 
 _HOLDERS_NAMED = 3
 _WORTH_CHUNKING = 0.05
@@ -70,20 +70,6 @@ def limits_error(what: str, simulation: Simulation, limits: Limits) -> InvalidSt
         found = f"{what} would cause an expected gradient error of {error:.2g}"
         why = f"max_error leaves room for {math.sqrt(limits.squared_error):.2g}"
     return InvalidStrategy(f"{found}.", why=why, next=advice)
-
-
-def format_bytes_up(bytes_: int) -> str:
-    """Like ``format_bytes``, but never less than the amount, so that it can be used as a budget.
-
-    Example:
-        >>> format_bytes_up(1024 * 1024 + 1)
-        '1.1 MiB'
-    """
-    for power in (4, 3, 2, 1):
-        scale = 1024**power
-        if bytes_ >= scale:
-            return format_bytes(-(-bytes_ * 10 // scale) * scale / 10)
-    return format_bytes(bytes_)
 
 
 def name_holders(peak: Peak) -> str:

@@ -131,7 +131,7 @@ class ChoiceProblem:
         rounded_seconds = sum(effect.seconds for effect in rounded) if rounded is not None else np.inf
         if rounded_seconds - relaxed.seconds <= gap_of_step * self.step_seconds:
             return Selection(rounded, relaxed.seconds, is_finished=True)
-        bounds = self._bounds(budget_bytes)
+        bounds = self._budget_bounds(budget_bytes)
         slack_seconds = (rounded_seconds - relaxed.seconds) * (1 + 1e-6) + 1e-9 * self.step_seconds
         bounds.ub[: self.columns][relaxed.reduced_seconds > slack_seconds] = 0.0
         aim = np.concatenate([self.seconds / self.step_seconds, np.zeros(len(self.windows.spans)), [1.0]])
@@ -151,7 +151,7 @@ class ChoiceProblem:
         data = np.concatenate([np.ones(windows), -np.ones(windows)])
         below_peak = coo_array((data, (rows, columns)), shape=(windows, len(aim))).tocsr()
         room = LinearConstraint(below_peak, -np.inf, -self.windows.fixed_bytes / self.unit_bytes)
-        bounds = Bounds(*self._limits(np.full(windows, np.inf), (0.0, np.inf)))
+        bounds = self._bounds(np.full(windows, np.inf), (0.0, np.inf))
         least_bytes = self._relaxed_peak(aim, bounds, room) * self.unit_bytes
         for gap in (0.0, FLOOR_GAP / 10, FLOOR_GAP):
             rounded = self._round_peak(least_bytes, gap)
@@ -206,7 +206,7 @@ class ChoiceProblem:
         """The program without whole numbers; ``None`` if not even that fits."""
         windows = len(self.windows.spans)
         unit_seconds = max(float(self.seconds.max(initial=0.0)), 1e-30)
-        bounds = self._bounds(budget_bytes)
+        bounds = self._budget_bounds(budget_bytes)
         result = linprog(
             np.concatenate([self.seconds / unit_seconds, np.zeros(windows + 1)]),
             A_eq=self.matrix,
@@ -228,14 +228,13 @@ class ChoiceProblem:
             reduced_seconds=np.maximum(reduced, 0.0) * unit_seconds,
         )
 
-    def _bounds(self, budget_bytes: int) -> Bounds:
-        room = (budget_bytes - self.windows.fixed_bytes) / self.unit_bytes
-        return Bounds(*self._limits(room, (1.0, 1.0)))
+    def _budget_bounds(self, budget_bytes: int) -> Bounds:
+        """Row 4: what each window has room for under a budget."""
+        return self._bounds((budget_bytes - self.windows.fixed_bytes) / self.unit_bytes, (1.0, 1.0))
 
-    def _limits(self, room: Floats, last: tuple[float, float]) -> tuple[Floats, Floats]:
+    def _bounds(self, room: Floats, last: tuple[float, float]) -> Bounds:
         lower = np.concatenate([np.zeros(self.columns), np.full(len(room), -np.inf), [last[0]]])
-        upper = np.concatenate([self.affordable, room, [last[1]]])
-        return lower, upper
+        return Bounds(lower, np.concatenate([self.affordable, room, [last[1]]]))
 
     def _right_side(self) -> Floats:
         return np.concatenate([np.ones(len(self.effects)), np.zeros(len(self.windows.spans))])
@@ -300,11 +299,12 @@ class ChoiceProblem:
         if np.any(bounds.ub < bounds.lb):
             return Selection(effects=None, lower_value=np.inf, is_finished=True)
         right = self._right_side()
+        shared = [] if self.shared is None else [LinearConstraint(self.shared, -np.inf, 1.0)]
         result = milp(
             aim,
             integrality=np.concatenate([np.ones(self.columns), np.zeros(len(aim) - self.columns)]),
             bounds=bounds,
-            constraints=[LinearConstraint(self.matrix, right, right), *self._shared_constraints(), *more],
+            constraints=[LinearConstraint(self.matrix, right, right), *shared, *more],
             options={
                 "mip_rel_gap": gap_of_step,
                 "time_limit": max(self.deadline - time.monotonic(), 0.1) if most_nodes is None else STAGE_SECONDS,
@@ -312,9 +312,6 @@ class ChoiceProblem:
             },
         )
         return self._read(result)
-
-    def _shared_constraints(self) -> list[LinearConstraint]:
-        return [] if self.shared is None else [LinearConstraint(self.shared, -np.inf, 1.0)]
 
     def _read(self, result: Any) -> Selection:
         assert result.status in (_OPTIMAL, _LIMIT, _INFEASIBLE, _NODES_SPENT), f"HiGHS: {result.message}"

@@ -128,7 +128,7 @@ class StepReplays:
 
 def replay_seconds(index: StepIndex, choices: Mapping[int, Choice], ops: Sequence[tuple[int, int]]) -> float:
     """Seconds that replayed ops, (region, op) pairs, packing and the engine's own work in the given regions add."""
-    seconds = sum(index.op_seconds(index.views[r].graph.ops[o].cost_key) + index.costs.replay_seconds for r, o in ops)
+    seconds = sum(index.replay_seconds(index.views[r].graph.ops[o].cost_key) for r, o in ops)
     seconds += sum(packing_seconds(index, index.views[r], choice) for r, choice in choices.items() if choice.packed)
     touched = [index.views[r] for r, choice in choices.items() if is_touched(index.views[r], choice)]
     return seconds + sum(engine_seconds(index, view) for view in touched)

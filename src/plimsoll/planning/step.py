@@ -125,6 +125,10 @@ class StepIndex:
         cost = self.costs.ops.get(cost_key)
         return 0.0 if cost is None else cost.seconds
 
+    def replay_seconds(self, cost_key: str) -> float:
+        """Seconds of one op that the engine runs again, its own work included."""
+        return self.op_seconds(cost_key) + self.costs.replay_seconds
+
     def life(self, storage: int) -> Span:
         """The instants at which a storage is alive without any slot; clipped to the step."""
         entry = self.trace.storages[storage]

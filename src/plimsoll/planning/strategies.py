@@ -28,7 +28,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from plimsoll.artifacts.costs import Costs
@@ -63,10 +63,7 @@ def choose_full(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
 
 def choose_every(index: StepIndex, argument: str) -> tuple[Choice, ...]:
     """Groups of k regions, each replayed as one."""
-    size = _group_size(argument)
-    return tuple(
-        Choice(view.nothing, is_boundary_dropped=bool(position % size)) for position, view in enumerate(index.views)
-    )
+    return _grouped(index.views, _group_size(argument))
 
 
 def choose_sqrt(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
@@ -102,12 +99,12 @@ def choose_form(index: StepIndex, name: str) -> tuple[Choice, ...]:
 def choose_hybrid(index: StepIndex, argument: str) -> tuple[Choice, ...]:
     """Compress the first regions, checkpoint the rest in groups."""
     first, size = _hybrid_sizes(argument)
-    count = min(first, len(index.views))
-    rest = tuple(
-        Choice(view.nothing, is_boundary_dropped=bool(position % size))
-        for position, view in enumerate(index.views[count:])
-    )
-    return (*choose_form(index, "int8")[:count], *rest)
+    return (*choose_form(index, "int8")[:first], *_grouped(index.views[first:], size))
+
+
+def _grouped(views: Sequence[RegionView], size: int) -> tuple[Choice, ...]:
+    """Only the first region of every group keeps its input."""
+    return tuple(Choice(view.nothing, is_boundary_dropped=bool(at % size)) for at, view in enumerate(views))
 
 
 def _group_size(argument: str) -> int:

@@ -16,14 +16,13 @@ from plimsoll.artifacts.forms import Forms
 from plimsoll.artifacts.plan import FrontierPoint, Plan
 from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.trace import Trace
-from plimsoll.planning.explain import format_bytes_up
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import find_extremes
 from plimsoll.session.forms import sense_forms
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.task import TrainingTask
-from plimsoll.units import parse_bytes
+from plimsoll.units import format_bytes_up, parse_bytes
 
 _NAMED = ("full", "selective:attention", "selective:mlp", "selective:norm")
 _SHARES = (0.25, 0.5, 0.75)

@@ -16,11 +16,11 @@ from plimsoll.estimator.pipeline_schedule.orders import Action
 from plimsoll.estimator.pipeline_schedule.rank_memory import RankPeak, rank_peak
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
 from plimsoll.planning.describe import describe_peak
-from plimsoll.planning.explain import format_bytes_up, name_holders
+from plimsoll.planning.explain import name_holders
 from plimsoll.planning.simulate import Simulation
 from plimsoll.session.rendezvous.exchange import exchange, together
 from plimsoll.session.rendezvous.world import World
-from plimsoll.units import format_bytes
+from plimsoll.units import format_bytes, format_bytes_up
 
 _HALVINGS = 7
 """To within a hundredth of what the stages can give up."""

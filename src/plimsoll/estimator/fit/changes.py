@@ -18,9 +18,9 @@ from plimsoll.estimator.estimate import estimate
 from plimsoll.estimator.fit.polynomial import Shape
 from plimsoll.estimator.fit.single_device import Accumulation, FitTraining, SingleDevice, described
 from plimsoll.estimator.optimizers import known_optimizers
-from plimsoll.planning.explain import format_bytes_up
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.step_planner import StepPlanner
+from plimsoll.units import format_bytes_up
 
 _TOLERATED = "1%"
 """The error of the gradient that compression is tried with."""
