@@ -1,7 +1,7 @@
 """Published training runs with their layouts: step time and MFU, beside what an estimate says of them.
 
 None of the device's figures is fitted to these runs. What the comparison leaves open is the error that estimates carry
-(``estimating/throughput.py``).
+(``estimator/estimate_job.py``).
 """
 
 from __future__ import annotations

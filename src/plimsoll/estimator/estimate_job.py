@@ -12,8 +12,6 @@ import time
 from plimsoll.artifacts.allocation import AllocatorUse
 from plimsoll.artifacts.basis import Basis
 from plimsoll.artifacts.estimate import Estimate, StageEstimate, StageSeconds, Throughput
-from plimsoll.artifacts.layout import Layout
-from plimsoll.artifacts.model_facts import ModelFacts
 from plimsoll.artifacts.naming import compress_names
 from plimsoll.artifacts.trace import Trace
 from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings
@@ -30,13 +28,15 @@ from plimsoll.estimator.pipeline_schedule.timeline import (
     simulate_pipeline,
 )
 from plimsoll.estimator.rank_estimates import KnownChoices, Rank, Setting, StageOfRank, decide_rank
-from plimsoll.estimator.targets.tracing import TracedTarget
+from plimsoll.estimator.trace_cache import TracedTarget
 from plimsoll.planning.costing.links import Collective, collective_seconds, group_of
 from plimsoll.planning.costing.roofline import peak_flops_per_second
 from plimsoll.planning.describe import allocation_events, classes_at_peak, describe_peak, waiting_bytes
 from plimsoll.planning.what_if.chunked_loss import peak_with_chunked_loss
 from plimsoll.units import format_bytes, format_seconds
 
+ROOFLINE_ERROR = 0.3
+"""What a roofline's seconds are off by, as a share: ``docs/claims.md`` compares it with published training runs."""
 _WORTH_CHUNKING = 0.03
 """A chunked loss is mentioned where it takes this share off the peak."""
 
@@ -72,7 +72,7 @@ class EstimateJob:
             facts=self.facts,
             stages=stages,
             expandable_bytes=self._expandable_bytes(ranks, stages),
-            throughput=throughput(step_seconds, layout, self.facts, flops, self._peak_flops_per_second()),
+            throughput=self._throughput(step_seconds, flops),
             notes=(*self.trace.notes, *layout_notes(layout), *sharding_notes(layout), *self._notes(ranks, timeline)),
             trace_seconds=trace_seconds,
             total_seconds=time.monotonic() - started,
@@ -199,6 +199,22 @@ class EstimateJob:
         seconds = sum(spec.flops / peak_flops_per_second(spec, self.setting.device) for spec in specs)
         return sum(spec.flops for spec in specs) / seconds if seconds else 0.0
 
+    def _throughput(self, step_seconds: float, model_flops: int) -> Throughput:
+        """The speed of the job; ``model_flops`` are one micro-batch's, on all ranks of one data-parallel replica."""
+        layout, facts = self.layout, self.facts
+        replicas = layout.dp * layout.micro_batches
+        samples = (facts.batch or 1) * replicas
+        tokens = None if facts.tokens is None else facts.tokens * layout.cp * replicas
+        peak = layout.ranks * self._peak_flops_per_second()
+        return Throughput(
+            step_seconds=step_seconds,
+            samples_per_second=samples / step_seconds,
+            tokens_per_second=None if tokens is None else tokens / step_seconds,
+            mfu=model_flops * replicas / (step_seconds * peak) if peak else None,
+            relative_error=ROOFLINE_ERROR,
+            basis=Basis.MODELLED,
+        )
+
     def _notes(self, ranks: list[Rank], timeline: PipelineTimeline) -> list[str]:
         """What the figures do not show by themselves."""
         notes = []
@@ -209,13 +225,12 @@ class EstimateJob:
                 f"recomputation adds {format_seconds(growth.added_seconds)} to the step of the pipeline; run where a rank "
                 f"would idle, one micro-batch ahead, it would add {format_seconds(growth.regained_seconds)} less"
             )
-        last = ranks[-1]
-        chunked = peak_with_chunked_loss(last.decided[last.tightest].simulation)
-        if chunked is not None and chunked < (1 - _WORTH_CHUNKING) * last.decided[last.tightest].simulation.peak_bytes:
-            less = last.decided[last.tightest].simulation.peak_bytes - chunked
+        head = ranks[-1].decided[ranks[-1].tightest].simulation
+        chunked = peak_with_chunked_loss(head)
+        if chunked is not None and chunked < (1 - _WORTH_CHUNKING) * head.peak_bytes:
             notes.append(
-                f"logits and loss in chunks (plimsoll.chunked.chunk_loss) would take {format_bytes(less)} off the "
-                f"{format_bytes(last.peak_bytes)} of the rank that holds the head"
+                f"logits and loss in chunks (plimsoll.chunked.chunk_loss) would take {format_bytes(head.peak_bytes - chunked)} "
+                f"off the {format_bytes(ranks[-1].peak_bytes)} of the rank that holds the head"
             )
         if timeline.bubble_share > 0:
             notes.append(f"ranks idle in the pipeline {timeline.bubble_share:.1%} of the time")
@@ -233,33 +248,3 @@ def _optimizer_name(rank: Rank, setting: Setting) -> str:
     if not uses:
         return "no optimizer"
     return f"{uses[0].name} ({uses[0].form})" + (" with master weights" if setting.has_master_weights else "")
-
-
-ROOFLINE_ERROR = 0.3
-"""What a roofline's seconds are off by, as a share: ``docs/claims.md`` compares it with published training runs."""
-
-
-def throughput(
-    step_seconds: float, layout: Layout, facts: ModelFacts, model_flops: int, peak_flops_per_second: float
-) -> Throughput:
-    """The speed of a whole job.
-
-    Args:
-        step_seconds: from the first forward to the end of the optimizer's step.
-        layout: the job's.
-        facts: of the model and one rank's micro-batch.
-        model_flops: of one micro-batch, on the ranks of one data-parallel replica together.
-        peak_flops_per_second: dense, of one device, in the types that it computes in.
-    """
-    replicas = layout.dp * layout.micro_batches
-    samples = (facts.batch or 1) * replicas
-    tokens = None if facts.tokens is None else facts.tokens * layout.cp * replicas
-    peak = layout.ranks * peak_flops_per_second
-    return Throughput(
-        step_seconds=step_seconds,
-        samples_per_second=samples / step_seconds,
-        tokens_per_second=None if tokens is None else tokens / step_seconds,
-        mfu=model_flops * replicas / (step_seconds * peak) if peak else None,
-        relative_error=ROOFLINE_ERROR,
-        basis=Basis.MODELLED,
-    )

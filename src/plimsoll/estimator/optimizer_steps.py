@@ -106,8 +106,8 @@ class StepLedger:
         """The tensors that are held at the highest sum."""
         return tuple(Temporary(label=label, bytes=size) for label, sizes in self.highest for size in sizes)
 
-    def run(self, step: OptimizerStep, parameters: Sequence[Tensor], form: StepForm) -> None:
-        """One step over the parameters."""
+    def run(self, step: OptimizerStep, parameters: Sequence[Tensor], form: StepForm) -> StepLedger:
+        """One step over the parameters; the ledger itself."""
         for each in parameters:
             moved_bytes, flops = step.besides(each)
             self.moved_bytes += step.passes * each.bytes + moved_bytes
@@ -115,6 +115,7 @@ class StepLedger:
         for group in step.groups(parameters, form):
             for name in step.names:
                 self._follow(name, group)
+        return self
 
     def _follow(self, name: str, group: Sequence[Tensor]) -> None:
         target, _, source = name.partition(" = ")

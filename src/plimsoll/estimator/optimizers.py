@@ -80,23 +80,32 @@ def optimizer_use(
     form = _form(recipe, named_form or form)
     trained = [each for each in parameters if each.is_trainable and each.bytes]
     masters = {each.name: _master_bytes(each) for each in trained if has_master_weights and _master_bytes(each)}
-    tensors = [_as_updated(each, has_master=each.name in masters) for each in trained]
+    tensors = [
+        Tensor(p.name, p.shape, _MASTER_ITEM_BYTES if p.name in masters else p.bytes // prod(p.shape)) for p in trained
+    ]
     parts = _parts(recipe, tensors)
-    ledgers = [_ledger(part, updated, form) for part, updated in parts]
+    ledgers = [StepLedger().run(part.steps[form], updated, form) for part, updated in parts]
     # A module's optimizers step one after the other: their states add up, of their temporaries the highest count.
     highest = max(ledgers, key=lambda ledger: ledger.highest_bytes)
     casts = _casts(masters, form)
+    is_fused = form is StepForm.FUSED
     counters = sum(_COUNTER_BYTES * len(updated) for part, updated in parts if part.has_counters)
-    state_bytes = {each.name: _state_bytes(part, each, form) for part, updated in parts for each in updated}
+    state_bytes = {  # a fused step has its counters on the device as well
+        each.name: part.state_bytes(each) + _COUNTER_BYTES * (is_fused and part.has_counters)
+        for part, updated in parts
+        for each in updated
+    }
+    # With master weights a 16-bit gradient is read and written in f32, the master read and the 16-bit weight written.
+    traffic = sum(size // 2 + size + size + size // 2 for size in masters.values())
     basis, error = _reliability(recipe, casts, sum(state_bytes.values()) + sum(masters.values()))
     return OptimizerUse(
         name=recipe.name,
         form=form,
         state_bytes=state_bytes,
-        host_state_bytes=0 if form is StepForm.FUSED else counters,
+        host_state_bytes=0 if is_fused else counters,
         master_bytes=masters,
         temporaries=(*highest.temporaries, *casts),
-        moved_bytes=sum(ledger.moved_bytes for ledger in ledgers) + sum(map(_master_traffic, masters.values())),
+        moved_bytes=sum(ledger.moved_bytes for ledger in ledgers) + traffic,
         flops=sum(ledger.flops for ledger in ledgers),
         relative_error=error,
         basis=basis,
@@ -155,11 +164,6 @@ def _master_bytes(parameter: TraceParameter) -> int:
     return bytes_ if parameter.bytes < bytes_ else 0
 
 
-def _as_updated(parameter: TraceParameter, *, has_master: bool) -> Tensor:
-    item_bytes = _MASTER_ITEM_BYTES if has_master else parameter.bytes // prod(parameter.shape)
-    return Tensor(parameter.name, parameter.shape, item_bytes)
-
-
 def _parts(recipe: _Recipe, tensors: Sequence[Tensor]) -> list[tuple[_Recipe, list[Tensor]]]:
     """What steps together: Muon leaves what is no hidden matrix to AdamW."""
     if not recipe.leaves_rest_to:
@@ -173,27 +177,10 @@ def _is_hidden_matrix(tensor: Tensor) -> bool:
     return len(tensor.shape) == 2 and not _EMBEDDING_OR_HEAD.search(tensor.name)
 
 
-def _ledger(recipe: _Recipe, tensors: Sequence[Tensor], form: StepForm) -> StepLedger:
-    ledger = StepLedger()
-    ledger.run(recipe.steps[form], tensors, form)
-    return ledger
-
-
-def _state_bytes(recipe: _Recipe, tensor: Tensor, form: StepForm) -> int:
-    """State on the device; a fused step has its counter there as well."""
-    has_counter_there = recipe.has_counters and form is StepForm.FUSED
-    return recipe.state_bytes(tensor) + (_COUNTER_BYTES if has_counter_there else 0)
-
-
 def _casts(masters: dict[str, int], form: StepForm) -> tuple[Temporary, ...]:
     """Gradients in f32: all of them for a step over all parameters, one at a time in a loop."""
     sizes = sorted(masters.values())[-1:] if form is StepForm.LOOP else masters.values()
     return tuple(Temporary(label="gradients in f32", bytes=size) for size in sizes)
-
-
-def _master_traffic(size: int) -> int:
-    """A 16-bit gradient read and written in f32, the master read and the 16-bit weight written."""
-    return size // 2 + size + size + size // 2
 
 
 def _reliability(recipe: _Recipe, casts: Sequence[Temporary], held_bytes: int) -> tuple[Basis, float]:
@@ -214,22 +201,6 @@ def _notes(recipe: _Recipe, tensors: Sequence[Tensor]) -> tuple[str, ...]:
     return (*recipe.notes, f"AdamW updates {shown}")
 
 
-def _nothing(_: Tensor) -> int:
-    return 0
-
-
-def _one_copy(tensor: Tensor) -> int:
-    return tensor.bytes
-
-
-def _two_copies(tensor: Tensor) -> int:
-    return 2 * tensor.bytes
-
-
-def _factors(tensor: Tensor) -> int:
-    return tensor.factor_bytes or tensor.bytes
-
-
 def _two_in_8bit(tensor: Tensor) -> int:
     """A byte per element and an f32 maximum per block, twice; small tensors stay in f32."""
     if tensor.elements < _FEWEST_8BIT_ELEMENTS:
@@ -245,16 +216,16 @@ _8BIT_NOTES = (
 )
 _MUON_NOTES = ("Muon updates matrices; embeddings, heads (told by their names) and all other shapes are AdamW's",)
 _RECIPES = (
-    _Recipe(name="sgd", steps=steps.SGD, state_bytes=_nothing, has_counters=False),
+    _Recipe(name="sgd", steps=steps.SGD, state_bytes=lambda _: 0, has_counters=False),
     _Recipe(
         name="sgd-momentum",
         steps=steps.SGD_MOMENTUM,
-        state_bytes=_one_copy,
+        state_bytes=lambda each: each.bytes,
         has_counters=False,
         aliases=("momentum",),
     ),
-    _Recipe(name="adam", steps=steps.ADAM, state_bytes=_two_copies),
-    _Recipe(name="adamw", steps=steps.ADAMW, state_bytes=_two_copies),
+    _Recipe(name="adam", steps=steps.ADAM, state_bytes=lambda each: 2 * each.bytes),
+    _Recipe(name="adamw", steps=steps.ADAMW, state_bytes=lambda each: 2 * each.bytes),
     _Recipe(
         name="adamw-8bit",
         steps={StepForm.FUSED: _STEP_8BIT},
@@ -264,11 +235,11 @@ _RECIPES = (
         aliases=("adam8bit", "8bitadamw", "8bitadam"),
         notes=_8BIT_NOTES,
     ),
-    _Recipe(name="adafactor", steps=steps.ADAFACTOR, state_bytes=_factors),
+    _Recipe(name="adafactor", steps=steps.ADAFACTOR, state_bytes=lambda each: each.factor_bytes or each.bytes),
     _Recipe(
         name="muon",
         steps=steps.MUON,
-        state_bytes=_one_copy,
+        state_bytes=lambda each: each.bytes,
         has_counters=False,
         leaves_rest_to="adamw",
         notes=_MUON_NOTES,
@@ -276,11 +247,11 @@ _RECIPES = (
     _Recipe(
         name="lion",
         steps=steps.LION,
-        state_bytes=_one_copy,
+        state_bytes=lambda each: each.bytes,
         has_counters=False,
         notes=("as lion-pytorch runs it",),
     ),
-    _Recipe(name="rmsprop", steps=steps.RMSPROP, state_bytes=_one_copy),
-    _Recipe(name="adagrad", steps=steps.ADAGRAD, state_bytes=_one_copy),
+    _Recipe(name="rmsprop", steps=steps.RMSPROP, state_bytes=lambda each: each.bytes),
+    _Recipe(name="adagrad", steps=steps.ADAGRAD, state_bytes=lambda each: each.bytes),
 )
 _BY_KEY = {_key(name): recipe for recipe in _RECIPES for name in (recipe.name, *recipe.aliases)}

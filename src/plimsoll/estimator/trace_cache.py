@@ -51,8 +51,8 @@ _ABANDONED_SECONDS = 3600.0
 """A file that is still being written after this long belongs to a process that died."""
 
 
-class KeptTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """What one file of the cache holds."""
+class TracedTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """The trace of one rank's step, and the facts of the whole model: what one file of the cache holds."""
 
     trace: Trace
     facts: ModelFacts
@@ -69,20 +69,20 @@ class TraceCache:
     def __init__(self, directory: Path | None = None, *, most_bytes: int = MOST_BYTES) -> None:
         self._files = FileCache(directory or cache_directory(), most_bytes=most_bytes)
 
-    def get(self, question: Mapping[str, Any]) -> KeptTrace | None:
+    def get(self, question: Mapping[str, Any]) -> TracedTarget | None:
         """The answer that was kept for an equal question; anything that cannot be read counts as none."""
         key = key_of(question)
         payload = self._files.get(key)
         if payload is None:
             return None
         try:
-            return msgspec.msgpack.decode(payload, type=KeptTrace)
+            return msgspec.msgpack.decode(payload, type=TracedTarget)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             _LOG.debug("what is kept under %s is no trace: %s", key, error)
             self._files.drop(key)
             return None
 
-    def put(self, question: Mapping[str, Any], answer: KeptTrace) -> None:
+    def put(self, question: Mapping[str, Any], answer: TracedTarget) -> None:
         """Keep the answer to a question."""
         self._files.put(key_of(question), msgspec.msgpack.encode(answer))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from plimsoll.estimator.catalogue.models import known_models
-from plimsoll.estimator.targets.tracing import TracedTarget, TraceRequest, target_facts, trace_target
+from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace_target
+from plimsoll.estimator.trace_cache import TracedTarget
 
 CATALOGUE = known_models()
 TINY = "made for a CPU: the real architecture, small sizes"

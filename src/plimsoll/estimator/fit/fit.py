@@ -15,7 +15,7 @@ from torch import nn
 from plimsoll.artifacts.basis import Basis
 from plimsoll.artifacts.confirmation import Claim
 from plimsoll.artifacts.costs import Costs, CostSource
-from plimsoll.artifacts.fit import Fit, FitChange, FitPoint
+from plimsoll.artifacts.fit import Fit, FitPoint
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.trace import Category
@@ -156,7 +156,9 @@ class _Job:
         device = SingleDevice(self._training, self._accumulation, 0, self._stage)
         smallest = Shape(space.ladder()[0], space.sequences[0])
         first, costs = device.traced(smallest)
-        device.budget_bytes = _bytes_on(budget, costs)
+        budget_bytes = budget.bytes_on(costs)
+        assert budget_bytes is not None, "a budget was given"
+        device.budget_bytes = budget_bytes
         search = Search(space, device, device.budget_bytes, most_solves)
         search.run()
         best = self._settled(search, device)
@@ -169,10 +171,6 @@ class _Job:
                 best = described(best, plan)
                 search.found[shape] = best
         points = search.points()
-        changes: tuple[FitChange, ...] = ()
-        if best is None:
-            changes = find_changes(self._training, device, points[0])
-        is_measured = costs.source is CostSource.MEASURED
         return Fit(
             model=first.model,
             fingerprint=first.fingerprint,
@@ -186,12 +184,12 @@ class _Job:
             best=None if best is None else points.index(best),
             plan=plan,
             measured=measured,
-            changes=changes,
+            changes=() if best is not None else find_changes(self._training, device, points[0]),
             seconds_basis=Basis.MODELLED,
-            seconds_error=_seconds_error(measured, is_measured=is_measured),
+            seconds_error=_seconds_error(measured, costs),
             traces=device.traces,
             solves=device.solves,
-            notes=(*_notes(device, points), *_notes_about_run(measured, device.budget_bytes)),
+            notes=tuple(_notes(device, points, measured)),
         )
 
     def _settled(self, search: Search, device: SingleDevice) -> FitPoint | None:
@@ -245,12 +243,6 @@ class _Job:
         self._report(stage, 1.0 - 0.93**self._reported)
 
 
-def _bytes_on(budget: Budget, costs: Costs) -> int:
-    budget_bytes = budget.bytes_on(costs)
-    assert budget_bytes is not None, "a budget was given"
-    return budget_bytes
-
-
 def _loaded(
     target: str, batch: Any, loss: Loss | None, sequences: tuple[int, ...] | None, *, is_meta: bool
 ) -> tuple[nn.Module, Any, Loss | None]:
@@ -271,8 +263,8 @@ def _loaded(
     return found.model, found.batch, found.loss
 
 
-def _notes(device: SingleDevice, points: Sequence[FitPoint]) -> Iterator[str]:
-    """What is worth knowing about how the points came about."""
+def _notes(device: SingleDevice, points: Sequence[FitPoint], measured: Claim | None) -> Iterator[str]:
+    """What is worth knowing about how the points came about, and whether the best plan, run, takes more than it may."""
     predicted = [Shape(point.micro_batch, point.sequence) for point in points if not point.is_traced]
     inexact_bytes = max(map(device.inexact_bytes, predicted), default=0)
     if inexact_bytes:
@@ -282,22 +274,16 @@ def _notes(device: SingleDevice, points: Sequence[FitPoint]) -> Iterator[str]:
         )
     for shape, why in device.strays().items():
         yield f"Nothing is predicted from the trace at {shape}, whose step runs other ops ({why})."
+    over_bytes = 0 if measured is None else measured.measured_peak_bytes - device.budget_bytes
+    if over_bytes > 0:
+        over = format_bytes(over_bytes)
+        yield f"Run once, the best plan takes {over} more than the budget, and no plan was found that does not: lower it."
 
 
-def _notes_about_run(measured: Claim | None, budget_bytes: int) -> tuple[str, ...]:
-    """Whether the best plan, run, takes more than it may."""
-    if measured is None or measured.measured_peak_bytes <= budget_bytes:
-        return ()
-    over = format_bytes(measured.measured_peak_bytes - budget_bytes)
-    return (
-        f"Run once, the best plan takes {over} more than the budget, and no plan was found that does not: lower it.",
-    )
-
-
-def _seconds_error(measured: Claim | None, *, is_measured: bool) -> float:
+def _seconds_error(measured: Claim | None, costs: Costs) -> float:
     """What predicted seconds may be off by: as seen at the best point where it was run, else what is usual."""
     if measured is None:
-        return _MEASURED_ERROR if is_measured else ROOFLINE_ERROR
+        return _MEASURED_ERROR if costs.source is CostSource.MEASURED else ROOFLINE_ERROR
     return max(abs(measured.seconds_error), measured.measured_spread_seconds / measured.measured_seconds)
 
 

@@ -191,9 +191,8 @@ def _change_first(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], chan
     """The call with its hidden states changed: the first floating-point tensor, by position, then by keyword."""
     if args and _is_hidden(args[0]):
         return (change(args[0]), *args[1:]), kwargs
-    name = (
-        "hidden_states" if _is_hidden(kwargs.get("hidden_states")) else next(filter(_hidden_in(kwargs), kwargs), None)
-    )
+    names = ["hidden_states", *kwargs]
+    name = next((name for name in names if _is_hidden(kwargs.get(name))), None)
     if name is None:
         raise InvalidLayout(
             f"unsupported: {path} gets no hidden states that could be divided.",
@@ -205,7 +204,3 @@ def _change_first(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], chan
 
 def _is_hidden(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1
-
-
-def _hidden_in(kwargs: Mapping[str, Any]) -> Callable[[str], bool]:
-    return lambda name: _is_hidden(kwargs[name])

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Value
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
 from plimsoll.errors import InvalidLayout
-from plimsoll.estimator.parallelism.editing import Clock, moved_slot
+from plimsoll.estimator.parallelism.editing import TickClock, moved_slot
 
 RELATIVE_ERROR = 0.5
 
@@ -76,7 +76,7 @@ def with_context_parallel(trace: Trace, cp: int) -> Trace:
             next="trace with attn_implementation='sdpa', or leave context parallelism out",
         )
     rings = {key: _ring(key, trace, cp) for key in {trace.ops[tick].cost_key for tick in places}}
-    clock = Clock(places, len(trace.ops))
+    clock = TickClock(places, len(trace.ops))
     specs = {key: spec for key, spec in trace.specs.items() if key not in rings}
     for ring in rings.values():
         specs |= {ring.key: ring.spec, ring.attention_key: ring.attention_spec}
@@ -129,12 +129,12 @@ def _bytes_of(argument: str) -> int:
     return count
 
 
-def _moved(storage: Storage, clock: Clock) -> Storage:
+def _moved(storage: Storage, clock: TickClock) -> Storage:
     return replace(storage, born=clock.of_op(storage.born), dies=clock.before(storage.dies))
 
 
 def _buffers(
-    trace: Trace, places: Sequence[int], rings: Mapping[str, _Ring], clock: Clock, first_id: int
+    trace: Trace, places: Sequence[int], rings: Mapping[str, _Ring], clock: TickClock, first_id: int
 ) -> list[Storage]:
     return [
         Storage(
@@ -162,7 +162,7 @@ def _ops(trace: Trace, rings: Mapping[str, _Ring]) -> tuple[TraceOp, ...]:
 
 
 def _region(
-    region: RegionCall, buffers: Sequence[Storage], rings: Mapping[str, _Ring], clock: Clock, cp: int
+    region: RegionCall, buffers: Sequence[Storage], rings: Mapping[str, _Ring], clock: TickClock, cp: int
 ) -> RegionCall:
     graph = region.graph
     return replace(
@@ -178,7 +178,7 @@ def _region(
 
 
 def _with_exchanges(
-    graph: RegionGraph, buffers: Sequence[Storage], rings: Mapping[str, _Ring], clock: Clock
+    graph: RegionGraph, buffers: Sequence[Storage], rings: Mapping[str, _Ring], clock: TickClock
 ) -> RegionGraph:
     """An exchange before each attention op: it reads the keys and values, and makes what the attention op reads as well."""
     ops: list[RegionOp] = []

@@ -92,7 +92,7 @@ class Edit:
 
     def finish(self, *, parameters: Sequence[TraceParameter], notes: Sequence[str]) -> Trace:
         """The trace with all changes."""
-        clock = Clock(self._positions, len(self.trace.ops))
+        clock = TickClock(self._positions, len(self.trace.ops))
         ops: list[TraceOp] = [*self.trace.ops, *self._ops]
         inserted = map(Inserted, range(len(self._ops)))
         order = [*map(clock.of_op, range(len(self.trace.ops))), *map(clock.of, inserted)]
@@ -109,7 +109,7 @@ class Edit:
             notes=(*self.trace.notes, *notes),
         )
 
-    def _storage(self, storage: Storage, clock: Clock) -> Storage:
+    def _storage(self, storage: Storage, clock: TickClock) -> Storage:
         if storage.id in self._changed:
             fields, born, dies = self._changed[storage.id]
             return replace(storage, born=clock.birth(born), dies=clock.of(dies), **fields)
@@ -121,7 +121,7 @@ class Edit:
         )
 
 
-class Clock:
+class TickClock:
     """Tells where a tick of the original trace, or an inserted op, lies after ops were inserted before ``positions``."""
 
     def __init__(self, positions: Sequence[int], ticks: int) -> None:
@@ -151,7 +151,7 @@ class Clock:
         return self.before(moment)
 
 
-def _region(call: RegionCall, clock: Clock) -> RegionCall:
+def _region(call: RegionCall, clock: TickClock) -> RegionCall:
     def slot(each: Slot) -> Slot:
         unpacked = clock.of_op(each.unpacked)
         released = each.released if each.released < 0 else max(clock.before(each.released), unpacked)

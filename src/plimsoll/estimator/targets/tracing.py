@@ -10,17 +10,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+from msgspec.structs import replace
 
 from plimsoll.artifacts.kernels import runs_gpu_kernels
 from plimsoll.artifacts.model_facts import ModelFacts
 from plimsoll.artifacts.precision import Precision
 from plimsoll.artifacts.progress import Progress, silent
-from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidTarget
 from plimsoll.estimator.targets.recipe import Recipe, facts_of, find_recipe
 from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
-from plimsoll.estimator.trace_cache import KeptTrace, TraceCache
+from plimsoll.estimator.trace_cache import TraceCache, TracedTarget
 
 if TYPE_CHECKING:
     import torch
@@ -48,14 +47,6 @@ class TraceRequest:
     tp: int = 1
     ep: int = 1
     sequence_parallel: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedTarget:
-    """The trace of one rank's step, and the facts of the whole model."""
-
-    trace: Trace
-    facts: ModelFacts
 
 
 def target_facts(request: TraceRequest) -> ModelFacts | None:
@@ -92,10 +83,9 @@ def trace_target(
     question = _question(request, recipe)
     kept = cache.get(question)
     if kept is not None:
-        trace = msgspec.structs.replace(kept.trace, device=request.device_name)
-        return TracedTarget(trace=trace, facts=kept.facts)
+        return replace(kept, trace=replace(kept.trace, device=request.device_name))
     made = _trace(request, recipe, progress)
-    cache.put(question, KeptTrace(trace=made.trace, facts=made.facts))
+    cache.put(question, made)
     return made
 
 
@@ -125,7 +115,7 @@ def _trace(request: TraceRequest, recipe: Recipe | None, progress: Progress) -> 
     with _one_rank_of(target.model, request) as division, target.autocast():
         made = trace(target.model, target.batch, loss=target.loss, device_name=request.device_name, progress=progress)
     notes = (*made.notes, *target.notes, *division, *((_BALANCED,) if facts.experts else ()))
-    return TracedTarget(trace=msgspec.structs.replace(made, notes=notes), facts=facts)
+    return TracedTarget(trace=replace(made, notes=notes), facts=facts)
 
 
 def _load(request: TraceRequest, progress: Progress) -> Target:
@@ -161,7 +151,7 @@ def _facts(request: TraceRequest, recipe: Recipe | None, target: Target) -> Mode
     else:
         facts = facts_of(recipe, batch=request.batch, sequence=request.sequence)
     total, active = count_parameters(target.model, facts)
-    return msgspec.structs.replace(facts, parameters=total, active_parameters=active)
+    return replace(facts, parameters=total, active_parameters=active)
 
 
 def count_parameters(model: torch.nn.Module, facts: ModelFacts) -> tuple[int, int | None]:
@@ -194,7 +184,7 @@ def described(target: Target) -> ModelFacts:
     samples, sequence = _sizes(target.batch)
     known = fields if isinstance(fields, Mapping) else {}
     recipe = Recipe(name=name, architecture=name, fields=known, batch=samples or 1, sequence=sequence)
-    return msgspec.structs.replace(facts_of(recipe), batch=samples)
+    return replace(facts_of(recipe), batch=samples)
 
 
 def _sizes(batch: Any) -> tuple[int | None, int | None]:
