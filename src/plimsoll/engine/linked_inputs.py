@@ -80,7 +80,7 @@ class LinkTable:
         if leaves is None or plan.name in self._silent:
             return
         for position, tensor in enumerate(output_tensors(output)):
-            if plan.remakes(position):
+            if plan.recording.output_refs[position] is not None:  # else no recipe can make it again
                 local = local_of(tensor)
                 reference = StorageWeakRef(local.untyped_storage())
                 offer = _Offer(reference, Geometry.of(local), version_of(tensor), replay, leaves, position)

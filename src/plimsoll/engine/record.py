@@ -200,19 +200,16 @@ def _register(recorder: VerifyingRecorder, module: nn.Module) -> dict[int, Param
     sources: dict[int, ParameterSource] = {}
     for path, inner in module.named_modules():
         prefix = f"{path}." if path else ""
-        for key, parameter in inner._parameters.items():
-            if parameter is not None:
-                value = recorder.add_leaf(parameter, Origin.PARAMETER, f"parameter:{prefix}{key}")
-                sources.setdefault(
-                    value, ParameterSource(f"parameter {prefix}{key}", inner._parameters, key, False, True)
-                )
-        for key, buffer in inner._buffers.items():
-            if buffer is not None:
-                value = recorder.add_leaf(buffer, Origin.BUFFER, f"buffer:{prefix}{key}")
-                is_small = local_of(buffer).untyped_storage().nbytes() <= SMALL_BUFFER_BYTES
-                sources.setdefault(
-                    value, ParameterSource(f"buffer {prefix}{key}", inner._buffers, key, is_small, not is_small)
-                )
+        holders = ((Origin.PARAMETER, "parameter", inner._parameters), (Origin.BUFFER, "buffer", inner._buffers))
+        for origin, kind, holder in holders:
+            for key, tensor in holder.items():
+                if tensor is None:
+                    continue
+                value = recorder.add_leaf(tensor, origin, f"{kind}:{prefix}{key}")
+                nbytes = local_of(tensor).untyped_storage().nbytes()
+                is_copied = origin is Origin.BUFFER and nbytes <= SMALL_BUFFER_BYTES
+                source = ParameterSource(f"{kind} {prefix}{key}", holder, key, is_copied, not is_copied)
+                sources.setdefault(value, source)
     return sources
 
 
@@ -222,13 +219,7 @@ def _writes_outside(recorder: VerifyingRecorder) -> bool:
     return any(recorder.values[value].storage not in born for op in recorder.ops for value in op.writes)
 
 
-def _build(
-    name: str,
-    call: _Watched,
-    plan: RegionPlan,
-    shared: Shared,
-    device_type: str,
-) -> Program:
+def _build(name: str, call: _Watched, plan: RegionPlan, shared: Shared, device_type: str) -> Program:
     recorder, sources = call.recorder, call.sources
     scratched = _refuse_readers_of_scratch(recorder)
     outputs = [_reference(recorder, tensor) for tensor in output_tensors(call.output)]
@@ -249,17 +240,18 @@ def _build(
         "",
     )
     local = ids.to_local
-    recording = _recording(call, ids, outputs)
     link_inputs = frozenset[int]()
     if plan.is_boundary_dropped and call.input_values and shared.links.link_to(call.inputs[0]) is not None:
         link_inputs = frozenset({local[call.input_values[0][1]]})
     not_rebuildable = {local[v]: reason for v, reason in recorder.not_rebuildable.items() if v in local}
     casts = sum(op.name == "_to_copy" for op in recorder.ops)
-    parameters = [
-        (local[value], _unchecked(source) if recorder.values[value].storage in scratched else source)
+    # Of a buffer that the region itself writes, replays get scratch copies, whatever it holds by then.
+    unchecked = {value for value in sources if recorder.values[value].storage in scratched}
+    parameters = tuple(
+        (local[value], replace(source, is_copied=False, is_checked=False) if value in unchecked else source)
         for value, source in sources.items()
         if value in local
-    ]
+    )
     packer = shared.packer
     choice = choose(graph, plan.dropped, not_rebuildable, link_inputs, plan.packed, packer.keeps_sign_only)
     replay_plan = ReplayPlan(
@@ -267,10 +259,10 @@ def _build(
         call=plan.call,
         device_type=device_type,
         graph=graph,
-        recording=recording,
+        recording=_recording(call, ids, outputs),
         choice=choice,
         codecs={value: packer.codec(form) for value, form in choice.packed.items()},
-        parameters=tuple(parameters),
+        parameters=parameters,
         not_rebuildable=not_rebuildable,
     )
     shares = {d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes}
@@ -310,11 +302,6 @@ def _refuse_readers_of_scratch(recorder: VerifyingRecorder) -> set[int]:
         if not op.obstacle and any(recorder.values[read].storage in scratched for read in op.reads):
             op.obstacle = "reads a buffer that another op writes without declaring it"
     return scratched
-
-
-def _unchecked(source: ParameterSource) -> ParameterSource:
-    """A buffer that the region itself writes: replays get scratch copies, whatever it holds by then."""
-    return ParameterSource(source.name, source.holder, source.key, is_copied=False, is_checked=False)
 
 
 def _managed_value(recorder: VerifyingRecorder, record: SlotRecord, sources: dict[int, ParameterSource]) -> int:

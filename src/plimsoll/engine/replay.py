@@ -88,7 +88,7 @@ class Recipes:
                 why="the codec or the link gave back other bytes than forward made",
                 next=again,
             )
-        leaves = self.plan.leaves_of(slot)
+        leaves = next(leaves for leaves, slots in self.plan.leaf_groups if slot in slots)
         forms = [f", or {packed[v]!r} gave back another {graph.values[v].name!r}" for v in packed if v in leaves]
         raise ReplayMismatch(
             f"{value.name!r} of region {region!r} was not rebuilt as forward made it.",

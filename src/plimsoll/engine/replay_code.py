@@ -23,6 +23,7 @@ from plimsoll.artifacts.region import RegionGraph
 from plimsoll.engine.hooks import modified_in_place
 from plimsoll.planning.replay_schedule import BOUNDARY, NO_OP, ReplayStep, Schedule, Segment
 from plimsoll.tracing.local_tensors import local_of, version_of
+from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
 from plimsoll.tracing.recorder.storages import Geometry
 
@@ -81,7 +82,7 @@ def compile_segments(graph: RegionGraph, recording: RecordedRegion, schedule: Sc
         "copy_storage": copy_storage,
         "local_of": local_of,
         "version_of": version_of,
-        "tensors_of": tensors_of,
+        "tensors_of": flat_tensors,
         "check_version": functools.partial(check_version, sources.protected),
         **writer.constants,
     }
@@ -110,13 +111,6 @@ def check_version(names: Mapping[int, str], position: int, expected: int, found:
     """
     if found != expected:
         raise modified_in_place(names[position], expected, found)
-
-
-def tensors_of(out: Any) -> list[torch.Tensor]:
-    """The tensors that an op returned, in order."""
-    if isinstance(out, torch.Tensor):
-        return [out]
-    return [tensor for item in out if isinstance(item, torch.Tensor | list | tuple) for tensor in tensors_of(item)]
 
 
 def _with_later_reads(schedule: Schedule, graph: RegionGraph) -> list[tuple[Segment, frozenset[int]]]:
@@ -165,8 +159,9 @@ class _Writer:
             if value in self._local:
                 self._emit(f"env[{value}] = v{value}")
         if segment.slot == BOUNDARY:
-            results = ", ".join("None" if ref is None else self._view(ref) for ref in self._recording.output_refs)
-            self._emit(f"result = ({results},)")
+            to_local = self._recording.to_local
+            results = [ref and self._seen(to_local[ref.value], ref.geometry) for ref in self._recording.output_refs]
+            self._emit(f"result = ({', '.join(map(str, results))},)")
         else:
             geometry = self._recording.slot_geometries[segment.slot]
             self._emit(f"result = {self._seen(segment.value, geometry)}")
@@ -214,27 +209,25 @@ class _Writer:
         """Give names to what the op made: new storages from its outputs, new versions from what it wrote to."""
         writes = set(self._graph.ops[step.op].writes)
         to_local, values = self._recording.to_local, self._recording.values
-        fresh: dict[int, int] = {}
+        births: dict[int, tuple[int, Geometry]] = {}
         for index, ref in enumerate(op.outputs):
-            if ref is not None and ref.value in to_local and to_local[ref.value] in writes:
-                fresh.setdefault(to_local[ref.value], index)
-        births = {write: index for write, index in fresh.items() if values[write].storage in op.births}
+            write = -1 if ref is None else to_local.get(ref.value, -1)
+            if ref is not None and write in writes and values[write].storage in op.births:
+                births.setdefault(write, (index, ref.geometry))
         if len(op.outputs) > 1 and births:
             self._emit("out = tensors_of(out)")
-        for write, index in births.items():
+        for write, (index, geometry) in births.items():
             self._emit(f"v{write} = out" + (f"[{index}]" if len(op.outputs) > 1 else ""))
-            self._local[write] = _geometry(op.outputs[index])
-        self._emit("out = None")
+            self._local[write] = geometry
+        self._emit("out = None")  # what nobody reads of a result is freed now, not when the segment returns
         for write in sorted(writes - births.keys()):
-            old = next((r for r in self._graph.ops[step.op].reads if self._same_storage(r, write)), None)
-            if old is not None:
+            storage = values[write].storage
+            old = next((r for r in self._graph.ops[step.op].reads if values[r].storage == storage), None)
+            if old is not None:  # an in-place op: the new version lies where the old one did
                 self._emit(f"v{write} = {renamed.get(old, f'v{old}')}")
                 self._local[write] = self._local[old]
         for name in renamed.values():
             self._emit(f"{name} = None")
-
-    def _same_storage(self, first: int, second: int) -> bool:
-        return self._graph.values[first].storage == self._graph.values[second].storage
 
     def _forget(self, value: int, made: set[int]) -> None:
         if value in self._local:
@@ -246,7 +239,7 @@ class _Writer:
     def _argument(self, value: Any, renamed: Mapping[int, str], op: RecordedOp) -> str:
         if isinstance(value, Ref):
             local = self._recording.to_local[value.value]
-            if self._recording.values[local].storage in op.scratch:
+            if self._recording.values[local].storage in op.scratch:  # a buffer that it writes without saying so
                 return f"copy_storage({self._seen(local, value.geometry)})"
             return self._seen(local, value.geometry, renamed.get(local))
         if isinstance(value, list | tuple):
@@ -255,9 +248,6 @@ class _Writer:
         if value is None or isinstance(value, bool | int):
             return repr(value)
         return self._constant(value)
-
-    def _view(self, ref: Ref) -> str:
-        return self._seen(self._recording.to_local[ref.value], ref.geometry)
 
     def _seen(self, value: int, geometry: Geometry, name: str | None = None) -> str:
         """An expression for the value in the given geometry."""
@@ -287,7 +277,7 @@ class _Writer:
             geometry = self._sources.geometries[value]
         elif value in self._leaves:
             position = self._leaves.index(value)
-            if value in self._sources.links:
+            if value in self._sources.links:  # reading it replays the region before, so it is read once per backward
                 self._emit(f"v{value} = env.get({value})")
                 self._emit(f"if v{value} is None: v{value} = env[{value}] = leaves[{position}].read()")
             else:
@@ -306,8 +296,3 @@ class _Writer:
 
     def _emit(self, line: str, indent: int = 1) -> None:
         self._lines.append("    " * indent + line)
-
-
-def _geometry(ref: Ref | None) -> Geometry:
-    assert ref is not None
-    return ref.geometry

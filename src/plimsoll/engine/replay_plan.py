@@ -177,7 +177,8 @@ class ReplayPlan:
     @cached_property
     def exact_slots(self) -> tuple[int, ...]:
         """Dropped slots that do not come from a lossy form: what comes back is what forward made, bit for bit."""
-        lossy = {value for value, codec in self.codecs.items() if codec is not None and not _is_exact(codec)}
+        codecs = ((value, codec) for value, codec in self.codecs.items() if codec is not None)
+        lossy = {value for value, codec in codecs if codec.keeps_sign_only or not codec.is_lossless}
         from_lossy = {slot for leaves, slots in self.leaf_groups if lossy.intersection(leaves) for slot in slots}
         return tuple(slot for slot in self.dropped_slots if slot not in from_lossy)
 
@@ -218,10 +219,6 @@ class ReplayPlan:
         stored = self.choice.stored | self.choice.packed.keys()
         return recipe_ops(self.graph, self.graph.slots[slot].value, stored)[0]
 
-    def leaves_of(self, slot: int) -> tuple[int, ...]:
-        """The stored values that a dropped slot's recipe starts from."""
-        return next(leaves for leaves, slots in self.leaf_groups if slot in slots)
-
     def boundary_leaves(
         self, cells: Sequence[Cell], packed: Mapping[int, Readable], link: Readable | None
     ) -> tuple[Readable, ...] | None:
@@ -243,10 +240,6 @@ class ReplayPlan:
         if any(value not in readable for value in wanted):
             return None
         return tuple(readable[value] for value in wanted)
-
-    def remakes(self, position: int) -> bool:
-        """Whether a recipe can make this output again."""
-        return self.recording.output_refs[position] is not None
 
     @property
     def activation_bytes(self) -> int:
@@ -335,8 +328,3 @@ class ReplayPlan:
                 count = self.graph.values[slot.value].bytes // dtype.itemsize
                 geometries.setdefault(slot.value, Geometry((count,), (1,), 0, dtype))
         return geometries
-
-
-def _is_exact(codec: Codec) -> bool:
-    """Whether decoding gives back the very bits."""
-    return codec.is_lossless and not codec.keeps_sign_only
