@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+import zoo
 
 Step = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]
 
@@ -84,48 +85,14 @@ def conv_net() -> Step:
 
 
 def llama() -> Step:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=172,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config).train(), _text(128), None
+    model = zoo.build("llama", vocab_size=128, hidden_size=64, intermediate_size=172)
+    return model, zoo.words(tokens=64, vocabulary=128), None
 
 
 def gpt2() -> Step:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64, bos_token_id=0, eos_token_id=0
-    )
-    config.use_cache = False
-    return transformers.GPT2LMHeadModel(config).train(), _text(128), None
+    return zoo.build("gpt2", n_embd=64, vocab_size=128), zoo.words(tokens=64, vocabulary=128), None
 
 
 def vit() -> Step:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.ViTConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=128,
-        image_size=32,
-        patch_size=4,
-        hidden_dropout_prob=0.1,
-        attention_probs_dropout_prob=0.1,
-    )
-    batch = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(0, 2, (4,))}
-    return transformers.ViTForImageClassification(config).train(), batch, None
-
-
-def _text(vocabulary: int) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(0, vocabulary, (2, 64))
-    return {"input_ids": tokens, "labels": tokens}
+    model = zoo.build("vit", hidden_size=64, intermediate_size=128, image_size=32, num_labels=2)
+    return model, zoo.pictures(4, size=32, classes=2), None

@@ -13,6 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import steps
+import zoo
 from contracts.planted_faults import WIDTH, Autocast, Wrapped, checkpointed, dropping, exact
 from steps import Block, CheckpointedStack, Stack, Step, mean_square
 
@@ -136,40 +137,11 @@ def packed_masks() -> Any:
 
 
 def mixtral() -> Step:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        max_position_embeddings=64,
-        use_cache=False,
-    )
-    tokens = torch.randint(0, 128, (2, 32))
-    return transformers.MixtralForCausalLM(config).train(), {"input_ids": tokens, "labels": tokens}, None
+    return *zoo.sample("mixtral"), None
 
 
 def t5() -> Step:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=128,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-    tokens = torch.randint(1, 128, (2, 32))
-    return transformers.T5ForConditionalGeneration(config).train(), {"input_ids": tokens, "labels": tokens}, None
+    return *zoo.sample("t5"), None
 
 
 CLEAN = (

@@ -7,114 +7,53 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 
+import zoo
+
 Sample = tuple[nn.Module, dict[str, torch.Tensor]]
+_WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
 
 
 def llama() -> Sample:
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=100,
-        use_cache=False,
-    )
-    return _language(transformers.LlamaForCausalLM(config))
+    return _language(zoo.build("llama", **_WIDE, vocab_size=100))
 
 
 def gpt2() -> Sample:
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(
-        n_embd=64, n_layer=3, n_head=4, vocab_size=100, n_positions=64, use_cache=False, **ends
-    )
-    return _language(transformers.GPT2LMHeadModel(config))
+    return _language(zoo.build("gpt2", n_embd=64, n_layer=3, vocab_size=100))
 
 
 def bert() -> Sample:
-    config = transformers.BertConfig(
-        vocab_size=100, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128
-    )
-    model, batch = _language(transformers.BertForMaskedLM(config))
+    model, batch = _language(zoo.build("bert", **_WIDE, vocab_size=100))
     return model, {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
 
 
 def t5() -> Sample:
-    config = transformers.T5Config(
-        vocab_size=100,
-        d_model=64,
-        d_kv=16,
-        d_ff=128,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
-    return _language(transformers.T5ForConditionalGeneration(config))
+    return _language(zoo.build("t5", d_model=64, d_kv=16, d_ff=128, vocab_size=100))
 
 
 def mixtral() -> Sample:
-    config = transformers.MixtralConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=100,
-        num_local_experts=4,
-        use_cache=False,
-    )
-    return _language(transformers.MixtralForCausalLM(config))
+    return _language(zoo.build("mixtral", vocab_size=100))
 
 
 def vit() -> Sample:
-    config = transformers.ViTConfig(
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=128,
-        image_size=32,
-        patch_size=8,
-        hidden_dropout_prob=0.1,
-        attention_probs_dropout_prob=0.1,
-        num_labels=10,
-    )
-    return _vision(transformers.ViTForImageClassification(config))
+    return _vision(zoo.build("vit", **_WIDE, image_size=32, patch_size=8, num_labels=10))
 
 
 def swin() -> Sample:
-    config = transformers.SwinConfig(
-        image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=10
-    )
-    return _vision(transformers.SwinForImageClassification(config))
+    return _vision(zoo.build("swin", num_labels=10))
 
 
 def convnext() -> Sample:
-    config = transformers.ConvNextConfig(hidden_sizes=[16, 32], depths=[2, 2], num_stages=2, num_labels=10)
-    return _vision(transformers.ConvNextForImageClassification(config))
+    return _vision(zoo.build("convnext", num_labels=10))
 
 
 def resnet() -> Sample:
-    config = transformers.ResNetConfig(
-        embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic", num_labels=10
-    )
-    return _vision(transformers.ResNetForImageClassification(config))
+    return _vision(zoo.build("resnet", embedding_size=16, hidden_sizes=[16, 32], num_labels=10))
 
 
 def clip() -> Sample:
-    text = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "eos_token_id": 99}
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "image_size": 32, "patch_size": 8}
-    heads = {"num_attention_heads": 4}
-    config = transformers.CLIPConfig(
-        text_config={**text, **heads}, vision_config={**vision, **heads}, projection_dim=16
-    )
-    torch.manual_seed(0)
-    model = transformers.CLIPModel(config).train()
-    ids = torch.randint(0, 99, (2, 16))
-    return model, {"input_ids": ids, "pixel_values": torch.randn(2, 3, 32, 32), "return_loss": True}  # type: ignore[dict-item]
+    return zoo.sample("clip")
 
 
 class ConvNet(nn.Module):

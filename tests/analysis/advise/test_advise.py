@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import plimsoll
+import zoo
 from plimsoll.artifacts.advice import Advice, CheckOutcome, Kind
 from plimsoll.artifacts.store import load_any
 from plimsoll.chunked import chunk_loss
@@ -124,20 +125,14 @@ def test_where_state_holds_the_memory_managing_activations_is_not_the_answer():
 
 
 def test_where_the_logits_hold_the_peak_a_chunked_loss_is_the_answer():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=8192, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-    )
-    tokens = torch.randint(0, 8192, (2, 64))
-    model = transformers.LlamaForCausalLM(config)
-    advice = plimsoll.advise(model, {"input_ids": tokens, "labels": tokens}, compile_seconds=0)
+    model, batch = zoo.build("llama", vocab_size=8192), zoo.words(tokens=64, vocabulary=8192)
+    advice = plimsoll.advise(model, batch, compile_seconds=0)
     head = next(part for part in advice.bottleneck.parts if part.name == "head and loss")
     assert advice.bottleneck.part == "head and loss"
     assert head.bytes >= 3 * 2 * 64 * 8192 * 4  # logits, their log-softmax, and a gradient of each kind
     (chunked,) = (reason for reason in advice.recommendation.reasons if "chunk_loss(model)" in reason)
     with chunk_loss(model):
-        step = TrainingStep(model, (), {"input_ids": tokens, "labels": tokens})
+        step = TrainingStep(model, (), batch)
         assert format_bytes(step.measure_peak().peak_bytes) in chunked
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import plimsoll
+import zoo
 from plimsoll.analysis.explain.changes import half_of
 from plimsoll.analysis.explain.holders import by_place, place_of
 from plimsoll.artifacts.explained import Explanation
@@ -34,16 +34,8 @@ WITHIN = 0.02
 
 
 def llama() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=VOCABULARY,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config).train()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4, "vocab_size": VOCABULARY}
+    return zoo.build("llama", **sizes, max_position_embeddings=2048)
 
 
 def tokens() -> dict[str, torch.Tensor]:

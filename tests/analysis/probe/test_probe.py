@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import plimsoll
+import zoo
 from analysis.probe.sample_job import make_batches, make_model, make_plan, read_log
 from plimsoll.analysis.probe.step import Blocks, Trainer
 from plimsoll.analysis.probe.stream import Call
@@ -40,19 +41,7 @@ def benchmark() -> Iterator[ModuleType]:
 
 
 def tiny_llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config).train()
+    return zoo.build("llama", vocab_size=VOCABULARY, num_attention_heads=2)
 
 
 @functools.cache
