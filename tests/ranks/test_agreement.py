@@ -214,7 +214,7 @@ def test_the_command_leaves_a_group_alone_that_it_has_not_made(told: Told):
 def test_torchrun_starts_the_command_on_ranks_that_meet_by_themselves(tmp_path: Path):
     saved = tmp_path / "plan.json"
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "plimsoll"]
-    asked = ["plan", "ranks.small_target:step", "--strategy", "full", "--output", str(saved)]
+    asked = ["plan", "ranks.small_models:step", "--strategy", "full", "--output", str(saved)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
     done = subprocess.run(
         [*started, *asked], cwd=TESTS, env=environment, capture_output=True, text=True, timeout=300, check=False
