@@ -209,7 +209,7 @@ class Guard:
         for first, second in self._twins:
             if tensors[first].untyped_storage()._cdata != tensors[second].untyped_storage()._cdata:
                 return False
-        # What was written to after it was saved is an error in backward: it is kept, so that autograd's check finds it.
+        # What was written to after it was saved must raise in backward, as without a plan: kept cells do, recipes could not.
         cells = call.cells
         return all(cells[index].version_now(tensors[index]) == cells[index].version for index in self._dropped_slots)
 
