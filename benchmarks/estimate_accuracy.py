@@ -26,7 +26,7 @@ from benchmarks.page import format_mib, format_table
 from benchmarks.real_steps import MeasuredStep, Training, measure
 from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.estimate import StageEstimate
-from plimsoll.artifacts.precision import parse_precision
+from plimsoll.artifacts.job import parse_precision
 from plimsoll.artifacts.trace import Category
 from plimsoll.estimator.estimate import estimate
 from plimsoll.estimator.targets.tracing import TraceRequest, trace_target

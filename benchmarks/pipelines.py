@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from functools import cached_property
 
-from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.trace import Trace
 from plimsoll.estimator.parallelism.layouts import read_layout
 from plimsoll.estimator.parallelism.stages import StageTrace, split_stages

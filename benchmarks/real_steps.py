@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from plimsoll.artifacts.precision import parse_precision
+from plimsoll.artifacts.job import parse_precision
 from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 

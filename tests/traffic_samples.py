@@ -14,7 +14,7 @@ from plimsoll.artifacts.traffic import (
     Transfer,
     Validation,
 )
-from plimsoll.artifacts.verdict import Estimate, Outcome
+from plimsoll.artifacts.verdict import IntervalEstimate, Outcome
 from plimsoll.distributed.comm_cost.forecast import BucketProgram, ForecastJob, MethodProgram
 
 MIB = 2**20
@@ -70,7 +70,7 @@ def make_validation(outcome: Outcome = Outcome.CLEAR) -> Validation:
         held_out_batches=8,
         baseline_loss=2.0,
         method_loss=2.001,
-        difference=Estimate(value=0.001, low=-0.002, high=0.004),
+        difference=IntervalEstimate(value=0.001, low=-0.002, high=0.004),
         seed_spread=0.01,
         allowed=0.02,
         found="+0.0010 (-0.0020 to +0.0040) beside 2.0000, 0.0200 allowed",
@@ -78,8 +78,8 @@ def make_validation(outcome: Outcome = Outcome.CLEAR) -> Validation:
 
 
 def make_method(method: str, *, saved: float, ruling: TrafficRuling, validation: Validation | None = None):
-    share = Estimate(value=saved, low=saved - 0.01, high=saved + 0.01)
-    step = Estimate(value=1.9 * (1 - saved), low=1.8 * (1 - saved), high=2.0 * (1 - saved))
+    share = IntervalEstimate(value=saved, low=saved - 0.01, high=saved + 0.01)
+    step = IntervalEstimate(value=1.9 * (1 - saved), low=1.8 * (1 - saved), high=2.0 * (1 - saved))
     return MethodTraffic(
         method=method,
         wire_bytes=8 * MIB,
@@ -103,8 +103,8 @@ def make_method(method: str, *, saved: float, ruling: TrafficRuling, validation:
 
 def make_sharded_traffic() -> Traffic:
     """As of a model under FSDP2: measured, not predicted."""
-    share, step = Estimate(value=0.2, low=0.1, high=0.3), Estimate(value=1.5, low=1.4, high=1.6)
-    nothing = Estimate(value=0.0, low=0.0, high=0.0)
+    share, step = IntervalEstimate(value=0.2, low=0.1, high=0.3), IntervalEstimate(value=1.5, low=1.4, high=1.6)
+    nothing = IntervalEstimate(value=0.0, low=0.0, high=0.0)
     methods = [
         MethodTraffic(
             method=method,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from benchmarks.claims.claim import Claim, Figure
 from benchmarks.claims.traces import KORTHIKANTI, Sizes, layer
-from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.job import Layout
 
 _PAPER = "Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198)"
 _TP = 8

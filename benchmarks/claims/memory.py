@@ -10,8 +10,7 @@ from benchmarks.claims.claim import Claim, Figure, Range
 from benchmarks.claims.recomputation import LLAMA_7B
 from benchmarks.claims.traces import A100, Sizes, held, layer, traced
 from plimsoll.artifacts.costs import Costs, CostSource
-from plimsoll.artifacts.layout import Layout
-from plimsoll.artifacts.precision import Precision
+from plimsoll.artifacts.job import Layout, Precision
 from plimsoll.artifacts.trace import Category
 from plimsoll.estimator.parallelism.stages import split_stages
 from plimsoll.estimator.rank_estimates import Setting, StageOfRank

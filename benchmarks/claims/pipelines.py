@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.claims.claim import Claim, Figure
-from plimsoll.artifacts.layout import Layout, PipelineSchedule
+from plimsoll.artifacts.job import Layout, PipelineSchedule
 from plimsoll.estimator.pipeline_schedule.orders import held_bytes, in_flight, pipeline_orders
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds, simulate_pipeline
 

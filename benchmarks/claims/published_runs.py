@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.claims.claim import Claim, Figure
 from plimsoll.artifacts.estimate import Estimate
-from plimsoll.artifacts.precision import Precision
+from plimsoll.artifacts.job import Precision
 from plimsoll.estimator.estimate import estimate
 
 _KORTHIKANTI = "Korthikanti et al. 2022 (arXiv 2205.05198), tables 3 and 5 (A100-80GB)"

@@ -7,7 +7,7 @@ from functools import cache
 
 from benchmarks.claims.claim import Claim, Figure, Range
 from benchmarks.claims.traces import A100, Sizes, costs_of, held, layer, traced
-from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.trace import Phase
 from plimsoll.planning.simulate import Simulation
 

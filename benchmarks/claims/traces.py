@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from plimsoll.artifacts.costs import Costs
-from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.trace import Category, Trace
 from plimsoll.estimator.local_rank.local import localised
 from plimsoll.planning.choice import Choice

@@ -2,7 +2,7 @@
 
 import pytest
 
-from plimsoll.artifacts.precision import Precision, parse_precision
+from plimsoll.artifacts.job import Precision, parse_precision
 from plimsoll.errors import InvalidOption
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.fault import Cause, Fault
-from plimsoll.artifacts.receipt import OWN, Mismatch, Slope, Verdict, finite
+from plimsoll.artifacts.receipt import OWN, Mismatch, ReceiptVerdict, Slope, finite
 from plimsoll.artifacts.store import from_json
-from plimsoll.artifacts.writing import to_json
 from plimsoll.units import MIB
 from samples import make_comparison, make_mismatch, make_receipt
 
@@ -18,27 +18,30 @@ FAULT = Fault(step=1, region="a", value="b", op="mul", cause=Cause.TRANSFER, ele
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [
-        ({}, Verdict.VERIFIED),
-        ({"gradient_mismatches": (make_mismatch(),)}, Verdict.GRADIENTS_DIFFER),
-        ({"gradient_mismatches": (make_mismatch(difference=None),)}, Verdict.GRADIENTS_DIFFER),
-        ({"gradient_mismatches": (make_mismatch(spread=1e-2),), "is_deterministic": False}, Verdict.WITHIN_SPREAD),
-        ({"buffer_mismatches": (make_mismatch(),)}, Verdict.BUFFERS_DIFFER),
-        ({"buffer_mismatches": (make_mismatch(),), "rounding_tolerance": 1e-2}, Verdict.WITHIN_ROUNDING),
-        ({"buffer_mismatches": (make_mismatch(),), "rounding_tolerance": 1e-4}, Verdict.BUFFERS_DIFFER),
-        ({"slope": OFF}, Verdict.GRADIENTS_DIFFER),
-        ({"slope": OFF, "is_lossless": False, "max_error": 0.1, "gradient_error": 0.05}, Verdict.WITHIN_ERROR),
-        ({"faults": (FAULT,)}, Verdict.TENSORS_DIFFER),
-        ({"faults": (FAULT,), "is_lossless": False, "max_error": 0.1}, Verdict.TENSORS_DIFFER),
-        ({"faults": (FAULT,), "is_lossless": False, "max_error": 0.1, "strategy": OWN}, Verdict.WITHIN_ERROR),
-        ({"plan_losses": (1.25, 1.0)}, Verdict.LOSSES_DIFFER),
-        ({"plan_losses": (1.25, 1.0), "is_deterministic": False}, Verdict.VERIFIED),
-        ({"measured_peak_bytes": 65 * MIB}, Verdict.OVER_BUDGET),
-        ({"measured_recording_peak_bytes": 65 * MIB}, Verdict.OVER_BUDGET),
-        ({"measured_peak_bytes": 65 * MIB, "budget_bytes": None}, Verdict.VERIFIED),
-        ({"measured_peak_bytes": None, "measured_recording_peak_bytes": None}, Verdict.VERIFIED),
+        ({}, ReceiptVerdict.VERIFIED),
+        ({"gradient_mismatches": (make_mismatch(),)}, ReceiptVerdict.GRADIENTS_DIFFER),
+        ({"gradient_mismatches": (make_mismatch(difference=None),)}, ReceiptVerdict.GRADIENTS_DIFFER),
+        (
+            {"gradient_mismatches": (make_mismatch(spread=1e-2),), "is_deterministic": False},
+            ReceiptVerdict.WITHIN_SPREAD,
+        ),
+        ({"buffer_mismatches": (make_mismatch(),)}, ReceiptVerdict.BUFFERS_DIFFER),
+        ({"buffer_mismatches": (make_mismatch(),), "rounding_tolerance": 1e-2}, ReceiptVerdict.WITHIN_ROUNDING),
+        ({"buffer_mismatches": (make_mismatch(),), "rounding_tolerance": 1e-4}, ReceiptVerdict.BUFFERS_DIFFER),
+        ({"slope": OFF}, ReceiptVerdict.GRADIENTS_DIFFER),
+        ({"slope": OFF, "is_lossless": False, "max_error": 0.1, "gradient_error": 0.05}, ReceiptVerdict.WITHIN_ERROR),
+        ({"faults": (FAULT,)}, ReceiptVerdict.TENSORS_DIFFER),
+        ({"faults": (FAULT,), "is_lossless": False, "max_error": 0.1}, ReceiptVerdict.TENSORS_DIFFER),
+        ({"faults": (FAULT,), "is_lossless": False, "max_error": 0.1, "strategy": OWN}, ReceiptVerdict.WITHIN_ERROR),
+        ({"plan_losses": (1.25, 1.0)}, ReceiptVerdict.LOSSES_DIFFER),
+        ({"plan_losses": (1.25, 1.0), "is_deterministic": False}, ReceiptVerdict.VERIFIED),
+        ({"measured_peak_bytes": 65 * MIB}, ReceiptVerdict.OVER_BUDGET),
+        ({"measured_recording_peak_bytes": 65 * MIB}, ReceiptVerdict.OVER_BUDGET),
+        ({"measured_peak_bytes": 65 * MIB, "budget_bytes": None}, ReceiptVerdict.VERIFIED),
+        ({"measured_peak_bytes": None, "measured_recording_peak_bytes": None}, ReceiptVerdict.VERIFIED),
     ],
 )
-def test_the_verdict_names_the_first_thing_that_fails(changes: dict[str, object], verdict: Verdict):
+def test_the_verdict_names_the_first_thing_that_fails(changes: dict[str, object], verdict: ReceiptVerdict):
     receipt = make_receipt(**changes)
     assert receipt.verdict is verdict
     assert receipt.exit_code == (0 if verdict.is_pass else 1)
@@ -46,12 +49,12 @@ def test_the_verdict_names_the_first_thing_that_fails(changes: dict[str, object]
 
 def test_a_spread_that_is_not_finite_survives_json():
     receipt = make_receipt(gradient_mismatches=(make_mismatch(spread=None),), is_deterministic=False)
-    assert receipt.verdict is Verdict.WITHIN_SPREAD
+    assert receipt.verdict is ReceiptVerdict.WITHIN_SPREAD
     assert from_json(to_json(receipt)) == receipt
 
 
 def test_every_verdict_has_advice():
-    assert all(verdict.advice for verdict in Verdict)
+    assert all(verdict.advice for verdict in ReceiptVerdict)
 
 
 def test_the_droppable_share_is_weighed_by_bytes():
@@ -73,9 +76,9 @@ def test_a_comparison_fails_only_when_gradients_differ():
 def test_a_lossy_plan_is_held_to_its_error_and_to_exact_buffers():
     apart = Mismatch(name="w", max_absolute_difference=0.1, max_relative_difference=0.1)
     lossy = {"is_lossless": False, "max_error": 0.01, "gradient_error": 0.005, "gradient_mismatches": (apart,)}
-    assert make_receipt(**lossy).verdict is Verdict.WITHIN_ERROR
+    assert make_receipt(**lossy).verdict is ReceiptVerdict.WITHIN_ERROR
     assert make_receipt(**lossy).unexpected_mismatches == ()
-    assert make_receipt(**lossy | {"gradient_error": 0.02}).verdict is Verdict.GRADIENTS_DIFFER
-    assert make_receipt(**lossy | {"gradient_error": None}).verdict is Verdict.GRADIENTS_DIFFER
-    assert make_receipt(**lossy | {"gradient_error": 0.5, "max_error": None}).verdict is Verdict.WITHIN_ERROR
-    assert make_receipt(**lossy | {"buffer_mismatches": (apart,)}).verdict is Verdict.BUFFERS_DIFFER
+    assert make_receipt(**lossy | {"gradient_error": 0.02}).verdict is ReceiptVerdict.GRADIENTS_DIFFER
+    assert make_receipt(**lossy | {"gradient_error": None}).verdict is ReceiptVerdict.GRADIENTS_DIFFER
+    assert make_receipt(**lossy | {"gradient_error": 0.5, "max_error": None}).verdict is ReceiptVerdict.WITHIN_ERROR
+    assert make_receipt(**lossy | {"buffer_mismatches": (apart,)}).verdict is ReceiptVerdict.BUFFERS_DIFFER

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plimsoll
+from plimsoll.artifacts.base import to_json, write_whole
 from plimsoll.artifacts.store import from_json, load_any, load_plan
-from plimsoll.artifacts.writing import to_json, write_whole
 from plimsoll.errors import PlanFileError
 from samples import make_comparison, make_mismatch, make_plan, make_receipt
 

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from plimsoll.artifacts.fault import Cause
-from plimsoll.artifacts.receipt import Verdict
+from plimsoll.artifacts.receipt import ReceiptVerdict
 from steps import Block, Stack, mean_square
 
 WIDTH = 32
@@ -33,7 +33,7 @@ class Planted:
     name: str
     build: Callable[[], nn.Module]
     cause: Cause | None
-    verdict: Verdict = Verdict.GRADIENTS_DIFFER
+    verdict: ReceiptVerdict = ReceiptVerdict.GRADIENTS_DIFFER
     context: Callable[[], Any] | None = None
     budget: float = 1.0
     raises: bool = False
@@ -351,7 +351,7 @@ FAULTS = (
         "running statistics moved twice",
         lambda: Wrapped(checkpointed(), Normed),
         Cause.CHANGED_BUFFER,
-        Verdict.BUFFERS_DIFFER,
+        ReceiptVerdict.BUFFERS_DIFFER,
     ),
     Planted(
         "evaluation mode in backward",

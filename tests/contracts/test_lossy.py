@@ -8,7 +8,7 @@ import plimsoll
 import steps
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.receipt import Receipt, Verdict
+from plimsoll.artifacts.receipt import Receipt, ReceiptVerdict
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.recorder.calling import split_batch
 
@@ -31,7 +31,7 @@ def forms(plan: Plan) -> set[str]:
 
 def assert_kept(plan: Plan, receipt: Receipt, max_error: float) -> None:
     """The receipt's verdict is the best that the plan can have."""
-    assert receipt.verdict is (Verdict.VERIFIED if plan.is_lossless else Verdict.WITHIN_ERROR), receipt
+    assert receipt.verdict is (ReceiptVerdict.VERIFIED if plan.is_lossless else ReceiptVerdict.WITHIN_ERROR), receipt
     assert receipt.gradient_error <= max_error
     assert receipt.measured_peak_bytes <= plan.budget_bytes < receipt.measured_baseline_peak_bytes
     assert receipt.measured_recording_peak_bytes <= plan.budget_bytes

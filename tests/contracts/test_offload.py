@@ -19,7 +19,7 @@ import torch
 import plimsoll
 import steps
 from plimsoll.artifacts.decision import Decision
-from plimsoll.artifacts.receipt import Verdict
+from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.engine.apply import apply_plan
 from plimsoll.engine.offload import disk as disk_link
 from plimsoll.engine.offload import disk_file
@@ -112,7 +112,7 @@ def test_training_is_bit_equal_and_the_plan_s_claims_hold(name, request):
             managed.model.train()
     assert equal(plain.state(), managed.state())
     receipt = plimsoll.verify(build(), rows(), plan, loss=steps.mean_square, steps=2)
-    assert receipt.verdict is Verdict.VERIFIED, receipt
+    assert receipt.verdict is ReceiptVerdict.VERIFIED, receipt
     assert receipt.measured_peak_bytes < receipt.measured_baseline_peak_bytes
     assert receipt.measured_peak_bytes <= (plan.budget_bytes or plan.predicted_peak_bytes * 1.02)
 

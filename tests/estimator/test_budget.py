@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from plimsoll.artifacts.basis import Basis
-from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.costs import Basis
+from plimsoll.artifacts.job import Layout
 from plimsoll.estimator.budget import framework_items
 from plimsoll.planning.costing.devices import find_device, known_devices
 from plimsoll.units import MIB

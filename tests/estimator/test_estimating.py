@@ -15,10 +15,10 @@ import torch
 from rich.console import Console
 
 import plimsoll
-from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.base import to_json
+from plimsoll.artifacts.costs import Basis
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.store import from_json, load_any
-from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import (
     InvalidLayout,
     InvalidOption,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.artifacts.basis import Basis
-from plimsoll.artifacts.optimizer_use import OptimizerUse, StepForm
+from plimsoll.artifacts.costs import Basis
+from plimsoll.artifacts.memory_use import OptimizerUse, StepForm
 from plimsoll.artifacts.trace import TraceParameter
 from plimsoll.errors import InvalidOption, UnknownOptimizer
 from plimsoll.estimator.optimizers import known_optimizers, optimizer_use

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.artifacts.precision import Precision
+from plimsoll.artifacts.job import Precision
 from plimsoll.estimator import trace_cache
 from plimsoll.estimator.targets import tracing
 from plimsoll.estimator.targets.tracing import TraceRequest, trace_target
@@ -21,7 +21,7 @@ from plimsoll.estimator.trace_cache import FileCache, TraceCache, TracedTarget, 
 REQUEST = TraceRequest(target="llama-tiny", device_name="H100-SXM", batch=1, sequence=16, precision=Precision.BF16)
 AGAIN = """
 import sys
-from plimsoll.artifacts.precision import Precision
+from plimsoll.artifacts.job import Precision
 from plimsoll.estimator.trace_cache import TraceCache
 from plimsoll.estimator.targets.tracing import TraceRequest, trace_target
 made = trace_target(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from planning.builders import random_stage, transformer
 from planning.form_builders import random_choice, random_forms
-from plimsoll.artifacts.allocation import COMMUNICATION_STREAM, AllocationEvent
+from plimsoll.artifacts.memory_use import COMMUNICATION_STREAM, AllocationEvent
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.describe import allocation_events

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import plimsoll
+from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import PlimsollError, RankError, RankMissing
 from plimsoll.session import agreement
 from plimsoll.session.attach import Attachment

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from plimsoll.analysis.probe.keeping import trainable_copy
 from plimsoll.analysis.probe.stream import Call
-from plimsoll.artifacts.writing import to_json
+from plimsoll.artifacts.base import to_json
 from plimsoll.distributed import advise_compression
 from plimsoll.distributed.comm_cost.advise_compression import make_metering
 from plimsoll.distributed.comm_cost.figures import ReplicaFigures, TrafficFindings, validate_methods

@@ -14,15 +14,14 @@ from typer.testing import CliRunner
 
 import plimsoll
 from plimsoll.analysis.verify.revising import Reviser, needs_confirmation
-from plimsoll.artifacts.confirmation import Claim, Confirmation
+from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Engine, Status
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import silent
-from plimsoll.artifacts.receipt import Receipt, Verdict
+from plimsoll.artifacts.receipt import Claim, Confirmation, Receipt, ReceiptVerdict
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.trace import Category
-from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import PlanMismatch
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.strategies import choose_full, choose_none
@@ -92,7 +91,7 @@ def wrong() -> tuple[Plan, Receipt]:
 def test_wrong_seconds_and_a_wrong_peak_are_named_with_what_was_measured(wrong):
     made, receipt = wrong
     found = receipt.confirmation
-    assert receipt.verdict is Verdict.OVER_BUDGET
+    assert receipt.verdict is ReceiptVerdict.OVER_BUDGET
     assert receipt.exit_code == 1
     assert found is not None
     assert found.is_time_off
@@ -112,7 +111,7 @@ def test_the_plan_is_solved_again_with_measured_costs_and_verified(wrong):
     assert found.revised is not None
     assert found.revised.measured_peak_bytes <= made.budget_bytes
     assert abs(found.revised.seconds_error) < abs(found.given.seconds_error)
-    assert found.revised_verdict == Verdict.VERIFIED
+    assert found.revised_verdict == ReceiptVerdict.VERIFIED
     assert receipt.is_bit_equal
 
 

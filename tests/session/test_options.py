@@ -10,7 +10,7 @@ import torch
 
 import plimsoll
 from plimsoll.artifacts.decision import Decision
-from plimsoll.artifacts.receipt import Verdict
+from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidCodec, InvalidStrategy, PlimsollError, TracingFailed
 from plimsoll.session.options import PlanOptions
 from steps import Stack, Step, mean_square, stack
@@ -137,7 +137,9 @@ def test_named_strategies_hold_values_in_their_form(strategy: str, step: Step):
     wanted = {"offload": "disk", "hybrid:1,2": "int8"}.get(strategy, strategy)
     assert wanted in forms
     receipt = plimsoll.verify(model, batch, plan, loss=loss, steps=1)
-    assert receipt.verdict is (Verdict.VERIFIED if strategy == "offload" else Verdict.WITHIN_ERROR), str(receipt)
+    assert receipt.verdict is (ReceiptVerdict.VERIFIED if strategy == "offload" else ReceiptVerdict.WITHIN_ERROR), str(
+        receipt
+    )
 
 
 def test_overrides_are_respected_and_the_rest_is_planned_around_them(step: Step, budget: int):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from advice_samples import make_advice
-from plimsoll.artifacts.basis import Basis
-from plimsoll.artifacts.costs import CostSource
+from plimsoll.artifacts.costs import Basis, CostSource
 from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.estimate import BudgetItem, Estimate, StageEstimate, StageSeconds, Throughput
 from plimsoll.artifacts.explained import Change, Explanation, RecomputedPart, Unsupported
 from plimsoll.artifacts.fault import Cause, Fault
 from plimsoll.artifacts.fit import Fit, FitChange, FitPoint
-from plimsoll.artifacts.layout import Layout
-from plimsoll.artifacts.model_facts import ModelFacts
+from plimsoll.artifacts.job import Layout, ModelFacts
 from plimsoll.artifacts.plan import Holder, Peak
 from plimsoll.artifacts.receipt import OWN, Intermediate, Slope
 from plimsoll.units import GIB, MIB

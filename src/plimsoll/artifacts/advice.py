@@ -1,4 +1,4 @@
-"""Advice: where the memory goes, what to do about it, what the compiler can do, what was checked. No torch in here.
+"""Advice: where the memory goes, what to do about it, what the compiler can do, what was checked.
 
 Every figure of a candidate is *predicted* from op seconds; what a receipt or a verdict measured is quoted in ``evidence``.
 """
@@ -12,8 +12,6 @@ import msgspec
 
 from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.decision import Status
-
-SCHEMA_VERSION = 1
 
 
 class CheckOutcome(enum.StrEnum):
@@ -160,6 +158,29 @@ class CompilerCoverage(msgspec.Struct, frozen=True, kw_only=True):
         return self.captured_seconds / self.seconds if self.seconds else 0.0
 
 
+class BackwardOp(msgspec.Struct, frozen=True, kw_only=True):
+    """One op of backward, and whether it belongs to an autograd node that a captured graph made."""
+
+    cost_key: str
+    is_captured: bool
+
+
+class Capture(msgspec.Struct, frozen=True, kw_only=True):
+    """One step under a compiler that captures graphs and runs them op by op.
+
+    ``forward`` has one entry per run of a captured graph, the ``cost_key``s of its ops; ``backward`` has all ops of backward;
+    both in the order of execution. ``failure`` is empty where the step ran to its end; otherwise it says why not, and
+    nothing counts as captured. With ``is_asked`` false the compiler was not asked at all, and ``failure`` says why.
+    """
+
+    is_asked: bool
+    failure: str = ""
+    graphs: int = 0
+    forward: tuple[tuple[str, ...], ...] = ()
+    backward: tuple[BackwardOp, ...] = ()
+    breaks: tuple[GraphBreak, ...] = ()
+
+
 class CaptureHazard(msgspec.Struct, frozen=True, kw_only=True):
     """Something in the step that keeps it from being captured as a CUDA graph."""
 
@@ -192,6 +213,7 @@ class Advice(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """What to do about the memory of one training step, and why. ``plimsoll.advise`` makes one; ``str`` shows it."""
 
     KIND: ClassVar[str] = "advice"
+    SCHEMA_VERSION: ClassVar[int] = 1
 
     schema_version: int = SCHEMA_VERSION
     model: str

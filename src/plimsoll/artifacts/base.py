@@ -1,13 +1,37 @@
-"""What every artifact can do: print itself, without knowing how it is presented, and save itself.
+"""What every artifact can do: print itself, without knowing how it is presented, and save itself as a JSON file.
 
 Artifacts are the lowest layer and may not import the views. The package's ``__init__`` knows every layer; it installs the
-renderer, and is always imported before any artifact.
+renderer, and is always imported before any artifact. Files are versioned, tagged with the kind of artifact, and written whole
+or not at all; ``store`` reads them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import math
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
+
+from plimsoll.errors import PlanFileError
+
+TAG = "plimsoll"
+"""The first field of every file; its value is the artifact's kind."""
+NUMBER = "plimsoll.number"
+
+
+class AdvisedEnum(enum.StrEnum):
+    """Words with their own help text: defined by word, advice and perhaps meaning, saved as the word."""
+
+    advice: str
+    """One sentence: what the user should do."""
+    meaning: str
+    """One line that says what counts under it."""
+
+    def __new__(cls, word: str, advice: str, meaning: str = "") -> Self:
+        member = str.__new__(cls, word)
+        member._value_, member.advice, member.meaning = word, advice, meaning
+        return member
 
 
 class TextRenderer(Protocol):
@@ -23,6 +47,8 @@ class ArtifactBase:
 
     KIND: ClassVar[str]
     """What its file says that it is."""
+    SCHEMA_VERSION: ClassVar[int]
+    """The newest schema that this version reads, and the one that it writes."""
     render: ClassVar[TextRenderer]
     """Installed by the package's ``__init__``; it imports the views when text is first asked for."""
 
@@ -38,9 +64,63 @@ class ArtifactBase:
         Example:
             >>> plan.save("plan.json")  # doctest: +SKIP
         """
-        from plimsoll.artifacts.writing import to_json, write_whole
-
         write_whole(to_json(self) + "\n", path)
 
     def __str__(self) -> str:
         return ArtifactBase.render(self)
+
+
+def to_json(artifact: ArtifactBase) -> str:
+    """The artifact as indented JSON with its tag first.
+
+    Example:
+        >>> to_json(plan).splitlines()[1]  # doctest: +SKIP
+        '  "plimsoll": "plan",'
+    """
+    import msgspec
+
+    fields: dict[str, Any] = _wrap_odd_numbers(msgspec.to_builtins(artifact))
+    encoded = msgspec.json.encode({TAG: artifact.KIND} | fields)
+    return msgspec.json.format(encoded, indent=2).decode()
+
+
+def _wrap_odd_numbers(node: Any) -> Any:
+    """Infinity and NaN have no JSON: write them as ``{"plimsoll.number": "inf"}`` so that they come back."""
+    if isinstance(node, float) and not math.isfinite(node):
+        return {NUMBER: repr(node)}
+    if isinstance(node, dict):
+        return {key: _wrap_odd_numbers(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_wrap_odd_numbers(value) for value in node]
+    return node
+
+
+def write_whole(text: str, path: str | Path) -> None:
+    """Write text to a file that appears whole or not at all; an existing file is replaced.
+
+    Its name until then is random: on a disk that machines share, two processes may have the same id.
+
+    Raises:
+        PlanFileError: the place cannot be written.
+    """
+    import secrets
+
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise _not_writable(target, error) from error
+        raise
+
+
+def _not_writable(target: Path, error: OSError) -> PlanFileError:
+    return PlanFileError(
+        f"{target} cannot be written.",
+        why=error.strerror or type(error).__name__,
+        next="give a file in a directory that exists and that you may write to",
+    )

@@ -1,4 +1,4 @@
-"""A comparison: several strategies on one model and batch, predicted beside measured. No torch in here."""
+"""A comparison: several strategies on one model and batch, predicted beside measured."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import msgspec
 
 from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.decision import Status
-
-SCHEMA_VERSION = 1
 
 
 class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +43,7 @@ class Comparison(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Strategies side by side. ``plimsoll.compare`` makes one; ``str`` shows it."""
 
     KIND: ClassVar[str] = "comparison"
+    SCHEMA_VERSION: ClassVar[int] = 1
 
     schema_version: int = SCHEMA_VERSION
     model: str

@@ -1,4 +1,4 @@
-"""What each distinct op of a trace costs on one machine, and where that figure comes from. No torch in here."""
+"""What each distinct op of a trace costs on one machine, and how far a figure can be relied on."""
 
 from __future__ import annotations
 
@@ -37,3 +37,16 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     replay_seconds: float = 0.0
     memory_bytes: int | None = None
     """The device's memory, when known."""
+
+
+class Basis(enum.StrEnum):
+    """How much a figure can be relied on; all but ``EXACT`` and ``UNSUPPORTED`` carry a relative error.
+
+    ``EXACT``: counted, and compared with torch. ``MODELLED``: computed with a model whose parts are known, such as a simulated
+    allocator or a roofline. ``ASSUMED``: a figure that others measured, or a convention. ``UNSUPPORTED``: no figure at all.
+    """
+
+    EXACT = "exact"
+    MODELLED = "modelled"
+    ASSUMED = "assumed"
+    UNSUPPORTED = "unsupported"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from plimsoll.artifacts.base import AdvisedEnum
+
 
 class Decision(enum.StrEnum):
     """What happens to a saved value between forward and backward."""
@@ -29,28 +31,15 @@ class Engine(enum.StrEnum):
     """The plan keeps everything: no hook and no wrapper."""
 
 
-class Status(enum.StrEnum):
+class Status(AdvisedEnum):
     """How the search for a plan ended; each status carries its own advice."""
 
-    OPTIMAL = "OPTIMAL"
-    FEASIBLE = "FEASIBLE"
-    INFEASIBLE = "INFEASIBLE"
-    TIMED_OUT = "TIMED_OUT"
-
-    @property
-    def advice(self) -> str:
-        """One sentence that says what the user can do with a plan of this status."""
-        return _ADVICE[self]
+    OPTIMAL = "OPTIMAL", "No plan of this engine under this model of the machine is cheaper."
+    FEASIBLE = "FEASIBLE", "The plan fits; the gap says how much a better one could still save."
+    INFEASIBLE = "INFEASIBLE", "No plan fits: raise the budget to the floor or shrink the step."
+    TIMED_OUT = "TIMED_OUT", "The solver ran out of time before it found a plan: give it more time or a looser budget."
 
     @property
     def is_usable(self) -> bool:
         """Whether a plan with this status may be applied."""
         return self in (Status.OPTIMAL, Status.FEASIBLE)
-
-
-_ADVICE = {
-    Status.OPTIMAL: "No plan of this engine under this model of the machine is cheaper.",
-    Status.FEASIBLE: "The plan fits; the gap says how much a better one could still save.",
-    Status.INFEASIBLE: "No plan fits: raise the budget to the floor or shrink the step.",
-    Status.TIMED_OUT: "The solver ran out of time before it found a plan: give it more time or a looser budget.",
-}

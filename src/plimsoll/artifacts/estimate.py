@@ -1,4 +1,4 @@
-"""The whole training budget of one model on one layout of devices, rank by rank, with an error for every figure. No torch.
+"""The whole training budget of one model on one layout of devices, rank by rank, with an error for every figure.
 
 An estimate lists *stages*: the ranks of one stage of a pipeline hold the same, so each stage stands for ``ranks`` of them.
 Bytes of a stage's items add up to what the device has to provide at the moment of the peak.
@@ -11,12 +11,9 @@ from typing import ClassVar
 import msgspec
 
 from plimsoll.artifacts.base import ArtifactBase
-from plimsoll.artifacts.basis import Basis
-from plimsoll.artifacts.layout import Layout
-from plimsoll.artifacts.model_facts import ModelFacts
+from plimsoll.artifacts.costs import Basis
+from plimsoll.artifacts.job import Layout, ModelFacts
 from plimsoll.artifacts.plan import Peak, Plan
-
-SCHEMA_VERSION = 1
 
 
 class BudgetItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +110,7 @@ class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """The training budget of ``target`` on ``device`` under ``layout``. Build one with ``plimsoll.estimate``."""
 
     KIND: ClassVar[str] = "estimate"
+    SCHEMA_VERSION: ClassVar[int] = 1
 
     schema_version: int = SCHEMA_VERSION
     target: str

@@ -1,4 +1,4 @@
-"""Why a step's peak is what it is: what is resident after forward, what recomputation holds, what would lower it. No torch."""
+"""Why a step's peak is what it is: what is resident after forward, what recomputation holds, what would lower it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import msgspec
 
 from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.plan import Holder, Peak, TimelinePoint
-
-SCHEMA_VERSION = 1
 
 
 class RecomputedPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +51,7 @@ class Explanation(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """
 
     KIND: ClassVar[str] = "explanation"
+    SCHEMA_VERSION: ClassVar[int] = 1
 
     schema_version: int = SCHEMA_VERSION
     model: str

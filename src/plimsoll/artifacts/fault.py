@@ -1,53 +1,61 @@
-"""A fault: a saved tensor that came back to backward as something else, with the place and the likely cause. No torch."""
+"""A fault: a saved tensor that came back to backward as something else, with the place and the likely cause."""
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 
+from plimsoll.artifacts.base import AdvisedEnum
 
-class Cause(enum.StrEnum):
+
+class Cause(AdvisedEnum):
     """Why a tensor came back wrong: the classic causes, and each one's cure."""
 
-    RANDOM_STATE = "RANDOM_STATE"
-    NON_DETERMINISTIC = "NON_DETERMINISTIC"
-    IN_PLACE_WRITE = "IN_PLACE_WRITE"
-    CHANGED_BUFFER = "CHANGED_BUFFER"
-    CHANGED_CONTROL_FLOW = "CHANGED_CONTROL_FLOW"
-    CHANGED_CONTEXT = "CHANGED_CONTEXT"
-    CHANGED_LAYOUT = "CHANGED_LAYOUT"
-    TRANSFER = "TRANSFER"
-    COMPILED_RANDOMNESS = "COMPILED_RANDOMNESS"
-    UNKNOWN = "UNKNOWN"
-
-    @property
-    def advice(self) -> str:
-        """One sentence: what happened, and what to do about it."""
-        return _ADVICE[self]
-
-
-_ADVICE = {
-    Cause.RANDOM_STATE: "A random op drew other numbers the second time: its generator's state was not put back "
-    "(preserve_rng_state=True, or keep what the op made).",
-    Cause.NON_DETERMINISTIC: "The op gives other bits each time it runs on the same input: keep what it makes, or ask for "
-    "torch.use_deterministic_algorithms(True).",
-    Cause.IN_PLACE_WRITE: "Something wrote in place to what the op reads, between forward and backward: x += y becomes "
-    "x = x + y, and parameters change after backward only.",
-    Cause.CHANGED_BUFFER: "A buffer that the region reads or writes had other contents the second time: keep the region, or "
-    "update the buffer after backward.",
-    Cause.CHANGED_CONTROL_FLOW: "The region took another path the second time (a counter, a Python random number, a branch on "
-    "something that changed): do not recompute it, or make the path depend on its inputs alone.",
-    Cause.CHANGED_CONTEXT: "The region ran under another setting the second time (training flag, autocast, precision): "
-    "backward has to run under the one that forward had.",
-    Cause.CHANGED_LAYOUT: "The tensor came back with another shape, stride or dtype; autograd does not notice as long as the "
-    "result broadcasts.",
-    Cause.TRANSFER: "What held the bytes meanwhile (a codec, a link, a hook) gave back others: a copy that was not complete, "
-    "an address that was used again, or a lossy form that nobody allowed.",
-    Cause.COMPILED_RANDOMNESS: "A compiled region drew its random numbers again in backward: below 1.0 "
-    "torch._functorch.config.activation_memory_budget may recompute dropout with another mask; set it to 1.0.",
-    Cause.UNKNOWN: "The op or one before it got other constants or data than in forward.",
-}
+    RANDOM_STATE = (
+        "RANDOM_STATE",
+        "A random op drew other numbers the second time: its generator's state was not put back "
+        "(preserve_rng_state=True, or keep what the op made).",
+    )
+    NON_DETERMINISTIC = (
+        "NON_DETERMINISTIC",
+        "The op gives other bits each time it runs on the same input: keep what it makes, or ask for "
+        "torch.use_deterministic_algorithms(True).",
+    )
+    IN_PLACE_WRITE = (
+        "IN_PLACE_WRITE",
+        "Something wrote in place to what the op reads, between forward and backward: x += y becomes "
+        "x = x + y, and parameters change after backward only.",
+    )
+    CHANGED_BUFFER = (
+        "CHANGED_BUFFER",
+        "A buffer that the region reads or writes had other contents the second time: keep the region, or "
+        "update the buffer after backward.",
+    )
+    CHANGED_CONTROL_FLOW = (
+        "CHANGED_CONTROL_FLOW",
+        "The region took another path the second time (a counter, a Python random number, a branch on "
+        "something that changed): do not recompute it, or make the path depend on its inputs alone.",
+    )
+    CHANGED_CONTEXT = (
+        "CHANGED_CONTEXT",
+        "The region ran under another setting the second time (training flag, autocast, precision): "
+        "backward has to run under the one that forward had.",
+    )
+    CHANGED_LAYOUT = (
+        "CHANGED_LAYOUT",
+        "The tensor came back with another shape, stride or dtype; autograd does not notice as long as the "
+        "result broadcasts.",
+    )
+    TRANSFER = (
+        "TRANSFER",
+        "What held the bytes meanwhile (a codec, a link, a hook) gave back others: a copy that was not complete, "
+        "an address that was used again, or a lossy form that nobody allowed.",
+    )
+    COMPILED_RANDOMNESS = (
+        "COMPILED_RANDOMNESS",
+        "A compiled region drew its random numbers again in backward: below 1.0 "
+        "torch._functorch.config.activation_memory_budget may recompute dropout with another mask; set it to 1.0.",
+    )
+    UNKNOWN = "UNKNOWN", "The op or one before it got other constants or data than in forward."
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""A finding: where the time of a training step goes with a plan and without, and what the difference is made of. No torch."""
+"""A finding: where the time of a training step goes with a plan and without, and what the difference is made of."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import ArtifactBase
-
-SCHEMA_VERSION = 1
+from plimsoll.artifacts.base import AdvisedEnum, ArtifactBase
 
 EXCESSIVE_KERNEL_RATIO = 1.5
 """More kernels per layer than this, over the baseline's, are excessive."""
@@ -44,52 +42,49 @@ class WorkPhase(enum.StrEnum):
     OTHER = "other"
 
 
-class OverheadCause(enum.StrEnum):
+class OverheadCause(AdvisedEnum):
     """What an overhead is made of. The causes are disjoint in time; docs/diagnose.md defines each."""
 
-    RECOMPUTE = "recompute arithmetic"
-    MEMORY = "extra memory reads"
-    FUSION = "lost fusion"
-    ADDED = "added work"
-    COPIES = "copies"
-    LAUNCH = "launch latency"
-    SYNCHRONISATION = "synchronisation"
-    UNEXPLAINED = "unexplained"
-
-    @property
-    def meaning(self) -> str:
-        """One line that says what counts under it."""
-        return _MEANING[self]
-
-    @property
-    def advice(self) -> str:
-        """What to do where this is the largest part."""
-        return _ADVICE[self]
-
-
-_MEANING = {
-    OverheadCause.RECOMPUTE: "forward work run again, at its usual time",
-    OverheadCause.MEMORY: "the same work, slower than in the baseline",
-    OverheadCause.FUSION: "element-wise work in place of fused kernels",
-    OverheadCause.ADDED: "other work that the baseline does not have",
-    OverheadCause.COPIES: "copies and fills that nothing hides",
-    OverheadCause.LAUNCH: "idle: the host has not launched what is next",
-    OverheadCause.SYNCHRONISATION: "waiting: of the host, of ranks for each other",
-    OverheadCause.UNEXPLAINED: "what the two traces do not tell",
-}
-
-_ADVICE = {
-    OverheadCause.RECOMPUTE: "recompute less, or cheaper values: a larger budget, strategy auto, or another form "
-    "(allow=compress)",
-    OverheadCause.MEMORY: "recompute fewer values per block, or smaller ones; check that nothing else ran on the machine",
-    OverheadCause.FUSION: "leave compiled regions to the compiler's own recomputation, and plan only what it did not capture",
-    OverheadCause.ADDED: "see which operations these are; cheaper codecs, and fewer samples where the model is launch-bound",
-    OverheadCause.COPIES: "offload less, or earlier; copies pay only where computation hides them",
-    OverheadCause.LAUNCH: "larger batches, fewer and larger regions; on a GPU a CUDA graph that covers forward and backward",
-    OverheadCause.SYNCHRONISATION: "find what reads values back (.item(), printing, blocking copies); between ranks, find "
-    "the late one",
-    OverheadCause.UNEXPLAINED: "profile again with shapes, modules and more steps; compare the timelines by eye",
-}
+    RECOMPUTE = (
+        "recompute arithmetic",
+        "recompute less, or cheaper values: a larger budget, strategy auto, or another form (allow=compress)",
+        "forward work run again, at its usual time",
+    )
+    MEMORY = (
+        "extra memory reads",
+        "recompute fewer values per block, or smaller ones; check that nothing else ran on the machine",
+        "the same work, slower than in the baseline",
+    )
+    FUSION = (
+        "lost fusion",
+        "leave compiled regions to the compiler's own recomputation, and plan only what it did not capture",
+        "element-wise work in place of fused kernels",
+    )
+    ADDED = (
+        "added work",
+        "see which operations these are; cheaper codecs, and fewer samples where the model is launch-bound",
+        "other work that the baseline does not have",
+    )
+    COPIES = (
+        "copies",
+        "offload less, or earlier; copies pay only where computation hides them",
+        "copies and fills that nothing hides",
+    )
+    LAUNCH = (
+        "launch latency",
+        "larger batches, fewer and larger regions; on a GPU a CUDA graph that covers forward and backward",
+        "idle: the host has not launched what is next",
+    )
+    SYNCHRONISATION = (
+        "synchronisation",
+        "find what reads values back (.item(), printing, blocking copies); between ranks, find the late one",
+        "waiting: of the host, of ranks for each other",
+    )
+    UNEXPLAINED = (
+        "unexplained",
+        "profile again with shapes, modules and more steps; compare the timelines by eye",
+        "what the two traces do not tell",
+    )
 
 
 class OverheadPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,6 +168,7 @@ class Finding(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """
 
     KIND: ClassVar[str] = "finding"
+    SCHEMA_VERSION: ClassVar[int] = 1
 
     schema_version: int = SCHEMA_VERSION
     origin: ProfileOrigin

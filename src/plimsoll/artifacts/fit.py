@@ -1,6 +1,6 @@
 """What a search for batch and plan found: every point that was evaluated, the best one with its plan, what was measured of it.
 
-No torch in here. ``items`` are tokens for models that read token ids, else examples.
+``items`` are tokens for models that read token ids, else examples.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ from typing import ClassVar
 import msgspec
 
 from plimsoll.artifacts.base import ArtifactBase
-from plimsoll.artifacts.basis import Basis
-from plimsoll.artifacts.confirmation import Claim
-from plimsoll.artifacts.costs import CostSource
+from plimsoll.artifacts.costs import Basis, CostSource
 from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.plan import Plan
-
-SCHEMA_VERSION = 1
+from plimsoll.artifacts.receipt import Claim
 
 
 class FitPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +91,7 @@ class Fit(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """
 
     KIND: ClassVar[str] = "fit"
+    SCHEMA_VERSION: ClassVar[int] = 1
 
     schema_version: int = SCHEMA_VERSION
     model: str

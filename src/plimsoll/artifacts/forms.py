@@ -1,4 +1,4 @@
-"""In which other forms values can be held between forward and backward, and what each form costs. No torch in here.
+"""In which other forms values can be held between forward and backward, and what each form costs.
 
 A *form* is a codec's payload or a place at the other end of a link. ``noise`` is the relative error of the value that
 backward then sees, ‖decoded - value‖ / ‖value‖; ``sensitivity`` is the relative error of the whole gradient per unit of

@@ -10,9 +10,6 @@ from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Decision, Status
 
-SCHEMA_VERSION = 2
-"""2: regions carry their price, points of the timeline their seconds; files of 1 are read without."""
-
 
 class ValueDecision(msgspec.Struct, frozen=True, kw_only=True):
     """The decision for one saved value of one region.
@@ -131,6 +128,8 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """
 
     KIND: ClassVar[str] = "plan"
+    SCHEMA_VERSION: ClassVar[int] = 2
+    """2: regions carry their price, points of the timeline their seconds; files of 1 are read without."""
 
     schema_version: int = SCHEMA_VERSION
     status: Status

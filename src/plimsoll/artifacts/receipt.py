@@ -1,26 +1,27 @@
-"""A receipt: what a plan claimed, what was measured, and whether the two agree. No torch in here.
+"""A receipt: what a plan claimed, what was measured, and whether the two agree.
 
-Differences that are not finite numbers are ``None``, so that a receipt stays valid JSON; use ``finite`` to make them.
+Differences that are not finite numbers are ``None``, so that a receipt stays valid JSON; use ``finite`` to make them. A plan
+made for a device that was not there is *confirmed* once it is: predicted beside measured, before and after solving again.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import ArtifactBase
-from plimsoll.artifacts.confirmation import Confirmation
+from plimsoll.artifacts.base import AdvisedEnum, ArtifactBase
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
 
-SCHEMA_VERSION = 3
-"""3: a plan made without the device is confirmed, and may come back revised; files of 2 are read without."""
 OWN = "own"
 """The strategy of a receipt for what a model does by itself: its own checkpointing, offloading or compiled budget."""
+SECONDS_TOLERANCE = 0.10
+"""A predicted step that is off by more than this share of the measured one is off."""
+PEAK_TOLERANCE = 0.05
+"""So is a predicted peak; one above the budget is off whatever was predicted."""
 
 
 def finite(number: float) -> float | None:
@@ -28,44 +29,51 @@ def finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-class Verdict(enum.StrEnum):
+class ReceiptVerdict(AdvisedEnum):
     """What a receipt comes to; the first line that applies."""
 
-    GRADIENTS_DIFFER = "GRADIENTS_DIFFER"
-    BUFFERS_DIFFER = "BUFFERS_DIFFER"
-    LOSSES_DIFFER = "LOSSES_DIFFER"
-    TENSORS_DIFFER = "TENSORS_DIFFER"
-    INTERMEDIATES_DIFFER = "INTERMEDIATES_DIFFER"
-    OVER_BUDGET = "OVER_BUDGET"
-    WITHIN_ERROR = "WITHIN_ERROR"
-    WITHIN_SPREAD = "WITHIN_SPREAD"
-    WITHIN_ROUNDING = "WITHIN_ROUNDING"
-    VERIFIED = "VERIFIED"
-
-    @property
-    def advice(self) -> str:
-        """One sentence that says what it means for the user."""
-        return _ADVICE[self]
+    GRADIENTS_DIFFER = (
+        "GRADIENTS_DIFFER",
+        "Do not train like this: gradients differ by more than the model differs from itself.",
+    )
+    BUFFERS_DIFFER = (
+        "BUFFERS_DIFFER",
+        "Do not train like this: buffers after the step differ from the unmanaged step's.",
+    )
+    LOSSES_DIFFER = "LOSSES_DIFFER", "Do not train like this: the forward gives other losses than the unmanaged one."
+    TENSORS_DIFFER = (
+        "TENSORS_DIFFER",
+        "Do not train like this: backward reads tensors that are not what forward saved, even if the "
+        "gradients of this one step agree.",
+    )
+    INTERMEDIATES_DIFFER = (
+        "INTERMEDIATES_DIFFER",
+        "Do not train like this: named intermediates differ from the unmanaged step's.",
+    )
+    OVER_BUDGET = (
+        "OVER_BUDGET",
+        "Gradients are right, but the step needs more than the budget: plan again with a lower budget.",
+    )
+    WITHIN_ERROR = "WITHIN_ERROR", "Values are held in lossy forms: the gradient's error is within what was allowed."
+    WITHIN_SPREAD = "WITHIN_SPREAD", "The model differs from itself from run to run; the plan stays within that spread."
+    WITHIN_ROUNDING = (
+        "WITHIN_ROUNDING",
+        "Compiled code rounds differently: the gradient agrees to half the digits of its dtype or better.",
+    )
+    VERIFIED = (
+        "VERIFIED",
+        "Gradients and buffers are equal bit for bit, and the peak keeps to the budget, if there is one.",
+    )
 
     @property
     def is_pass(self) -> bool:
         """Whether training may rely on the plan."""
-        return self in (Verdict.VERIFIED, Verdict.WITHIN_ROUNDING, Verdict.WITHIN_SPREAD, Verdict.WITHIN_ERROR)
-
-
-_ADVICE = {
-    Verdict.GRADIENTS_DIFFER: "Do not train like this: gradients differ by more than the model differs from itself.",
-    Verdict.BUFFERS_DIFFER: "Do not train like this: buffers after the step differ from the unmanaged step's.",
-    Verdict.LOSSES_DIFFER: "Do not train like this: the forward gives other losses than the unmanaged one.",
-    Verdict.TENSORS_DIFFER: "Do not train like this: backward reads tensors that are not what forward saved, even if the "
-    "gradients of this one step agree.",
-    Verdict.INTERMEDIATES_DIFFER: "Do not train like this: named intermediates differ from the unmanaged step's.",
-    Verdict.OVER_BUDGET: "Gradients are right, but the step needs more than the budget: plan again with a lower budget.",
-    Verdict.WITHIN_ERROR: "Values are held in lossy forms: the gradient's error is within what was allowed.",
-    Verdict.WITHIN_SPREAD: "The model differs from itself from run to run; the plan stays within that spread.",
-    Verdict.WITHIN_ROUNDING: "Compiled code rounds differently: the gradient agrees to half the digits of its dtype or better.",
-    Verdict.VERIFIED: "Gradients and buffers are equal bit for bit, and the peak keeps to the budget, if there is one.",
-}
+        return self in (
+            ReceiptVerdict.VERIFIED,
+            ReceiptVerdict.WITHIN_ROUNDING,
+            ReceiptVerdict.WITHIN_SPREAD,
+            ReceiptVerdict.WITHIN_ERROR,
+        )
 
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +147,63 @@ class RegionOutcome(msgspec.Struct, frozen=True, kw_only=True):
     dropped_bytes: int = 0
 
 
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan's prediction beside what was measured; the measured peak is that of the recording step or of a steady one."""
+
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    predicted_seconds: float
+    measured_seconds: float
+    measured_spread_seconds: float = 0.0
+
+    @property
+    def peak_error(self) -> float:
+        """How far the predicted peak is from the measured one, as a share of it; positive where it was too high."""
+        return self.predicted_peak_bytes / self.measured_peak_bytes - 1.0 if self.measured_peak_bytes else 0.0
+
+    @property
+    def seconds_error(self) -> float:
+        """The same of the step's seconds."""
+        return self.predicted_seconds / self.measured_seconds - 1.0 if self.measured_seconds else 0.0
+
+
+class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan whose costs were the roofline of ``cost_device``, held against the device itself.
+
+    ``given`` is the plan as it was made. Where it is off, the step was traced and timed on the device and the plan solved
+    again: ``revised`` is that plan's claim, ``revised_verdict`` its receipt's verdict; ``obstacle`` says why there is none.
+    """
+
+    cost_device: str
+    budget_bytes: int | None
+    given: Claim
+    revised: Claim | None = None
+    revised_verdict: str = ""
+    obstacle: str = ""
+    peak_tolerance: float = PEAK_TOLERANCE
+    seconds_tolerance: float = SECONDS_TOLERANCE
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether the plan as given takes more than its budget."""
+        return self.budget_bytes is not None and self.given.measured_peak_bytes > self.budget_bytes
+
+    @property
+    def is_peak_off(self) -> bool:
+        """Whether the peak is above the budget, or was predicted wrong."""
+        return self.is_over_budget or abs(self.given.peak_error) > self.peak_tolerance
+
+    @property
+    def is_time_off(self) -> bool:
+        """Whether the step's seconds were predicted wrong."""
+        return abs(self.given.seconds_error) > self.seconds_tolerance
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the plan may stay as it is."""
+        return not (self.is_peak_off or self.is_time_off)
+
+
 class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """The evidence for one plan on one batch. ``plimsoll.verify`` makes one; ``str`` shows it.
 
@@ -150,6 +215,8 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """
 
     KIND: ClassVar[str] = "receipt"
+    SCHEMA_VERSION: ClassVar[int] = 3
+    """3: a plan made without the device is confirmed, and may come back revised; files of 2 are read without."""
 
     schema_version: int = SCHEMA_VERSION
     model: str
@@ -218,7 +285,7 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unexpected_mismatches(self) -> tuple[Mismatch, ...]:
         """Tensors that differ; of a lossy plan that keeps to its error, buffers alone: its gradients are bound to."""
-        if self.verdict is Verdict.WITHIN_ERROR:
+        if self.verdict is ReceiptVerdict.WITHIN_ERROR:
             return self.buffer_mismatches
         return (*self.gradient_mismatches, *self.buffer_mismatches)
 
@@ -237,37 +304,39 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         return any(peak is not None and peak > self.budget_bytes for peak in peaks)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ReceiptVerdict:
         """What the receipt comes to."""
         gradients = self._verdict_on_gradients()
-        if gradients is Verdict.GRADIENTS_DIFFER or self._slope_disagrees:
-            return Verdict.GRADIENTS_DIFFER
+        if gradients is ReceiptVerdict.GRADIENTS_DIFFER or self._slope_disagrees:
+            return ReceiptVerdict.GRADIENTS_DIFFER
         if not all(mismatch.is_within_spread or self._is_rounding(mismatch) for mismatch in self.buffer_mismatches):
-            return Verdict.BUFFERS_DIFFER
+            return ReceiptVerdict.BUFFERS_DIFFER
         if self.is_deterministic and not self._losses_agree(gradients):
-            return Verdict.LOSSES_DIFFER
+            return ReceiptVerdict.LOSSES_DIFFER
         if self.faults and (self.is_lossless or self.strategy != OWN):  # a plan's lossy values are not compared
-            return Verdict.TENSORS_DIFFER
-        if self.is_deterministic and gradients is Verdict.VERIFIED and not self._intermediates_agree():
-            return Verdict.INTERMEDIATES_DIFFER
+            return ReceiptVerdict.TENSORS_DIFFER
+        if self.is_deterministic and gradients is ReceiptVerdict.VERIFIED and not self._intermediates_agree():
+            return ReceiptVerdict.INTERMEDIATES_DIFFER
         if self.is_over_budget:
-            return Verdict.OVER_BUDGET
-        if gradients is Verdict.VERIFIED and not self.is_bit_equal:
+            return ReceiptVerdict.OVER_BUDGET
+        if gradients is ReceiptVerdict.VERIFIED and not self.is_bit_equal:
             is_spread = all(mismatch.is_within_spread for mismatch in self.buffer_mismatches)
-            return Verdict.WITHIN_SPREAD if is_spread else Verdict.WITHIN_ROUNDING
+            return ReceiptVerdict.WITHIN_SPREAD if is_spread else ReceiptVerdict.WITHIN_ROUNDING
         return gradients
 
-    def _verdict_on_gradients(self) -> Verdict:
+    def _verdict_on_gradients(self) -> ReceiptVerdict:
         """``VERIFIED``, or why it is something less."""
         error = math.inf if self.gradient_error is None else self.gradient_error
         if not self.is_lossless:
             is_allowed = math.isfinite(error) and (self.max_error is None or error <= self.max_error)
-            return Verdict.WITHIN_ERROR if is_allowed else Verdict.GRADIENTS_DIFFER
+            return ReceiptVerdict.WITHIN_ERROR if is_allowed else ReceiptVerdict.GRADIENTS_DIFFER
         if not self.gradient_mismatches:
-            return Verdict.VERIFIED
+            return ReceiptVerdict.VERIFIED
         if all(mismatch.is_within_spread for mismatch in self.gradient_mismatches):
-            return Verdict.WITHIN_SPREAD
-        return Verdict.WITHIN_ROUNDING if error <= self.rounding_tolerance > 0 else Verdict.GRADIENTS_DIFFER
+            return ReceiptVerdict.WITHIN_SPREAD
+        return (
+            ReceiptVerdict.WITHIN_ROUNDING if error <= self.rounding_tolerance > 0 else ReceiptVerdict.GRADIENTS_DIFFER
+        )
 
     def _is_rounding(self, mismatch: Mismatch) -> bool:
         """Whether kernels compiled anew explain it."""
@@ -279,12 +348,12 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         """Whether the loss itself contradicts the gradient; one from lossy forms is judged by the error it was allowed."""
         return self.is_lossless and self.slope is not None and self.slope.disagrees
 
-    def _losses_agree(self, gradients: Verdict) -> bool:
+    def _losses_agree(self, gradients: ReceiptVerdict) -> bool:
         """Whether forward gives the same losses; with lossy values or other kernels, weights may drift apart later on."""
         if self.rounding_tolerance:
             pairs = zip(self.baseline_losses, self.plan_losses, strict=True)
             return all(_is_close(one, other, self.rounding_tolerance) for one, other in pairs)
-        if gradients is Verdict.VERIFIED and self.baseline_curve != self.plan_curve:
+        if gradients is ReceiptVerdict.VERIFIED and self.baseline_curve != self.plan_curve:
             return False
         return self.baseline_losses == self.plan_losses
 

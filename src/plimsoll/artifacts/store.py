@@ -6,12 +6,12 @@ The file says what it is (``"plimsoll": "plan"``) and which schema it follows. R
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from plimsoll.artifacts import advice, comparison, estimate, explained, finding, fit, plan, receipt, traffic, verdict
 from plimsoll.artifacts.advice import Advice
+from plimsoll.artifacts.base import NUMBER, TAG
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.explained import Explanation
@@ -21,7 +21,6 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.traffic import Traffic
 from plimsoll.artifacts.verdict import Verdict
-from plimsoll.artifacts.writing import NUMBER, TAG
 from plimsoll.errors import PlanFileError
 
 Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding
@@ -29,18 +28,7 @@ Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding
 Artifact = Reportable | Estimate | Explanation | Fit | Traffic
 """All that is saved and shown."""
 
-_KINDS: dict[str, tuple[type[Artifact], int]] = {
-    Plan.KIND: (Plan, plan.SCHEMA_VERSION),
-    Receipt.KIND: (Receipt, receipt.SCHEMA_VERSION),
-    Comparison.KIND: (Comparison, comparison.SCHEMA_VERSION),
-    Verdict.KIND: (Verdict, verdict.SCHEMA_VERSION),
-    Advice.KIND: (Advice, advice.SCHEMA_VERSION),
-    Finding.KIND: (Finding, finding.SCHEMA_VERSION),
-    Estimate.KIND: (Estimate, estimate.SCHEMA_VERSION),
-    Fit.KIND: (Fit, fit.SCHEMA_VERSION),
-    Explanation.KIND: (Explanation, explained.SCHEMA_VERSION),
-    Traffic.KIND: (Traffic, traffic.SCHEMA_VERSION),
-}
+_KINDS: dict[str, type[Artifact]] = {kind.KIND: kind for kind in get_args(Artifact)}
 
 
 def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
@@ -74,8 +62,8 @@ def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
             why=f"it knows {', '.join(_KINDS)}",
             next="upgrade Plimsoll, or give another file",
         )
-    type_, known_version = _KINDS[kind]
-    _check_version(fields.get("schema_version"), known_version, kind=kind, source=source)
+    type_ = _KINDS[kind]
+    _check_version(fields.get("schema_version"), type_.SCHEMA_VERSION, kind=kind, source=source)
     try:
         return msgspec.convert(_unwrap_odd_numbers(fields), type=type_)
     except msgspec.ValidationError as error:

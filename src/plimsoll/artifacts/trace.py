@@ -1,4 +1,4 @@
-"""A traced training step: every op, every storage with its life, every region call. No torch in here.
+"""A traced training step: every op, every storage with its life, every region call.
 
 Time is counted in *ticks*: op ``t`` of ``Trace.ops`` runs at tick ``t``. A storage is alive during the ticks
 ``[born, dies)``; ``born`` is ``-1`` for what was there before the step. **Lives leave out what regions' saved slots
@@ -131,3 +131,34 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     parameters: tuple[TraceParameter, ...] = ()
     """Every parameter once, in the order of ``named_parameters``; empty in older traces."""
+
+
+class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One step run as it is, with whatever it does to save memory.
+
+    Unlike in a trace for planning, lives hold what saved tensors hold, and what forward makes again in backward is in it.
+
+    ``trace`` has no regions. Ticks below ``forward_end`` are forward's, below ``backward_end`` backward's. ``recomputed`` are
+    the ticks of ops that ran forward again within backward. ``output_ends`` says when the storages that the step's output
+    holds would be gone if it did not hold them, ``first_writes`` when gradients that were there before the step are first
+    written. ``without_gradient`` names the parameters that get none.
+    """
+
+    trace: Trace
+    regions: tuple[str, ...]
+    forward_end: int
+    backward_end: int
+    recomputed: tuple[int, ...] = ()
+    output_ends: dict[int, int] = {}
+    first_writes: dict[int, int] = {}
+    without_gradient: tuple[str, ...] = ()
+
+
+def runs_gpu_kernels(device_name: str) -> bool:
+    """Whether a device of this name runs GPU kernels: all do that do not call themselves a CPU.
+
+    Example:
+        >>> runs_gpu_kernels("H100-SXM"), runs_gpu_kernels("laptop-CPU")
+        (True, False)
+    """
+    return "cpu" not in device_name.lower()

@@ -1,4 +1,4 @@
-"""Gradient traffic: what a data-parallel step spends on it, and whether compressing it pays here. No torch here.
+"""Gradient traffic: what a data-parallel step spends on it, and whether compressing it pays here.
 
 How each figure is defined is in docs/gradient-compression.md.
 """
@@ -10,11 +10,8 @@ from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import ArtifactBase
-from plimsoll.artifacts.verdict import Estimate, Outcome
-
-SCHEMA_VERSION = 2
-"""2: a step whose model FSDP2 shards has no prediction, link or buckets; files of schema 1 have all of them."""
+from plimsoll.artifacts.base import AdvisedEnum, ArtifactBase
+from plimsoll.artifacts.verdict import IntervalEstimate, Outcome
 
 UNCOMPRESSED = "none"
 """The method that all others are compared with."""
@@ -43,24 +40,12 @@ class Transfer(enum.StrEnum):
         return payload_bytes * (ranks - 1) / ranks
 
 
-class TrafficRuling(enum.StrEnum):
+class TrafficRuling(AdvisedEnum):
     """What compressing the gradients comes to here."""
 
-    KEEP = "KEEP"
-    REFUSE = "REFUSE"
-    UNDECIDED = "UNDECIDED"
-
-    @property
-    def advice(self) -> str:
-        """One sentence that says what the user should do."""
-        return _ADVICE[self]
-
-
-_ADVICE = {
-    TrafficRuling.KEEP: "Compress: it saves time here, and held-out loss stays within what is allowed.",
-    TrafficRuling.REFUSE: "Do not compress: it saves no time here, or held-out loss gets worse.",
-    TrafficRuling.UNDECIDED: "Not enough to tell: see what is missing.",
-}
+    KEEP = "KEEP", "Compress: it saves time here, and held-out loss stays within what is allowed."
+    REFUSE = "REFUSE", "Do not compress: it saves no time here, or held-out loss gets worse."
+    UNDECIDED = "UNDECIDED", "Not enough to tell: see what is missing."
 
 
 class LinkPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,8 +101,8 @@ class ShardedStep(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     units: int
-    measured_silent_seconds: Estimate
-    measured_most_saved_share: Estimate
+    measured_silent_seconds: IntervalEstimate
+    measured_most_saved_share: IntervalEstimate
     measured_optimizer_seconds: float
 
 
@@ -134,7 +119,7 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
     held_out_batches: int
     baseline_loss: float | None
     method_loss: float | None
-    difference: Estimate | None
+    difference: IntervalEstimate | None
     seed_spread: float
     allowed: float
     found: str
@@ -160,10 +145,10 @@ class MethodTraffic(msgspec.Struct, frozen=True, kw_only=True):
     measured_local_seconds: float | None = None
     transfer_seconds: float | None = None
     exposed_seconds: float | None = None
-    predicted_step_seconds: Estimate | None = None
-    predicted_saved_share: Estimate | None = None
-    measured_step_seconds: Estimate | None = None
-    measured_saved_share: Estimate | None = None
+    predicted_step_seconds: IntervalEstimate | None = None
+    predicted_saved_share: IntervalEstimate | None = None
+    measured_step_seconds: IntervalEstimate | None = None
+    measured_saved_share: IntervalEstimate | None = None
     break_even_bytes_per_second: float | None = None
     break_even_hidden_share: float | None = None
     gradient_error: float | None = None
@@ -182,6 +167,8 @@ class Traffic(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """
 
     KIND: ClassVar[str] = "traffic"
+    SCHEMA_VERSION: ClassVar[int] = 2
+    """2: a step whose model FSDP2 shards has no prediction, link or buckets; files of schema 1 have all of them."""
 
     schema_version: int = SCHEMA_VERSION
     ruling: TrafficRuling

@@ -1,4 +1,4 @@
-"""A verdict: what training under a plan does to gradients, loss and speed, beside the same training without. No torch here.
+"""A verdict: what training under a plan does to gradients, loss and speed, beside the same training without.
 
 Numbers that are not finite are ``None``. How each figure is defined is in docs/probe.md.
 """
@@ -10,45 +10,38 @@ from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import ArtifactBase
-
-SCHEMA_VERSION = 1
+from plimsoll.artifacts.base import AdvisedEnum, ArtifactBase
 
 
-class Ruling(enum.StrEnum):
+class Ruling(AdvisedEnum):
     """What a probe comes to; the first one that applies."""
 
-    BASELINE_DIVERGED = "BASELINE_DIVERGED"
-    DIVERGED = "DIVERGED"
-    IDENTICAL = "IDENTICAL"
-    NO_COMPRESSION = "NO_COMPRESSION"
-    RECOMPUTE_INSTEAD = "RECOMPUTE_INSTEAD"
-    NET_LOSS = "NET_LOSS"
-    GOOD = "GOOD"
-    UNDECIDED = "UNDECIDED"
-
-    @property
-    def advice(self) -> str:
-        """One sentence that says what the user should do."""
-        return _ADVICE[self]
+    BASELINE_DIVERGED = (
+        "BASELINE_DIVERGED",
+        "Training without a plan reaches NaN or infinity: mend the target (learning rate, data, "
+        "precision) before judging a plan by it.",
+    )
+    DIVERGED = (
+        "DIVERGED",
+        "Do not train with this plan: its loss or gradient is NaN or infinite where plain training is finite.",
+    )
+    IDENTICAL = "IDENTICAL", "Train with it: every loss and every gradient norm is equal bit for bit."
+    NO_COMPRESSION = (
+        "NO_COMPRESSION",
+        "Do not compress here: gradients spike at least twice as often; recompute or offload instead.",
+    )
+    RECOMPUTE_INSTEAD = (
+        "RECOMPUTE_INSTEAD",
+        "Recompute instead of compressing: the plan moves the gradient by more than a tenth.",
+    )
+    NET_LOSS = "NET_LOSS", "Not worth it: the plan needs more steps or ends worse, by more than noise explains."
+    GOOD = "GOOD", "Train with it: gradients, loss and held-out loss keep within the stated limits."
+    UNDECIDED = "UNDECIDED", "Not enough to tell: see what is missing."
 
     @property
     def is_pass(self) -> bool:
         """Whether training may rely on the plan."""
         return self in (Ruling.GOOD, Ruling.IDENTICAL)
-
-
-_ADVICE = {
-    Ruling.BASELINE_DIVERGED: "Training without a plan reaches NaN or infinity: mend the target (learning rate, data, "
-    "precision) before judging a plan by it.",
-    Ruling.DIVERGED: "Do not train with this plan: its loss or gradient is NaN or infinite where plain training is finite.",
-    Ruling.IDENTICAL: "Train with it: every loss and every gradient norm is equal bit for bit.",
-    Ruling.NO_COMPRESSION: "Do not compress here: gradients spike at least twice as often; recompute or offload instead.",
-    Ruling.RECOMPUTE_INSTEAD: "Recompute instead of compressing: the plan moves the gradient by more than a tenth.",
-    Ruling.NET_LOSS: "Not worth it: the plan needs more steps or ends worse, by more than noise explains.",
-    Ruling.GOOD: "Train with it: gradients, loss and held-out loss keep within the stated limits.",
-    Ruling.UNDECIDED: "Not enough to tell: see what is missing.",
-}
 
 
 class Outcome(enum.StrEnum):
@@ -76,7 +69,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     missing: str = ""
 
 
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+class IntervalEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """A number with its confidence interval."""
 
     value: float
@@ -116,7 +109,7 @@ class NormComparison(msgspec.Struct, frozen=True, kw_only=True):
     block: str
     baseline: NormSummary
     plan: NormSummary
-    shift: Estimate | None
+    shift: IntervalEstimate | None
     p_value: float | None = None
     adjusted_p_value: float | None = None
 
@@ -133,8 +126,8 @@ class GradientComparison(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     relative_error: float
     largest_error: float
-    cosine: Estimate | None
-    gain: Estimate | None
+    cosine: IntervalEstimate | None
+    gain: IntervalEstimate | None
 
 
 class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,6 +166,7 @@ class Verdict(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """
 
     KIND: ClassVar[str] = "verdict"
+    SCHEMA_VERSION: ClassVar[int] = 1
 
     schema_version: int = SCHEMA_VERSION
     ruling: Ruling
@@ -203,9 +197,9 @@ class Verdict(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Steps over which losses are averaged."""
     items: str
     """What ``items_per_second`` counts: tokens or examples."""
-    delay: Estimate | None = None
+    delay: IntervalEstimate | None = None
     """How many times as many steps the plan needs for the same loss (1: no more)."""
-    held_out_difference: Estimate | None = None
+    held_out_difference: IntervalEstimate | None = None
     """The plan's held-out loss less the baseline's."""
     comparisons: tuple[NormComparison, ...]
     gradients: tuple[GradientComparison, ...] = ()

@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from plimsoll.artifacts.allocation import AllocatorUse
-from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.costs import Basis
 from plimsoll.artifacts.estimate import BudgetItem
-from plimsoll.artifacts.layout import Layout
-from plimsoll.artifacts.optimizer_use import OptimizerUse
+from plimsoll.artifacts.job import Layout
+from plimsoll.artifacts.memory_use import AllocatorUse, OptimizerUse
 from plimsoll.artifacts.trace import Category
 from plimsoll.planning.costing.devices import Device
 from plimsoll.units import KIB, MIB

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from plimsoll.artifacts.estimate import Estimate
-from plimsoll.artifacts.layout import Layout
-from plimsoll.artifacts.model_facts import ModelFacts
-from plimsoll.artifacts.precision import Precision, parse_precision
+from plimsoll.artifacts.job import Layout, ModelFacts, Precision, parse_precision
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.budget import framework_items

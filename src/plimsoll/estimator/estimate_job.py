@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 
-from plimsoll.artifacts.allocation import AllocatorUse
-from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.costs import Basis
 from plimsoll.artifacts.estimate import Estimate, StageEstimate, StageSeconds, Throughput
+from plimsoll.artifacts.memory_use import AllocatorUse
 from plimsoll.artifacts.naming import compress_names
 from plimsoll.artifacts.trace import Trace
 from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings

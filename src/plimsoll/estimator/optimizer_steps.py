@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from plimsoll.artifacts.optimizer_use import StepForm, Temporary
+from plimsoll.artifacts.memory_use import StepForm, Temporary
 
 _BF16_BYTES = 2
 _NEWTON_SCHULZ_STEPS = 5

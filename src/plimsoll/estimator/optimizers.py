@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from plimsoll.artifacts.basis import Basis
-from plimsoll.artifacts.optimizer_use import OptimizerUse, StepForm, Temporary
+from plimsoll.artifacts.costs import Basis
+from plimsoll.artifacts.memory_use import OptimizerUse, StepForm, Temporary
 from plimsoll.artifacts.trace import TraceParameter
 from plimsoll.errors import InvalidOption, UnknownOptimizer
 from plimsoll.estimator import optimizer_steps as steps

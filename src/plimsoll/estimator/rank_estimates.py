@@ -10,13 +10,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from plimsoll.artifacts.allocation import AllocationEvent
 from plimsoll.artifacts.costs import Costs
-from plimsoll.artifacts.kernels import runs_gpu_kernels
-from plimsoll.artifacts.layout import Layout
-from plimsoll.artifacts.optimizer_use import OptimizerUse, StepForm
+from plimsoll.artifacts.job import Layout
+from plimsoll.artifacts.memory_use import AllocationEvent, OptimizerUse, StepForm
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.trace import Trace, TraceParameter
+from plimsoll.artifacts.trace import Trace, TraceParameter, runs_gpu_kernels
 from plimsoll.errors import InvalidOption, InvalidStrategy
 from plimsoll.estimator.optimizers import optimizer_use
 from plimsoll.estimator.parallelism.overlap import OverlappedSeconds, RankSeconds, measure_rank, overlapped_seconds

@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from plimsoll.artifacts.model_facts import ModelFacts
+from plimsoll.artifacts.job import ModelFacts
 from plimsoll.artifacts.trace import SCHEMA_VERSION, Trace
 from plimsoll.units import MIB
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from plimsoll.artifacts.allocation import COMMUNICATION_STREAM, DEFAULT_STREAM, AllocationEvent
 from plimsoll.artifacts.explained import RecomputedPart
+from plimsoll.artifacts.memory_use import COMMUNICATION_STREAM, DEFAULT_STREAM, AllocationEvent
 from plimsoll.artifacts.plan import Holder, Peak, TimelinePoint
 from plimsoll.artifacts.trace import Category, Phase, Storage, Trace
 from plimsoll.planning.replay import Replay

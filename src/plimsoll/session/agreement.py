@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import from_json
-from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlimsollError, RankFailed
 from plimsoll.session.rendezvous.conversation import Conversation, differing
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS

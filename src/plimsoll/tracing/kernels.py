@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from plimsoll.artifacts.kernels import runs_gpu_kernels as runs_gpu_kernels
+from plimsoll.artifacts.trace import runs_gpu_kernels as runs_gpu_kernels
 
 _ATEN = torch.ops.aten
 _NARROW_DTYPES = (torch.float16, torch.bfloat16)

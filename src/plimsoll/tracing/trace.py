@@ -18,8 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from plimsoll.artifacts.progress import Progress, silent
-from plimsoll.artifacts.trace import Phase, Trace
-from plimsoll.artifacts.watched import WatchedStep
+from plimsoll.artifacts.trace import Phase, Trace, WatchedStep
 from plimsoll.tracing.assemble import assemble
 from plimsoll.tracing.capture import StepCapture, StepLog, run_step
 from plimsoll.tracing.ddp import bucket_bytes, inner_module, unseen_by_reducer

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from plimsoll.analysis.advise.compiler_capture import ask_compiler, shorten
 from plimsoll.analysis.advise.compiler_coverage import captured_ticks, find_hazards, judge_coverage
-from plimsoll.artifacts.capture import BackwardOp, Capture
+from plimsoll.artifacts.advice import BackwardOp, Capture
 from plimsoll.artifacts.costs import Costs, CostSource, OpCost
 from plimsoll.artifacts.trace import OpSpec, Phase, Trace, TraceOp
 from plimsoll.tracing.trace import trace

@@ -15,10 +15,10 @@ import plimsoll
 import zoo
 from plimsoll.analysis.explain.changes import half_of
 from plimsoll.analysis.explain.holders import by_place, place_of
+from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.explained import Explanation
 from plimsoll.artifacts.plan import Holder
 from plimsoll.artifacts.store import from_json, load_any
-from plimsoll.artifacts.writing import to_json
 from plimsoll.chunked import chunk_loss
 from plimsoll.errors import InvalidModel, InvalidOption, InvalidStrategy
 from plimsoll.planning.costing.devices import find_device

@@ -22,9 +22,9 @@ import zoo
 from analysis.probe.sample_job import make_batches, make_model, make_plan, read_log
 from plimsoll.analysis.probe.step import Blocks, Trainer
 from plimsoll.analysis.probe.stream import Call
+from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.verdict import WHOLE_MODEL, Outcome, Ruling
-from plimsoll.artifacts.writing import to_json
 from plimsoll.ui.demo.corpus import VOCABULARY, Batches, read_corpus
 
 ROOT = Path(__file__).parents[3]

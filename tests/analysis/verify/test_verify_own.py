@@ -12,11 +12,11 @@ from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy, create_
 
 import plimsoll
 from plimsoll.analysis.verify.repeated_ops import RepeatedOps
+from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.fault import Cause
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.receipt import OWN, Verdict
+from plimsoll.artifacts.receipt import OWN, ReceiptVerdict
 from plimsoll.artifacts.store import from_json
-from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import InvalidOption
 from steps import CheckpointedStack, Stack, mean_square
 
@@ -44,7 +44,7 @@ def test_the_receipt_says_what_was_found_at_work_and_what_it_saves(checkpointed)
     receipt = plimsoll.verify(model, batch, loss=mean_square, steps=2)
     assert receipt.strategy == OWN
     assert receipt.method == "torch.utils.checkpoint (3 times a step)"
-    assert receipt.verdict is Verdict.VERIFIED
+    assert receipt.verdict is ReceiptVerdict.VERIFIED
     assert receipt.measured_peak_bytes < receipt.measured_baseline_peak_bytes
     assert receipt.predicted_peak_bytes is None
     assert receipt.slope.is_conclusive
@@ -97,10 +97,10 @@ def test_lossy_hooks_may_be_allowed_their_error():
         return saved_tensors_hooks(lambda t: (t.detach().bfloat16(), t.dtype), lambda packed: packed[0].to(packed[1]))
 
     strict = plimsoll.verify(model, batch, loss=mean_square, context=context, steps=1)
-    assert strict.verdict is Verdict.GRADIENTS_DIFFER
+    assert strict.verdict is ReceiptVerdict.GRADIENTS_DIFFER
     assert strict.faults[0].cause is Cause.TRANSFER
     allowed = plimsoll.verify(model, batch, loss=mean_square, context=context, steps=1, max_error="2%")
-    assert allowed.verdict is Verdict.WITHIN_ERROR
+    assert allowed.verdict is ReceiptVerdict.WITHIN_ERROR
     assert 0 < allowed.gradient_error <= 0.02
 
 
@@ -112,7 +112,7 @@ def test_a_model_that_replaces_gradients_on_purpose_raises_no_alarm():
 
     torch.manual_seed(0)
     receipt = plimsoll.verify(StraightThrough(), torch.randn(16, 32), loss=mean_square, steps=1)
-    assert receipt.verdict is Verdict.VERIFIED
+    assert receipt.verdict is ReceiptVerdict.VERIFIED
     assert receipt.slope is None
     assert "straight-through" in receipt.notes[0]
 
@@ -126,7 +126,7 @@ def test_an_allowed_error_is_not_held_against_the_slope():
         Stack(2), torch.randn(16, 32), loss=mean_square, context=shrinking, steps=1, max_error="50%"
     )
     assert receipt.slope.disagrees
-    assert receipt.verdict is Verdict.WITHIN_ERROR
+    assert receipt.verdict is ReceiptVerdict.WITHIN_ERROR
 
 
 def test_a_slope_in_low_precision_is_not_conclusive():
@@ -134,7 +134,7 @@ def test_a_slope_in_low_precision_is_not_conclusive():
     model, batch = CheckpointedStack().half(), torch.randn(16, 32).half()
     receipt = plimsoll.verify(model, batch, loss=mean_square, steps=1)
     assert not receipt.slope.is_conclusive
-    assert receipt.verdict is Verdict.VERIFIED
+    assert receipt.verdict is ReceiptVerdict.VERIFIED
 
 
 def test_every_step_runs_in_a_context_of_its_own():
@@ -156,7 +156,7 @@ def test_every_step_runs_in_a_context_of_its_own():
 
     torch.manual_seed(0)
     receipt = plimsoll.verify(Stack(1), torch.randn(8, 32), loss=mean_square, context=Once, steps=2)
-    assert receipt.verdict is Verdict.VERIFIED
+    assert receipt.verdict is ReceiptVerdict.VERIFIED
     assert len(made) == len(set(made)) > 10
 
 
@@ -244,7 +244,7 @@ def test_gradients_that_reentrant_checkpointing_hides_are_left_out():
 
     torch.manual_seed(0)
     receipt = plimsoll.verify(Reentrant(), torch.randn(16, 32), loss=mean_square, steps=1, intermediates="blocks.*")
-    assert receipt.verdict is Verdict.VERIFIED
+    assert receipt.verdict is ReceiptVerdict.VERIFIED
     assert {each.is_gradient for each in receipt.intermediates if each.module == "blocks.0"} == {False}
 
 
@@ -268,7 +268,7 @@ def test_selective_checkpointing_does_not_meet_the_ops_of_the_watch():
     own = set(seen)
     seen.clear()
     receipt = plimsoll.verify(model, batch, loss=mean_square, steps=1)
-    assert receipt.verdict is Verdict.VERIFIED
+    assert receipt.verdict is ReceiptVerdict.VERIFIED
     assert receipt.compared_tensors > 0
     assert set(seen) == own
 
@@ -342,6 +342,6 @@ def test_a_buffer_that_is_bound_anew_in_every_step_is_put_back():
     model = Counter()
     buffer = model.calls
     receipt = plimsoll.verify(model, torch.randn(16, 32), loss=mean_square, steps=1)
-    assert receipt.verdict is Verdict.VERIFIED
+    assert receipt.verdict is ReceiptVerdict.VERIFIED
     assert model.calls is buffer
     assert buffer == 0

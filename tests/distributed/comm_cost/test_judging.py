@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from plimsoll.artifacts.traffic import TrafficRuling
-from plimsoll.artifacts.verdict import Estimate, Outcome
+from plimsoll.artifacts.verdict import IntervalEstimate, Outcome
 from plimsoll.distributed.comm_cost.judging import differences, judge_all, judge_method, validate
 from traffic_samples import make_method, make_validation
 
-FAST = Estimate(value=0.2, low=0.15, high=0.25)
-UNCLEAR = Estimate(value=0.05, low=-0.05, high=0.15)
-SLOW = Estimate(value=-0.2, low=-0.3, high=-0.1)
+FAST = IntervalEstimate(value=0.2, low=0.15, high=0.25)
+UNCLEAR = IntervalEstimate(value=0.05, low=-0.05, high=0.15)
+SLOW = IntervalEstimate(value=-0.2, low=-0.3, high=-0.1)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ SLOW = Estimate(value=-0.2, low=-0.3, high=-0.1)
         (SLOW, None, TrafficRuling.REFUSE),
     ],
 )
-def test_time_and_held_out_loss_decide(saved: Estimate, outcome: Outcome | None, ruling: TrafficRuling):
+def test_time_and_held_out_loss_decide(saved: IntervalEstimate, outcome: Outcome | None, ruling: TrafficRuling):
     validation = None if outcome is None else make_validation(outcome)
     assert judge_method("powersgd:4", saved, validation)[0] is ruling
 
@@ -78,8 +78,8 @@ def test_where_all_are_refused_the_fastest_one_is_named():
     assert "sign" in reason
 
 
-def around(value: float) -> Estimate:
-    return Estimate(value=value, low=value - 0.01, high=value + 0.01)
+def around(value: float) -> IntervalEstimate:
+    return IntervalEstimate(value=value, low=value - 0.01, high=value + 0.01)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from planning.builders import transformer
-from plimsoll.artifacts.allocation import AllocationEvent, AllocatorUse
+from plimsoll.artifacts.memory_use import AllocationEvent, AllocatorUse
 from plimsoll.artifacts.trace import Category
 from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings, CachingAllocator, DeviceFull
 from plimsoll.estimator.allocator_sim.blocks import MIB, SMALLEST_BYTES, Block, round_up

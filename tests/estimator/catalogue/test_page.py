@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from plimsoll.artifacts.precision import Precision, parse_precision
+from plimsoll.artifacts.job import Precision, parse_precision
 from plimsoll.estimator.catalogue.models import known_models
 from plimsoll.estimator.targets.tracing import TraceRequest, target_facts
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import plimsoll
+from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.fit import Fit
 from plimsoll.artifacts.store import from_json
-from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import InvalidBatch, InvalidBudget, InvalidOption, PlimsollError
 from plimsoll.estimator.fit.polynomial import Shape
 from plimsoll.estimator.fit.single_device import MicroBatches

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from estimator.local_rank.families import WORDS, text
-from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.trace import Phase, Trace
 from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.local_rank.local import localised

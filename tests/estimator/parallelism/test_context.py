@@ -11,7 +11,7 @@ import transformers
 
 from estimator.local_rank import families
 from estimator.local_rank.families import WORDS, text
-from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.parallelism.context import with_context_parallel

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plimsoll.artifacts.layout import Layout, PipelineSchedule
-from plimsoll.artifacts.model_facts import ModelFacts
+from plimsoll.artifacts.job import Layout, ModelFacts, PipelineSchedule
 from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.parallelism.layouts import check_layout, layout_notes, read_layout
 

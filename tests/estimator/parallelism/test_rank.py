@@ -13,10 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from plimsoll.artifacts.basis import Basis
-from plimsoll.artifacts.costs import Costs, CostSource, OpCost
-from plimsoll.artifacts.layout import Layout
-from plimsoll.artifacts.optimizer_use import OptimizerUse, StepForm, Temporary
+from plimsoll.artifacts.costs import Basis, Costs, CostSource, OpCost
+from plimsoll.artifacts.job import Layout
+from plimsoll.artifacts.memory_use import OptimizerUse, StepForm, Temporary
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.estimator.parallelism.overlap import overlapped_seconds
 from plimsoll.estimator.parallelism.rank import rank_trace

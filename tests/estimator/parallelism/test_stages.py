@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.artifacts.layout import Layout, PipelineSchedule
+from plimsoll.artifacts.job import Layout, PipelineSchedule
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.parallelism.members import even_counts

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
 
-from plimsoll.artifacts.layout import Layout, PipelineSchedule
+from plimsoll.artifacts.job import Layout, PipelineSchedule
 from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind, check_orders, in_flight, pipeline_orders
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds, simulate_pipeline

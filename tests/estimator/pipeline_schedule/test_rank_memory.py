@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plimsoll.artifacts.layout import Layout, PipelineSchedule
+from plimsoll.artifacts.job import Layout, PipelineSchedule
 from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind, in_flight, most_in_flight, pipeline_orders
 from plimsoll.estimator.pipeline_schedule.rank_memory import StageMemory, rank_peak
 

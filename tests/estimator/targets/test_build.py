@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from plimsoll.artifacts.precision import Precision
+from plimsoll.artifacts.job import Precision
 from plimsoll.errors import InvalidTarget
 from plimsoll.estimator.catalogue.models import known_models
 from plimsoll.estimator.targets.recipe import find_recipe

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.trace import OpSpec, Trace
 from plimsoll.errors import InvalidLayout
 from plimsoll.planning.costing.devices import find_device, known_devices

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from launching import launch
+from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.store import from_json, load_any
 from plimsoll.artifacts.traffic import Traffic, TrafficRuling
 from plimsoll.artifacts.verdict import Outcome
-from plimsoll.artifacts.writing import to_json
 from plimsoll.ui.cli.app import app
 from traffic_samples import make_method, make_sharded_traffic, make_traffic, make_validation
 

@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import plimsoll
-from plimsoll.artifacts.basis import Basis
-from plimsoll.artifacts.costs import CostSource
+from plimsoll.artifacts.costs import Basis, CostSource
 from plimsoll.artifacts.fit import Fit, FitChange
 from plimsoll.artifacts.store import from_json, load_any
 from plimsoll.ui.cli.app import app

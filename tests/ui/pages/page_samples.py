@@ -29,8 +29,8 @@ from plimsoll.artifacts.verdict import (
     NORM_QUANTILES,
     ArmSummary,
     Curves,
-    Estimate,
     GradientComparison,
+    IntervalEstimate,
     NormComparison,
     NormSummary,
     Outcome,
@@ -237,7 +237,7 @@ def _norms(block: str) -> NormComparison:
         )
 
     return NormComparison(
-        block=block, baseline=summary(1.0), plan=summary(1.02), shift=Estimate(value=0.02, low=-0.01, high=0.05)
+        block=block, baseline=summary(1.0), plan=summary(1.02), shift=IntervalEstimate(value=0.02, low=-0.01, high=0.05)
     )
 
 

@@ -19,8 +19,7 @@ from plimsoll.analysis.advise.compiler_coverage import find_hazards, judge_cover
 from plimsoll.analysis.advise.failures import find_failures
 from plimsoll.analysis.advise.memory import LITTLE, find_bottleneck, measure_layers
 from plimsoll.analysis.verify.evidence import versions
-from plimsoll.artifacts.advice import Advice
-from plimsoll.artifacts.capture import Capture
+from plimsoll.artifacts.advice import Advice, Capture
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent

@@ -11,8 +11,7 @@ from plimsoll.artifacts.advice import Bottleneck, Candidate, CheckItem, CheckOut
 from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.receipt import OWN, Receipt
-from plimsoll.artifacts.receipt import Verdict as ReceiptVerdict
+from plimsoll.artifacts.receipt import OWN, Receipt, ReceiptVerdict
 from plimsoll.artifacts.trace import Trace
 from plimsoll.artifacts.verdict import Ruling, Verdict
 from plimsoll.units import format_bytes, format_seconds, format_share

@@ -32,8 +32,7 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plimsoll.artifacts.advice import GraphBreak
-from plimsoll.artifacts.capture import BackwardOp, Capture
+from plimsoll.artifacts.advice import BackwardOp, Capture, GraphBreak
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.tracing.recorder.calling import Loss, scalar_loss
 from plimsoll.tracing.recorder.opkey import cost_key

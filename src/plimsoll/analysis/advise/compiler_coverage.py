@@ -18,8 +18,7 @@ from itertools import pairwise
 import msgspec
 import torch
 
-from plimsoll.artifacts.advice import CaptureHazard, CompilerCoverage
-from plimsoll.artifacts.capture import Capture
+from plimsoll.artifacts.advice import Capture, CaptureHazard, CompilerCoverage
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.trace import Phase, Trace, TraceOp
 

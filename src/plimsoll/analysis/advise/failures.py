@@ -8,7 +8,7 @@ from plimsoll.analysis.advise.checklist import StepEvidence
 from plimsoll.artifacts.advice import FailureMode, FailureSign
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.receipt import Verdict as ReceiptVerdict
+from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.units import format_bytes, format_share
 
 COLLAPSE = 0.35

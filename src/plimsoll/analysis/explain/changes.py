@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from plimsoll.analysis.verify.saved_tensors import switched_off
 from plimsoll.artifacts.explained import LEAST_SHARE, Change, Unsupported
 from plimsoll.artifacts.plan import Peak
-from plimsoll.artifacts.trace import Category, Trace
-from plimsoll.artifacts.watched import WatchedStep
+from plimsoll.artifacts.trace import Category, Trace, WatchedStep
 from plimsoll.engine.chunked_loss.handle import can_chunk
 from plimsoll.errors import PlimsollError
 from plimsoll.planning.choice import Choice

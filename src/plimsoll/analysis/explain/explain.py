@@ -15,7 +15,7 @@ from plimsoll.analysis.verify.saved_tensors import watched
 from plimsoll.artifacts.explained import Explanation, RecomputedPart
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, silent
-from plimsoll.artifacts.watched import WatchedStep
+from plimsoll.artifacts.trace import WatchedStep
 from plimsoll.errors import InvalidOption, InvalidStrategy
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.costing.devices import find_device

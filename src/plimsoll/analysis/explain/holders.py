@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from plimsoll.artifacts.explained import LEAST_SHARE, Change, RecomputedPart
 from plimsoll.artifacts.naming import group_holders
 from plimsoll.artifacts.plan import Holder, Peak, TimelinePoint
-from plimsoll.artifacts.trace import Storage
-from plimsoll.artifacts.watched import WatchedStep
+from plimsoll.artifacts.trace import Storage, WatchedStep
 from plimsoll.units import format_bytes, format_share
 
 _BETWEEN = "::"

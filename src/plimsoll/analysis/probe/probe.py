@@ -24,12 +24,12 @@ from plimsoll.analysis.probe.statistics import first_step_at
 from plimsoll.analysis.probe.step import Blocks, MakeOptimizer, Trainer, check_trainable, describe_optimizer
 from plimsoll.analysis.probe.stream import Call, Stream, checksum, held_out_calls
 from plimsoll.analysis.verify.evidence import versions
+from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.receipt import finite
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.verdict import ArmSummary, Curves, Ruling, Verdict
-from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import InvalidProbe, PlanNotUsable, ProbeRunUnusable
 from plimsoll.session.manage import check_plan, refuse_other_model, refuse_other_signature
 from plimsoll.session.rendezvous.world import refuse_several_ranks

@@ -15,7 +15,7 @@ import numpy as np
 
 from plimsoll.analysis.probe import statistics
 from plimsoll.analysis.probe.evidence import ProbeEvidence, compare_gradients, compare_norms
-from plimsoll.artifacts.verdict import Estimate, GradientComparison, NormComparison, Outcome, Rule, Ruling
+from plimsoll.artifacts.verdict import GradientComparison, IntervalEstimate, NormComparison, Outcome, Rule, Ruling
 
 MOST_SHIFT = 0.10
 """How much a norm, or the gradient's length along the right direction, may change."""
@@ -86,8 +86,8 @@ class Findings:
     rules: tuple[Rule, ...]
     comparisons: tuple[NormComparison, ...]
     gradients: tuple[GradientComparison, ...]
-    delay: Estimate | None
-    held_out_difference: Estimate | None
+    delay: IntervalEstimate | None
+    held_out_difference: IntervalEstimate | None
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -238,8 +238,8 @@ class _Bounded:
     """A figure with the interval that could break its rule, the one that could clear it, and what is allowed."""
 
     label: str
-    wide: Estimate
-    narrow: Estimate
+    wide: IntervalEstimate
+    narrow: IntervalEstimate
     low: float
     high: float
 
@@ -328,7 +328,7 @@ def _gradient(evidence: ProbeEvidence, settings: ProbeSettings) -> Rule:
     return _judged("gradient", Ruling.RECOMPUTE_INSTEAD, allowed, figures, missing)
 
 
-def _delay(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, Estimate | None]:
+def _delay(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, IntervalEstimate | None]:
     """The plan needs at most a tenth more steps for the same loss."""
     losses, window = evidence.baseline.losses, window_of(evidence.steps)
     figures = _bounded(
@@ -349,7 +349,7 @@ def window_of(steps: int) -> int:
     return min(steps, max(statistics.LEAST_STEPS, steps // 5))
 
 
-def _held_out(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, Estimate | None]:
+def _held_out(evidence: ProbeEvidence, settings: ProbeSettings) -> tuple[Rule, IntervalEstimate | None]:
     """The plan's held-out loss is worse by no more than a tenth of the steps is worth, or by 1%."""
     pair = evidence.held_out()
     allowed = f"worse by no more than {MOST_DELAY - 1:.0%} of the steps gained, or {LEAST_HELD_OUT_MARGIN:.0%}"

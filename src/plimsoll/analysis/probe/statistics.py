@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from plimsoll.artifacts.verdict import Estimate
+from plimsoll.artifacts.verdict import IntervalEstimate
 
 Series = NDArray[np.float64]
 
@@ -57,10 +57,10 @@ class Mean:
         reach = float(stats.t.isf(error / 2, self.freedom)) * self.standard_error
         return self.value - reach, self.value + reach
 
-    def estimate(self, error: float, scale: Callable[[float], float] = float) -> Estimate:
+    def estimate(self, error: float, scale: Callable[[float], float] = float) -> IntervalEstimate:
         """The mean with its interval, all three put through ``scale``."""
         low, high = self.interval(error)
-        return Estimate(value=scale(self.value), low=scale(low), high=scale(high))
+        return IntervalEstimate(value=scale(self.value), low=scale(low), high=scale(high))
 
 
 def block_length(series: Series) -> int:

@@ -20,13 +20,13 @@ from plimsoll.analysis.verify.evidence import (
     read_measurable,
     versions,
 )
+from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import finite
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.trace import Category
-from plimsoll.artifacts.writing import to_json
 from plimsoll.engine.apply import Handle
 from plimsoll.session.agreement import Agreement, agreement_for, described
 from plimsoll.session.manage import manage

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from plimsoll.artifacts.confirmation import Claim, Confirmation
 from plimsoll.artifacts.costs import Costs, CostSource
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of
-from plimsoll.artifacts.receipt import Receipt
+from plimsoll.artifacts.receipt import Claim, Confirmation, Receipt
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.errors import BudgetBelowFloor, UnknownDevice
 from plimsoll.planning.costing.devices import find_device

@@ -24,12 +24,12 @@ from plimsoll.analysis.verify.evidence import (
 from plimsoll.analysis.verify.intermediates import compare_intermediates
 from plimsoll.analysis.verify.own import verify_own
 from plimsoll.analysis.verify.revising import Reviser, needs_confirmation
+from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
-from plimsoll.artifacts.receipt import Receipt, Verdict
+from plimsoll.artifacts.receipt import Receipt, ReceiptVerdict
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.trace import Category, Phase
-from plimsoll.artifacts.writing import to_json
 from plimsoll.engine.apply import Handle
 from plimsoll.errors import InvalidOption
 from plimsoll.session.agreement import Agreement, agreement_for, described, plan_facts
@@ -45,7 +45,7 @@ from plimsoll.units import format_bytes, format_seconds
 
 _STATE_NOISE = 0.01
 """State that differs by less than this share is the same state."""
-_SEVERITY = {verdict: index for index, verdict in enumerate(Verdict)}
+_SEVERITY = {verdict: index for index, verdict in enumerate(ReceiptVerdict)}
 """The worst verdict first, in the order in which a receipt comes to one."""
 
 
@@ -119,7 +119,7 @@ def verify(
     Example:
         >>> receipt = plimsoll.verify(model, batch, plan)  # doctest: +SKIP
         >>> receipt.verdict  # doctest: +SKIP
-        <Verdict.VERIFIED: 'VERIFIED'>
+        <ReceiptVerdict.VERIFIED: 'VERIFIED'>
     """
     with agreement_for(model, "verify", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
         task = read_measurable(model, batch, loss, optimizer)

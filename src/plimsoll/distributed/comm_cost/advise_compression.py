@@ -16,10 +16,10 @@ from torch import nn
 from plimsoll.analysis.probe.keeping import trainable_copy
 from plimsoll.analysis.probe.step import Blocks, MakeOptimizer, Trainer, check_trainable, describe_optimizer
 from plimsoll.analysis.probe.stream import Call, Stream, held_out_calls
+from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.traffic import UNCOMPRESSED, Traffic
-from plimsoll.artifacts.writing import to_json
 from plimsoll.distributed.comm_cost.figures import (
     LEAST_ROUNDS,
     ReplicaFigures,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from plimsoll.analysis.probe import statistics
 from plimsoll.analysis.verify.evidence import versions
 from plimsoll.artifacts.traffic import UNCOMPRESSED, MethodTraffic, ShardedStep, Traffic, Validation
-from plimsoll.artifacts.verdict import Estimate
+from plimsoll.artifacts.verdict import IntervalEstimate
 from plimsoll.distributed.comm_cost import forecast, judging
 from plimsoll.distributed.comm_cost.metering import MeteredTraffic, Metering
 from plimsoll.distributed.comm_cost.training import GradientError, Parallel, ValidationTraining
@@ -33,7 +33,7 @@ class StepFigures(Protocol):
         """Of a step, in whole steps as well."""
         ...
 
-    def predicted_saved(self, method: str) -> Estimate | None:
+    def predicted_saved(self, method: str) -> IntervalEstimate | None:
         """The share of the uncompressed step that a method saves, where that is predicted."""
         ...
 
@@ -61,7 +61,7 @@ class ReplicaFigures:
         """As the machine was when whole steps were taken."""
         return self.measured.job.step.measured_optimizer_seconds
 
-    def predicted_saved(self, method: str) -> Estimate | None:
+    def predicted_saved(self, method: str) -> IntervalEstimate | None:
         """From the parts."""
         return forecast.predict_saved(self.measured.job, self._program(method), self._program(UNCOMPRESSED))
 
@@ -118,7 +118,7 @@ class ShardFigures:
     unused: int
     backend: str
 
-    def predicted_saved(self, method: str) -> Estimate | None:
+    def predicted_saved(self, method: str) -> IntervalEstimate | None:
         """Nothing is predicted."""
         del method
         return None
@@ -163,7 +163,9 @@ class ShardFigures:
         return tuple(found)
 
 
-def saved_shares(without: Sequence[float], others: Sequence[float], optimizer_seconds: float) -> Estimate | None:
+def saved_shares(
+    without: Sequence[float], others: Sequence[float], optimizer_seconds: float
+) -> IntervalEstimate | None:
     """The share of the uncompressed step that another one saves, in pairs of one round.
 
     Example:
@@ -174,7 +176,7 @@ def saved_shares(without: Sequence[float], others: Sequence[float], optimizer_se
     return interval_of([(one - other) / (one + optimizer_seconds) for one, other in pairs])
 
 
-def interval_of(samples: Sequence[float]) -> Estimate | None:
+def interval_of(samples: Sequence[float]) -> IntervalEstimate | None:
     """Their median and where it lies; ``None`` of none.
 
     Example:
@@ -184,7 +186,7 @@ def interval_of(samples: Sequence[float]) -> Estimate | None:
     if not samples:
         return None
     found = median_interval(list(samples))
-    return Estimate(value=found.median, low=found.low, high=found.high)
+    return IntervalEstimate(value=found.median, low=found.low, high=found.high)
 
 
 LEAST_ROUNDS = 3
@@ -241,14 +243,14 @@ class TrafficFindings:
             "long training is not known from that",
         )
 
-    def saved(self, method: str) -> Estimate:
+    def saved(self, method: str) -> IntervalEstimate:
         """The share of the uncompressed step that a method saves: measured where it was, else predicted."""
         measured = self._measured_saved(method)
         saved = self.figures.predicted_saved(method) if measured is None else measured
         assert saved is not None, "without a prediction there are rounds enough"
         return saved
 
-    def _measured_saved(self, method: str) -> Estimate | None:
+    def _measured_saved(self, method: str) -> IntervalEstimate | None:
         rounds = self.rounds[method]
         if len(rounds) < LEAST_ROUNDS:
             return None
@@ -293,9 +295,9 @@ def validate_methods(found: TrafficFindings, parallel: Parallel) -> dict[str, Va
     return validations
 
 
-def _mean(differences: Sequence[float] | None) -> Estimate | None:
+def _mean(differences: Sequence[float] | None) -> IntervalEstimate | None:
     mean = None if differences is None else statistics.mean_of_samples(np.asarray(differences, dtype=np.float64))
     if mean is None:
         return None
     low, high = mean.interval(_ERROR)
-    return Estimate(value=mean.value, low=low, high=high)
+    return IntervalEstimate(value=mean.value, low=low, high=high)

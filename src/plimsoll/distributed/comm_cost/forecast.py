@@ -22,7 +22,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from plimsoll.artifacts.traffic import LinkFit, LinkPoint, StepTiming, Transfer
-from plimsoll.artifacts.verdict import Estimate
+from plimsoll.artifacts.verdict import IntervalEstimate
 
 
 def fit_link(transfer: Transfer, points: Sequence[LinkPoint], ranks: int) -> LinkFit:
@@ -247,18 +247,20 @@ class ForecastJob:
         return self.timeline(program, scene).step_seconds + self.step.measured_optimizer_seconds * scene.compute
 
 
-def predict_step(job: ForecastJob, program: MethodProgram) -> Estimate:
+def predict_step(job: ForecastJob, program: MethodProgram) -> IntervalEstimate:
     """The step's seconds with its error bar: the least and the most over all scenes that measurement leaves open."""
     found = [job.step_seconds(program, scene) for scene in _scenes(job, program)]
-    return Estimate(value=job.step_seconds(program), low=min(found), high=max(found))
+    return IntervalEstimate(value=job.step_seconds(program), low=min(found), high=max(found))
 
 
-def predict_saved(job: ForecastJob, program: MethodProgram, baseline: MethodProgram) -> Estimate:
+def predict_saved(job: ForecastJob, program: MethodProgram, baseline: MethodProgram) -> IntervalEstimate:
     """The share of the uncompressed step that the method saves, with both steps in the same scene."""
     found = [
         1 - job.step_seconds(program, scene) / job.step_seconds(baseline, scene) for scene in _scenes(job, program)
     ]
-    return Estimate(value=1 - job.step_seconds(program) / job.step_seconds(baseline), low=min(found), high=max(found))
+    return IntervalEstimate(
+        value=1 - job.step_seconds(program) / job.step_seconds(baseline), low=min(found), high=max(found)
+    )
 
 
 def _scenes(job: ForecastJob, program: MethodProgram) -> list[Scene]:

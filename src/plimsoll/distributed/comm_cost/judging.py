@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from plimsoll.artifacts.traffic import UNCOMPRESSED, MethodTraffic, TrafficRuling, Validation
-from plimsoll.artifacts.verdict import Estimate, Outcome
+from plimsoll.artifacts.verdict import IntervalEstimate, Outcome
 
 LEAST_MARGIN = 0.01
 """A held-out loss that is worse by a smaller share is not called worse."""
@@ -26,7 +26,7 @@ def differences(baseline: Losses, method: Losses) -> list[float] | None:
     return [statistics.fmean(column) for column in zip(*rows, strict=True)]
 
 
-def validate(baseline: Losses, method: Losses, difference: Estimate | None, steps: int) -> Validation:
+def validate(baseline: Losses, method: Losses, difference: IntervalEstimate | None, steps: int) -> Validation:
     """Hold the method's held-out loss against what is allowed: 1%, or as far as uncompressed runs lie apart.
 
     Args:
@@ -65,7 +65,7 @@ def mean_of(losses: Sequence[float | None]) -> float | None:
 
 
 def _outcome(
-    baseline_loss: float | None, method_loss: float | None, difference: Estimate | None, allowed: float
+    baseline_loss: float | None, method_loss: float | None, difference: IntervalEstimate | None, allowed: float
 ) -> tuple[Outcome, str]:
     if baseline_loss is None:
         return Outcome.NOT_MEASURED, "training without compression reaches NaN or infinity"
@@ -86,7 +86,7 @@ LEAST_SAVED_SHARE = 0.02
 """A smaller gain of the step is not worth gradients with an error."""
 
 
-def judge_method(method: str, saved: Estimate, validation: Validation | None) -> tuple[TrafficRuling, str]:
+def judge_method(method: str, saved: IntervalEstimate, validation: Validation | None) -> tuple[TrafficRuling, str]:
     """Time first, then training: a method that saves no time needs no validation.
 
     Args:
@@ -139,13 +139,13 @@ def _missing(methods: Sequence[MethodTraffic]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def saved_share(method: MethodTraffic) -> Estimate:
+def saved_share(method: MethodTraffic) -> IntervalEstimate:
     """What a method saves: measured where it was, else predicted."""
     saved = method.predicted_saved_share if method.measured_saved_share is None else method.measured_saved_share
     assert saved is not None, "one of both is known of every method"
     return saved
 
 
-def describe_share(saved: Estimate) -> str:
+def describe_share(saved: IntervalEstimate) -> str:
     """``12.0% (9.1% to 14.8%)``."""
     return f"{saved.value:.1%} ({saved.low:.1%} to {saved.high:.1%})"

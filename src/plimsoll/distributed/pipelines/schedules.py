@@ -16,7 +16,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from plimsoll.artifacts.layout import Layout, PipelineSchedule
+from plimsoll.artifacts.job import Layout, PipelineSchedule
 from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind, Orders, pipeline_orders
 

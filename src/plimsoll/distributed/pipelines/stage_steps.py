@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from plimsoll.artifacts.costs import Costs
-from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Category, Trace

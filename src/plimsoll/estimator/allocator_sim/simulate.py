@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from plimsoll.artifacts.allocation import AllocationEvent, AllocatorUse
+from plimsoll.artifacts.memory_use import AllocationEvent, AllocatorUse
 from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings, CachingAllocator, DeviceFull
 from plimsoll.estimator.allocator_sim.blocks import Block
 

@@ -12,12 +12,11 @@ import msgspec
 import torch
 from torch import nn
 
-from plimsoll.artifacts.basis import Basis
-from plimsoll.artifacts.confirmation import Claim
-from plimsoll.artifacts.costs import Costs, CostSource
+from plimsoll.artifacts.costs import Basis, Costs, CostSource
 from plimsoll.artifacts.fit import Fit, FitPoint
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, silent
+from plimsoll.artifacts.receipt import Claim
 from plimsoll.artifacts.trace import Category
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidOption
 from plimsoll.estimator.estimate_job import ROOFLINE_ERROR

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from plimsoll.artifacts.layout import Layout, PipelineSchedule
-from plimsoll.artifacts.model_facts import ModelFacts
+from plimsoll.artifacts.job import Layout, ModelFacts, PipelineSchedule
 from plimsoll.errors import InvalidLayout
 
 _FIELDS = {

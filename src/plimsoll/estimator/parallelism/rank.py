@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from plimsoll.artifacts.layout import Layout
-from plimsoll.artifacts.optimizer_use import OptimizerUse
+from plimsoll.artifacts.job import Layout
+from plimsoll.artifacts.memory_use import OptimizerUse
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceParameter
 from plimsoll.estimator.parallelism.editing import Edit, Inserted
 from plimsoll.estimator.parallelism.units import Gradients, ShardedUnit, find_units, gradients_of, shard_bytes, shard_of

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace
 from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.parallelism.editing import moved_slot

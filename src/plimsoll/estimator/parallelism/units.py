@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.trace import Category, RegionCall, Storage, Trace, TraceParameter
 from plimsoll.estimator.parallelism.members import region_of
 

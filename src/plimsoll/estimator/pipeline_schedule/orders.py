@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from plimsoll.artifacts.layout import Layout, PipelineSchedule
+from plimsoll.artifacts.job import Layout, PipelineSchedule
 from plimsoll.errors import InvalidLayout
 
 

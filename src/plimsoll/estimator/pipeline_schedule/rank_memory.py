@@ -66,7 +66,7 @@ def rank_peak(actions: Sequence[Action], stages: Mapping[int, StageMemory], *, b
         beside_bytes: what the rank holds all the time besides: buffers for what is received, optimizer state.
 
     Example:
-        >>> from plimsoll.artifacts.layout import Layout
+        >>> from plimsoll.artifacts.job import Layout
         >>> from plimsoll.estimator.pipeline_schedule.orders import pipeline_orders
         >>> stage = StageMemory(lasting_bytes=1000, forward_bytes=30, held_bytes=10, backward_bytes=50)
         >>> found = rank_peak(pipeline_orders(Layout(pp=2, micro_batches=4))[0], {0: stage})

@@ -121,7 +121,7 @@ def simulate_pipeline(orders: Orders, stages: Sequence[ActionSeconds], *, ahead:
         InvalidLayout: actions missing, run twice or on two ranks, or an order in which ranks wait for each other for ever.
 
     Example:
-        >>> from plimsoll.artifacts.layout import Layout
+        >>> from plimsoll.artifacts.job import Layout
         >>> from plimsoll.estimator.pipeline_schedule.orders import pipeline_orders
         >>> each = ActionSeconds(forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0)
         >>> timeline = simulate_pipeline(pipeline_orders(Layout(pp=4, micro_batches=8)), [each] * 4)
@@ -291,7 +291,7 @@ def bubble_growth(orders: Orders, stages: Sequence[ActionSeconds], *, ahead: int
         InvalidLayout: the orders are not one step of a pipeline.
 
     Example:
-        >>> from plimsoll.artifacts.layout import Layout
+        >>> from plimsoll.artifacts.job import Layout
         >>> from plimsoll.estimator.pipeline_schedule.orders import pipeline_orders
         >>> each = ActionSeconds(
         ...     forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0, recompute_seconds=1.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plimsoll.artifacts.model_facts import ModelFacts
+from plimsoll.artifacts.job import ModelFacts
 from plimsoll.errors import InvalidTarget
 from plimsoll.estimator.catalogue.models import CatalogueModel, known_models
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plimsoll.artifacts.precision import Precision
+from plimsoll.artifacts.job import Precision
 from plimsoll.errors import InvalidTarget
 from plimsoll.estimator.targets.recipe import Recipe, find_recipe
 

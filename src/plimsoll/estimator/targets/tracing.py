@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from plimsoll.artifacts.kernels import runs_gpu_kernels
-from plimsoll.artifacts.model_facts import ModelFacts
-from plimsoll.artifacts.precision import Precision
+from plimsoll.artifacts.job import ModelFacts, Precision
 from plimsoll.artifacts.progress import Progress, silent
+from plimsoll.artifacts.trace import runs_gpu_kernels
 from plimsoll.errors import InvalidTarget
 from plimsoll.estimator.targets.recipe import Recipe, facts_of, find_recipe
 from plimsoll.estimator.targets.target import Target, TargetOptions, load_target

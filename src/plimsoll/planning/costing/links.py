@@ -21,7 +21,7 @@ import enum
 import math
 from dataclasses import dataclass
 
-from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.job import Layout
 from plimsoll.errors import InvalidLayout
 from plimsoll.planning.costing.devices import Device
 

@@ -12,7 +12,7 @@ peak than large ones, caches make small ops faster than the bandwidth says, and 
 from __future__ import annotations
 
 from plimsoll.artifacts.costs import Costs, CostSource, OpCost
-from plimsoll.artifacts.layout import Layout
+from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.trace import OpSpec, Phase, Trace
 from plimsoll.errors import InvalidLayout
 from plimsoll.planning.costing.devices import Device

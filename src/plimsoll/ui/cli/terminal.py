@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.store import Artifact
-from plimsoll.artifacts.writing import to_json
 from plimsoll.errors import PlimsollError
 
 INTERRUPTED = 130

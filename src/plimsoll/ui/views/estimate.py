@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from plimsoll.artifacts.basis import Basis
+from plimsoll.artifacts.costs import Basis
 from plimsoll.artifacts.estimate import BudgetItem, Estimate, StageEstimate
 from plimsoll.ui.document import Document, Element, Paragraph, Section, Table, Tone
 from plimsoll.units import format_bytes, format_seconds

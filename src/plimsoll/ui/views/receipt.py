@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from plimsoll.artifacts.confirmation import Claim, Confirmation
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.naming import compress_names, name_call
-from plimsoll.artifacts.receipt import OWN, Intermediate, Mismatch, Receipt
+from plimsoll.artifacts.receipt import OWN, Claim, Confirmation, Intermediate, Mismatch, Receipt
 from plimsoll.ui.document import CurvesChart, Document, Element, Fold, NamedFigures, Section, Subject, Table, Tone
 from plimsoll.units import format_bytes, format_seconds, format_share
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plimsoll.artifacts.traffic import UNCOMPRESSED, LinkFit, MethodTraffic, Traffic, TrafficRuling
-from plimsoll.artifacts.verdict import Estimate
+from plimsoll.artifacts.verdict import IntervalEstimate
 from plimsoll.ui.document import UNKNOWN, Document, Element, Paragraph, Section, Table, Tone, table_of_known
 from plimsoll.ui.views.verdict import OUTCOMES
 from plimsoll.units import format_bytes, format_rate, format_seconds
@@ -135,10 +135,10 @@ def _validations(traffic: Traffic) -> list[tuple[str, ...]]:
     ]
 
 
-def _seconds(estimate: Estimate) -> str:
+def _seconds(estimate: IntervalEstimate) -> str:
     reach = max(estimate.high - estimate.value, estimate.value - estimate.low)
     return f"{format_seconds(estimate.value)} ± {reach / estimate.value if estimate.value else 0.0:.0%}"
 
 
-def _difference(estimate: Estimate) -> str:
+def _difference(estimate: IntervalEstimate) -> str:
     return f"{estimate.value:+.4f} ({estimate.low:+.4f} to {estimate.high:+.4f})"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from plimsoll.artifacts.verdict import (
     WHOLE_MODEL,
     ArmSummary,
-    Estimate,
     GradientComparison,
+    IntervalEstimate,
     NormComparison,
     Outcome,
     Ruling,
@@ -148,6 +148,6 @@ def _gradient_cells(entry: GradientComparison) -> tuple[str, ...]:
     )
 
 
-def _interval(estimate: Estimate | None) -> str:
+def _interval(estimate: IntervalEstimate | None) -> str:
     """``1.012 (0.997 to 1.027)``."""
     return UNKNOWN if estimate is None else f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"

@@ -1,0 +1,194 @@
+"""What a training job is made of: how it is spread over ranks, its precision and the sizes of its model.
+
+The dimensions of a layout have the names of the field: ``dp`` data, ``tp`` tensor, ``cp`` context, ``pp`` pipeline, ``ep``
+expert parallelism. A step runs on ``dp * tp * cp * pp`` ranks; expert parallelism divides the experts among ranks of the
+``dp * cp`` dimension and adds none. Ranks are numbered with ``tp`` fastest, then ``cp``, ``dp``, and ``pp`` slowest
+(torchtitan puts ``pp`` outermost too), so that tensor-parallel groups lie within a node.
+
+The precisions ``bf16`` and ``fp16`` hold parameters, gradients and activations in the narrow type. ``bf16-mixed`` and
+``fp16-mixed`` hold parameters in float32 and run the forward pass under autocast (Micikevicius et al. 2018, Mixed Precision
+Training).
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+
+import msgspec
+
+from plimsoll.errors import InvalidOption
+
+
+class PipelineSchedule(enum.StrEnum):
+    """The order in which a stage runs its micro-batches.
+
+    ``GPIPE`` (Huang et al. 2019): all forwards, then all backwards. ``ONE_F_ONE_B`` (Narayanan et al. 2019): one forward,
+    one backward in turn. ``INTERLEAVED`` (Narayanan et al. 2021): every rank holds several stages. ``ZERO_BUBBLE`` (Qi et
+    al. 2023, ZB-H1): backward in two halves, that of the weights filling the bubble.
+    """
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero-bubble"
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Degrees of parallelism of one training step; the default is one rank.
+
+    ``zero`` is the stage of ZeRO within the data-parallel ranks (and the context-parallel ones): 0 replicates everything, 1
+    shards the optimizer state, 2 also gradients, 3 also parameters (what FSDP does). ``micro_batches`` run one after the
+    other before the optimizer steps: gradient accumulation, or what is in a pipeline's flight. ``virtual_stages`` are the
+    stages per rank of an interleaved schedule.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    virtual_stages: int = 1
+    micro_batches: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks take part."""
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks ZeRO spreads what it shards."""
+        return self.dp * self.cp
+
+    @property
+    def stages(self) -> int:
+        """How many stages the pipeline has."""
+        return self.pp * self.virtual_stages
+
+    def __str__(self) -> str:
+        degrees = [
+            f"{name}={getattr(self, name)}" for name in ("dp", "tp", "cp", "pp", "ep") if getattr(self, name) > 1
+        ]
+        degrees += ["sp"] if self.sequence_parallel else []
+        degrees += [f"zero={self.zero}"] if self.zero else []
+        if self.pp > 1:
+            degrees.append(f"schedule={self.schedule.value}")
+            degrees += [f"virtual={self.virtual_stages}"] if self.virtual_stages > 1 else []
+        degrees += [f"micro-batches={self.micro_batches}"] if self.micro_batches > 1 else []
+        return ",".join(degrees) or "one rank"
+
+
+class Precision(enum.StrEnum):
+    """The floating-point types of a training step.
+
+    Example:
+        >>> Precision.BF16_MIXED.parameter_dtype, Precision.BF16_MIXED.autocast_dtype
+        ('float32', 'bfloat16')
+    """
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    BF16_MIXED = "bf16-mixed"
+    FP16_MIXED = "fp16-mixed"
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the forward pass runs under autocast."""
+        return self in (Precision.BF16_MIXED, Precision.FP16_MIXED)
+
+    @property
+    def parameter_dtype(self) -> str:
+        """The name in torch of the type that parameters are stored in."""
+        return {Precision.BF16: "bfloat16", Precision.FP16: "float16"}.get(self, "float32")
+
+    @property
+    def autocast_dtype(self) -> str | None:
+        """The name in torch of autocast's type, ``None`` where autocast is off."""
+        return {Precision.BF16_MIXED: "bfloat16", Precision.FP16_MIXED: "float16"}.get(self)
+
+
+_ALIASES = {
+    "float32": Precision.FP32,
+    "f32": Precision.FP32,
+    "32-true": Precision.FP32,
+    "bfloat16": Precision.BF16,
+    "bf16-true": Precision.BF16,
+    "float16": Precision.FP16,
+    "half": Precision.FP16,
+    "16-true": Precision.FP16,
+    "amp": Precision.FP16_MIXED,
+    "16-mixed": Precision.FP16_MIXED,
+}
+"""What torch and trainers call them."""
+
+
+def parse_precision(text: str | Precision | None) -> Precision | None:
+    """The precision called ``text``; ``None`` stays ``None``: the model's own.
+
+    Raises:
+        InvalidOption: unknown, or a type that steps are not traced in (fp8, int8, tf32).
+
+    Example:
+        >>> parse_precision("BF16-mixed").value
+        'bf16-mixed'
+    """
+    if text is None or isinstance(text, Precision):
+        return text
+    name = text.strip().lower().replace("_", "-").removeprefix("torch.")
+    if name in _ALIASES:
+        return _ALIASES[name]
+    known = [precision.value for precision in Precision]
+    if name in known:
+        return Precision(name)
+    if name.startswith(("fp8", "float8", "fp4", "mxfp", "nvfp", "int", "tf32")):
+        raise InvalidOption(
+            f"precision {text!r} is unsupported.",
+            why="torch trains in it through kernels of other libraries, or not at all, and they are not traced here",
+            next=f"take one of {', '.join(known)}",
+        )
+    close = difflib.get_close_matches(name, [*known, *_ALIASES], n=2, cutoff=0.5)
+    raise InvalidOption(
+        f"no precision is called {text!r}.",
+        why=f"known are {', '.join(known)}",
+        next=f"try {' or '.join(map(repr, close))}" if close else "take one of these",
+    )
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of a model and of the micro-batch it is asked about; ``None`` where its configuration does not say.
+
+    A model of several towers (encoder and decoder, image and text) is described by its widest tower; ``layers`` are the blocks
+    of all of them. ``batch`` is in samples. ``sequence`` is what one rank sees, in tokens of text.
+    """
+
+    name: str
+    architecture: str
+    batch: int | None = None
+    sequence: int | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    intermediate: int | None = None
+    vocabulary: int | None = None
+    experts: int | None = None
+    experts_per_token: int | None = None
+    parameters: int | None = None
+    """Of the whole model; a tied one once."""
+    active_parameters: int | None = None
+    """Those that one token passes: of the experts, only as many as it is sent to."""
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of text in one micro-batch; ``None`` where samples are no text.
+
+        Example:
+            >>> ModelFacts(name="llama-3-8b", architecture="LlamaForCausalLM", batch=2, sequence=8192).tokens
+            16384
+        """
+        return None if self.batch is None or self.sequence is None else self.batch * self.sequence
