@@ -8,17 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from contracts.harness import Block, Stack, assert_unchanged, batch, plain_step, stack_of, weigh
-
-
-class Inner(nn.Module):
-    """A function of one tensor as a module."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
+from engine.models import Inner, Lined, Only, step_on, step_with_input
+from plimsoll.artifacts.decision import Engine
 
 
 def shared_by_several_ops(x):
@@ -145,15 +136,13 @@ def test_only_some_values_dropped_keeps_every_bit(function):
 
 
 def test_nan_activations_flow_through_recipes():
-    def step(model, index):
+    def poisoned(index):
         x = batch(index)
         x[0, 0] = float("nan")
         x[1, 1] = float("inf")
-        loss = weigh(model(x))
-        loss.backward()
-        return loss
+        return x
 
-    assert_unchanged(stack_of(nn.Tanh), step)
+    assert_unchanged(stack_of(nn.Tanh), step_on(poisoned))
 
 
 @pytest.mark.parametrize(
@@ -167,21 +156,8 @@ def test_nan_activations_flow_through_recipes():
     ids=["transposed", "with an offset", "expanded", "shorter"],
 )
 def test_inputs_that_lie_oddly_keep_every_bit(lay):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Block(nn.GELU(), width=8)
-
-        def forward(self, x):
-            return self.block(x)
-
-    def step(model, index):
-        x = lay(batch(index)).requires_grad_()
-        loss = weigh(model(x))
-        loss.backward()
-        return loss, x.grad
-
-    assert_unchanged(Model, step, regions=["block"])
+    step = step_with_input(lambda index: lay(batch(index)))
+    assert_unchanged(lambda: Only(Block(nn.GELU(), width=8)), step, regions=["block"])
 
 
 def test_channels_last_convolutions_keep_every_bit():
@@ -189,12 +165,7 @@ def test_channels_last_convolutions_keep_every_bit():
         layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 4, 1)) for _ in range(2)]
         return nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
-    def step(model, index):
-        x = batch(index, 2, 4, 6, 6).to(memory_format=torch.channels_last).requires_grad_()
-        loss = weigh(model(x))
-        loss.backward()
-        return loss, x.grad
-
+    step = step_with_input(lambda index: batch(index, 2, 4, 6, 6).to(memory_format=torch.channels_last))
     assert_unchanged(build, step)
 
 
@@ -220,85 +191,46 @@ def test_integer_inputs_and_embeddings_inside_a_region_keep_every_bit():
                 x = block(x, token)
             return self.head(x)
 
-    def step(model, index):
-        loss = weigh(model(torch.randint(0, 10, (3, 4))))
-        loss.backward()
-        return loss
-
-    assert_unchanged(Model, step)
+    assert_unchanged(Model, step_on(lambda index: torch.randint(0, 10, (3, 4))))
 
 
-class Branches(nn.Module):
+def pairs():
     """Two inputs that may or may not be one tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(8, 8)
-
-    def forward(self, x, y):
-        return self.line((x + 1).exp() * (y + 2).exp()) + y
+    return Only(Lined(lambda line, x, y: line((x + 1).exp() * (y + 2).exp()) + y))
 
 
-class Pairs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Branches()
-
-    def forward(self, x, y):
-        return self.block(x, y)
+def aliases_at_first(model, index):
+    x = batch(index).requires_grad_()
+    return (x,), x, x if index == 0 else batch(index + 50).requires_grad_()
 
 
-def test_inputs_that_alias_in_the_recorded_call_only_are_told_apart():
+def views_with_changing_offsets(model, index):
+    both = batch(index, 5, 24).requires_grad_()
+    start = 2 * index
+    return (both,), both[:, :8], both[:, start : start + 8]
+
+
+def a_parameter_at_first(model, index):
+    x = batch(index, 8, 8).requires_grad_()
+    return (x,), x, model.block.line.weight if index == 0 else batch(index + 50, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "engine"),
+    [
+        (aliases_at_first, Engine.RECIPE),
+        (views_with_changing_offsets, Engine.RECIPE),
+        (a_parameter_at_first, None),
+    ],
+)
+def test_inputs_that_are_one_memory_in_the_recorded_call_only_are_told_apart(inputs, engine):
     def step(model, index):
-        x = batch(index).requires_grad_()
-        y = x if index == 0 else batch(index + 50).requires_grad_()
+        leaves, x, y = inputs(model, index)
         loss = weigh(model(x, y))
         loss.backward()
-        return loss, x.grad, y.grad
+        return loss, *(leaf.grad for leaf in leaves), y.grad if y.is_leaf else None
 
-    assert_unchanged(Pairs, step, regions=["block"])
-
-
-def test_inputs_that_are_views_of_one_tensor_with_changing_offsets_are_told_apart():
-    def step(model, index):
-        both = batch(index, 5, 24).requires_grad_()
-        start = 2 * index
-        loss = weigh(model(both[:, :8], both[:, start : start + 8]))
-        loss.backward()
-        return loss, both.grad
-
-    assert_unchanged(Pairs, step, regions=["block"])
-
-
-def test_an_input_that_is_a_parameter_of_the_region_in_the_recorded_call_only_is_told_apart():
-    def step(model, index):
-        x = batch(index, 8, 8).requires_grad_()
-        y = model.block.line.weight if index == 0 else batch(index + 50, 8, 8)
-        loss = weigh(model(x, y))
-        loss.backward()
-        return loss, x.grad
-
-    assert_unchanged(Pairs, step, regions=["block"], engine=None)
-
-
-class Outputs(nn.Module):
-    def __init__(self, shape):
-        super().__init__()
-        self.line = nn.Linear(8, 8)
-        self.shape = shape
-
-    def forward(self, x):
-        made = self.line(x.exp()).tanh()
-        return self.shape(made, x)
-
-
-class OneOutputs(nn.Module):
-    def __init__(self, shape):
-        super().__init__()
-        self.block = Outputs(shape)
-
-    def forward(self, x):
-        return self.block(x)
+    assert_unchanged(pairs, step, regions=["block"], engine=engine)
 
 
 @pytest.mark.parametrize(
@@ -319,56 +251,32 @@ def test_regions_that_return_more_than_a_tensor_keep_every_bit(shape, pick):
         loss.backward()
         return loss, x.grad
 
-    assert_unchanged(lambda: OneOutputs(shape), step, regions=["block"])
+    build = lambda: Only(Lined(lambda line, x: shape(line(x.exp()).tanh(), x)))  # noqa: E731
+    assert_unchanged(build, step, regions=["block"])
 
 
 def test_a_region_that_returns_nothing_is_harmless():
-    class Silent(nn.Module):
+    class Silent(Lined):
         def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(8, 8)
+            super().__init__(lambda line, x: line(x.exp()).tanh())
             self.seen = []
 
         def forward(self, x):
-            self.seen.append(self.line(x.exp()).tanh())
+            self.seen.append(super().forward(x))
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Silent()
-
+    class Model(Only):
         def forward(self, x):
             assert self.block(x) is None
             return self.block.seen.pop()
 
-    def step(model, index):
-        loss = weigh(model(batch(index)))
-        loss.backward()
-        return loss
-
-    assert_unchanged(Model, step, regions=["block"])
-
-
-class Caller(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(8, 8)
-
-    def forward(self, *, pair, options, scale=1.0):
-        (x, (y, z)) = pair
-        return self.line(x.exp() * y + options["bias"]) * z.exp() * scale
-
-
-class Keyworded(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Caller()
-
-    def forward(self, **arguments):
-        return self.block(**arguments)
+    assert_unchanged(lambda: Model(Silent()), plain_step, regions=["block"])
 
 
 def test_keyword_only_calls_with_nested_inputs_keep_every_bit():
+    def called(line, *, pair, options, scale=1.0):
+        (x, (y, z)) = pair
+        return line(x.exp() * y + options["bias"]) * z.exp() * scale
+
     def step(model, index):
         x, y, z, bias = (batch(10 * index + i).requires_grad_() for i in range(4))
         arguments = {"pair": (x, [y, z]), "options": {"bias": bias, "unused": None}}
@@ -376,44 +284,24 @@ def test_keyword_only_calls_with_nested_inputs_keep_every_bit():
         loss.backward()
         return loss, x.grad, y.grad, z.grad, bias.grad
 
-    assert_unchanged(Keyworded, step, regions=["block"])
+    assert_unchanged(lambda: Only(Lined(called)), step, regions=["block"])
 
 
 def test_many_steps_with_changing_shapes_never_confuse_reused_addresses():
-    def step(model, index):
-        rows = (5, 3, 7, 5, 9, 3)[index % 6]
-        loss = weigh(model(batch(index, rows, 8)))
-        loss.backward()
-        return loss
-
+    step = step_on(lambda index: batch(index, (5, 3, 7, 5, 9, 3)[index % 6], 8))
     report = assert_unchanged(stack_of(lambda: Inner(shared_by_several_ops)), step, steps=18)
     assert len(report.outcomes) == 3 * 4
 
 
 def test_a_sparse_tensor_in_a_region_is_left_to_autograd():
-    class Adjacent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(8, 8)
-
-        def forward(self, x, graph):
-            return self.line(torch.sparse.mm(graph, x.exp())).tanh()
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Adjacent()
-
-        def forward(self, x, graph):
-            return self.block(x, graph)
-
     def step(model, index):
         x = batch(index).requires_grad_()
         loss = weigh(model(x, torch.eye(5).to_sparse()))
         loss.backward()
         return loss, x.grad
 
-    assert_unchanged(Model, step, regions=["block"])
+    build = lambda: Only(Lined(lambda line, x, graph: line(torch.sparse.mm(graph, x.exp())).tanh()))  # noqa: E731
+    assert_unchanged(build, step, regions=["block"])
 
 
 def test_a_root_module_can_be_the_region():
@@ -430,31 +318,18 @@ def test_a_sparse_tensor_that_autograd_saves_is_left_to_autograd():
         def forward(self, x):
             return self.line(torch.sparse.mm((self.weight * torch.eye(5)).to_sparse(), x.exp())).tanh()
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Weighted()
-
-        def forward(self, x):
-            return self.block(x)
-
-    report = assert_unchanged(Model, plain_step, regions=["block"])
+    report = assert_unchanged(lambda: Only(Weighted()), plain_step, regions=["block"])
     assert any("not a plain dense tensor" in why for why in report.obstacles["block"].values())
 
 
 def test_lazily_conjugated_outputs_are_never_linked_and_keep_every_bit():
-    class Conjugated(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return torch.complex(self.line(x.real.exp()), x.imag.tanh()).conj()
+    def conjugated(line, x):
+        return torch.complex(line(x.real.exp()), x.imag.tanh()).conj()
 
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.blocks = nn.ModuleList(Conjugated() for _ in range(3))
+            self.blocks = nn.ModuleList(Lined(conjugated) for _ in range(3))
 
         def forward(self, x):
             x = torch.complex(x, x)

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from contracts.harness import Block, Stack, assert_unchanged, batch, manage, plain_step, stack_of, weigh
+from contracts.harness import Block, assert_unchanged, batch, manage, plain_step, stack_of, weigh
+from engine.models import Inner, Through, Tied, step_on
 from plimsoll.artifacts.decision import Engine
 
 
@@ -25,75 +26,73 @@ class Attention(nn.Module):
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)[0]) * x.exp()
 
 
-def test_autocast_keeps_every_bit_and_drops_weight_casts():
+def under_autocast(loss_of, cache_enabled=lambda index: True):
+    """A step whose forward runs under autocast."""
+
     def step(model, index):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = weigh(model(batch(index)))
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled(index)):
+            loss = loss_of(model, index)
         loss.backward()
         return loss
 
-    report = assert_unchanged(stack_of(Attention), step)
+    return step
+
+
+def once(model, index):
+    return weigh(model(batch(index)))
+
+
+def twice(model, index):
+    return weigh(model(batch(index))) + weigh(model(batch(index + 50)))
+
+
+def after_a_forward_that_fills_the_cache(model, index):
+    if index == 0:
+        with torch.no_grad():
+            model(batch(index + 50))
+    return once(model, index)
+
+
+def backward_too(model, index):
+    with torch.autocast("cpu", torch.bfloat16):
+        return plain_step(model, index)
+
+
+def backward_only(model, index):
+    loss = once(model, index)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+    return loss
+
+
+def test_autocast_keeps_every_bit_and_drops_weight_casts():
+    report = assert_unchanged(stack_of(Attention), under_autocast(once))
     assert report.dropped_share > 0.9, report.obstacles
 
 
-def test_two_calls_in_one_autocast_context_keep_every_bit():
-    def step(model, index):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = weigh(model(batch(index))) + weigh(model(batch(index + 50)))
-        loss.backward()
-        return loss
-
-    assert_unchanged(stack_of(Attention), step)
-    assert_unchanged(stack_of(Attention), step, boundaries=(1,))
-
-
-def test_recording_with_a_warm_weight_cast_cache_and_training_without_keeps_every_bit():
-    def step(model, index):
-        with torch.autocast("cpu", torch.bfloat16):
-            if index == 0:
-                with torch.no_grad():
-                    model(batch(index + 50))
-            loss = weigh(model(batch(index)))
-        loss.backward()
-        return loss
-
-    assert_unchanged(stack_of(Attention), step, steps=6, engine=None)
-
-
-def test_backward_under_autocast_keeps_every_bit():
-    def step(model, index):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = weigh(model(batch(index)))
-            loss.backward()
-        return loss
-
-    assert_unchanged(stack_of(Attention), step)
-    assert_unchanged(stack_of(Attention), step, boundaries=(1, 2))
-
-
-def test_forward_without_and_backward_with_autocast_keeps_every_bit():
-    def step(model, index):
-        loss = weigh(model(batch(index)))
-        with torch.autocast("cpu", torch.bfloat16):
-            loss.backward()
-        return loss
-
-    assert_unchanged(stack_of(Attention), step)
+@pytest.mark.parametrize(
+    ("step", "settings"),
+    [
+        (under_autocast(twice), {}),
+        (under_autocast(twice), {"boundaries": (1,)}),
+        (under_autocast(after_a_forward_that_fills_the_cache), {"steps": 6, "engine": None}),
+        (backward_too, {}),
+        (backward_too, {"boundaries": (1, 2)}),
+        (backward_only, {}),
+    ],
+    ids=["two calls", "two linked calls", "a warm cache", "backward too", "linked, backward too", "backward only"],
+)
+def test_autocast_around_more_or_less_than_one_forward_keeps_every_bit(step, settings):
+    assert_unchanged(stack_of(Attention), step, **settings)
 
 
 def test_autocast_without_a_cache_and_switched_off_inside_keeps_every_bit():
-    class Careful(nn.Module):
-        def forward(self, x):
-            with torch.autocast("cpu", enabled=False):
-                return (x.float() @ x.float().T).softmax(-1) @ x.float()
+    def careful(x):
+        with torch.autocast("cpu", enabled=False):
+            return (x.float() @ x.float().T).softmax(-1) @ x.float()
 
-    def step(model, index):
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=index % 2 == 0):
-            loss = weigh(model(batch(index)))
-        loss.backward()
-        return loss
-
-    assert_unchanged(stack_of(Careful), step, steps=5)
+    step = under_autocast(once, cache_enabled=lambda index: index % 2 == 0)
+    assert_unchanged(stack_of(lambda: Inner(careful)), step, steps=5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -115,12 +114,7 @@ def test_scaled_gradients_keep_every_bit(dtype):
 
 
 def test_a_bfloat16_model_keeps_every_bit():
-    def step(model, index):
-        loss = weigh(model(batch(index).bfloat16()))
-        loss.backward()
-        return loss
-
-    assert_unchanged(lambda: stack_of(Attention)().bfloat16(), step)
+    assert_unchanged(lambda: stack_of(Attention)().bfloat16(), step_on(lambda index: batch(index).bfloat16()))
 
 
 @pytest.mark.parametrize("boundaries", [(), (1,)])
@@ -158,16 +152,6 @@ def test_functional_calls_with_parameters_that_lie_otherwise_keep_every_bit():
 
 
 def test_untying_tied_parameters_in_a_functional_call_keeps_every_bit():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(32, 32)
-            self.second = nn.Linear(32, 32)
-            self.second.weight = self.first.weight
-
-        def forward(self, x):
-            return self.second(self.first(x).exp().tanh()).tanh()
-
     def step(model, index):
         loss = plain_step(model, index)
         others = {
@@ -177,7 +161,7 @@ def test_untying_tied_parameters_in_a_functional_call_keeps_every_bit():
         untied = weigh(torch.func.functional_call(model, others, (batch(index),), tie_weights=False))
         return loss, untied, *torch.autograd.grad(untied, list(others.values()))
 
-    assert_unchanged(lambda: Stack(Block(Tied()), Block(Tied())), step, engine=None)
+    assert_unchanged(stack_of(Tied, count=2), step, engine=None)
 
 
 def test_parameters_that_are_replaced_between_steps_are_seen():
@@ -194,14 +178,10 @@ def test_parameters_that_are_replaced_between_steps_are_seen():
 
 
 def test_parametrised_weights_added_after_apply_keep_every_bit():
-    class Symmetric(nn.Module):
-        def forward(self, weight):
-            return weight.tanh()
-
     def step(model, index):
         if index == 2:
             for block in model.blocks:
-                nn.utils.parametrize.register_parametrization(block.up, "weight", Symmetric())
+                nn.utils.parametrize.register_parametrization(block.up, "weight", nn.Tanh())
         return plain_step(model, index)
 
     assert_unchanged(stack_of(nn.Tanh), step, steps=5, engine=None)
@@ -254,11 +234,16 @@ def test_hooks_of_the_user_around_a_managed_model_get_every_tensor():
     assert_unchanged(stack_of(nn.Tanh), step, engine=None)
 
 
-def test_saving_on_the_cpu_around_a_managed_model_keeps_every_bit():
+@pytest.mark.parametrize(
+    "around",
+    [torch.autograd.graph.save_on_cpu, lambda: torch.autograd.graph.disable_saved_tensors_hooks("no hooks here")],
+    ids=["saving on the CPU", "forbidding hooks"],
+)
+def test_other_hooks_or_none_around_forward_keep_every_bit(around):
     def step(model, index):
         if index == 1:
             plain_step(model, index + 50)
-        with torch.autograd.graph.save_on_cpu():
+        with around():
             loss = weigh(model(batch(index)))
         loss.backward()
         return loss
@@ -266,26 +251,15 @@ def test_saving_on_the_cpu_around_a_managed_model_keeps_every_bit():
     assert_unchanged(stack_of(lambda: nn.Dropout(0.2)), step, engine=None)
 
 
-def test_hooks_that_are_forbidden_are_not_used():
-    def step(model, index):
-        with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
-            loss = weigh(model(batch(index)))
-        loss.backward()
-        return loss
-
-    assert_unchanged(stack_of(nn.Tanh), step, engine=None)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_an_outer_checkpoint_around_managed_blocks_keeps_every_bit(reentrant):
-    class Checkpointed(Stack):
-        def forward(self, x):
-            x = self.entrance(x)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=reentrant)
-            return self.head(x)
+    def checkpointed(blocks, x):
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        return x
 
-    assert_unchanged(lambda: Checkpointed(*(Block(nn.Dropout(0.3)) for _ in range(2))), plain_step, engine=None)
+    build = lambda: Through(*(Block(nn.Dropout(0.3)) for _ in range(2)), way=checkpointed)  # noqa: E731
+    assert_unchanged(build, plain_step, engine=None)
 
 
 def test_an_inner_checkpoint_and_a_selective_one_keep_every_bit():
@@ -313,14 +287,13 @@ def test_a_checkpoint_around_the_whole_model_keeps_every_bit():
 
 
 def test_a_rerun_region_restores_the_generator_like_checkpoint_does():
-    class Branch(nn.Module):
-        def forward(self, x):
-            y = nn.functional.dropout(x, 0.3)
-            return y.exp() if float(y.sum()) > 0 else y.tanh()
+    def branch(x):
+        y = nn.functional.dropout(x, 0.3)
+        return y.exp() if float(y.sum()) > 0 else y.tanh()
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert_unchanged(stack_of(Branch), plain_step, engine=Engine.RERUN)
+        assert_unchanged(stack_of(lambda: Inner(branch)), plain_step, engine=Engine.RERUN)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -399,11 +372,10 @@ def test_a_fake_run_of_a_managed_model_does_not_disturb_it():
 def test_flexible_attention_inside_a_region_keeps_every_bit():
     flex_attention = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
 
-    class Flexible(nn.Module):
-        def forward(self, x):
-            q = x.detach().view(1, 2, -1, 16)  # it has no backward on a CPU
-            return flex_attention(q, q, q.exp()).reshape(x.shape) * x.sigmoid()
+    def flexible(x):
+        q = x.detach().view(1, 2, -1, 16)  # it has no backward on a CPU
+        return flex_attention(q, q, q.exp()).reshape(x.shape) * x.sigmoid()
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert_unchanged(stack_of(Flexible, count=2), plain_step, engine=None)
+        assert_unchanged(stack_of(lambda: Inner(flexible), count=2), plain_step, engine=None)

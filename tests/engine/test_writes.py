@@ -10,17 +10,9 @@ import torch
 from torch import nn
 
 from contracts.harness import assert_unchanged, batch, manage, plain_step, stack_of, weigh
+from engine.models import Inner, Lined, Wrapped, step_on
 from plimsoll.artifacts.decision import Engine
 from plimsoll.errors import SavedTensorModified
-
-
-class Inner(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def masked_fill(x):
@@ -96,119 +88,75 @@ def test_writes_to_memory_of_the_region_are_replayed_on_private_copies(function)
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_backward_may_run_twice_over_replayed_writes(function):
-    def step(model, index):
-        loss = weigh(model(batch(index)))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return loss
-
-    assert_unchanged(stack_of(lambda: Inner(function), count=2), step)
+    assert_unchanged(stack_of(lambda: Inner(function), count=2), step_on(backwards=2))
 
 
-class Writer(nn.Module):
-    """Writes to its own input, then uses it."""
-
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = (x + 1).exp()
-        x.mul_(0.5)
-        return self.line(y * x).tanh() + x
-
-
-class Wrapped(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.entrance = nn.Linear(8, 8)
-        self.block = block
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.head(self.block(self.entrance(x)))
+def writes_to_its_input(line, x):
+    y = (x + 1).exp()
+    x.mul_(0.5)
+    return line(y * x).tanh() + x
 
 
 def test_a_region_that_writes_to_its_input_keeps_and_stays_right():
-    report = assert_unchanged(lambda: Wrapped(Writer()), plain_step, regions=["block"], engine=None)
+    build = lambda: Wrapped(Lined(writes_to_its_input))  # noqa: E731
+    report = assert_unchanged(build, plain_step, regions=["block"], engine=None)
     assert report.engines <= {Engine.KEEP, Engine.RECIPE}
 
 
+class Switched(Lined):
+    """What it does depends on a switch that no guard sees."""
+
+    def __init__(self, function):
+        super().__init__(function)
+        self.switch = [False]
+
+    def forward(self, x):
+        return self.function(self.line, x, is_on=self.switch[0])
+
+
 def test_a_region_that_writes_to_its_input_only_sometimes_stays_right():
-    class Sometimes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(8, 8)
-            self.switch = [False]
-
-        def forward(self, x):
-            y = (x + 1).exp()
-            z = self.line(y).tanh()
-            if self.switch[0]:
-                with torch.no_grad():
-                    x.mul_(0.5)
-            return z
-
-    class Model(Wrapped):
-        def __init__(self):
-            super().__init__(Sometimes())
+    def sometimes(line, x, *, is_on):
+        z = line((x + 1).exp()).tanh()
+        if is_on:
+            with torch.no_grad():
+                x.mul_(0.5)
+        return z
 
     def step(model, index):
         model.block.switch[0] = index >= 1
         return plain_step(model, index)
 
-    assert_unchanged(Model, step, regions=["block"], engine=None)
+    assert_unchanged(lambda: Wrapped(Switched(sometimes)), step, regions=["block"], engine=None)
 
 
-class Unsaved(nn.Module):
-    """Neither its input nor its output is saved by autograd, but recipes start from the input."""
-
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.line((x + 1).exp().tanh()) + 1
+@torch.no_grad()
+def write_to_the_input(x, y):
+    x.zero_()
 
 
-def test_a_write_to_an_input_that_nobody_saved_changes_nothing():
+def write_to_the_output(x, y):
+    y.mul_(2)
+
+
+@pytest.mark.parametrize("write", [write_to_the_input, write_to_the_output])
+def test_a_write_to_an_input_or_output_that_nobody_saved_changes_nothing(write):
+    """Autograd saves neither, but recipes start from the input."""
+
     def step(model, index):
         x = model.entrance(batch(index))
         y = model.block(x)
-        with torch.no_grad():
-            x.zero_()
+        write(x, y)
         loss = weigh(model.head(y))
         loss.backward()
         return loss
 
-    assert_unchanged(lambda: Wrapped(Unsaved()), step, regions=["block"])
-
-
-def test_a_write_to_an_output_that_nobody_saved_changes_nothing():
-    def step(model, index):
-        y = model.block(model.entrance(batch(index)))
-        y.mul_(2)
-        loss = weigh(model.head(y))
-        loss.backward()
-        return loss
-
-    assert_unchanged(lambda: Wrapped(Unsaved()), step, regions=["block"])
-
-
-class Saved(nn.Module):
-    """Its input and its output are saved."""
-
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return torch.tanh(self.line(x) * x)
+    unsaved = lambda: Wrapped(Lined(lambda line, x: line((x + 1).exp().tanh()) + 1))  # noqa: E731
+    assert_unchanged(unsaved, step, regions=["block"])
 
 
 @pytest.mark.parametrize("recorded_first", [False, True])
 def test_a_write_to_a_saved_input_is_an_error_before_the_optimizer(recorded_first):
-    model = Wrapped(Saved())
+    model = Wrapped(Lined(lambda line, x: torch.tanh(line(x) * x)))
     with manage(model, ["block"]):
         if recorded_first:
             plain_step(model, 0)
@@ -220,64 +168,33 @@ def test_a_write_to_a_saved_input_is_an_error_before_the_optimizer(recorded_firs
             loss.backward()
 
 
-def test_a_write_inside_the_region_to_what_autograd_saved_is_an_error_as_without_a_plan():
-    class Wrong(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(8, 8)
-
-        def forward(self, x):
-            y = self.line(x).exp()
-            z = y.tanh() * x
+@pytest.mark.parametrize("starts_after_recording", [False, True])
+def test_a_write_inside_the_region_to_what_autograd_saved_is_an_error_as_without_a_plan(starts_after_recording):
+    def writes(line, x, *, is_on):
+        y = line(x).exp()
+        z = y.tanh() * x
+        if is_on:
             with torch.no_grad():
                 y.add_(1)
-            return z
+        return z
 
-    plain = Wrapped(Wrong())
+    plain = Wrapped(Switched(writes))
     managed = copy.deepcopy(plain)
+    plain.block.switch[0] = True
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         plain_step(plain, 0)
     with manage(managed, ["block"]):
+        if starts_after_recording:
+            plain_step(managed, 0)
+        managed.block.switch[0] = True
         for index in range(3):
             with pytest.raises((RuntimeError, SavedTensorModified), match=r"modified"):
                 plain_step(managed, index)
 
 
-def test_a_write_inside_the_region_that_starts_after_recording_is_an_error_or_harmless():
-    class Later(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(8, 8)
-            self.switch = [False]
-
-        def forward(self, x):
-            y = self.line(x).exp()
-            z = y.tanh() * x
-            if self.switch[0]:
-                with torch.no_grad():
-                    y.add_(1)
-            return z
-
-    model = Wrapped(Later())
-    with manage(model, ["block"]):
-        plain_step(model, 0)
-        model.block.switch[0] = True
-        for index in range(2):
-            with pytest.raises((RuntimeError, SavedTensorModified), match=r"modified"):
-                plain_step(model, index)
-
-
 @pytest.mark.parametrize("name", ["line.weight", "line.bias"])
 def test_a_parameter_modified_between_forward_and_backward_is_an_error(name):
-    class Region(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.line(x.exp()).tanh().exp()
-
-    model = Wrapped(Region())
+    model = Wrapped(Lined(lambda line, x: line(x.exp()).tanh().exp()))
     with manage(model, ["block"]):
         plain_step(model, 0)
         loss = weigh(model(batch(1)))
@@ -288,78 +205,73 @@ def test_a_parameter_modified_between_forward_and_backward_is_an_error(name):
         assert name in str(error.value)
 
 
-def test_parameters_may_be_stepped_while_backward_runs():
+@pytest.mark.parametrize("kept", [(), ("gelu",), ("inner",), ("norm",)])
+def test_parameters_may_be_stepped_while_backward_runs(kept):
+    def update(parameter):
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+
     def step(model, index):
-        handles = []
-        for parameter in model.parameters():
-
-            def update(p):
-                with torch.no_grad():
-                    p -= 0.1 * p.grad
-                p.grad = None
-
-            handles.append(parameter.register_post_accumulate_grad_hook(update))
-        loss = weigh(model(batch(index)))
-        loss.backward()
+        handles = [parameter.register_post_accumulate_grad_hook(update) for parameter in model.parameters()]
+        loss = plain_step(model, index)
         for handle in handles:
             handle.remove()
-        outputs = weigh(model(batch(index)))
-        outputs.backward()
-        return loss, outputs
+        return loss, plain_step(model, index)
 
-    for kept in ((), ("gelu",), ("inner",), ("norm",)):
-        assert_unchanged(stack_of(nn.Tanh), step, kept=kept)
+    assert_unchanged(stack_of(nn.Tanh), step, kept=kept)
+
+
+class Buffered(Lined):
+    """Its function gets a buffer too."""
+
+    def __init__(self, function, buffer):
+        super().__init__(function)
+        self.register_buffer("buffer", buffer)
+
+    def forward(self, x):
+        return self.function(self.line, x, self.buffer)
 
 
 def test_a_buffer_that_outer_code_changes_before_backward_is_read_as_forward_saw_it():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(8, 8)
-            self.register_buffer("scale", torch.linspace(0, 1, 8))
-
-        def forward(self, x):
-            return self.line((x + self.scale).exp()).tanh()
+    def build():
+        return Wrapped(Buffered(lambda line, x, scale: line((x + scale).exp()).tanh(), torch.linspace(0, 1, 8)))
 
     def step(model, index):
         loss = weigh(model(batch(index)))
-        model.block.scale.add_(1)
+        model.block.buffer.add_(1)
         loss.backward()
         return loss
 
-    assert_unchanged(lambda: Wrapped(Scaled()), step, regions=["block"])
+    assert_unchanged(build, step, regions=["block"])
 
 
 def test_a_counter_buffer_that_the_region_writes_and_reads_counts_once_per_call():
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(8, 8)
-            self.register_buffer("calls", torch.zeros(()))
+    def counting(line, x, calls):
+        calls.add_(1)
+        return line((x * calls).exp().tanh()).sigmoid()
 
-        def forward(self, x):
-            self.calls.add_(1)
-            return self.line((x * self.calls).exp().tanh()).sigmoid()
-
-    assert_unchanged(lambda: Wrapped(Counting()), plain_step, regions=["block"], engine=None)
+    build = lambda: Wrapped(Buffered(counting, torch.zeros(())))  # noqa: E731
+    assert_unchanged(build, plain_step, regions=["block"], engine=None)
 
 
-def test_memory_written_behind_pytorch_is_never_rebuilt():
-    def through_numpy(x):
+def through_numpy(noise, values):
+    noise.numpy()[:] = values.numpy()
+
+
+def through_data(noise, values):
+    noise.data.copy_(values)
+
+
+def through_a_pointer(noise, values):
+    ctypes.memmove(noise.data_ptr(), values.data_ptr(), values.nbytes)
+
+
+@pytest.mark.parametrize("write", [through_numpy, through_data, through_a_pointer])
+def test_memory_written_behind_pytorch_is_never_rebuilt(write):
+    def written(x):
         noise = torch.zeros_like(x)
-        noise.numpy()[:] = x.detach().exp().numpy()
+        write(noise, x.detach().exp())
         return x * noise * noise.exp()
 
-    def through_data(x):
-        noise = torch.zeros_like(x)
-        noise.data.copy_(x.detach().exp())
-        return x * noise * noise.exp()
-
-    def through_a_pointer(x):
-        noise = torch.zeros_like(x)
-        values = x.detach().exp()
-        ctypes.memmove(noise.data_ptr(), values.data_ptr(), values.nbytes)
-        return x * noise * noise.exp()
-
-    for function in (through_numpy, through_data, through_a_pointer):
-        assert_unchanged(stack_of(lambda f=function: Inner(f), count=2), plain_step, engine=None)
+    assert_unchanged(stack_of(lambda: Inner(written), count=2), plain_step, engine=None)

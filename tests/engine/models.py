@@ -1,0 +1,105 @@
+"""The small models and training steps that tests of the engine share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from contracts.harness import Stack, batch, weigh
+
+
+class Inner(nn.Module):
+    """A function of one tensor as a module."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+class Lined(nn.Module):
+    """A linear layer that a function uses: ``function(line, *inputs)``."""
+
+    def __init__(self, function: Callable[..., Any], width: int = 8) -> None:
+        super().__init__()
+        self.line = nn.Linear(width, width)
+        self.function = function
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self.line, *inputs, **named)
+
+
+class Only(nn.Module):
+    """A model that does nothing but to call its one region, ``block``."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.block(*inputs, **named)
+
+
+class Wrapped(Only):
+    """One region, ``block``, between an entrance and a head."""
+
+    def __init__(self, block: nn.Module, width: int = 8) -> None:
+        super().__init__(block)
+        self.entrance = nn.Linear(8, width)
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.entrance(x)))
+
+
+class Through(Stack):
+    """A stack that goes through its blocks in a way of its own: ``way(blocks, x)``."""
+
+    def __init__(self, *blocks: nn.Module, way: Callable[..., torch.Tensor], width: int = 16) -> None:
+        super().__init__(*blocks, width=width)
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.way(self.blocks, self.entrance(x)))
+
+
+class Tied(nn.Module):
+    """Two layers that share their weight, which is read directly too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.second = nn.Linear(32, 32)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).exp().tanh()) * nn.functional.linear(x, self.first.weight.t())
+
+
+def step_on(data: Callable[[int], torch.Tensor] = batch, *, backwards: int = 1) -> Callable[..., torch.Tensor]:
+    """A step on other data: forward, a loss that weighs every output, and as many backwards."""
+
+    def step(model: nn.Module, index: int) -> torch.Tensor:
+        loss = weigh(model(data(index)))
+        for left in reversed(range(backwards)):
+            loss.backward(retain_graph=left > 0)
+        return loss
+
+    return step
+
+
+def step_with_input(data: Callable[[int], torch.Tensor] = batch) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A step that returns the gradient of its input too."""
+
+    def step(model: nn.Module, index: int) -> tuple[torch.Tensor, ...]:
+        x = data(index).requires_grad_()
+        loss = weigh(model(x))
+        loss.backward()
+        return loss, x.grad
+
+    return step
