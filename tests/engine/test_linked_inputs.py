@@ -1,4 +1,5 @@
-"""Dropped boundaries: a region's input is made again by the region before it, and only if it really was its output."""
+"""Dropped boundaries: a region's input is made again by the region before it, and only if it really was its output.
+Modules and parameters that are used more than once."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from contracts.harness import Block, Stack, assert_unchanged, batch, manage, plain_step, stack_of, weigh
+from engine.models import Lined, Through, Tied
 
 
 def links_of(model, *, boundaries):
@@ -36,23 +38,14 @@ def test_chains_of_dropped_boundaries_keep_every_bit(boundaries, kept):
     assert_unchanged(stack_of(lambda: nn.Dropout(0.3), count=4), step, boundaries=boundaries, kept=kept)
 
 
+def stack_with(way, block=lambda: Block(nn.Tanh())):
+    """How to build three blocks that are gone through in this way."""
+    return lambda: Through(*(block() for _ in range(3)), way=way)
+
+
 def test_boundaries_are_really_linked():
     torch.manual_seed(0)
     assert links_of(stack_of(count=3)(), boundaries=(0, 1, 2)) == [[False], [True], [True]]
-
-
-class Between(Stack):
-    """Something happens between the blocks."""
-
-    def __init__(self, *blocks, between):
-        super().__init__(*blocks)
-        self.between = between
-
-    def forward(self, x):
-        x = self.entrance(x)
-        for block in self.blocks:
-            x = self.between(block(x))
-        return self.head(x)
 
 
 @pytest.mark.parametrize(
@@ -69,84 +62,65 @@ class Between(Stack):
     ids=["scaled", "same view", "turned twice", "sliced whole", "flipped", "shortened", "written in place"],
 )
 def test_only_the_very_output_is_linked(between, is_linked):
-    def build():
-        return Between(Block(nn.Tanh()), Block(nn.Tanh()), Block(nn.Tanh()), between=between)
+    def way(blocks, x):
+        for block in blocks:
+            x = between(block(x))
+        return x
 
+    build = stack_with(way)
     torch.manual_seed(0)
     assert links_of(build(), boundaries=(1, 2))[1:] == [[is_linked]] * 2
     assert_unchanged(build, plain_step, boundaries=(1, 2))
 
 
 def test_an_output_that_is_written_in_place_after_its_consumer_stays_right():
-    class Consumer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(16, 16)
+    def consumer():
+        return Lined(lambda line, x: line((x + 1).exp().tanh()) + 1, width=16)
 
-        def forward(self, x):
-            return self.line((x + 1).exp().tanh()) + 1
+    def way(blocks, x):
+        for block in blocks:
+            y = block(x)
+            with torch.no_grad():
+                x.zero_()
+            x = y
+        return x
 
-    class Model(Stack):
-        def forward(self, x):
-            x = self.entrance(x)
-            for block in self.blocks:
-                y = block(x)
-                with torch.no_grad():
-                    x.zero_()
-                x = y
-            return self.head(x)
-
-    assert_unchanged(lambda: Model(*(Consumer() for _ in range(3))), plain_step, boundaries=(1, 2))
+    assert_unchanged(stack_with(way, consumer), plain_step, boundaries=(1, 2))
 
 
 def test_a_link_that_is_missing_in_one_step_keeps_that_call_whole():
-    class Sometimes(Stack):
-        def __init__(self, *blocks):
-            super().__init__(*blocks)
-            self.step = [0]
+    factor = [1.0]
 
-        def forward(self, x):
-            self.step[0] += 1
-            x = self.entrance(x)
-            for block in self.blocks:
-                x = block(x)
-                if self.step[0] == 2:
-                    x = x * 1.5
-            return self.head(x)
+    def way(blocks, x):
+        for block in blocks:
+            x = block(x)
+            if factor[0] != 1.0:
+                x = x * factor[0]
+        return x
 
-    assert_unchanged(lambda: Sometimes(*(Block(nn.Tanh()) for _ in range(3))), plain_step, steps=4, boundaries=(1, 2))
+    def step(model, index):
+        factor[0] = 1.5 if index == 1 else 1.0
+        return plain_step(model, index)
 
-
-class TwoOutputs(nn.Module):
-    """Returns a dropped and a kept tensor, and one that it was given."""
-
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(16, 16)
-
-    def forward(self, x, memory):
-        y = self.line(x).sin()
-        return y, y.exp().tanh() * memory, memory
-
-
-class Pairs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.entrance = nn.Linear(8, 16)
-        self.blocks = nn.ModuleList(TwoOutputs() for _ in range(3))
-
-    def forward(self, x):
-        x = self.entrance(x)
-        memory = x.sigmoid()
-        for block in self.blocks:
-            x, extra, memory = block(x, memory)
-        return x + extra
+    assert_unchanged(stack_with(way), step, steps=4, boundaries=(1, 2))
 
 
 @pytest.mark.parametrize("kept", [(), ("tanh",), ("sin",), ("exp",), ("addmm", "linear")])
 def test_regions_with_several_outputs_are_linked_through_the_right_one(kept):
-    names = [f"blocks.{i}" for i in range(3)]
-    assert_unchanged(Pairs, plain_step, regions=names, boundaries=(1, 2), kept=kept)
+    """Each returns a dropped and a kept tensor, and one that it was given."""
+
+    def two_outputs(line, x, memory):
+        y = line(x).sin()
+        return y, y.exp().tanh() * memory, memory
+
+    def way(blocks, x):
+        memory = x.sigmoid()
+        for block in blocks:
+            x, extra, memory = block(x, memory)
+        return x + extra
+
+    build = stack_with(way, lambda: Lined(two_outputs, width=16))
+    assert_unchanged(build, plain_step, regions=[f"blocks.{i}" for i in range(3)], boundaries=(1, 2), kept=kept)
 
 
 def test_a_boundary_whose_region_drops_nothing_else_keeps_every_bit():
@@ -172,25 +146,75 @@ def test_a_boundary_whose_region_drops_nothing_else_keeps_every_bit():
 
 
 def test_the_order_of_calls_decides_who_is_linked_not_the_order_of_names():
-    class Backwards(Stack):
-        def forward(self, x):
-            x = self.entrance(x)
-            for block in reversed(self.blocks):
-                x = block(x)
-            return self.head(x)
+    def backwards(blocks, x):
+        for block in reversed(blocks):
+            x = block(x)
+        return x
 
-    assert_unchanged(lambda: Backwards(*(Block(nn.Dropout(0.2)) for _ in range(3))), plain_step, boundaries=(0, 1))
+    assert_unchanged(stack_with(backwards, lambda: Block(nn.Dropout(0.2))), plain_step, boundaries=(0, 1))
 
 
 def test_one_output_for_two_regions_is_made_once_and_right():
-    class Forked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.entrance = nn.Linear(8, 16)
-            self.blocks = nn.ModuleList(Block(nn.Tanh()) for _ in range(3))
+    def forked(blocks, x):
+        x = blocks[0](x)
+        return blocks[1](x) * blocks[2](x)
 
-        def forward(self, x):
-            x = self.blocks[0](self.entrance(x))
-            return self.blocks[1](x) * self.blocks[2](x)
+    assert_unchanged(stack_with(forked), plain_step, boundaries=(1, 2))
 
-    assert_unchanged(Forked, plain_step, boundaries=(1, 2))
+
+# Modules and parameters that are used more than once.
+
+
+def looped(blocks, x):
+    for block in (*blocks, *blocks):
+        x = block(x)
+    return x
+
+
+@pytest.mark.parametrize("boundaries", [(), (1,)])
+def test_blocks_that_run_twice_per_forward_keep_every_bit(boundaries):
+    build = lambda: Through(Block(nn.Dropout(0.2)), Block(nn.Tanh()), way=looped)  # noqa: E731
+    assert_unchanged(build, plain_step, boundaries=boundaries)
+
+
+@pytest.mark.parametrize("boundaries", [(), (1,)])
+def test_one_block_under_several_names_keeps_every_bit(boundaries):
+    def build():
+        block = Block(nn.Dropout(0.2))
+        return Stack(block, Block(nn.Tanh()), block)
+
+    assert_unchanged(build, plain_step, boundaries=boundaries)
+
+
+def test_parameters_tied_between_blocks_or_inside_a_block_keep_every_bit():
+    def build():
+        model = Stack(Block(nn.Tanh()), Block(nn.Tanh()))
+        model.blocks[1].up.weight = model.blocks[0].up.weight
+        model.blocks[1].norm = model.blocks[0].norm
+        return model
+
+    assert_unchanged(build, plain_step)
+    assert_unchanged(stack_of(Tied, count=2), plain_step)
+
+
+def test_a_region_that_is_called_with_and_without_a_managed_caller_keeps_every_bit():
+    """A block inside another managed block is left to the outer one; called alone it is managed itself."""
+
+    def build():
+        inner = Block(nn.Tanh())
+        outer = Block(nn.Identity())
+        outer.inner = nn.Sequential(nn.Linear(32, 16), inner, nn.Linear(16, 32))
+        return Stack(outer, inner)
+
+    assert_unchanged(build, plain_step, regions=["blocks.0", "blocks.0.inner.1"])
+
+
+@pytest.mark.parametrize("boundaries", [(), (1,)])
+def test_blocks_called_without_their_model_keep_every_bit(boundaries):
+    def step(model, index):
+        x = batch(index, 5, 16).requires_grad_()
+        loss = weigh(model.blocks[1](model.blocks[0](x)))
+        loss.backward()
+        return loss, x.grad
+
+    assert_unchanged(stack_of(nn.Tanh, count=2), step, boundaries=boundaries)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from contracts.harness import assert_unchanged, batch, weigh
+from contracts.harness import assert_unchanged, batch, plain_step
+from engine.models import Lined, Only, step_on
 from plimsoll.artifacts.decision import Engine
 
 
@@ -25,10 +26,8 @@ def network(norm):
     return lambda: nn.Sequential(*(Residual(norm) for _ in range(2)))
 
 
-def images(model, index, size=6):
-    loss = weigh(model(batch(index, 3, 4, size, size)))
-    loss.backward()
-    return loss
+def images(model, index, size=6, backwards=1):
+    return step_on(lambda index: batch(index, 3, 4, size, size), backwards=backwards)(model, index)
 
 
 NORMS = {
@@ -61,13 +60,7 @@ def test_evaluation_mode_with_gradients_keeps_every_bit(norm):
 
 
 def test_statistics_move_once_per_forward_however_often_backward_runs():
-    def step(model, index):
-        loss = weigh(model(batch(index, 3, 4, 6, 6)))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return loss
-
-    assert_unchanged(network(nn.BatchNorm2d), step)
+    assert_unchanged(network(nn.BatchNorm2d), lambda model, index: images(model, index, backwards=2))
 
 
 def test_statistics_move_once_when_shapes_never_stop_changing():
@@ -90,35 +83,20 @@ def test_statistics_move_once_when_control_flow_changes():
             y = super().forward(x)
             return y.exp().tanh() if self.switch[0] % 2 else y
 
-    report = assert_unchanged(
-        lambda: nn.Sequential(*(Branching(nn.BatchNorm2d) for _ in range(2))), images, steps=10, engine=None
-    )
+    build = lambda: nn.Sequential(*(Branching(nn.BatchNorm2d) for _ in range(2)))  # noqa: E731
+    report = assert_unchanged(build, images, steps=10, engine=None)
     assert Engine.RERUN not in report.engines
 
 
 def test_a_module_that_reads_the_statistics_that_it_updates_stays_right():
-    class Reading(nn.Module):
+    class Reading(Lined):
         def __init__(self):
-            super().__init__()
+            super().__init__(None)
             self.norm = nn.BatchNorm1d(8)
-            self.line = nn.Linear(8, 8)
 
         def forward(self, x):
             early = (x + self.norm.running_mean).exp().tanh()
             y = self.norm(x)
             return self.line(early * (y - self.norm.running_var).exp().sigmoid())
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Reading()
-
-        def forward(self, x):
-            return self.block(x)
-
-    def step(model, index):
-        loss = weigh(model(batch(index)))
-        loss.backward()
-        return loss
-
-    assert_unchanged(Model, step, regions=["block"], engine=None)
+    assert_unchanged(lambda: Only(Reading()), plain_step, regions=["block"], engine=None)

@@ -7,17 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from contracts.harness import Stack, assert_unchanged, batch, plain_step, stack_of, weigh
+from contracts.harness import Block, Stack, assert_unchanged, batch, plain_step, stack_of, weigh
+from engine.models import Inner
 from plimsoll.artifacts.decision import Engine
-
-
-class Inner(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def dropout_in_several_places(x):
@@ -83,7 +75,8 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_random_ops_are_rebuilt_bit_for_bit_and_the_generator_moves_as_it_would(function):
-    assert_unchanged(stack_of(lambda: Inner(function)), plain_step)
+    report = assert_unchanged(stack_of(lambda: Inner(function)), plain_step)
+    assert report.dropped_share > 0.95 or function is not dropout_in_several_places, report.obstacles
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
@@ -97,11 +90,6 @@ def test_random_ops_survive_a_second_backward_and_draws_in_between(function):
         return loss, torch.rand(2)
 
     assert_unchanged(stack_of(lambda: Inner(function), count=2), step, boundaries=(1,))
-
-
-def test_dropout_can_be_dropped_nearly_whole():
-    report = assert_unchanged(stack_of(lambda: Inner(dropout_in_several_places)), plain_step)
-    assert report.dropped_share > 0.95, report.obstacles
 
 
 def test_a_generator_of_the_user_is_never_drawn_from_twice():
@@ -130,19 +118,8 @@ def test_a_generator_of_the_user_is_never_drawn_from_twice():
 
 
 def test_a_dropped_path_that_is_skipped_at_random_stays_right():
-    class Skipping(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
+    class Skipping(Block):
         def forward(self, x):
-            if torch.rand(()) < 0.5:
-                return x
-            return self.inner(x)
+            return x if torch.rand(()) < 0.5 else super().forward(x)
 
-    def build():
-        from contracts.harness import Block
-
-        return Stack(*(Skipping(Block(nn.Tanh())) for _ in range(3)))
-
-    assert_unchanged(build, plain_step, steps=6, engine=Engine.RERUN)
+    assert_unchanged(lambda: Stack(*(Skipping(nn.Tanh()) for _ in range(3))), plain_step, steps=6, engine=Engine.RERUN)
