@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 import time
@@ -114,6 +115,13 @@ def test_the_demo_uses_the_public_surface_alone():
         if show(path).startswith("ui/demo/"):
             used = {name for name in neighbours(path) if not name.startswith("plimsoll.ui.demo")}
             assert {room_of(name) for name in used} <= allowed
+
+
+def test_the_page_of_concepts_names_files_that_exist():
+    page = (PACKAGE.parents[1] / "docs" / "design" / "where-is-what.md").read_text(encoding="utf-8")
+    addresses = re.findall(r"^\| .+ \| `(.+)` \|$", page, re.MULTILINE)
+    assert len(addresses) >= 30
+    assert [address for address in addresses if not (PACKAGE / address).exists()] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=show)
