@@ -10,8 +10,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from contracts.harness import (
-    Block,
-    Stack,
     assert_unchanged,
     batch,
     equal_bits,
@@ -20,6 +18,7 @@ from contracts.harness import (
     stack_of,
     weigh,
 )
+from engine.models import Inner, step_on
 
 
 class Attention(nn.Module):
@@ -35,14 +34,7 @@ class Attention(nn.Module):
 
 
 def test_backward_twice_with_retain_graph_accumulates_the_same_bits():
-    def step(model, index):
-        loss = weigh(model(batch(index)))
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return loss
-
-    assert_unchanged(stack_of(Attention), step)
+    assert_unchanged(stack_of(Attention), step_on(backwards=3))
 
 
 @pytest.mark.parametrize("boundaries", [(), (1, 2)])
@@ -70,7 +62,8 @@ def test_gradients_of_gradients_of_gradients_keep_every_bit():
     assert_unchanged(stack_of(nn.Sigmoid, count=2), step)
 
 
-def test_gradients_of_parts_of_the_graph_keep_every_bit():
+@pytest.mark.parametrize("boundaries", [(), (1, 2)])
+def test_gradients_of_parts_of_the_graph_keep_every_bit(boundaries):
     def step(model, index):
         x = batch(index).requires_grad_()
         y = model(x)
@@ -81,8 +74,7 @@ def test_gradients_of_parts_of_the_graph_keep_every_bit():
         loss.backward()
         return made
 
-    assert_unchanged(stack_of(Attention), step)
-    assert_unchanged(stack_of(Attention), step, boundaries=(1, 2))
+    assert_unchanged(stack_of(Attention), step, boundaries=boundaries)
 
 
 def test_a_backward_inside_a_hook_of_a_backward_keeps_every_bit():
@@ -172,36 +164,35 @@ class WritesInPlace(torch.autograd.Function):
         return gradient * 3 + 0 * x
 
 
-class Custom(nn.Module):
-    def forward(self, x):
+def test_custom_functions_that_read_twice_carry_attributes_and_save_outputs_keep_every_bit():
+    def custom(x):
         y = ReadsTwice.apply(x.sin(), x.cos())
         z = SavesItsOutput.apply(y)
         return z * WritesInPlace.apply(y * 0.5).tanh()
 
+    assert_unchanged(stack_of(lambda: Inner(custom)), step_on(backwards=2))
 
-def test_custom_functions_that_read_twice_carry_attributes_and_save_outputs_keep_every_bit():
-    def step(model, index):
-        loss = weigh(model(batch(index)))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return loss
 
-    assert_unchanged(stack_of(Custom), step)
+def saved_tensors(node):
+    """What the nodes of a graph show of what they saved, in order."""
+    tensors, pending, seen = [], [node], {None}
+    while pending:
+        node = pending.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        pending += [following for following, _ in node.next_functions]
+        values = [getattr(node, name) for name in sorted(dir(node)) if name.startswith("_saved_")]
+        tensors += [value for value in values if isinstance(value, torch.Tensor)]
+    return tensors
 
 
 def test_saved_tensors_may_be_looked_at_outside_of_backward():
     def step(model, index):
-        y = model(batch(index))
-        loss = weigh(y)
-        found, pending = [], [loss.grad_fn]
-        while pending:
-            node = pending.pop()
-            if node is None:
-                continue
-            pending += [following for following, _ in node.next_functions]
-            found.extend(getattr(node, name) for name in ("_saved_result", "_saved_self") if hasattr(node, name))
+        loss = weigh(model(batch(index)))
+        found = saved_tensors(loss.grad_fn)
         loss.backward()
-        return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+        return found
 
     assert_unchanged(stack_of(nn.Tanh), step)
 
@@ -220,13 +211,12 @@ class OpCount(TorchDispatchMode):
 def test_an_op_runs_at_most_once_more_per_backward(boundaries):
     """Ops that backward itself never uses count replays: once per block, whatever the order of reading."""
 
-    class Inner(nn.Module):
-        def forward(self, x):
-            y = x.asinh().expm1()
-            return torch.special.bessel_j0(y) * y + torch.lgamma(y.abs() + 1)
+    def inner(x):
+        y = x.asinh().expm1()
+        return torch.special.bessel_j0(y) * y + torch.lgamma(y.abs() + 1)
 
     torch.manual_seed(0)
-    model = Stack(*(Block(Inner()) for _ in range(3)))
+    model = stack_of(lambda: Inner(inner))()
     with manage(model, boundaries=boundaries):
         for index in range(3):
             loss = weigh(model(batch(index)).detach() * 0 + model(batch(index)))
@@ -238,45 +228,41 @@ def test_an_op_runs_at_most_once_more_per_backward(boundaries):
             model.zero_grad()
 
 
-def test_a_region_called_twice_before_backward_keeps_every_bit():
-    def step(model, index):
-        first, second = model(batch(index)), model(batch(index + 50, 3, 8))
-        loss = weigh(second, first)
-        loss.backward()
-        return loss
-
-    assert_unchanged(stack_of(lambda: nn.Dropout(0.2)), step)
+def called_twice(model, index):
+    first, second = model(batch(index)), model(batch(index + 50, 3, 8))
+    loss = weigh(second, first)
+    loss.backward()
+    return loss
 
 
-def test_several_forwards_and_backwards_interleaved_keep_every_bit():
-    def step(model, index):
-        losses = [weigh(model(batch(10 * index + i))) for i in range(3)]
-        losses[1].backward(retain_graph=True)
-        losses[0].backward()
-        losses[1].backward()
-        losses[2].backward()
-        return losses
-
-    assert_unchanged(stack_of(lambda: nn.Dropout(0.2)), step)
-    assert_unchanged(stack_of(lambda: nn.Dropout(0.2)), step, boundaries=(1, 2))
+def interleaved(model, index):
+    losses = [weigh(model(batch(10 * index + i))) for i in range(3)]
+    losses[1].backward(retain_graph=True)
+    losses[0].backward()
+    losses[1].backward()
+    losses[2].backward()
+    return losses
 
 
-def test_gradient_accumulation_over_micro_batches_keeps_every_bit():
-    def step(model, index):
-        losses = []
-        for micro in range(4):
-            losses.append(weigh(model(batch(10 * index + micro))) / 4)
-            losses[-1].backward()
-        return losses
+def accumulating(model, index):
+    losses = []
+    for micro in range(4):
+        losses.append(weigh(model(batch(10 * index + micro))) / 4)
+        losses[-1].backward()
+    return losses
 
-    assert_unchanged(stack_of(lambda: nn.Dropout(0.2)), step)
+
+@pytest.mark.parametrize(
+    ("step", "boundaries"), [(called_twice, ()), (interleaved, ()), (interleaved, (1, 2)), (accumulating, ())]
+)
+def test_several_forwards_and_backwards_in_any_order_keep_every_bit(step, boundaries):
+    assert_unchanged(stack_of(lambda: nn.Dropout(0.2)), step, boundaries=boundaries)
 
 
 def test_a_graph_that_is_dropped_without_backward_disturbs_nothing():
     def step(model, index):
         for micro in range(2):
-            abandoned = model(batch(10 * index + micro))
-            del abandoned
+            model(batch(10 * index + micro))
         return plain_step(model, index)
 
     assert_unchanged(stack_of(nn.Tanh), step, boundaries=(1,))
@@ -307,20 +293,8 @@ def test_wrong_parts_of_a_recipe_cannot_have_another_shape():
     plain = copy.deepcopy(model)
     with manage(model):
         plain_step(model, 0)
-        saved = []
-        for subject in (plain, model):
-            y = subject(batch(1))
-            tensors, pending, seen = [], [y.grad_fn], set()
-            while pending:
-                node = pending.pop(0)
-                if node is None or node in seen:
-                    continue
-                seen.add(node)
-                pending += [following for following, _ in node.next_functions]
-                names = sorted(name for name in dir(node) if name.startswith("_saved_"))
-                values = [getattr(node, name) for name in names]
-                tensors += [value for value in values if isinstance(value, torch.Tensor)]
-            saved.append(tensors)
+        outputs = [subject(batch(1)) for subject in (plain, model)]
+        saved = [saved_tensors(output.grad_fn) for output in outputs]
     assert len(saved[0]) == len(saved[1]) > 20
     for expected, found in zip(*saved, strict=True):
         assert (expected.shape, expected.stride(), expected.dtype) == (found.shape, found.stride(), found.dtype)

@@ -22,6 +22,7 @@ from contracts.harness import (
     train,
     weigh,
 )
+from engine.models import Inner, step_on
 from plimsoll.artifacts.decision import Engine
 from plimsoll.engine.region import MAX_SIGNATURES
 from plimsoll.errors import ReplayMismatch
@@ -58,27 +59,21 @@ class ListedExperts(Experts):
 
 @pytest.mark.parametrize("kind", [Experts, ListedExperts])
 def test_shapes_that_depend_on_data_stay_right(kind):
-    def step(model, index):
-        loss = weigh(model(batch(index, 9, 8)))
-        loss.backward()
-        return loss
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        report = assert_unchanged(stack_of(kind), step, steps=7, engine=None)
+        report = assert_unchanged(stack_of(kind), step_on(lambda index: batch(index, 9, 8)), steps=7, engine=None)
     assert Engine.RERUN in report.engines
 
 
-class Branch(nn.Module):
-    def forward(self, x):
-        if x.mean().item() > 0:
-            return x.exp().tanh() * x
-        return x.sigmoid() * x * 2
+def branch(x):
+    if x.mean().item() > 0:
+        return x.exp().tanh() * x
+    return x.sigmoid() * x * 2
 
 
 def test_a_branch_on_data_is_rerun_with_one_warning():
     torch.manual_seed(0)
-    plain = stack_of(Branch, count=1)()
+    plain = stack_of(lambda: Inner(branch), count=1)()
     managed = copy.deepcopy(plain)
     expected = train(plain, plain_step, 5)
     with manage(managed) as handle:
@@ -91,19 +86,17 @@ def test_a_branch_on_data_is_rerun_with_one_warning():
 
 
 def test_a_branch_on_data_through_numpy_is_rerun():
-    class Branching(nn.Module):
-        def forward(self, x):
-            return x.exp().tanh() if x.detach().numpy().mean() > 0 else x.sigmoid() * x
+    def branching(x):
+        return x.exp().tanh() if x.detach().numpy().mean() > 0 else x.sigmoid() * x
 
-    report = assert_unchanged(stack_of(Branching), plain_step, steps=5, engine=None)
+    report = assert_unchanged(stack_of(lambda: Inner(branching)), plain_step, steps=5, engine=None)
     assert report.engines == {Engine.RERUN}
 
 
-class Flagged(nn.Module):
-    def forward(self, x):
-        if FLAGS["wide"]:
-            return x.exp().tanh() * x
-        return x.sigmoid().sin()
+def flagged(x):
+    if FLAGS["wide"]:
+        return x.exp().tanh() * x
+    return x.sigmoid().sin()
 
 
 FLAGS = {"wide": False, "scale": 1.0}
@@ -114,7 +107,7 @@ def test_a_global_flag_that_changes_the_ops_is_noticed_by_guards():
         FLAGS["wide"] = index % 3 == 1
         return plain_step(model, index)
 
-    assert_unchanged(stack_of(Flagged), step, steps=8, engine=None)
+    assert_unchanged(stack_of(lambda: Inner(flagged)), step, steps=8, engine=None)
 
 
 class Scheduled(nn.Module):
@@ -138,79 +131,68 @@ def test_a_float_attribute_that_a_schedule_changes_stays_right_and_is_rerun_afte
     assert many.engines == {Engine.RECIPE, Engine.RERUN}
 
 
-class Closed(nn.Module):
-    def forward(self, x):
-        return (x * FLAGS["scale"]).exp().sigmoid() * 2
+def closed(x):
+    return (x * FLAGS["scale"]).exp().sigmoid() * 2
 
 
+@pytest.fixture
+def _a_scale_of_one():
+    FLAGS["scale"] = 1.0
+    yield
+    FLAGS["scale"] = 1.0
+
+
+@pytest.mark.usefixtures("_a_scale_of_one")
 @pytest.mark.parametrize("boundaries", [(), (1,)])
 def test_a_global_constant_that_changes_is_caught_before_the_optimizer(boundaries):
+    def later_step(model, index):
+        return plain_step(model, index + 2)
+
     torch.manual_seed(0)
-    plain = stack_of(Closed, count=2)()
+    plain = stack_of(lambda: Inner(closed), count=2)()
     managed = copy.deepcopy(plain)
-    FLAGS["scale"] = 1.0
+    expected = train(plain, plain_step, 2)
     with manage(managed, boundaries=boundaries) as handle:
         first = train(managed, plain_step, 2)
         before = {name: parameter.clone() for name, parameter in managed.named_parameters()}
         FLAGS["scale"] = 0.5
-        try:
-            with pytest.raises(ReplayMismatch) as caught:
-                plain_step(managed, 2)
-            assert "blocks." in caught.value.found
-            assert "inner::" in caught.value.found
-            assert "op '" in caught.value.why
-            assert all(torch.equal(before[name], p) for name, p in managed.named_parameters())
-            later = []
-            for _ in range(3):
-                managed.zero_grad()
-                try:
-                    later = train(managed, lambda model, index: plain_step(model, index + 2), 2)
-                    break
-                except ReplayMismatch:
-                    continue
-            assert Engine.RERUN in {outcome.engine for outcome in handle.outcomes()}
-            FLAGS["scale"] = 1.0
-            expected = train(plain, plain_step, 2)
-            FLAGS["scale"] = 0.5
-            expected_later = train(plain, lambda model, index: plain_step(model, index + 2), 2)
-        finally:
-            FLAGS["scale"] = 1.0
+        with pytest.raises(ReplayMismatch) as caught:
+            plain_step(managed, 2)
+        assert "blocks." in caught.value.found
+        assert "inner::" in caught.value.found
+        assert "op '" in caught.value.why
+        assert all(torch.equal(before[name], p) for name, p in managed.named_parameters())
+        later = []
+        for _ in range(3):
+            managed.zero_grad()
+            try:
+                later = train(managed, later_step, 2)
+                break
+            except ReplayMismatch:
+                continue
+        assert Engine.RERUN in {outcome.engine for outcome in handle.outcomes()}
     assert differences(expected, first) == []
-    assert differences(expected_later, later) == []
+    assert differences(train(plain, later_step, 2), later) == []
 
 
+@pytest.mark.usefixtures("_a_scale_of_one")
 def test_thinned_sentinels_still_catch_a_changed_constant_within_their_round():
     torch.manual_seed(0)
-    model = stack_of(Closed, count=1)()
-    FLAGS["scale"] = 1.0
-    try:
-        with manage(model, sentinel_every=3):
-            plain_step(model, 0)
-            FLAGS["scale"] = 0.5
-            with pytest.raises(ReplayMismatch):
-                train(model, plain_step, 3)
-    finally:
-        FLAGS["scale"] = 1.0
+    model = stack_of(lambda: Inner(closed), count=1)()
+    with manage(model, sentinel_every=3):
+        plain_step(model, 0)
+        FLAGS["scale"] = 0.5
+        with pytest.raises(ReplayMismatch):
+            train(model, plain_step, 3)
 
 
 def test_changing_lengths_and_batch_sizes_record_once_each_and_are_rerun_after_some():
-    def step(model, index):
-        shapes = [(3, 8), (5, 8), (2, 3, 8), (3, 8), (1, 8)]
-        loss = weigh(model(batch(index, *shapes[index % len(shapes)])))
-        loss.backward()
-        return loss
-
-    report = assert_unchanged(stack_of(lambda: nn.Dropout(0.2)), step, steps=10, boundaries=(2,))
-    assert len(report.outcomes) == 3 * 4
-
-    def growing(model, index):
-        loss = weigh(model(batch(index, index + 2, 8)))
-        loss.backward()
-        return loss
-
-    report = assert_unchanged(
-        stack_of(lambda: nn.Dropout(0.2)), growing, steps=MAX_SIGNATURES + 3, engine=None, boundaries=(2,)
-    )
+    shapes = [(3, 8), (5, 8), (2, 3, 8), (3, 8), (1, 8)]
+    build = stack_of(lambda: nn.Dropout(0.2))
+    some = step_on(lambda index: batch(index, *shapes[index % len(shapes)]))
+    assert len(assert_unchanged(build, some, steps=10, boundaries=(2,)).outcomes) == 3 * 4
+    growing = step_on(lambda index: batch(index, index + 2, 8))
+    report = assert_unchanged(build, growing, steps=MAX_SIGNATURES + 3, engine=None, boundaries=(2,))
     assert report.engines == {Engine.RECIPE, Engine.RERUN}
 
 
@@ -234,21 +216,22 @@ def test_arguments_that_are_python_numbers_are_part_of_the_signature():
     assert_unchanged(lambda: Model(*(Scaled(nn.Tanh()) for _ in range(2))), step, steps=7)
 
 
-def test_freezing_and_thawing_parameters_is_part_of_the_signature():
+def freezing_and_thawing(model, index):
+    for block in model.blocks[: index % 2 + 1]:
+        block.up.weight.requires_grad_(index % 3 > 0)
+
+
+def training_and_evaluation(model, index):
+    model.train(index % 2 == 0)
+
+
+@pytest.mark.parametrize("change", [freezing_and_thawing, training_and_evaluation])
+def test_what_is_frozen_and_the_mode_are_part_of_the_signature(change):
     def step(model, index):
-        for block in model.blocks[: index % 2 + 1]:
-            block.up.weight.requires_grad_(index % 3 > 0)
+        change(model, index)
         return plain_step(model, index)
 
-    assert_unchanged(stack_of(nn.Tanh), step, steps=9)
-
-
-def test_training_and_evaluation_modes_alternate():
-    def step(model, index):
-        model.train(index % 2 == 0)
-        return plain_step(model, index)
-
-    assert_unchanged(stack_of(lambda: nn.Dropout(0.3)), step, steps=5)
+    assert_unchanged(stack_of(lambda: nn.Dropout(0.3)), step, steps=9)
 
 
 def test_evaluation_without_gradients_in_between_changes_nothing():
@@ -265,13 +248,12 @@ def test_evaluation_without_gradients_in_between_changes_nothing():
 
 
 def test_no_grad_sections_and_detached_parts_inside_a_region_keep_every_bit():
-    class Partly(nn.Module):
-        def forward(self, x):
-            with torch.no_grad():
-                scale = x.exp().mean()
-            return x.sigmoid() * scale + (x.detach() * 2).tanh() * x
+    def partly(x):
+        with torch.no_grad():
+            scale = x.exp().mean()
+        return x.sigmoid() * scale + (x.detach() * 2).tanh() * x
 
-    assert_unchanged(stack_of(Partly), plain_step)
+    assert_unchanged(stack_of(lambda: Inner(partly)), plain_step)
 
 
 class Fragile(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 
@@ -21,6 +22,7 @@ from contracts.harness import (
     train,
     weigh,
 )
+from engine.models import Through, step_on
 from plimsoll.artifacts.decision import Engine
 from plimsoll.engine.region import MAX_SIGNATURES
 
@@ -38,24 +40,19 @@ class Remembering(Block):
         return super().forward(torch.cat(cache.rows[-2:])[: len(x)])
 
 
-class Cached(Stack):
-    def forward(self, x):
-        x = self.entrance(x)
-        for block in self.blocks:
-            x = block(x, Cache())
-        return self.head(x)
-
-
 def test_a_region_that_writes_to_an_object_of_its_caller_is_never_rerun():
-    def step(model, index):
-        loss = weigh(model(batch(index, index + 2, 8)))
-        loss.backward()
-        return loss
+    def cached(blocks, x):
+        for block in blocks:
+            x = block(x, Cache())
+        return x
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = assert_unchanged(
-            lambda: Cached(Remembering(nn.Tanh()), Remembering(nn.Tanh())), step, steps=MAX_SIGNATURES + 2, engine=None
+            lambda: Through(Remembering(nn.Tanh()), Remembering(nn.Tanh()), way=cached),
+            step_on(lambda index: batch(index, index + 2, 8)),
+            steps=MAX_SIGNATURES + 2,
+            engine=None,
         )
     assert report.engines == {Engine.RECIPE, Engine.KEEP}
 
@@ -100,15 +97,15 @@ def test_tensors_outside_that_were_one_while_recording_are_told_apart_later():
         assert_unchanged(stack_of(Listed), step, steps=5, engine=None)
 
 
-def test_frozen_first_blocks_keep_every_bit():
+@pytest.mark.parametrize("boundaries", [(), (1, 2, 3)])
+def test_frozen_first_blocks_keep_every_bit(boundaries):
     def build():
         model = stack_of(lambda: nn.Dropout(0.2), count=4)()
         for part in (model.entrance, model.blocks[0], model.blocks[1]):
             part.requires_grad_(False)
         return model
 
-    assert_unchanged(build, plain_step)
-    assert_unchanged(build, plain_step, boundaries=(1, 2, 3))
+    assert_unchanged(build, plain_step, boundaries=boundaries)
 
 
 def test_removing_the_plan_while_a_graph_is_in_flight_leaves_backward_right():
@@ -127,25 +124,25 @@ def test_removing_the_plan_while_a_graph_is_in_flight_leaves_backward_right():
     assert differences(train(plain, step, 3), train(model, step, 3)) == []
 
 
-def test_anomaly_detection_changes_nothing():
+@contextlib.contextmanager
+def deterministic(index):
+    """New memory is filled, too."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("mode", [lambda index: torch.autograd.set_detect_anomaly(index != 1), deterministic])
+def test_anomaly_detection_and_deterministic_mode_change_nothing(mode):
     def step(model, index):
-        with torch.autograd.set_detect_anomaly(index != 1):
+        with mode(index):
             return plain_step(model, index)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert_unchanged(stack_of(lambda: nn.Dropout(0.2)), step)
-
-
-def test_deterministic_mode_that_fills_new_memory_changes_nothing():
-    def step(model, index):
-        torch.use_deterministic_algorithms(True)
-        try:
-            return plain_step(model, index)
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-    assert_unchanged(stack_of(lambda: nn.Dropout(0.2)), step)
 
 
 def test_two_forwards_before_backward_in_batch_norm_keep_every_bit():
@@ -195,43 +192,24 @@ def test_spectral_and_weight_normalised_layers_keep_every_bit():
     assert_unchanged(build, plain_step, engine=None)
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True),
-        lambda: nn.TransformerDecoderLayer(16, 2, 32, dropout=0.1, batch_first=True),
-    ],
-    ids=["encoder", "decoder"],
-)
+@pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
 def test_layers_of_torch_itself_keep_every_bit(layer):
-    class Layers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(layer() for _ in range(2))
-            self.head = nn.Linear(16, 4)
+    def way(blocks, x):
+        for block in blocks:
+            x = block(x, x) if isinstance(block, nn.TransformerDecoderLayer) else block(x)
+        return x
 
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x, x) if isinstance(block, nn.TransformerDecoderLayer) else block(x)
-            return self.head(x)
+    def build():
+        return Through(*(layer(16, 2, 32, dropout=0.1, batch_first=True) for _ in range(2)), way=way)
 
-    def step(model, index):
-        loss = weigh(model(batch(index, 2, 5, 16)))
-        loss.backward()
-        return loss
-
-    report = assert_unchanged(Layers, step)
+    report = assert_unchanged(build, step_on(lambda index: batch(index, 2, 5, 8)))
     assert report.dropped_share > 0.9, report.obstacles
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_keep_every_bit(kind):
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell = kind(32, 32, batch_first=True)
-
+    class Recurrent(kind):
         def forward(self, x):
-            return self.cell(x[None])[0][0]
+            return super().forward(x[None])[0][0]
 
-    assert_unchanged(stack_of(Recurrent), plain_step, engine=None)
+    assert_unchanged(stack_of(lambda: Recurrent(32, 32, batch_first=True)), plain_step, engine=None)
