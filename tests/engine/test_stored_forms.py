@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from contracts.harness import Block, Stack, batch, differences, manage, plain_step, train, weigh
+from engine.models import Lined, Through, step_on
 from plimsoll.artifacts.decision import Decision, Engine
 from plimsoll.artifacts.plan import RegionPlan, ValueDecision
 from plimsoll.engine import stored_forms as runtime_packed
@@ -103,6 +105,11 @@ def link(request, tmp_path):
         yield link
 
 
+@pytest.fixture
+def simulated():
+    return SimulatedLink(1e12)
+
+
 class Pool(nn.Module):
     """Saves indices of a pooling, and an activation that is mostly zero."""
 
@@ -116,24 +123,33 @@ class Pool(nn.Module):
         return x + self.down(pooled)
 
 
-class Twice(Stack):
+def first_again(blocks, x):
     """The first block runs again after the last."""
-
-    def forward(self, x):
-        x = self.entrance(x)
-        for block in (*self.blocks, self.blocks[0]):
-            x = block(x)
-        return self.head(x)
+    for block in (*blocks, blocks[0]):
+        x = block(x)
+    return x
 
 
 def mixed_blocks():
     return Block(nn.Dropout(0.3)), Pool(), Block(nn.Sequential(nn.ReLU(), nn.Dropout(0.2)))
 
 
+def mixed():
+    return Stack(*mixed_blocks())
+
+
 def shared():
-    model = Stack(*mixed_blocks())
+    model = mixed()
     model.blocks[2].up.weight = model.blocks[0].up.weight
     return model
+
+
+def twice():
+    return Through(*mixed_blocks(), way=first_again)
+
+
+def three(inner=nn.Tanh):
+    return Stack(*(Block(inner()) for _ in range(3)))
 
 
 def autocast(model, index):
@@ -164,16 +180,9 @@ def double_backward(model, index):
     return [loss, x.grad]
 
 
-def two_forwards(model, index):
+def two_forwards(model, index, order=1):
     losses = [weigh(model(batch(10 * index + part))) for part in range(2)]
-    for loss in losses:
-        loss.backward()
-    return losses
-
-
-def two_forwards_backwards(model, index):
-    losses = [weigh(model(batch(10 * index + part))) for part in range(2)]
-    for loss in reversed(losses):
+    for loss in losses[::order]:
         loss.backward()
     return losses
 
@@ -198,54 +207,53 @@ def failure(model, index):
 
 
 STEPS = {
-    "plain": (Stack, plain_step),
-    "autocast": (Stack, autocast),
-    "accumulation": (Stack, accumulation),
+    "plain": (mixed, plain_step),
+    "autocast": (mixed, autocast),
+    "accumulation": (mixed, accumulation),
     "shared weights": (shared, plain_step),
-    "a region twice": (Twice, plain_step),
-    "retained": (Stack, retained),
-    "double backward": (Stack, double_backward),
-    "two forwards": (Stack, two_forwards),
-    "two forwards, backwards": (Stack, two_forwards_backwards),
-    "evaluation in between": (Stack, evaluation),
-    "a failure": (Stack, failure),
+    "a region twice": (twice, plain_step),
+    "retained": (mixed, retained),
+    "double backward": (mixed, double_backward),
+    "two forwards": (mixed, two_forwards),
+    "two forwards, backwards": (mixed, functools.partial(two_forwards, order=-1)),
+    "evaluation in between": (mixed, evaluation),
+    "a failure": (mixed, failure),
 }
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 
 
-def assert_no_bit_changes(build, step, **settings):
+def assert_no_bit_changes(build, step, regions=None, **settings):
     """Three steps with and without; every region must be served by recipes."""
     torch.manual_seed(0)
-    plain = build() if build is shared else build(*mixed_blocks())
+    plain = build()
     model = copy.deepcopy(plain)
     expected = train(plain, step, 3)
-    with manage(model, BLOCKS, **settings) as handle:
+    with manage(model, regions, **settings) as handle:
         found = train(model, step, 3)
-        outcomes = handle.outcomes()
+        outcomes, obstacles = handle.outcomes(), handle.obstacles()
     assert differences(expected, found) == []
     assert {outcome.engine for outcome in outcomes} == {Engine.RECIPE}, outcomes
+    return obstacles
 
 
 @pytest.mark.parametrize("circumstances", STEPS)
 def test_lossless_codecs_beside_recomputation_change_no_bit(circumstances, log):
     packs = {"div_": "bits", "max_pool": "narrow", "relu": "zeros"}
-    assert_no_bit_changes(*STEPS[circumstances], packs=packs, kept=("addmm",))
-    assert log.count("bits") > log.count("bits", Refused)
-    assert log.count("narrow") > log.count("narrow", Refused)
-    assert log.count("zeros") > log.count("zeros", Refused)
+    assert_no_bit_changes(*STEPS[circumstances], BLOCKS, packs=packs, kept=("addmm",))
+    assert all(log.count(codec) > log.count(codec, Refused) for codec in packs.values())
 
 
 @pytest.mark.parametrize("circumstances", STEPS)
 def test_everything_over_a_link_changes_no_bit(circumstances, link, log):
-    assert_no_bit_changes(*STEPS[circumstances], packs={"": link.name}, link=link)
+    assert_no_bit_changes(*STEPS[circumstances], BLOCKS, packs={"": link.name}, link=link)
     assert log.count(link.name, Sent) > 20
 
 
 @pytest.mark.parametrize("circumstances", STEPS)
 def test_a_link_a_codec_recomputation_and_keeping_together_change_no_bit(circumstances, link, log):
     packs = {"div_": "bits", "norm": link.name, "input": link.name}
-    assert_no_bit_changes(*STEPS[circumstances], packs=packs, kept=("relu",), link=link)
+    assert_no_bit_changes(*STEPS[circumstances], BLOCKS, packs=packs, kept=("relu",), link=link)
     assert log.count("bits")
     assert log.count(link.name)
 
@@ -253,12 +261,11 @@ def test_a_link_a_codec_recomputation_and_keeping_together_change_no_bit(circums
 @pytest.mark.parametrize("boundaries", [(1,), (1, 2)])
 def test_a_dropped_boundary_beside_packed_values_changes_no_bit(boundaries, link):
     for packs in ({"": link.name}, {"addmm": link.name}, {"div_": "bits"}):
-        assert_no_bit_changes(Stack, retained, packs=packs, boundaries=boundaries, link=link)
+        assert_no_bit_changes(mixed, retained, BLOCKS, packs=packs, boundaries=boundaries, link=link)
 
 
 def test_a_packed_value_that_recipes_read_is_decoded_once_per_backward(exact):
-    torch.manual_seed(0)
-    model = Stack(*(Block(nn.Identity()) for _ in range(3)))
+    model = three(nn.Identity)
     with manage(model, packs={"up::addmm": "exact"}):
         plain_step(model, 0)
         loss = weigh(model(batch(1)))
@@ -271,22 +278,17 @@ def test_a_packed_value_that_recipes_read_is_decoded_once_per_backward(exact):
 
 
 def test_a_packed_region_input_frees_the_input(exact):
-    torch.manual_seed(0)
     seen = []
-    plain = Stack(*(Block(nn.Tanh()) for _ in range(3)))
-    model = copy.deepcopy(plain)
+    model = three()
     with manage(model, packs={"input": "exact"}):
         plain_step(model, 0)
-        hook = model.blocks[1].register_forward_pre_hook(
+        model.blocks[1].register_forward_pre_hook(
             lambda _, args: seen.append(torch.multiprocessing.reductions.StorageWeakRef(args[0].untyped_storage()))
         )
         loss = weigh(model(batch(1)))
         assert seen[0].expired()
-        hook.remove()
         loss.backward()
-        model.zero_grad()
-        found = train(model, retained, 2)
-    assert differences(train(plain, retained, 2), found) == []
+    assert_no_bit_changes(three, retained, packs={"input": "exact"})
 
 
 class Views(nn.Module):
@@ -305,13 +307,8 @@ class Views(nn.Module):
 
 
 @pytest.mark.parametrize("packs", [{"exp": "exact"}, {"up": "exact"}, {"exp": "simulated"}, {"": "simulated"}])
-def test_a_packed_value_under_several_views_changes_no_bit(packs, exact):
-    torch.manual_seed(0)
-    plain = Stack(Views(), Views())
-    model = copy.deepcopy(plain)
-    with manage(model, packs=packs, link=SimulatedLink(1e12)):
-        found = train(model, retained, 3)
-    assert differences(train(plain, retained, 3), found) == []
+def test_a_packed_value_under_several_views_changes_no_bit(packs, exact, simulated):
+    assert_no_bit_changes(lambda: Stack(Views(), Views()), retained, packs=packs, link=simulated)
 
 
 class InPlace(nn.Module):
@@ -330,28 +327,22 @@ class InPlace(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["exact", "simulated"])
-def test_in_place_steps_of_a_replay_leave_the_payload_alone(form, exact):
-    torch.manual_seed(0)
-    plain = Stack(InPlace(), InPlace())
-    model = copy.deepcopy(plain)
-    with manage(model, packs={"exp": form}, link=SimulatedLink(1e12)):
-        found = train(model, retained, 3)
-    assert differences(train(plain, retained, 3), found) == []
+def test_in_place_steps_of_a_replay_leave_the_payload_alone(form, exact, simulated):
+    assert_no_bit_changes(lambda: Stack(InPlace(), InPlace()), retained, packs={"exp": form}, link=simulated)
 
 
-class Writes(Stack):
-    """Writes to what the first block returned, after the second one has saved it."""
+def writing(after):
+    """Writes to what the first block returned, after the second or the third one has saved it."""
 
-    after = 1
-
-    def forward(self, x):
-        x = self.entrance(x)
-        for index, block in enumerate(self.blocks):
+    def way(blocks, x):
+        for index, block in enumerate(blocks):
             y = block(x)
-            if index == self.after:
+            if index == after:
                 x.detach().add_(1)
             x = y
-        return self.head(x)
+        return x
+
+    return Through(*(Block(nn.Tanh()) for _ in range(3)), way=way)
 
 
 class Nan(Exact):
@@ -363,42 +354,32 @@ class Nan(Exact):
 
 def test_a_write_to_a_value_that_was_refused_is_found_as_in_the_unmanaged_model(monkeypatch):
     monkeypatch.setattr(runtime_packed, "find_codec", lambda name: Nan())
-    torch.manual_seed(0)
-    model = Writes(*(Block(nn.Tanh()) for _ in range(3)))
+    model = writing(after=1)
     with pytest.raises(RuntimeError):
         plain_step(model, 0)
     with manage(model, packs={"input": "exact"}), pytest.raises(SavedTensorModified):
         plain_step(model, 0)
 
 
-def test_a_write_to_a_value_that_is_still_on_its_way_out_is_found():
-    torch.manual_seed(0)
-    model = Writes(*(Block(nn.Tanh()) for _ in range(3)))
-    for after in (1, 2):
-        model.after = after
-        with (
-            manage(model, packs={"input": "simulated"}, link=SimulatedLink(1e12)),
-            pytest.raises(SavedTensorModified),
-        ):
-            plain_step(model, 0)
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_write_to_a_value_that_is_still_on_its_way_out_is_found(after, simulated):
+    model = writing(after)
+    with manage(model, packs={"input": "simulated"}, link=simulated), pytest.raises(SavedTensorModified):
+        plain_step(model, 0)
 
 
-def test_a_write_to_a_value_that_is_away_does_not_matter():
-    class Later(Stack):
+def test_a_write_to_a_value_that_is_away_does_not_matter(simulated):
+    def later(blocks, x):
         """Writes to the first block's output when the second's tensors have arrived at the link."""
+        first = blocks[0](x)
+        x = blocks[2](blocks[1](first))
+        first.detach().zero_()
+        return x
 
-        def forward(self, x):
-            first = self.blocks[0](self.entrance(x))
-            x = self.blocks[2](self.blocks[1](first))
-            first.detach().zero_()
-            return self.head(x)
-
-    torch.manual_seed(0)
-    plain = Later(*(Block(nn.Tanh()) for _ in range(3)))
-    model = copy.deepcopy(plain)
-    untouched = Stack(*plain.blocks)
-    untouched.entrance, untouched.head = plain.entrance, plain.head
-    with manage(model, packs={"input": "simulated"}, link=SimulatedLink(1e12)):
+    untouched = three()
+    model = Through(*copy.deepcopy(untouched.blocks), way=later)
+    model.load_state_dict(untouched.state_dict())
+    with manage(model, packs={"input": "simulated"}, link=simulated):
         found = train(model, plain_step, 2)
     assert differences(train(untouched, plain_step, 2), found) == []
 
@@ -416,20 +397,14 @@ class Outside(nn.Module):
 
 
 def test_tensors_from_outside_that_stop_being_one_tensor_are_not_taken_for_one(exact):
-    torch.manual_seed(0)
-    plain = Stack(Outside(), Outside())
-    model = copy.deepcopy(plain)
-
     def step(subject, index):
         if index:
             for block in subject.blocks:
                 block.scales = [torch.full((5, 16), 2.0), torch.full((5, 16), 3.0)]
         return plain_step(subject, index)
 
-    with manage(model, packs={"external": "exact"}):
-        found = train(model, step, 3)
-        assert exact.encoded
-    assert differences(train(plain, step, 3), found) == []
+    assert_no_bit_changes(lambda: Stack(Outside(), Outside()), step, packs={"external": "exact"})
+    assert exact.encoded
 
 
 # Lossy forms.
@@ -475,8 +450,7 @@ def test_every_call_and_every_value_rounds_with_a_seed_of_its_own(log):
 
 
 def test_calls_of_one_region_with_plans_of_their_own_round_differently(log):
-    torch.manual_seed(0)
-    model = Twice(*(Block(nn.Identity(), 64) for _ in range(2)), width=64)
+    model = Through(*(Block(nn.Identity(), 64) for _ in range(2)), way=first_again, width=64)
     regions = [compressing("blocks.0", "up::addmm#0", "int8:stochastic", call=call) for call in range(2)]
     with apply_plan(model, make_plan(regions=tuple(regions))):
         gradients_of(model)
@@ -501,20 +475,8 @@ def test_what_is_not_finite_is_kept_and_the_outcome_names_the_codec(codec, poiso
 
 
 def test_a_codec_that_does_not_take_the_dtype_leaves_the_value_as_it_is():
-    plain, model = (
-        Stack(*(Block(nn.Dropout(0.2)) for _ in range(2))).double(),
-        Stack(*(Block(nn.Dropout(0.2)) for _ in range(2))).double(),
-    )
-    model.load_state_dict(plain.state_dict())
-
-    def step(subject, index):
-        loss = weigh(subject(batch(index).double()))
-        loss.backward()
-        return loss
-
-    with manage(model, packs={"": "narrow"}):
-        found = train(model, step, 2)
-    assert differences(train(plain, step, 2), found) == []
+    step = step_on(lambda index: batch(index).double())
+    assert_no_bit_changes(lambda: three(lambda: nn.Dropout(0.2)).double(), step, packs={"": "narrow"})
 
 
 class Rectified(nn.Module):
@@ -532,12 +494,7 @@ class Rectified(nn.Module):
 
 @pytest.mark.parametrize("step", [plain_step, retained])
 def test_signs_are_exact_where_only_relu_reads(step, log):
-    torch.manual_seed(0)
-    plain = Stack(Rectified(), Rectified())
-    model = copy.deepcopy(plain)
-    with manage(model, packs={"relu": "sign"}):
-        found = train(model, step, 3)
-    assert differences(train(plain, step, 3), found) == []
+    assert_no_bit_changes(lambda: Stack(Rectified(), Rectified()), step, packs={"relu": "sign"})
     assert log.count("sign") == 6
 
 
@@ -551,27 +508,18 @@ def test_signs_are_refused_to_a_node_that_reads_more(also):
 
 
 def test_signs_are_refused_to_thresholds_because_those_compare_with_another_number():
-    class Threshold(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.Linear(16, 16)
+    def threshold():
+        return Lined(lambda line, x: x + nn.functional.threshold(line(x), 0.5, 0.0), width=16)
 
-        def forward(self, x):
-            return x + nn.functional.threshold(self.up(x), 0.5, 0.0)
-
-    model = Stack(Threshold(), Threshold())
-    with manage(model, packs={"up": "sign"}), pytest.raises(ReplayMismatch):
+    model = Stack(threshold(), threshold())
+    with manage(model, packs={"line": "sign"}), pytest.raises(ReplayMismatch):
         plain_step(model, 0)
 
 
 def test_nothing_is_rebuilt_from_signs():
-    torch.manual_seed(0)
-    plain = Stack(Rectified(torch.exp), Rectified(torch.exp))
-    model = copy.deepcopy(plain)
-    with manage(model, packs={"relu": "sign"}) as handle:
-        found = train(model, plain_step, 3)
-        assert "sign" in handle.obstacles()["blocks.0"]["exp#0"]
-    assert differences(train(plain, plain_step, 3), found) == []
+    build = lambda: Stack(Rectified(torch.exp), Rectified(torch.exp))  # noqa: E731
+    obstacles = assert_no_bit_changes(build, plain_step, packs={"relu": "sign"})
+    assert "sign" in obstacles["blocks.0"]["exp#0"]
 
 
 # What comes back wrong.
@@ -590,7 +538,7 @@ LIES = {
 def test_an_exact_form_that_comes_back_wrong_is_found_before_the_optimizer(case, exact):
     packs, kept = LIES[case]
     torch.manual_seed(0)
-    plain = Stack(*(Block(nn.Tanh()) for _ in range(3)))
+    plain = three()
     model = copy.deepcopy(plain)
     with manage(model, packs=packs, kept=kept) as handle:
         plain_step(model, 0)
@@ -660,10 +608,9 @@ def test_codecs_compute_outside_of_autocast(exact):
     assert not any(exact.autocast)
 
 
-def test_of_every_value_one_thing_is_held(log):
+def test_of_every_value_one_thing_is_held(log, simulated):
     """No value is packed twice in one call, whatever number of slots shows it."""
-    torch.manual_seed(0)
     model = Stack(Views(), Views())
-    with manage(model, packs={"exp": "simulated"}, link=SimulatedLink(1e12)):
+    with manage(model, packs={"exp": "simulated"}, link=simulated):
         plain_step(model, 0)
     assert Counter(form for form, _, _ in log.entries) == {"simulated": 2}
