@@ -79,7 +79,7 @@ class _Watched:
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> _Watched:
-        from plimsoll.analysis.verify import verify
+        from plimsoll.analysis.verify import evidence, verify
         from plimsoll.session import agreement
         from plimsoll.session.rendezvous.conversation import Conversation
         from plimsoll.session.task import TrainingTask
@@ -88,7 +88,8 @@ class _Watched:
         for home, names in (
             (agreement, ("to_json", "from_json", "plan_facts")),
             (TrainingTask, ("facts",)),
-            (verify, ("plan_facts", "to_json", "from_json")),
+            (verify, ("plan_facts",)),
+            (evidence, ("to_json", "from_json")),
         ):
             for name in names:
                 self._replace(home, name, self._timed)

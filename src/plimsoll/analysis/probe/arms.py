@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -24,10 +24,9 @@ from plimsoll.analysis.probe.keeping import (
     put_weights,
     seed_everything,
     take_weights,
-    trainable_copy,
 )
 from plimsoll.analysis.probe.rules import ProbeSettings
-from plimsoll.analysis.probe.step import Blocks, MakeOptimizer, Trainer
+from plimsoll.analysis.probe.step import MakeOptimizer, Trainer
 from plimsoll.analysis.probe.stream import Call, Stream
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress
@@ -46,7 +45,6 @@ class Job:
     """Everything that a probe works with."""
 
     trainer: Trainer
-    blocks: Blocks
     plan: Plan
     make_optimizer: MakeOptimizer
     stream: Stream
@@ -57,23 +55,38 @@ class Job:
 
 
 class Arms:
-    """Both arms, and how far they are."""
+    """Both arms, and how far they are: taken up where an interrupted run left them.
+
+    Args:
+        job: what is to be done.
+        original: the weights that both arms start from.
+    """
 
     def __init__(self, job: Job, original: Weights) -> None:
         self._job = job
         self._original = original
         self._logs = {arm: ArmLog() for arm in ARMS}
-        self._steps = dict.fromkeys(ARMS, 0)
         self._checksums: dict[tuple[str, int], int] = {}
         for arm in ARMS:
-            self._take_up(arm)
+            state = job.directory.load(arm)
+            if state is not None:
+                self._logs[arm] = state.log
+                if state.log.is_finite:
+                    self._checksums[arm, self._steps_of(arm)] = state.data_checksum
+                job.directory.write_log(arm, state.log)
         if self.is_finite:
-            self._go_to(self.steps)
+            if self.steps:
+                job.report(f"passing over the data of {self.steps} steps", 0.0)
+            job.stream.skip(self.steps)
+            self._check_data()
 
     @property
     def steps(self) -> int:
         """Steps that both arms have taken."""
-        return min(self._steps.values())
+        return min(self._steps_of(arm) for arm in ARMS)
+
+    def _steps_of(self, arm: str) -> int:
+        return len(self._logs[arm].steps)
 
     @property
     def is_finite(self) -> bool:
@@ -91,23 +104,8 @@ class Arms:
         start = self.steps
         calls = self._job.stream.draw(min(settings.chunk_steps, settings.steps - start))
         for arm in ARMS:
-            if self._steps[arm] == start and self.is_finite:
+            if self._steps_of(arm) == start and self.is_finite:
                 self._run_chunk(arm, start, calls)
-        self._check_data()
-
-    def _take_up(self, arm: str) -> None:
-        state = self._job.directory.load(arm)
-        if state is not None:
-            self._logs[arm] = state.log
-            self._steps[arm] = len(state.log.steps)
-            if state.log.is_finite:
-                self._checksums[arm, self._steps[arm]] = state.data_checksum
-            self._job.directory.write_log(arm, state.log)
-
-    def _go_to(self, steps: int) -> None:
-        if steps:
-            self._job.report(f"passing over the data of {steps} steps", 0.0)
-        self._job.stream.skip(steps)
         self._check_data()
 
     def _check_data(self) -> None:
@@ -129,8 +127,7 @@ class Arms:
         optimizer = self._enter(arm)
         seed_everything(zlib.crc32(f"{job.settings.seed}/{start}".encode()))
         fresh = ArmLog()
-        plan = contextlib.nullcontext() if arm == BASELINE else manage(model, job.plan)
-        with plan as managed:
+        with contextlib.nullcontext() if arm == BASELINE else manage(model, job.plan) as managed:
             for step, call in enumerate(calls, start):
                 fresh.steps.append(self._step(step, call, optimizer, fresh, managed, (start, len(calls))))
                 self._show(arm, fresh)
@@ -154,8 +151,7 @@ class Arms:
             data_checksum=job.stream.checksum,
         )
         job.directory.save(arm, state)
-        self._logs[arm] = log
-        self._steps[arm] = len(log.steps)
+        self._logs[arm] = log  # only now: an interrupted chunk is taken again as a whole
         for parameter in model.parameters():
             parameter.grad = None
 
@@ -181,13 +177,14 @@ class Arms:
             reference = self._reference(call, managed)
 
             def watch() -> None:
-                found = self._job.blocks.compare(step, reference)
+                found = self._job.trainer.blocks.compare(step, reference)
                 if found is not None:
                     fresh.gradients.append(found)
 
             record = trainer.step(step, call, optimizer, watch)
         else:
             record = trainer.step(step, call, optimizer)
+        # The first step of a chunk records, which is no step's usual time.
         return record if offset else msgspec.structs.replace(record, seconds=None)
 
     def _reference(self, call: Call, managed: Handle) -> list[list[torch.Tensor | None]]:
@@ -196,7 +193,7 @@ class Arms:
         random, buffers = RandomState(), KeptBuffers(trainer.model)
         with managed.paused():
             trainer.backward(trainer.own(call))
-        gradients = self._job.blocks.take_gradients()
+        gradients = self._job.trainer.blocks.take_gradients()
         buffers.put_back()
         random.restore()
         return gradients
@@ -204,7 +201,7 @@ class Arms:
     def _enter(self, arm: str) -> torch.optim.Optimizer:
         """Put the arm's state into the model; its optimizer."""
         model = self._job.trainer.model
-        state = self._job.directory.load(arm) if self._steps[arm] else None
+        state = self._job.directory.load(arm) if self._steps_of(arm) else None
         put_weights(model, self._original if state is None else Weights(state.parameters, state.buffers))
         optimizer = self._job.make_optimizer([p for p in model.parameters() if p.requires_grad])
         if state is not None:
@@ -219,12 +216,5 @@ class Arms:
             loss = shown[-1].loss if shown else None
             losses.append(f"{name} {'–' if loss is None else f'{loss:.4f}'}")
         done = fresh.steps[-1].step + 1 if fresh.steps else 0
-        share = (done + self._steps[PLAN if arm == BASELINE else BASELINE]) / (2 * steps)
+        share = (done + self._steps_of(PLAN if arm == BASELINE else BASELINE)) / (2 * steps)
         self._job.report(f"step {done} of {steps}, loss {', '.join(losses)}", min(share, 1.0))
-
-
-@contextlib.contextmanager
-def in_turns(job: Job) -> Iterator[Arms]:
-    """Both arms, ready to advance; the model is as it was afterwards, whatever happens."""
-    with trainable_copy(job.trainer.model) as original:
-        yield Arms(job, original)

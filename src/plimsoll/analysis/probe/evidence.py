@@ -48,6 +48,10 @@ class GradientRecord(msgspec.Struct, frozen=True, kw_only=True):
     baseline_squares: tuple[float, ...]
     plan_squares: tuple[float, ...]
 
+    @property
+    def columns(self) -> tuple[tuple[float, ...], ...]:
+        return self.products, self.baseline_squares, self.plan_squares
+
 
 class HeldOutRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The loss of every held-out batch after so many steps."""
@@ -132,8 +136,11 @@ class ProbeEvidence:
 
     def gradients(self, block: str) -> GradientSamples | None:
         """The comparisons of one block's gradients; ``None`` where there is none."""
-        index = self.blocks.index(block) - 1
-        sums = [_sums(record, index) for record in self.plan_log.gradients]
+        index = self.blocks.index(block) - 1  # the whole model, which is not among the records' blocks, comes first
+        sums = [
+            [math.fsum(column) if index < 0 else column[index] for column in record.columns]
+            for record in self.plan_log.gradients
+        ]
         usable = [(product, one, other) for product, one, other in sums if one > 0 and math.isfinite(other)]
         if not usable:
             return None
@@ -168,16 +175,6 @@ class ProbeEvidence:
 
 def _floats(numbers: tuple[float | None, ...]) -> Series:
     return np.asarray([math.nan if number is None else number for number in numbers], dtype=np.float64)
-
-
-def _sums(record: GradientRecord, index: int) -> tuple[float, float, float]:
-    """Product and squared lengths of one block, or of all of them (-1)."""
-    columns = (record.products, record.baseline_squares, record.plan_squares)
-    if index < 0:
-        product, one, other = (math.fsum(column) for column in columns)
-    else:
-        product, one, other = (column[index] for column in columns)
-    return product, one, other
 
 
 def compare_norms(evidence: ProbeEvidence, error: float) -> tuple[NormComparison, ...]:

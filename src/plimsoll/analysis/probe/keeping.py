@@ -21,6 +21,9 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from plimsoll.analysis.probe.evidence import ArmLog
+from plimsoll.artifacts.base import to_json
+from plimsoll.artifacts.store import from_json
+from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import ProbeRunMismatch, ProbeRunUnusable
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.recorder.untouched import untouched
@@ -79,14 +82,10 @@ def take_weights(model: nn.Module) -> Weights:
     )
 
 
-def put_weights(model: nn.Module, weights: Weights) -> None:
-    """Write parameters and buffers into the model's own tensors."""
-    _put(_parameters(model), model, weights)
-
-
-def _put(parameters: Sequence[torch.Tensor], model: nn.Module, weights: Weights) -> None:
+def put_weights(model: nn.Module, weights: Weights, parameters: Sequence[torch.Tensor] | None = None) -> None:
+    """Write parameters and buffers into the model's own tensors (or into these ``parameters``, where it has others now)."""
     with torch.no_grad():
-        for parameter, value in zip(parameters, weights.parameters, strict=True):
+        for parameter, value in zip(parameters or _parameters(model), weights.parameters, strict=True):
             parameter.copy_(value)
         for buffer, value in zip(model.buffers(), weights.buffers, strict=True):
             buffer.copy_(value)
@@ -106,7 +105,7 @@ def trainable_copy(model: nn.Module) -> Iterator[Weights]:
         try:
             yield original
         finally:
-            _put(parameters, model, original)
+            put_weights(model, original, parameters)
 
 
 def _parameters(model: nn.Module) -> list[torch.Tensor]:
@@ -163,13 +162,12 @@ class RunDirectory:
         except msgspec.DecodeError as error:
             raise self._damaged(_IDENTITY, error) from error
         if found != wanted:
-            differing = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
-            shown = "; ".join(
-                f"{name} {found.get(name, 'not given')}, not {wanted.get(name, 'not given')}" for name in differing
-            )
+            missing = dict.fromkeys({**found, **wanted}, "not given")
+            here, asked = missing | found, missing | wanted
+            differing = [name for name in missing if here[name] != asked[name]]
             raise ProbeRunMismatch(
                 f"{self.path} holds another probe, which differs in {', '.join(differing)}.",
-                why=shown,
+                why="; ".join(f"{name} {here[name]}, not {asked[name]}" for name in differing),
                 next="give the same model, plan, data and settings to go on with it, or another directory for --run",
             )
 
@@ -202,16 +200,30 @@ class RunDirectory:
         with self._explained():
             self._write(f"{arm}.jsonl", lambda file: file.write(b"".join(line + b"\n" for line in log.lines())))
 
-    def verdict(self) -> bytes | None:
-        """The verdict of a finished run."""
+    def verdict(self) -> Verdict | None:
+        """The verdict of a finished run.
+
+        Raises:
+            ProbeRunUnusable: something else is in its place.
+        """
         place = self.path / _VERDICT
         with self._explained():
-            return place.read_bytes() if place.exists() else None
+            if not place.exists():
+                return None
+            content = place.read_bytes()
+        found = from_json(content, source=str(place))
+        if not isinstance(found, Verdict):
+            raise ProbeRunUnusable(
+                f"{place} holds a {found.KIND}.",
+                why="something else was written over the verdict of this run",
+                next="delete the directory and start again",
+            )
+        return found
 
-    def finish(self, verdict: str) -> None:
+    def finish(self, verdict: Verdict) -> None:
         """Keep the verdict; the arms' weights are not needed any more."""
         with self._explained():
-            self._write(_VERDICT, lambda file: file.write(verdict.encode()))
+            self._write(_VERDICT, lambda file: file.write(to_json(verdict).encode()))
             for place in self.path.glob("*.pt"):
                 place.unlink()
 

@@ -16,21 +16,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from plimsoll.analysis.probe.arms import Job, in_turns
+from plimsoll.analysis.probe.arms import Arms, Job
 from plimsoll.analysis.probe.evidence import BASELINE, PLAN, ArmLog, ProbeEvidence
-from plimsoll.analysis.probe.keeping import RunDirectory
+from plimsoll.analysis.probe.keeping import RunDirectory, trainable_copy
 from plimsoll.analysis.probe.rules import Findings, ProbeSettings, judge, stop_here, window_of
 from plimsoll.analysis.probe.statistics import first_step_at
 from plimsoll.analysis.probe.step import Blocks, MakeOptimizer, Trainer, check_trainable, describe_optimizer
 from plimsoll.analysis.probe.stream import Call, Stream, checksum, held_out_calls
 from plimsoll.analysis.verify.evidence import versions
-from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.receipt import finite
-from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.verdict import ArmSummary, Curves, Ruling, Verdict
-from plimsoll.errors import InvalidProbe, PlanNotUsable, ProbeRunUnusable
+from plimsoll.errors import InvalidProbe, PlanNotUsable
 from plimsoll.session.manage import check_plan, refuse_other_model, refuse_other_signature
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import check_model, explained_loss, refuse_profiler
@@ -123,15 +121,8 @@ def probe(
     about = _about(model, stream, evaluated, plan, loss, optimizer, data)
     with tempfile.TemporaryDirectory(prefix="plimsoll-probe-") as temporary:
         directory = RunDirectory(Path(temporary) / "run" if run is None else Path(run))
-        directory.claim(_identity(model, plan, settings, about, evaluated))
-        finished = _finished(directory)
-        if finished is not None:
-            report("this run was finished before: its verdict is shown", 1.0)
-            return finished
-        blocks = Blocks(model, tuple(region.name for region in plan.regions))
         job = Job(
-            trainer=Trainer(model, loss, blocks),
-            blocks=blocks,
+            trainer=Trainer(model, loss, Blocks(model, [region.name for region in plan.regions])),
             plan=plan,
             make_optimizer=optimizer,
             stream=stream,
@@ -140,8 +131,13 @@ def probe(
             directory=directory,
             report=report,
         )
-        verdict = _verdict(job, *_run(job), about)
-        directory.finish(to_json(verdict))
+        directory.claim(_identity(job, about))
+        verdict = directory.verdict()
+        if verdict is None:
+            verdict = _verdict(job, *_run(job), about)
+            directory.finish(verdict)
+        else:
+            report("this run was finished before: its verdict is shown", 1.0)
     return verdict
 
 
@@ -174,12 +170,9 @@ def _read_data(batches: Any, held_out: Iterable[Any] | int | None, seed: int) ->
 class _About:
     """What a verdict says about the run besides its figures. ``items`` are counted per batch in ``items_per_step``."""
 
-    model: str
     signature: str
-    device: str
     optimizer: str
     data: str
-    versions: dict[str, str]
     items: str
     items_per_step: int
     notes: tuple[str, ...]
@@ -199,7 +192,6 @@ def _about(
     refuse_other_signature(found, plan)
     tensors = [each for each in (*first.args, *first.kwargs.values()) if isinstance(each, torch.Tensor)]
     tokens = first.kwargs.get("input_ids")
-    has_tokens = isinstance(tokens, torch.Tensor)
     examples = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
     notes: tuple[str, ...] = ()
     if stream.is_fixed and not held_out:
@@ -210,27 +202,23 @@ def _about(
     elif not held_out:
         notes = ("there is no held-out data, so perplexity is not measured: the verdict rests on the training loss",)
     return _About(
-        model=type(model).__name__,
         signature=found,
-        device=str(next(model.parameters()).device),
         optimizer=describe_optimizer(model, optimizer),
         data=data or stream.description,
-        versions={**versions(), "threads": str(torch.get_num_threads())},
-        items="tokens" if has_tokens else "examples",
+        items="tokens" if isinstance(tokens, torch.Tensor) else "examples",
         items_per_step=tokens.numel() if isinstance(tokens, torch.Tensor) else examples,
         notes=notes,
     )
 
 
-def _identity(
-    model: nn.Module, plan: Plan, settings: ProbeSettings, about: _About, held_out: list[Call]
-) -> dict[str, str]:
+def _identity(job: Job, about: _About) -> dict[str, str]:
     """Everything that decides what a run gives, part by part; long parts as checksums."""
+    model, plan = job.trainer.model, job.plan
     weights = 0
     for tensor in (*model.parameters(), *model.buffers()):
         weights = checksum(Call((tensor,), {}), weights)
     held_out_code = 0
-    for call in held_out:
+    for call in job.held_out:
         held_out_code = checksum(call, held_out_code)
     decided = [
         (region.name, region.call, region.is_boundary_dropped, sorted(region.dropped), sorted(region.packed.items()))
@@ -241,35 +229,21 @@ def _identity(
         "weights": f"{weights:08x}",
         "plan": f"{plan.strategy} {zlib.crc32(repr((decided, plan.link)).encode()):08x}",
         "step": about.signature,
-        "settings": msgspec.json.encode(settings).decode(),
+        "settings": msgspec.json.encode(job.settings).decode(),
         "optimizer": about.optimizer,
-        "held-out data": f"{len(held_out)} batches {held_out_code:08x}",
-        "device": about.device,
+        "held-out data": f"{len(job.held_out)} batches {held_out_code:08x}",
+        "device": str(job.trainer.device),
         "torch": str(torch.__version__),
     }
-
-
-def _finished(directory: RunDirectory) -> Verdict | None:
-    """The verdict of a run that has come to its end."""
-    content = directory.verdict()
-    if content is None:
-        return None
-    found = from_json(content, source=str(directory.path / "verdict.json"))
-    if not isinstance(found, Verdict):
-        raise ProbeRunUnusable(
-            f"{directory.path / 'verdict.json'} holds a {found.KIND}.",
-            why="something else was written over the verdict of this run",
-            next="delete the directory and start again",
-        )
-    return found
 
 
 def _run(job: Job) -> tuple[ProbeEvidence, Findings]:
     """Train both arms in turns until the rules are clear or the steps are taken."""
     settings = job.settings
-    with in_turns(job) as arms:
+    with trainable_copy(job.trainer.model) as original:
+        arms = Arms(job, original)
         while True:
-            evidence = ProbeEvidence(*arms.logs, job.blocks.names)
+            evidence = ProbeEvidence(*arms.logs, job.trainer.blocks.names)
             findings = stop_here(evidence, settings)
             if findings is None and arms.steps >= settings.steps:
                 findings = judge(evidence, settings)
@@ -296,15 +270,15 @@ def _verdict(job: Job, evidence: ProbeEvidence, findings: Findings, about: _Abou
         decided_by=findings.decided_by,
         reason=findings.reason,
         missing=findings.missing if findings.ruling is Ruling.UNDECIDED else (),
-        model=about.model,
+        model=type(job.trainer.model).__name__,
         fingerprint=plan.fingerprint,
         signature=about.signature,
-        device=about.device,
+        device=str(job.trainer.device),
         strategy=plan.strategy,
         is_lossless=plan.is_lossless,
         optimizer=about.optimizer,
         data=about.data,
-        versions=about.versions,
+        versions={**versions(), "threads": str(torch.get_num_threads())},
         seed=settings.seed,
         steps=evidence.steps,
         planned_steps=settings.steps,

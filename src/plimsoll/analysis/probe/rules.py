@@ -103,14 +103,6 @@ class Findings:
         return self.decided_by
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """What both arms wrote down, and what the rules say about it."""
-
-    evidence: ProbeEvidence
-    findings: Findings
-
-
 def judge(evidence: ProbeEvidence, settings: ProbeSettings) -> Findings:
     """Hold the rules against what was logged.
 
@@ -160,28 +152,19 @@ def stop_here(evidence: ProbeEvidence, settings: ProbeSettings) -> Findings | No
     return None if findings.ruling is Ruling.UNDECIDED else findings
 
 
-_ORDER = (
-    Ruling.BASELINE_DIVERGED,
-    Ruling.DIVERGED,
-    Ruling.NO_COMPRESSION,
-    Ruling.RECOMPUTE_INSTEAD,
-    Ruling.NET_LOSS,
-)
-_ALL_CLEAR = "every rule is clear"
-_SOME_OPEN = "no rule is broken, and not all of them are clear"
-
-
-def _decide(rules: list[Rule]) -> tuple[Ruling, str]:
-    broken = sorted((r for r in rules if r.outcome is Outcome.BROKEN), key=lambda rule: _ORDER.index(rule.ruling))
+def _decide(rules: Sequence[Rule]) -> tuple[Ruling, str]:
+    """The ruling, and the name of the rule that decided (or why none did)."""
+    order = list(Ruling)  # the first one that applies
+    broken = [rule for rule in rules if rule.outcome is Outcome.BROKEN]
     if broken:
-        return broken[0].ruling, broken[0].name
+        first = min(broken, key=lambda rule: order.index(rule.ruling))
+        return first.ruling, first.name
     identical = next(rule for rule in rules if rule.ruling is Ruling.IDENTICAL)
     if identical.outcome is Outcome.CLEAR:
         return Ruling.IDENTICAL, identical.name
-    judged = [rule for rule in rules if rule is not identical]
-    if any(rule.outcome is Outcome.OPEN for rule in judged):
-        return Ruling.UNDECIDED, _SOME_OPEN
-    return Ruling.GOOD, _ALL_CLEAR
+    if any(rule.outcome is Outcome.OPEN for rule in rules):
+        return Ruling.UNDECIDED, "no rule is broken, and not all of them are clear"
+    return Ruling.GOOD, "every rule is clear"
 
 
 def _finite(evidence: ProbeEvidence) -> Rule:
@@ -201,10 +184,9 @@ def _finite(evidence: ProbeEvidence) -> Rule:
 def _identical(evidence: ProbeEvidence) -> Rule:
     """Loss and norms are equal bit for bit; where they are not, the other rules decide."""
     same = evidence.identical_steps
-    found = (
-        f"all {same} steps are equal bit for bit" if evidence.is_identical else f"equal in the first {same} steps only"
-    )
-    outcome = Outcome.CLEAR if evidence.is_identical else Outcome.NOT_MEASURED
+    outcome, found = Outcome.NOT_MEASURED, f"equal in the first {same} steps only"
+    if evidence.is_identical:
+        outcome, found = Outcome.CLEAR, f"all {same} steps are equal bit for bit"
     return Rule(
         name="identical",
         ruling=Ruling.IDENTICAL,
@@ -218,17 +200,15 @@ def _spikes(whole: NormComparison, settings: ProbeSettings) -> Rule:
     """The plan's gradients spike at most twice as often."""
     one, other = whole.baseline.spikes, whole.plan.spikes
     p_value = statistics.more_spikes_p_value(one, other)
-    is_doubled = other >= 2 * max(one, 1)
-    found = f"{other} spikes against {one}, p = {p_value:.2g}"
     outcome = Outcome.CLEAR
-    if is_doubled:
+    if other >= 2 * max(one, 1):
         outcome = Outcome.BROKEN if p_value < settings.error_to_break else Outcome.OPEN
     return Rule(
         name="spikes",
         ruling=Ruling.NO_COMPRESSION,
         outcome=outcome,
         allowed=f"less than twice the baseline's norms above {statistics.SPIKE:g} × the running median",
-        found=found,
+        found=f"{other} spikes against {one}, p = {p_value:.2g}",
         missing="too few spikes to tell a doubling from chance; more steps" if outcome is Outcome.OPEN else "",
     )
 

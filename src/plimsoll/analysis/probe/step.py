@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -48,12 +49,11 @@ class Blocks:
         squares = []
         for parameters in self.members.values():
             gradients = [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
-            norms = (
-                [norm.double().square() for norm in torch._foreach_norm(gradients, 2, torch.float32)]
-                if gradients
-                else []
-            )
-            squares.append(torch.stack(norms).sum() if norms else torch.zeros((), dtype=torch.float64))
+            if not gradients:
+                squares.append(torch.zeros((), dtype=torch.float64))
+                continue
+            norms = torch._foreach_norm(gradients, 2, torch.float32)
+            squares.append(torch.stack([norm.double().square() for norm in norms]).sum())
         found = torch.stack([square.to(squares[0].device) for square in squares]).tolist()
         whole = math.sqrt(math.fsum(found)) if all(map(math.isfinite, found)) else math.nan
         return finite(whole), tuple(finite(math.sqrt(each)) if math.isfinite(each) else None for each in found)
@@ -91,7 +91,7 @@ class Trainer:
         self.model = model
         self.device = next(model.parameters()).device
         self._loss = loss
-        self._blocks = blocks
+        self.blocks = blocks
 
     def backward(self, call: Call) -> float:
         """Forward, loss and backward; the loss."""
@@ -115,17 +115,8 @@ class Trainer:
         """
         call = self.own(call)
         clock = _Clock(self.device)
-        with clock:
-            loss = self.backward(call)
-        norm, block_norms = self._blocks.norms()
-        if watch is not None:
-            watch()
-        if math.isfinite(loss) and norm is not None:
-            with clock:
-                optimizer.step()
-        return StepRecord(
-            step=number, loss=finite(loss), gradient_norm=norm, block_norms=block_norms, seconds=clock.seconds()
-        )
+        record = self._step(number, call, optimizer, clock.running, watch)
+        return msgspec.structs.replace(record, seconds=clock.seconds())
 
     def measured_step(self, number: int, call: Call, optimizer: torch.optim.Optimizer) -> StepRecord:
         """One step with its peak: everything on the device that the step needs or makes."""
@@ -136,17 +127,26 @@ class Trainer:
         held += _tensors(list(optimizer.state.values()))
         static_bytes = storage_bytes(held, self.device)
         with PeakMeter(self.device) as meter:
+            record = self._step(number, call, optimizer)
+        return msgspec.structs.replace(record, peak_bytes=static_bytes + meter.peak_bytes)
+
+    def _step(
+        self,
+        number: int,
+        call: Call,
+        optimizer: torch.optim.Optimizer,
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+        watch: Callable[[], None] | None = None,
+    ) -> StepRecord:
+        with timed():
             loss = self.backward(call)
-            norm, block_norms = self._blocks.norms()
-            if math.isfinite(loss) and norm is not None:
+        norm, block_norms = self.blocks.norms()
+        if watch is not None:
+            watch()
+        if math.isfinite(loss) and norm is not None:
+            with timed():
                 optimizer.step()
-        return StepRecord(
-            step=number,
-            loss=finite(loss),
-            gradient_norm=norm,
-            block_norms=block_norms,
-            peak_bytes=static_bytes + meter.peak_bytes,
-        )
+        return StepRecord(step=number, loss=finite(loss), gradient_norm=norm, block_norms=block_norms)
 
     def evaluate(self, calls: Sequence[Call]) -> tuple[float | None, ...]:
         """The loss of every batch in evaluation mode."""
@@ -160,7 +160,12 @@ class Trainer:
                 module.training = flag
 
     def _evaluated(self, call: Call) -> float:
-        return float(_loss_value(self.model(*call.args, **call.kwargs), self._loss))
+        output = self.model(*call.args, **call.kwargs)
+        if self._loss is not None:
+            return float(self._loss(output))
+        return float(
+            output["loss"] if isinstance(output, Mapping) and "loss" in output else getattr(output, "loss", output)
+        )
 
     def own(self, call: Call) -> Call:
         """The batch on the model's device and on storages of its own: a model may write to its inputs."""
@@ -204,55 +209,35 @@ def describe_optimizer(model: nn.Module, optimizer: MakeOptimizer) -> str:
 
 
 class _Clock:
-    """Adds up the seconds of the blocks that it is entered for: time between events on CUDA, else CPU time.
+    """Adds up the seconds of the blocks in which it runs: time between events on CUDA, else CPU time.
 
     Several threads add up more CPU time than passes: where torch computes on several, it is the time that passes.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
         self._device = device
         self._now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        self._started_seconds = 0.0
-        self._seconds = 0.0
-        self._events: list[torch.cuda.Event] = []
+        self._spans: list[tuple[Any, Any]] = []
 
-    def __enter__(self) -> None:
-        if self._is_cuda:
-            self._mark()
-        else:
-            self._started_seconds = self._now()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._is_cuda:
-            self._mark()
-        else:
-            self._seconds += self._now() - self._started_seconds
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        begin = self._mark()
+        yield
+        self._spans.append((begin, self._mark()))
 
     def seconds(self) -> float:
         """The sum; waits for the device."""
-        if self._events:
-            self._events[-1].synchronize()
-        pairs = zip(self._events[::2], self._events[1::2], strict=True)
-        device_seconds: float = sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
-        return self._seconds + device_seconds
+        if self._device.type != "cuda":
+            return float(sum(end - begin for begin, end in self._spans))
+        self._spans[-1][1].synchronize()
+        return float(sum(begin.elapsed_time(end) for begin, end in self._spans)) / 1e3
 
-    def _mark(self) -> None:
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return self._now()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
-        self._events.append(event)
-
-
-def _loss_value(output: Any, loss: Loss | None) -> torch.Tensor:
-    """The loss of an output that was made without autograd."""
-    if loss is not None:
-        return loss(output)
-    value: torch.Tensor = (
-        output["loss"] if isinstance(output, Mapping) and "loss" in output else getattr(output, "loss", output)
-    )
-    return value
+        return event
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Stream:
         self.is_fixed = is_batch(source)
         self.drawn = 0
         self.checksum = 0
-        self._pass: Iterator[Any] = iter(())
+        self._batches = self._passes()
         self._state: RandomState | None = None
         self._first: Call | None = None
         self._length = None if self.is_fixed or not isinstance(source, Sized) else len(source)
@@ -106,53 +106,54 @@ class Stream:
             self.draw(1)
 
     def _next_call(self) -> Call:
-        if self.is_fixed:
-            return _as_call(self._source)
         with own_randomness():
             if self._state is not None:
                 self._state.restore()
-            call = _as_call(self._next())
+            call = _as_call(next(self._batches))
             self._state = RandomState()
         return call
 
-    def _next(self) -> Any:
-        for _ in range(2):
+    def _passes(self) -> Iterator[Any]:
+        """The batches of one pass after the other, without those that are set apart."""
+        if self.is_fixed:
+            yield from itertools.repeat(self._source)
+        while True:
+            seed_everything(self._seed)
             try:
-                return next(self._pass)
-            except StopIteration:
-                pass
+                batches = iter(self._source)
+            except TypeError as error:
+                raise InvalidProbe(
+                    f"A {type(self._source).__name__} is neither a batch nor a stream of batches.",
+                    why=str(error),
+                    next="pass a tensor, a tuple or a dict, or anything that yields them",
+                ) from error
+            is_empty = True
+            try:
+                kept = None if self._length is None or not self.set_apart else self._length - self.set_apart
+                for batch in itertools.islice(batches, kept):
+                    is_empty = False
+                    yield batch
             except Exception as error:  # a loader runs user code
                 raise InvalidProbe(
                     f"The stream failed after {self.drawn} batches: {type(error).__name__}: {error}",
                     why="it raised this when the next batch was asked for",
                     next="check that `for batch in batches` works; a run directory keeps what was done so far",
                 ) from error
-            seed_everything(self._seed)
-            self._pass = self._new_pass()
+            if is_empty:
+                raise self._ended()
+
+    def _ended(self) -> InvalidProbe:
         if isinstance(self._source, Iterator) and self.drawn:
-            raise InvalidProbe(
+            return InvalidProbe(
                 f"The stream of batches ended after {self.drawn}.",
                 why="it is an iterator, which can be passed through only once",
                 next="give a list or a loader, or take fewer steps",
             )
-        raise InvalidProbe(
+        return InvalidProbe(
             "The stream has no batches.",
             why="it ended before it gave one",
             next="give at least one batch to train on",
         )
-
-    def _new_pass(self) -> Iterator[Any]:
-        try:
-            batches: Iterator[Any] = iter(self._source)
-        except TypeError as error:
-            raise InvalidProbe(
-                f"A {type(self._source).__name__} is neither a batch nor a stream of batches.",
-                why=str(error),
-                next="pass a tensor, a tuple or a dict, or anything that yields them",
-            ) from error
-        if self._length is not None and self.set_apart:
-            return itertools.islice(batches, self._length - self.set_apart)
-        return batches
 
     def _count_set_apart(self, wanted: int | None) -> int:
         if wanted is None:

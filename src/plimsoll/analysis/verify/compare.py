@@ -17,15 +17,14 @@ from plimsoll.analysis.verify.evidence import (
     Evidence,
     collect_evidence,
     compare_with,
+    of_all_ranks,
     read_measurable,
     versions,
 )
-from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import finite
-from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.trace import Category
 from plimsoll.engine.apply import Handle
 from plimsoll.session.agreement import Agreement, agreement_for, described
@@ -222,10 +221,7 @@ def _merged(agreement: Agreement, comparison: Comparison) -> Comparison:
     """The largest peak, the slowest rank's seconds and the largest error of every strategy; equal where it is on all ranks."""
     if agreement.size == 1:
         return comparison
-    told = [
-        _comparison(text, rank)
-        for text, rank in zip(agreement.all_of("comparisons", to_json(comparison), str), agreement.ranks, strict=True)
-    ]
+    told = of_all_ranks(agreement, "comparisons", comparison)
     seconds = [each.measured_baseline_seconds for each in told if each.measured_baseline_seconds is not None]
     return msgspec.structs.replace(
         told[0],
@@ -234,12 +230,6 @@ def _merged(agreement: Agreement, comparison: Comparison) -> Comparison:
         rows=tuple(_merged_row(rows) for rows in zip(*(each.rows for each in told), strict=True)),
         notes=(*told[0].notes, f"the worst of {agreement.size} ranks: largest peaks, seconds of the slowest"),
     )
-
-
-def _comparison(text: str, rank: int) -> Comparison:
-    made = from_json(text, source=f"the comparison of rank {rank}")
-    assert isinstance(made, Comparison)
-    return made
 
 
 def _merged_row(rows: Sequence[ComparisonRow]) -> ComparisonRow:

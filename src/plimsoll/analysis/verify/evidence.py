@@ -16,21 +16,28 @@ import contextlib
 import copy
 import math
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from plimsoll.analysis.verify.intermediates import Found, Intermediates, mismatches
+from plimsoll.analysis.verify.intermediates import Found, collect_intermediates, mismatches
+from plimsoll.artifacts.base import to_json
+from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.receipt import Intermediate, Mismatch, Receipt, Slope, finite
+from plimsoll.artifacts.store import from_json
 from plimsoll.errors import InvalidModel
+from plimsoll.session.agreement import Agreement
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep, copies, relative_error
-from plimsoll.tracing.meters.timing import Timing
+from plimsoll.tracing.meters.timing import Timing, time_in_turns
 from plimsoll.tracing.recorder.calling import Loss
+
+T = TypeVar("T", Receipt, Comparison)
 
 _RATE = 1e-2
 """Of plain gradient descent, for those who name no optimizer: its steps have length rate · ‖gradient‖."""
@@ -142,20 +149,34 @@ def run_intermediates(step: TrainingStep, depth: Depth) -> Found:
     """What the named modules make in one run of the step; nothing where none are named."""
     if not depth.intermediates:
         return {}
-    with Intermediates(step.model, depth.intermediates).collect() as found:
+    with collect_intermediates(step.model, depth.intermediates) as found:
         step.run()
     return found
-
-
-def run_curve(step: TrainingStep, depth: Depth) -> tuple[float | None, ...]:
-    """Losses of training steps; nothing where no curve is asked for."""
-    return loss_curve(step, depth.optimizer, depth.curve_steps) if depth.curve_steps > 0 else ()
 
 
 def consecutive_losses(step: TrainingStep, count: int) -> tuple[float | None, ...]:
     """The losses of consecutive runs: the random state goes on, so dropout draws anew each time."""
     step.rewind()
     return tuple(finite(step.go_on()) for _ in range(count))
+
+
+def time_both(
+    step: TrainingStep, plain: Callable[[], AbstractContextManager[object]], rounds: int
+) -> tuple[Timing, Timing]:
+    """Paired, interleaved seconds of the step under ``plain``, and of the step as it is."""
+
+    def run_plain() -> None:
+        with plain():
+            step.run()
+
+    timings = time_in_turns({"plain": run_plain, "ours": step.run}, device=step.device, rounds=rounds)
+    return timings["plain"], timings["ours"]
+
+
+def of_all_ranks(agreement: Agreement, what: str, mine: T) -> list[T]:
+    """What every rank measured, in the order of the ranks."""
+    texts = zip(agreement.all_of(what, to_json(mine), str), agreement.ranks, strict=True)
+    return [cast("T", from_json(text, source=f"{what} of rank {rank}")) for text, rank in texts]
 
 
 def make_receipt(
@@ -218,22 +239,20 @@ def _distance(mismatch: Mismatch) -> float:
     return math.inf if mismatch.max_absolute_difference is None else mismatch.max_absolute_difference
 
 
-def loss_curve(step: TrainingStep, optimizer: torch.optim.Optimizer | None, steps: int) -> tuple[float | None, ...]:
-    """Losses of consecutive training steps on the step's batch; random numbers go on from step to step.
+def run_curve(step: TrainingStep, depth: Depth) -> tuple[float | None, ...]:
+    """Losses of consecutive training steps on the step's batch; nothing where no curve is asked for.
 
-    Parameters (the optimizer's own, of a loss, too), the optimizer's state and its settings are bit for bit what they were
-    when it returns.
-
-    Args:
-        step: its random state and buffers are where the curve begins.
-        optimizer: steps after every backward; without one, gradient descent at a rate of 0.01.
-        steps: how many.
+    The curve begins at the step's random state and buffers; random numbers go on from step to step. Without an optimizer it is
+    gradient descent at a rate of 0.01. Parameters (the optimizer's own, of a loss, too), the optimizer's state and its
+    settings are bit for bit what they were when it returns.
     """
-    with _put_back(step.model, optimizer):
-        used = optimizer or torch.optim.SGD([p for p in step.model.parameters() if p.requires_grad], lr=_RATE)
+    if depth.curve_steps <= 0:
+        return ()
+    with _put_back(step.model, depth.optimizer):
+        used = depth.optimizer or torch.optim.SGD([p for p in step.model.parameters() if p.requires_grad], lr=_RATE)
         step.rewind()
         losses = []
-        for _ in range(steps):
+        for _ in range(depth.curve_steps):
             losses.append(finite(step.go_on()))
             used.step()
         return tuple(losses)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,13 +33,9 @@ def mismatches(
         other = found.get(name)
         if reference is None and other is None:
             continue
-        if reference is None or other is None:
-            absolute: float | None = None
-            relative: float | None = None
-        elif same_contents(reference, other):
+        if reference is not None and other is not None and same_contents(reference, other):
             continue
-        else:
-            absolute, relative = difference(reference, other)
+        absolute, relative = _difference(reference, other)
         differing.append(
             Mismatch(
                 name=name,
@@ -50,9 +47,9 @@ def mismatches(
     return tuple(differing)
 
 
-def difference(first: torch.Tensor, second: torch.Tensor) -> tuple[float | None, float | None]:
+def _difference(first: torch.Tensor | None, second: torch.Tensor | None) -> tuple[float | None, float | None]:
     """Largest absolute difference, and that as a share of the largest magnitude; ``None`` where it is no number."""
-    if first.shape != second.shape:
+    if first is None or second is None or first.shape != second.shape:
         return None, None
     apart = (first.double() - second.double()).abs().max() if first.numel() else torch.tensor(0.0)
     size = first.double().abs().max() if first.numel() else torch.tensor(0.0)
@@ -60,8 +57,9 @@ def difference(first: torch.Tensor, second: torch.Tensor) -> tuple[float | None,
     return finite(absolute), finite(absolute / float(size)) if float(size) else None
 
 
-class Intermediates:
-    """Copies of what named modules make in a step.
+@contextlib.contextmanager
+def collect_intermediates(model: nn.Module, patterns: Sequence[str]) -> Iterator[Found]:
+    """What named modules make in a step: filled in while the block runs. A recomputation in backward is no further call.
 
     Args:
         model: the model.
@@ -70,49 +68,39 @@ class Intermediates:
     Raises:
         InvalidRegions: a pattern that matches no module.
     """
+    modules = {name: module for name, module in model.named_modules() if name}
+    for pattern in patterns:
+        if not fnmatch.filter(modules, pattern):
+            raise InvalidRegions(
+                f"No module is called {pattern!r}.",
+                why=f"{type(model).__name__} has {', '.join(list(modules)[:4])} and {max(0, len(modules) - 4)} more",
+                next="name modules as in model.named_modules(); * stands for anything",
+            )
+    names = {name for pattern in patterns for name in fnmatch.filter(modules, pattern)}
+    found: Found = {}
+    handles = [modules[name].register_forward_hook(_copying_hook(name, found)) for name in modules if name in names]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
-    def __init__(self, model: nn.Module, patterns: Sequence[str]) -> None:
-        names = [name for name, _ in model.named_modules() if name]
-        for pattern in patterns:
-            if not fnmatch.filter(names, pattern):
-                raise InvalidRegions(
-                    f"No module is called {pattern!r}.",
-                    why=f"{type(model).__name__} has {', '.join(names[:4])} and {max(0, len(names) - 4)} more",
-                    next="name modules as in model.named_modules(); * stands for anything",
-                )
-        self._model = model
-        self._names = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
 
-    @contextlib.contextmanager
-    def collect(self) -> Iterator[Found]:
-        """What one run makes, filled in while the block runs. A recomputation in backward is no further call."""
-        found: Found = {}
-        calls = dict.fromkeys(self._names, 0)
-        handles = [
-            module.register_forward_hook(self._hook(name, found, calls))
-            for name, module in self._model.named_modules()
-            if name in self._names
-        ]
-        try:
-            yield found
-        finally:
-            for handle in handles:
-                handle.remove()
+def _copying_hook(name: str, found: Found) -> Callable[[nn.Module, Any, Any], None]:
+    calls = itertools.count()
 
-    def _hook(self, name: str, found: Found, calls: dict[str, int]) -> Any:
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            tensors = output_tensors(output)
-            if torch._C._current_graph_task_id() != -1 or not tensors:
-                return
-            call, tensor = calls[name], tensors[0]
-            calls[name] += 1
-            found[name, call, False] = tensor.detach().clone()
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: found.__setitem__((name, call, True), gradient.detach().clone()))
-            elif not torch.is_grad_enabled():  # re-entrant checkpointing
-                found[name, call, True] = None
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        tensors = output_tensors(output)
+        if torch._C._current_graph_task_id() != -1 or not tensors:
+            return
+        call, tensor = next(calls), tensors[0]
+        found[name, call, False] = tensor.detach().clone()
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: found.__setitem__((name, call, True), gradient.detach().clone()))
+        elif not torch.is_grad_enabled():  # re-entrant checkpointing
+            found[name, call, True] = None
 
-        return look
+    return look
 
 
 def compare_intermediates(expected: Found, found: Found) -> tuple[Intermediate, ...]:
@@ -128,17 +116,15 @@ def compare_intermediates(expected: Found, found: Found) -> tuple[Intermediate, 
         one, other = expected.get(key), found.get(key)
         name, call, is_gradient = key
         is_equal = one is not None and other is not None and same_contents(one, other)
-        apart: tuple[float | None, float | None] = (0.0, 0.0) if is_equal else (None, None)
-        if one is not None and other is not None and not is_equal:
-            apart = difference(one, other)
+        absolute, relative = (0.0, 0.0) if is_equal else _difference(one, other)
         rows.append(
             Intermediate(
                 module=name,
                 call=call,
                 is_gradient=is_gradient,
                 is_bit_equal=is_equal,
-                max_absolute_difference=apart[0],
-                max_relative_difference=apart[1],
+                max_absolute_difference=absolute,
+                max_relative_difference=relative,
             )
         )
     return tuple(rows)

@@ -28,6 +28,7 @@ from plimsoll.analysis.verify.evidence import (
     measure_slope,
     run_curve,
     run_intermediates,
+    time_both,
 )
 from plimsoll.analysis.verify.intermediates import compare_intermediates
 from plimsoll.analysis.verify.repeated_ops import RepeatedOps
@@ -69,21 +70,16 @@ class CompilerBudget:
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
         """The same step with everything kept."""
-        with switched_off(), self._compiled_under(1.0):
-            yield
-
-    @contextlib.contextmanager
-    def _compiled_under(self, budget: float) -> Iterator[None]:
-        """What was compiled under another budget is compiled anew, here and afterwards."""
-        if not self.is_compiled:
-            yield
-            return
-        torch._dynamo.reset()
-        try:
-            with torch._functorch.config.patch(activation_memory_budget=budget):
+        with switched_off():
+            if not self.is_compiled:
                 yield
-        finally:
-            torch._dynamo.reset()
+                return
+            torch._dynamo.reset()  # what was compiled under another budget is compiled anew, here and afterwards
+            try:
+                with torch._functorch.config.patch(activation_memory_budget=1.0):
+                    yield
+            finally:
+                torch._dynamo.reset()
 
 
 def verify_own(
@@ -114,7 +110,8 @@ def verify_own(
     report("looking for the cause", 0.6)
     tolerance = budget.tolerance(step.model)
     if seen.faults or not (seen.apart.is_within_spread or seen.apart.error <= tolerance > 0):
-        seen = replace(seen, faults=(_explain(step, budget) or seen.faults)[:_MOST_FAULTS])
+        explained = _blame_randomness(step, budget) if budget.is_compiled else _repeat_watched(step)
+        seen = replace(seen, faults=(explained or seen.faults)[:_MOST_FAULTS])
     report("timing both", 0.7)
     timings = _time(step, budget, steps)
     step.clear_gradients()
@@ -161,11 +158,12 @@ def _observe(
 ) -> tuple[Observed, Counter[str]]:
     """What is seen of the step as it is, and how often it entered which hooks."""
     watch = SavedTensorWatch(step.model)
-    with watched(watch.wrap) as used, _modules_of(watch, budget):
+    # Hooks on modules would make the compiler compile something else: there the places have no names.
+    with watched(watch.wrap) as used, contextlib.nullcontext() if budget.is_compiled else watch.watch_modules():
         try:
             step.run()
         except Exception as error:  # a model's own hooks may raise anything
-            raise _broken(step, budget, error, watch.faults) from error
+            raise _broken(step, error, watch.faults) from error
     if not used and not budget.is_compiled:
         raise _nothing_at_work(step.model)
     apart = compare_with(evidence, step)
@@ -187,11 +185,6 @@ def _observe(
     return seen, used
 
 
-def _modules_of(watch: SavedTensorWatch, budget: CompilerBudget) -> contextlib.AbstractContextManager[object]:
-    """Hooks on modules would make the compiler compile something else: there the places have no names."""
-    return contextlib.nullcontext() if budget.is_compiled else watch.watch_modules()
-
-
 def _nothing_at_work(model: nn.Module) -> InvalidModel:
     mode = "" if model.training else "; the model is in evaluation mode, in which many do not checkpoint"
     return InvalidModel(
@@ -204,9 +197,9 @@ def _nothing_at_work(model: nn.Module) -> InvalidModel:
     )
 
 
-def _broken(step: TrainingStep, budget: CompilerBudget, error: Exception, faults: Sequence[Fault]) -> InvalidModel:
+def _broken(step: TrainingStep, error: Exception, faults: Sequence[Fault]) -> InvalidModel:
     """The step runs with everything kept, and fails as it is: say so, and why, as far as its ops show it."""
-    found = [*_repeat_watched(step, budget), *faults]
+    found = [*_repeat_watched(step), *faults]
     return InvalidModel(
         f"The step of {type(step.model).__name__} fails as it is: {type(error).__name__}: {error}",
         why="with everything kept it runs, so what it does to saved tensors breaks it"
@@ -215,15 +208,8 @@ def _broken(step: TrainingStep, budget: CompilerBudget, error: Exception, faults
     )
 
 
-def _explain(step: TrainingStep, budget: CompilerBudget) -> tuple[Fault, ...]:
-    """Run the step once more with every op watched, which says more than saved tensors do; nothing if all ops agree.
-
-    Compiled code is run without its random numbers.
-    """
-    return _blame_randomness(step, budget) if budget.is_compiled else _repeat_watched(step, budget)
-
-
-def _repeat_watched(step: TrainingStep, budget: CompilerBudget) -> tuple[Fault, ...]:
+def _repeat_watched(step: TrainingStep) -> tuple[Fault, ...]:
+    """Run the step once more with every op watched, which says more than saved tensors do; nothing if all ops agree."""
     stack = ModuleStack()
     ops = RepeatedOps(step.model, stack)
     with (
@@ -278,15 +264,9 @@ def _describe(used: Counter[str], budget: CompilerBudget) -> str:
 
 def _time(step: TrainingStep, budget: CompilerBudget, rounds: int) -> tuple[Timing, Timing]:
     """Paired, in turns; compiled code, which compiles anew at every change, one after the other."""
-
-    def plain() -> None:
-        with budget.plain():
-            step.run()
-
     if not budget.is_compiled:
-        timings = time_in_turns({"baseline": plain, "own": step.run}, device=step.device, rounds=rounds)
-        return timings["baseline"], timings["own"]
+        return time_both(step, budget.plain, rounds)
     with budget.plain():
-        baseline = time_in_turns({"baseline": step.run}, device=step.device, rounds=rounds)
-    ours = time_in_turns({"own": step.run}, device=step.device, rounds=rounds)
-    return baseline["baseline"], ours["own"]
+        baseline = time_in_turns({"": step.run}, device=step.device, rounds=rounds)
+    ours = time_in_turns({"": step.run}, device=step.device, rounds=rounds)
+    return baseline[""], ours[""]

@@ -8,6 +8,7 @@ that was changed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +31,6 @@ _UNNOTED = {*_UNSET, "detach", "alias"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Setting:
-    """What an op ran under, besides its arguments."""
-
-    is_training: bool
-    default_dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
 class _Entry:
     """One op that ran: where, on what, under which setting, and what it made."""
 
@@ -48,7 +41,8 @@ class _Entry:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     shapes: tuple[tuple[Any, ...], ...]
-    setting: _Setting
+    setting: dict[str, object]
+    """What the op ran under besides its arguments, by what it is called in a fault."""
     sources: tuple[str, ...]
     """Names of parameters and buffers among the inputs (``""`` for others)."""
 
@@ -139,10 +133,10 @@ class RepeatedOps(TorchDispatchMode):
             inputs=inputs,
             outputs=tuple(content_fingerprint(tensor) for tensor in made),
             shapes=tuple((tuple(tensor.shape), tensor.dtype) for tensor in made),
-            setting=_Setting(
-                module is not None and module.training,
-                torch.get_default_dtype(),
-            ),
+            setting={
+                "training flag": module is not None and module.training,
+                "default dtype": torch.get_default_dtype(),
+            },
             sources=tuple(self._names.get(tensor.untyped_storage()._cdata, "") for tensor in read),
         )
 
@@ -173,8 +167,7 @@ class RepeatedOps(TorchDispatchMode):
         starts = [index for index, entry in enumerate(self._forward) if entry.place == episode[0].place]
 
         def agreement(start: int) -> tuple[int, int]:
-            length = 0
-            same = 0
+            length = same = 0
             for ahead, entry in zip(self._forward[start:], episode, strict=False):
                 if ahead.place != entry.place:
                     break
@@ -222,29 +215,17 @@ def _why(first: _Entry, again: _Entry, skipped: _Entry | None) -> tuple[Cause, s
 def _other_path(entry: _Entry, expected: _Entry | None) -> Fault:
     if expected is not None and expected.setting != entry.setting:
         return _fault(entry, Cause.CHANGED_CONTEXT, _describe_change(expected.setting, entry.setting))
-    was = (
-        ""
-        if expected is None or not expected.module
-        else f"; forward ran {expected.name!r} in {expected.module!r} there"
-    )
+    was = "" if not expected or not expected.module else f"; forward ran {expected.name!r} in {expected.module!r} there"
     return _fault(entry, Cause.CHANGED_CONTROL_FLOW, f"forward has no such op at this point{was}")
 
 
-def _describe_change(first: _Setting, again: _Setting) -> str:
-    names = {"is_training": "training flag", "default_dtype": "default dtype"}
-    changes = [
-        f"{label} {getattr(first, name)} became {getattr(again, name)}"
-        for name, label in names.items()
-        if getattr(first, name) != getattr(again, name)
-    ]
-    return ", ".join(changes)
+def _describe_change(first: dict[str, object], again: dict[str, object]) -> str:
+    return ", ".join(f"{name} {value} became {again[name]}" for name, value in first.items() if value != again[name])
 
 
 def _fault(entry: _Entry, cause: Cause, detail: str) -> Fault:
     shape, dtype = entry.shapes[0] if entry.shapes else ((), None)
-    elements = 1
-    for size in shape:
-        elements *= size
+    elements = math.prod(shape)
     return Fault(
         step=1,
         region=entry.module,

@@ -52,23 +52,23 @@ class Reviser:
         """
         self.report("timing every op on the device", 0.0)
         with self.agreement.stepping():
-            options = PlanOptions(regions=_regions_of(plan))
+            names = tuple(dict.fromkeys(region.name for region in plan.regions if region.name))
+            options = PlanOptions(regions=names or None)
             traced, costs = trace_and_cost(self.task, options, part_of(self.report, 0.0, 0.4))
         found = Confirmation(
             cost_device=plan.cost_device,
             budget_bytes=plan.budget_bytes,
             given=_claim(plan, receipt, _roofline_optimizer_seconds(plan, traced)),
         )
-        if self.agreement.every("confirmation", holds=found.is_confirmed):
-            return msgspec.structs.replace(receipt, confirmation=found)
-        obstacle = self._obstacle(plan)
-        if obstacle:
+        revised: Plan | None = None
+        if not self.agreement.every("confirmation", holds=found.is_confirmed):
+            obstacle = self._obstacle(plan)
+            try:
+                revised = None if obstacle else self._solve(plan, traced, costs)
+            except BudgetBelowFloor as error:
+                obstacle = f"{error.found} {error.why}"
             found = msgspec.structs.replace(found, obstacle=obstacle)
-            return msgspec.structs.replace(receipt, confirmation=found)
-        try:
-            revised = self._solve(plan, traced, costs)
-        except BudgetBelowFloor as error:
-            found = msgspec.structs.replace(found, obstacle=f"{error.found} {error.why}")
+        if revised is None:
             return msgspec.structs.replace(receipt, confirmation=found)
         self.report("verifying the revised plan", 0.7)
         checked = self.verify(revised)
@@ -119,9 +119,3 @@ def _claim(plan: Plan, receipt: Receipt, without_seconds: float) -> Claim:
         measured_seconds=receipt.measured_seconds or 0.0,
         measured_spread_seconds=receipt.measured_spread_seconds,
     )
-
-
-def _regions_of(plan: Plan) -> tuple[str, ...] | None:
-    """The regions that the plan decides about; ``None`` where that is the model itself."""
-    names = tuple(dict.fromkeys(region.name for region in plan.regions if region.name))
-    return names or None

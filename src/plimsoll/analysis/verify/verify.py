@@ -17,20 +17,19 @@ from plimsoll.analysis.verify.evidence import (
     compare_with,
     consecutive_losses,
     make_receipt,
+    of_all_ranks,
     read_measurable,
     run_curve,
     run_intermediates,
+    time_both,
 )
 from plimsoll.analysis.verify.intermediates import compare_intermediates
 from plimsoll.analysis.verify.own import verify_own
 from plimsoll.analysis.verify.revising import Reviser, needs_confirmation
-from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import Receipt, ReceiptVerdict
-from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.trace import Category, Phase
-from plimsoll.engine.apply import Handle
 from plimsoll.errors import InvalidOption
 from plimsoll.session.agreement import Agreement, agreement_for, described, plan_facts
 from plimsoll.session.manage import check_plan, manage, refuse_other_device, refuse_other_model, refuse_other_signature
@@ -38,7 +37,6 @@ from plimsoll.session.options import check_count, read_error
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import Context, TrainingStep
-from plimsoll.tracing.meters.timing import Timing, time_in_turns
 from plimsoll.tracing.recorder.calling import Loss, check_devices
 from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import format_bytes, format_seconds
@@ -140,11 +138,9 @@ def verify(
             _refuse_without_effect(context, error)
             agreement.same(
                 "what to verify",
-                {
-                    **task.facts(),
-                    **plan_facts(plan),
-                    **described(steps=steps, intermediates=depth.intermediates, curve_steps=curve_steps),
-                },
+                task.facts()
+                | plan_facts(plan)
+                | described(steps=steps, intermediates=depth.intermediates, curve_steps=curve_steps),
             )
         task = agreement.patient(task)
         report = progress or silent
@@ -250,7 +246,7 @@ def _hold_plan(
             baseline_losses = consecutive_losses(step, steps)
         curve, intermediates = run_curve(step, depth), run_intermediates(step, depth)
         report("timing both in turns", 0.6)
-        timings = _time(step, handle, steps)
+        timings = time_both(step, handle.paused, steps)
         report("comparing every tensor that comes back", 0.95)
         with handle.inspecting():
             step.run()
@@ -317,25 +313,13 @@ def _notes(step: TrainingStep, plan: Plan, absent_bytes: int) -> tuple[str, ...]
     return tuple(notes)
 
 
-def _time(step: TrainingStep, handle: Handle, rounds: int) -> tuple[Timing, Timing]:
-    """Paired, interleaved seconds of the unmanaged and the managed step."""
-
-    def plain() -> None:
-        with handle.paused():
-            step.run()
-
-    timings = time_in_turns({"baseline": plain, "plan": step.run}, device=step.device, rounds=rounds)
-    return timings["baseline"], timings["plan"]
-
-
 def _worst_receipt(agreement: Agreement, receipt: Receipt, plan: Plan) -> Receipt:
     """The receipt of the rank with the worst verdict, of those the one nearest to its budget, with a note on all ranks."""
     if agreement.size == 1:
         return receipt
     if str(agreement.rank) in plan.budget_bytes_of_ranks:
         receipt = msgspec.structs.replace(receipt, budget_bytes=plan.budget_bytes_of_ranks[str(agreement.rank)])
-    told = agreement.all_of("receipts", to_json(receipt), str)
-    receipts = [_receipt(text, rank) for text, rank in zip(told, agreement.ranks, strict=True)]
+    receipts = of_all_ranks(agreement, "receipts", receipt)
     worst = min(
         range(len(receipts)), key=lambda index: (_SEVERITY[receipts[index].verdict], _room_bytes(receipts[index]))
     )
@@ -347,12 +331,6 @@ def _worst_receipt(agreement: Agreement, receipt: Receipt, plan: Plan) -> Receip
         + (f"; it failed on {', '.join(map(str, failed))}" if failed else "")
     )
     return msgspec.structs.replace(receipts[worst], notes=(*receipts[worst].notes, note))
-
-
-def _receipt(text: str, rank: int) -> Receipt:
-    made = from_json(text, source=f"the receipt of rank {rank}")
-    assert isinstance(made, Receipt)
-    return made
 
 
 def _room_bytes(receipt: Receipt) -> int:
