@@ -25,9 +25,12 @@ STEPS, CHUNK = 18, 6
 HERE = Path(__file__).parent
 
 
-def probe(run: Path | None, *, progress: Callable[[str, float], None] | None = None, **changes: object) -> Verdict:
-    given = {"steps": STEPS, "chunk_steps": CHUNK, "held_out": 4, "run": run, "progress": progress, "early": False}
-    return plimsoll.probe(make_model(), make_batches(), make_plan(), **(given | changes))
+def probe(run: Path | None, **changes: object) -> Verdict:
+    """The probe of these tests, or one that differs from it in what is named."""
+    if "model" not in changes:
+        changes["model"] = make_model()
+    given = {"batches": make_batches(), "plan": make_plan(), "run": run, "early": False}
+    return plimsoll.probe(**(given | {"steps": STEPS, "chunk_steps": CHUNK, "held_out": 4} | changes))
 
 
 def stop_at(step: int, *, turn: int = 2) -> Callable[[str, float], None]:
@@ -142,23 +145,20 @@ def test_another_probe_is_refused_with_what_differs(changes: dict[str, object], 
 
 def test_other_weights_and_plans_are_other_probes(whole: tuple[Path, Verdict]):
     model = make_model()
-    given = {"steps": STEPS, "chunk_steps": CHUNK, "held_out": 4, "run": whole[0], "early": False}
-    with pytest.raises(ProbeRunMismatch, match="not full"):
-        plimsoll.probe(model, make_batches(), make_plan("full"), **given)
     with torch.no_grad():
         model.head.bias.add_(1.0)
-    with pytest.raises(ProbeRunMismatch, match="weights"):
-        plimsoll.probe(model, make_batches(), make_plan(), **given)
+    for changes, named in (({"plan": make_plan("full")}, "not full"), ({"model": model}, "weights")):
+        with pytest.raises(ProbeRunMismatch, match=named):
+            probe(whole[0], **changes)
 
 
 def test_data_that_has_changed_since_is_refused(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         probe(tmp_path, progress=stop_at(15))
-    model, batches = make_model(), make_batches()
+    batches = make_batches()
     batches[3]["x"][0, 0] += 1
-    given = {"steps": STEPS, "chunk_steps": CHUNK, "held_out": 4, "run": tmp_path, "early": False}
     with pytest.raises(ProbeRunMismatch, match="batches have changed"):
-        plimsoll.probe(model, batches, make_plan(), **given)
+        probe(tmp_path, batches=batches)
 
 
 def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path):
@@ -176,37 +176,33 @@ def test_a_run_directory_that_cannot_be_made_is_an_error_for_people(tmp_path: Pa
 
 @pytest.mark.parametrize("fails_at", [None, 3, 15])
 def test_model_optimizer_and_random_state_are_as_they_were(fails_at: int | None):
-    model, batches = make_model(), make_batches()
-    plan = make_plan()
+    model, plan = make_model(), make_plan()
     optimizer = torch.optim.AdamW(model.parameters())
-    model(**batches[0])["loss"].backward()
+    model(**make_batches()[0])["loss"].backward()
     optimizer.step()
     optimizer.zero_grad()
-    given = {"steps": STEPS, "chunk_steps": CHUNK, "held_out": 4}
     with unchanged(model, optimizer):
         if fails_at is None:
-            plimsoll.probe(model, batches, plan, **given)
+            probe(None, model=model, plan=plan)
         else:
             with pytest.raises(KeyboardInterrupt):
-                plimsoll.probe(model, batches, plan, progress=stop_at(fails_at), **given)
+                probe(None, model=model, plan=plan, progress=stop_at(fails_at))
 
 
 def test_a_graph_from_before_the_probe_can_still_go_backward():
-    model, batches = make_model(), make_batches()
-    plan = make_plan()
-    expected = torch.autograd.grad(model(**batches[0])["loss"], model.head.weight)
+    model, batch, plan = make_model(), make_batches()[0], make_plan()
+    expected = torch.autograd.grad(model(**batch)["loss"], model.head.weight)
     model = make_model()
-    loss = model(**batches[0])["loss"]
-    plimsoll.probe(model, batches, plan, steps=4)
+    loss = model(**batch)["loss"]
+    probe(None, model=model, plan=plan, steps=4)
     torch.testing.assert_close(torch.autograd.grad(loss, model.head.weight), expected, rtol=0, atol=0)
 
 
 def test_an_error_in_training_leaves_the_model_alone():
-    model, batches = make_model(), make_batches()
-    plan = make_plan()
+    model, batches, plan = make_model(), make_batches(), make_plan()
     batches[7] = {"x": torch.randn(64, WIDTH + 1), "y": torch.randn(64)}
     with unchanged(model), pytest.raises(RuntimeError):
-        plimsoll.probe(model, batches, plan, steps=STEPS, chunk_steps=CHUNK)
+        probe(None, model=model, batches=batches, plan=plan)
 
 
 @pytest.mark.parametrize("changes", [{"steps": 0}, {"steps": -3}, {"chunk_steps": 0}])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -18,18 +21,23 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import OWN, ReceiptVerdict
 from plimsoll.artifacts.store import from_json
 from plimsoll.errors import InvalidOption
+from plimsoll.tracing.recorder.calling import ModuleStack
 from steps import CheckpointedStack, Stack, mean_square
+
+
+def seeded(make: Callable[[], nn.Module], rows: int = 16) -> tuple[Any, torch.Tensor]:
+    """A model and a batch, the same in every run."""
+    torch.manual_seed(0)
+    return make(), torch.randn(rows, 32)
 
 
 @pytest.fixture
 def checkpointed():
-    torch.manual_seed(0)
-    return CheckpointedStack(), torch.randn(64, 32)
+    return seeded(CheckpointedStack, 64)
 
 
 def step_of_two() -> tuple[Stack, torch.Tensor]:
-    torch.manual_seed(0)
-    return Stack(2), torch.randn(16, 32)
+    return seeded(lambda: Stack(2))
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +76,7 @@ def test_everything_that_was_patched_is_put_back_and_the_model_is_as_it_was(chec
 
 
 def test_a_step_that_fails_is_put_back_too():
-    torch.manual_seed(0)
-    model, batch = Stack(1), torch.randn(4, 32)
+    model, batch = seeded(lambda: Stack(1))
     before = saved_tensors_hooks.__enter__
 
     def broken(packed):
@@ -82,16 +89,18 @@ def test_a_step_that_fails_is_put_back_too():
     assert saved_tensors_hooks.__enter__ is before
 
 
-def test_a_model_that_saves_nothing_has_nothing_to_verify():
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_model_that_saves_nothing_has_nothing_to_verify(is_training):
     with pytest.raises(plimsoll.PlimsollError) as caught:
-        plimsoll.verify(Stack(1), torch.randn(4, 32), loss=mean_square)
+        plimsoll.verify(Stack(1).train(is_training), torch.randn(4, 32), loss=mean_square)
     assert "keeps everything by itself" in caught.value.found
     assert "gradient_checkpointing_enable" in caught.value.next
+    assert ("evaluation mode" in caught.value.why) is not is_training
+    assert ("model.train()" in caught.value.next) is not is_training
 
 
 def test_lossy_hooks_may_be_allowed_their_error():
-    torch.manual_seed(0)
-    model, batch = Stack(2), torch.randn(16, 32)
+    model, batch = step_of_two()
 
     def context():
         return saved_tensors_hooks(lambda t: (t.detach().bfloat16(), t.dtype), lambda packed: packed[0].to(packed[1]))
@@ -110,8 +119,7 @@ def test_a_model_that_replaces_gradients_on_purpose_raises_no_alarm():
             y = super().forward(x)
             return y + (2 * y).detach()
 
-    torch.manual_seed(0)
-    receipt = plimsoll.verify(StraightThrough(), torch.randn(16, 32), loss=mean_square, steps=1)
+    receipt = plimsoll.verify(*seeded(StraightThrough), loss=mean_square, steps=1)
     assert receipt.verdict is ReceiptVerdict.VERIFIED
     assert receipt.slope is None
     assert "straight-through" in receipt.notes[0]
@@ -121,10 +129,7 @@ def test_an_allowed_error_is_not_held_against_the_slope():
     def shrinking():
         return saved_tensors_hooks(lambda t: t.detach() * 0.95, lambda packed: packed)
 
-    torch.manual_seed(0)
-    receipt = plimsoll.verify(
-        Stack(2), torch.randn(16, 32), loss=mean_square, context=shrinking, steps=1, max_error="50%"
-    )
+    receipt = plimsoll.verify(*step_of_two(), loss=mean_square, context=shrinking, steps=1, max_error="50%")
     assert receipt.slope.disagrees
     assert receipt.verdict is ReceiptVerdict.WITHIN_ERROR
 
@@ -154,8 +159,7 @@ def test_every_step_runs_in_a_context_of_its_own():
             alive.remove(self)
             return super().__exit__(*args)
 
-    torch.manual_seed(0)
-    receipt = plimsoll.verify(Stack(1), torch.randn(8, 32), loss=mean_square, context=Once, steps=2)
+    receipt = plimsoll.verify(*seeded(lambda: Stack(1)), loss=mean_square, context=Once, steps=2)
     assert receipt.verdict is ReceiptVerdict.VERIFIED
     assert len(made) == len(set(made)) > 10
 
@@ -191,13 +195,6 @@ def test_attach_refuses_numbers_of_steps_that_mean_nothing():
         plimsoll.attach(Stack(1), "1GiB", verify_every=-1)
 
 
-def test_a_model_in_evaluation_mode_is_told_so():
-    with pytest.raises(plimsoll.PlimsollError) as caught:
-        plimsoll.verify(Stack(1).eval(), torch.randn(4, 32), loss=mean_square)
-    assert "evaluation mode" in caught.value.why
-    assert "model.train()" in caught.value.next
-
-
 @pytest.mark.parametrize("option", [{"context": save_on_cpu}, {"max_error": 0.1}])
 def test_what_has_no_effect_on_a_plan_is_refused(option, plan):
     model, batch = step_of_two()
@@ -220,15 +217,13 @@ def test_intermediates_of_both_runs_are_compared_bit_for_bit(plan):
 
 
 def test_an_intermediate_that_differs_is_named_with_its_distance():
-    torch.manual_seed(0)
-
     class Bad(Stack):
         def forward(self, x):
             for block in self.blocks:
                 x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
             return x
 
-    receipt = plimsoll.verify(Bad(), torch.randn(16, 32), loss=mean_square, steps=1, intermediates="blocks.0")
+    receipt = plimsoll.verify(*seeded(Bad), loss=mean_square, steps=1, intermediates="blocks.0")
     output, gradient = receipt.intermediates
     assert output.is_bit_equal
     assert not gradient.is_bit_equal
@@ -242,8 +237,7 @@ def test_gradients_that_reentrant_checkpointing_hides_are_left_out():
         def forward(self, x):
             return super().forward(x.clone().requires_grad_())
 
-    torch.manual_seed(0)
-    receipt = plimsoll.verify(Reentrant(), torch.randn(16, 32), loss=mean_square, steps=1, intermediates="blocks.*")
+    receipt = plimsoll.verify(*seeded(Reentrant), loss=mean_square, steps=1, intermediates="blocks.*")
     assert receipt.verdict is ReceiptVerdict.VERIFIED
     assert {each.is_gradient for each in receipt.intermediates if each.module == "blocks.0"} == {False}
 
@@ -281,8 +275,7 @@ def test_a_pattern_that_matches_no_module_names_some_that_exist(checkpointed):
 
 
 def test_curves_of_both_runs_agree_and_the_optimizer_is_left_as_it_was():
-    torch.manual_seed(0)
-    model, batch = Stack(2), torch.randn(16, 32)
+    model, batch = step_of_two()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(batch).square().mean().backward()
     optimizer.step()
@@ -319,8 +312,6 @@ def test_a_curve_leaves_the_parameters_of_a_loss_and_the_state_tensors_themselve
 
 
 def test_repeated_ops_watch_nothing_in_a_step_that_recomputes_nothing():
-    from plimsoll.tracing.recorder.calling import ModuleStack
-
     model = Stack(1)
     stack = ModuleStack()
     with stack.watch(model), RepeatedOps(model, stack) as ops:
