@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 
 from planning.builders import random_step, transformer
+from planning.every_choice import assert_best_of, every_simulation
 from planning.form_builders import block_forms, random_choice, random_forms
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.forms import Forms
 from plimsoll.artifacts.trace import Trace
 from plimsoll.planning import choices as generation
-from plimsoll.planning.choice import Choice, Limits
+from plimsoll.planning.choice import Limits
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.effects import likeness, measure_effect
 from plimsoll.planning.frontier import Hull
-from plimsoll.planning.simulate import Simulation, run_choices, simulate
+from plimsoll.planning.simulate import run_choices, simulate
 from plimsoll.planning.solve import Planner, solve
-from plimsoll.planning.step import RegionView, StepIndex
+from plimsoll.planning.step import StepIndex
 from plimsoll.planning.windows import build_windows
 
 STEPS = 40
@@ -40,31 +41,6 @@ def random_case(seed: int) -> tuple[Trace, Costs, Forms, Limits]:
     trace, costs = random_step(seed, regions=2 if seed % 2 else 3, ops=4).finish()
     forms = random_forms(trace, costs, seed, share=draw.choice([0.3, 0.6, 1.0]))
     return trace, costs, forms, Limits(draw.choice([0.0, 0.01, 0.05, 0.3]) ** 2, draw.choice([None, None, 0, 5, 20]))
-
-
-def states(view: RegionView) -> list[Choice]:
-    """Every choice of a region."""
-    options = []
-    for value in view.decided:
-        entry = view.forms.get(value)
-        names = ["keep", *(["drop"] if value in view.droppable else [])]
-        options.append([*names, *(form.name for form in (entry.forms if entry is not None else ()))])
-    return [
-        Choice(
-            frozenset(v for v, state in zip(view.decided, taken, strict=True) if state == "keep"),
-            frozenset((v, s) for v, s in zip(view.decided, taken, strict=True) if s not in ("keep", "drop")),
-        )
-        for taken in itertools.product(*options)
-    ]
-
-
-def every_simulation(index: StepIndex, limits: Limits) -> list[Simulation]:
-    """Every combination of choices that keeps to the limits; nothing if they are too many."""
-    per_region = [states(view) for view in index.views]
-    if math.prod(map(len, per_region)) > ENUMERATED_CHOICES:
-        return []
-    simulations = (run_choices(index, chosen) for chosen in itertools.product(*per_region))
-    return [s for s in simulations if limits.allow(s.squared_error, s.link_bytes)]
 
 
 @pytest.mark.slow
@@ -95,16 +71,15 @@ def test_plans_keep_to_all_limits_and_are_optimal_where_that_can_be_checked(
             assert plan.predicted_peak_bytes <= budget_bytes, seed
             assert limits.allow(simulation.squared_error, simulation.link_bytes), seed
             assert (plan.status is Status.OPTIMAL) == (plan.gap_of_step <= 1e-6), seed
-        everything = every_simulation(planner.index, limits)
+        everything = every_simulation(planner.index, ENUMERATED_CHOICES)
+        everything = [s for s in everything if limits.allow(s.squared_error, s.link_bytes)]
         checked += bool(everything)
         fitting = [s.seconds for s in everything if s.peak_bytes <= budget_bytes]
         if fitting:
             assert planner.lower_bound_seconds(budget_bytes, None, boundaries=False) <= min(fitting) + 1e-9, seed
             assert planner.lower_bound_seconds(budget_bytes, None, boundaries=True) <= min(fitting) + 1e-9, seed
         if everything and planner.is_complete:
-            assert plan.floor_bytes == min(s.peak_bytes for s in everything), seed
-            assert (plan.status is Status.INFEASIBLE) == (not fitting), seed
-            assert not fitting or plan.predicted_seconds == pytest.approx(min(fitting)), seed
+            assert_best_of(plan, everything, budget_bytes)
         elif fitting and plan.status.is_usable:
             assert plan.predicted_seconds <= min(fitting) * SEARCHED, seed
     assert checked > BATCH // 2
