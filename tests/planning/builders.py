@@ -18,10 +18,24 @@ import msgspec
 
 from plimsoll.artifacts.costs import Costs, CostSource, OpCost
 from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
-from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace, TraceOp
+from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
 
 OUT = -1
 """In ``saves``: the op's own output."""
+
+
+def bare_trace(
+    specs: dict[str, OpSpec],
+    *,
+    device: str = "cpu",
+    ops: tuple[TraceOp, ...] = (),
+    timings: dict[str, tuple[float, ...]] | None = None,
+) -> Trace:
+    """A step of which only the costs of its ops matter; with timings it ran on its device."""
+    return Trace(
+        model="m", fingerprint="f", signature="s", device=device, is_fake=timings is None, ops=ops, specs=specs,
+        storages=(), regions=(), timings=timings or {}, workspaces={},
+    )  # fmt: skip
 
 
 @dataclass

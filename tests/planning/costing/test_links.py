@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from planning.builders import bare_trace
 from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.trace import OpSpec, Trace
 from plimsoll.errors import InvalidLayout
@@ -82,19 +83,7 @@ def test_tensor_parallel_groups_stand_closest_and_pipelines_widest():
 
 
 def _trace_with(*specs: OpSpec) -> Trace:
-    return Trace(
-        model="",
-        fingerprint="",
-        signature="",
-        device="H100",
-        is_fake=True,
-        ops=(),
-        specs={spec.name: spec for spec in specs},
-        storages=(),
-        regions=(),
-        timings={},
-        workspaces={},
-    )
+    return bare_trace({spec.name: spec for spec in specs})
 
 
 def test_collectives_of_a_trace_go_by_their_group_and_other_ops_by_the_roofline():
