@@ -179,17 +179,11 @@ def apply_plan(
 ) -> Handle:
     """Manage the model's regions as the plan says. A region that keeps everything is not touched at all.
 
-    Args:
-        model: the model that the plan was made for.
-        plan: a usable plan.
-        sentinel_every: check rebuilt values against samples in every n-th call of a region.
-        verify_every: inspect one region, in turn, in every n-th training call: what comes back in its backward is compared
-            bit for bit; 0: never.
-        link: where offloaded values go, whatever it is called; by default the plan's own link is opened.
-        sensor: watches the first call of every region.
-        agree_on_service: called where recipes repeat collectives, with the region's name, the ranks that it talks to and what
-            serves it here; raises where these differ. `plimsoll.session.manage` gives the one for real ranks.
-        splits_backward: hold what both halves of a zero-bubble schedule's backward read from the one to the other.
+    ``sentinel_every`` and ``verify_every`` are as for `plimsoll.apply`. Offloaded values go over ``link``, whatever it
+    is called; by default the plan's own link is opened. A sensor watches the first call of every region.
+    ``agree_on_service`` is called where recipes repeat collectives, with the region's name, the ranks that it talks to
+    and what serves it here, and raises where these differ; `plimsoll.session.manage` gives the one for real ranks.
+    ``splits_backward``: hold what both halves of a zero-bubble schedule's backward read from the one to the other.
 
     Raises:
         PlanNotUsable: the plan's status says that it holds no decisions.

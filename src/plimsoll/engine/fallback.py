@@ -15,12 +15,7 @@ from plimsoll.tracing.recorder.collectives import is_routing
 
 
 class Fallback:
-    """What is known of one region about running it twice, and the ways to run it without recipes.
-
-    Args:
-        name: of the region.
-        forward: of its module.
-    """
+    """What is known of one region about running it twice, and the ways to run it without recipes."""
 
     def __init__(self, name: str, forward: Callable[..., Any]) -> None:
         self._name = name

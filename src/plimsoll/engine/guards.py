@@ -177,9 +177,7 @@ def describe(value: Any, bases: list[int]) -> Any:
 class Guard:
     """Says of a call that has just returned whether it did what the recorded one did, as far as what it saved can tell.
 
-    Args:
-        plan: of the recorded call.
-        node_counts: how many autograd nodes such a call may make.
+    ``node_counts`` says how many autograd nodes such a call may make.
     """
 
     def __init__(self, plan: ReplayPlan, node_counts: range) -> None:

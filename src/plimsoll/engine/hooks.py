@@ -90,11 +90,7 @@ class Cell:
         return shell.around(value) if shell.outer is None else shell.outer
 
     def read(self) -> torch.Tensor:
-        """The kept tensor.
-
-        Raises:
-            SavedTensorModified: it was written in place since it was saved.
-        """
+        """The kept tensor; ``SavedTensorModified`` if it was written in place since it was saved."""
         tensor = self.tensor
         assert tensor is not None, "only kept cells are read by recipes"
         found = self.version_now(tensor)

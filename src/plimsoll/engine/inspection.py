@@ -26,11 +26,8 @@ from plimsoll.tracing.recorder.storages import same_contents
 
 
 class Inspector:
-    """Says which region calls are inspected, and collects what they show.
-
-    Args:
-        every: inspect one region in every ``every``-th training call of the model; 0: none.
-        device: of the tensors.
+    """Says which region calls are inspected (one region in every ``every``-th training call; 0: none), and what they
+    show.
     """
 
     def __init__(self, every: int, device: torch.device) -> None:
@@ -110,11 +107,7 @@ class Inspection:
         self._has_reported = False
 
     def examine(self, replay: CallReplay, cell: Cell, value: torch.Tensor) -> torch.Tensor:
-        """A rebuilt slot, or what it should have been.
-
-        Raises:
-            OffloadFailed: the copy did not come back.
-        """
+        """A rebuilt slot, or what it should have been."""
         copy = self._copies.get(cell.index)
         if copy is None:
             return value

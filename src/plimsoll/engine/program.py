@@ -53,11 +53,8 @@ class Shared:
 class Program:
     """One region under one signature: its replay plan, and those who guard, sample, pack and replay its calls.
 
-    Args:
-        plan: what is kept, dropped and packed.
-        node_counts: how many autograd nodes a call like the recorded one makes.
-        shares: by the value's name, the bytes that the plan counted for its payload, as a share of the value's.
-        shared: between the regions of the model.
+    ``node_counts`` says how many autograd nodes a call like the recorded one makes; ``shares``, by the value's name,
+    what the plan counted for a payload as a share of the value's bytes.
     """
 
     def __init__(self, plan: ReplayPlan, node_counts: range, shares: Mapping[str, float], shared: Shared) -> None:
@@ -86,16 +83,10 @@ class Program:
     ) -> bool:
         """Turn the open cells of a call that the guard has passed into kept and dropped ones.
 
-        Args:
-            call: what forward saved.
-            inputs: the tensors that the region was called with; only looked at where the plan ``needs_inputs``.
-            versions: those that they had then.
-            output: what the region returned.
-            link: makes the input that is not held.
-            examiner: of a call that is inspected.
+        ``inputs`` are the tensors that the region was called with, only looked at where the plan ``needs_inputs``, and
+        ``versions`` those that they had then. ``link`` makes the input that is not held.
 
-        Returns:
-            False, with nothing done, if an input that recipes need is not what it was when the region was entered.
+        False, with nothing done, if an input that recipes need is not what it was when the region was entered.
 
         Raises:
             OffloadFailed: the link has no room; nothing is done.

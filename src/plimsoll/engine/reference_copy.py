@@ -29,11 +29,7 @@ class Difference:
 
 
 class ReferenceCopy:
-    """What one saved tensor was.
-
-    Args:
-        tensor: any strided tensor; it is not held.
-        link: takes the bits.
+    """What one saved tensor (strided, not held) was, over the link.
 
     Raises:
         OffloadFailed: the link has no room.
@@ -49,11 +45,7 @@ class ReferenceCopy:
             self._tickets.append(ticket)
 
     def compare(self, value: torch.Tensor) -> Difference | None:
-        """How ``value`` differs in its bits; ``None`` if it does not. NaN equals NaN.
-
-        Raises:
-            OffloadFailed: the bits did not come back.
-        """
+        """How ``value`` differs in its bits; ``None`` if it does not. NaN equals NaN."""
         like, elements = self._like, self._like.numel()
         if value.shape != like.shape or value.dtype is not like.dtype or value.stride() != like.stride():
             return Difference(0, elements, None)
@@ -71,11 +63,7 @@ class ReferenceCopy:
         return Difference(differing, elements, furthest if math.isfinite(furthest) else None) if differing else None
 
     def bring_back(self) -> torch.Tensor:
-        """The tensor as forward saved it.
-
-        Raises:
-            OffloadFailed: the bits did not come back.
-        """
+        """The tensor as forward saved it."""
         like = self._like
         overlaps = any(stride == 0 and size > 1 for size, stride in zip(like.shape, like.stride(), strict=True))
         stride = torch.empty(like.shape, device="meta").stride() if overlaps else like.stride()

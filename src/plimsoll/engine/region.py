@@ -215,10 +215,8 @@ class ManagedRegion:
         return output
 
     def _misfit(self, service: Service, program: Program, call: OpenCall) -> None:
-        """This call did something else than the recorded one: it keeps everything, so it is right by construction.
-
-        Raises:
-            RanksDiffer: other ranks count on collectives in its recipes.
+        """This call did something else than the recorded one: it keeps everything, so it is right by construction. Only
+        where other ranks count on collectives in its recipes is that no way out.
         """
         call.keep_all()
         if program.plan.collectives:

@@ -35,10 +35,7 @@ class Examiner(Protocol):
 class Recipes:
     """The compiled recipes of one region under one signature, for the orders of reading that were met.
 
-    Args:
-        plan: what they bring back, and from what.
-        sampler: compares what they bring back with samples from forward.
-        halves: holds tensors between the halves of a backward that is split; ``None``: it is not.
+    ``halves`` holds tensors between the halves of a backward that is split; ``None``: it is not.
     """
 
     def __init__(self, plan: ReplayPlan, sampler: Sampler, halves: Halves | None) -> None:
@@ -73,10 +70,8 @@ class Recipes:
         return self._solo[slot]
 
     def fail(self, slot: int) -> NoReturn:
-        """A rebuilt slot was not what forward made: turn the region to the fallback and stop the step.
-
-        Raises:
-            ReplayMismatch: always.
+        """A rebuilt slot was not what forward made: turn the region to the fallback and stop the step by
+        ``ReplayMismatch``.
         """
         self.has_failed = True
         graph, packed, region = self.plan.graph, self.plan.choice.packed, self.plan.name
@@ -101,11 +96,7 @@ class Recipes:
 class CallReplay:
     """The replay of what one call has dropped.
 
-    Args:
-        recipes: what it runs.
-        states: generator states taken in forward.
-        waiting: the dropped cells by slot. References are weak: what autograd has let go of need not come back.
-        examiner: of a call that is inspected.
+    ``waiting`` has the dropped cells by slot. References are weak: what autograd has let go of need not come back.
     """
 
     __slots__ = (

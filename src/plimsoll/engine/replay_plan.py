@@ -108,16 +108,9 @@ def choose(
 class ReplayPlan:
     """The plan of one region under one signature. What is derived is made at its first use and then stays.
 
-    Args:
-        name: of the region.
-        call: which of its calls in a step.
-        device_type: where it runs.
-        graph: its ops and values, as recorded.
-        recording: the ops themselves.
-        choice: what is dropped and packed.
-        codecs: of every packed value; ``None`` for what goes over the link.
-        parameters: graph value and place of every parameter and buffer that ops read.
-        not_rebuildable: values that no recipe can bring back, each with the reason.
+    Of every packed value ``codecs`` has the codec, ``None`` for what goes over the link. ``parameters`` are graph value
+    and place of every parameter and buffer that ops read; ``not_rebuildable`` has the values that no recipe can bring
+    back, each with the reason.
     """
 
     name: str

@@ -74,10 +74,7 @@ class Seen:
 class Sensor:
     """Watches the first call of every region of a managed model, until ``close``.
 
-    Args:
-        codecs: names of the codecs to try.
-        sampled: region calls on which they are tried, and through which noise is followed.
-        wants_sensitivity: whether noise is followed at all.
+    Codecs are tried, and noise is followed, on the ``sampled`` calls of regions.
     """
 
     def __init__(self, codecs: Sequence[str], sampled: Collection[RegionKey], *, wants_sensitivity: bool) -> None:
@@ -99,16 +96,7 @@ class Sensor:
         output: Any,
         first_node: int,
     ) -> None:
-        """A region's forward is through.
-
-        Args:
-            name: the region's.
-            call: which of its calls in this step.
-            graph: its recording.
-            tensors: what autograd saved, by slot.
-            output: what the region returned.
-            first_node: the sequence number of its first autograd node.
-        """
+        """A region's forward is through: what autograd saved is in ``tensors``, by slot."""
         key = (name, call)
         found = self.seen.setdefault(key, {})
         slots = self._values.setdefault(key, {})
@@ -196,13 +184,7 @@ class Arrived:
 
 
 class NoiseTracker:
-    """Follows noise through one region's backward.
-
-    Args:
-        output: what the region returned.
-        first_node: sequence number of its first autograd node.
-        reference: the codec that values are read through.
-    """
+    """Follows noise through one region's backward, from values that are read through the ``reference`` codec."""
 
     def __init__(self, output: Any, first_node: int, reference: Codec) -> None:
         self.arrived: dict[str, Arrived] = {}

@@ -30,13 +30,10 @@ _GONE = torch.empty(0)
 
 
 class Source:
-    """A saved tensor while it is still held, and whether it is what forward saved.
+    """A saved tensor (of a DTensor the local shard) while it is still held, and whether it is what forward saved.
 
-    A write to it is one that the unmanaged model would stumble over too, so it must not slip into what is held or copied.
-
-    Args:
-        tensor: of a DTensor the local shard.
-        shell: what the DTensor is besides.
+    A write to it is one that the unmanaged model would stumble over too, so it must not slip into what is held or
+    copied.
     """
 
     __slots__ = ("_outer", "_seen", "_version", "whole")
@@ -85,10 +82,8 @@ class Sent:
         self._damage: SavedTensorModified | None = None
 
     def settle(self) -> None:
-        """Wait until the tensor is away, and let go of it.
-
-        Raises:
-            OffloadFailed: it did not get there; it is still held.
+        """Wait until the tensor is away, and let go of it; where it does not get there (``OffloadFailed``) it is still
+        held.
         """
         self._ticket.settle()
         self._has_left()
@@ -129,10 +124,7 @@ class Refused:
         self._source = source
 
     def read(self) -> torch.Tensor:
-        """
-        Raises:
-            SavedTensorModified: it was written in place since it was saved.
-        """
+        """The tensor; ``SavedTensorModified`` if it was written in place since it was saved."""
         damage = self._source.damage()
         if damage is not None:
             raise damage
@@ -140,11 +132,8 @@ class Refused:
 
 
 class Packer:
-    """Packs the values of one managed model.
-
-    Args:
-        link: takes what is not compressed.
-        link_form: what plans call the link; by default its own name.
+    """Packs the values of one managed model; the link, which plans may call by another name, takes what is not
+    compressed.
     """
 
     def __init__(self, link: Link | None, link_form: str = "") -> None:
@@ -161,11 +150,7 @@ class Packer:
         return codec is not None and codec.keeps_sign_only
 
     def pack(self, source: Source, form: str, *, seed: int, most_bytes: int | None) -> Readable:
-        """What to hold instead of a saved tensor.
-
-        Raises:
-            OffloadFailed: the link has no room.
-        """
+        """What to hold instead of a saved tensor; ``OffloadFailed`` where the link has no room."""
         codec, whole = self.codec(form), source.whole
         if codec is None:
             assert self._link is not None
@@ -185,13 +170,7 @@ class Packing:
 
 
 class RegionPacker:
-    """Packs the values of one region.
-
-    Args:
-        plan: says which, and in which form.
-        packer: of the model.
-        shares: by the value's name, the bytes that the plan counted for its payload, as a share of the value's.
-    """
+    """Packs the values of one region; ``shares`` as for `Program`."""
 
     def __init__(self, plan: ReplayPlan, packer: Packer, shares: Mapping[str, float]) -> None:
         self._plan = plan
@@ -201,11 +180,7 @@ class RegionPacker:
         """How often a value (by name and codec) was kept because its codec could not take it."""
 
     def pack(self, call: OpenCall, number: int) -> dict[int, Readable]:
-        """Encode or send packed values of the region's ``number``-th call, letting go of each at once.
-
-        Raises:
-            OffloadFailed: the link has no room.
-        """
+        """Encode or send packed values of the region's ``number``-th call, letting go of each at once."""
         if not self._packings:
             return {}
         device_type = self._plan.device_type
@@ -267,11 +242,7 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_reader_of_sign(names: Mapping[int, str], slot: int) -> None:
-    """Refuse to hand a value of which only the sign is left to an autograd node that reads more.
-
-    Raises:
-        ReplayMismatch: it does.
-    """
+    """Refuse to hand a value of which only the sign is left to an autograd node that reads more."""
     node = torch._C._current_autograd_node()
     if slot in names and (node is None or node.name() not in READS_SIGN_ONLY):
         reader = "nothing that is known" if node is None else node.name()

@@ -44,12 +44,10 @@ class _Solved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DelayedLoss:
-    """Delays an error in the loss until backward has finished, so that other ranks' collectives complete.
+    """Delays an error in the user's loss until backward has finished, so that other ranks' collectives complete.
 
-    Where the loss fails, a number that depends on the whole output stands in for it: its backward runs through the whole model.
-
-    Args:
-        loss: as the user gave it.
+    Where the loss fails, a number that depends on the whole output stands in for it: its backward runs through the
+    whole model.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -76,11 +74,8 @@ class DelayedLoss:
 
 
 class Agreement:
-    """One call (``plan``, ``attach``, …) that ranks make together; a context manager, see ``Conversation``.
-
-    Args:
-        conversation: ``None`` where this process is on its own.
-        topic: the call.
+    """One call (``plan``, ``attach``, …) that ranks make together; a context manager, see ``Conversation``. There is no
+    conversation where this process is on its own.
     """
 
     def __init__(self, conversation: Conversation | None, topic: str) -> None:
@@ -129,13 +124,7 @@ class Agreement:
         return (0,) if self._conversation is None else self._conversation.world.ranks
 
     def all_of(self, what: str, value: T, kind: type[T], *, more_seconds: float = 0.0) -> list[T]:
-        """Everyone's value, in the order of ``ranks``.
-
-        Args:
-            what: where all of them are in the call.
-            value: this rank's, made of what msgspec knows.
-            kind: its type.
-            more_seconds: to wait beyond the usual time.
+        """Everyone's value, in the order of ``ranks``; a value is made of what msgspec knows.
 
         Raises:
             RankFailed, RankMissing, RanksDiffer: see ``Conversation.ask``.
@@ -148,12 +137,8 @@ class Agreement:
     def gathered(self, what: str, value: T, kind: type[T]) -> list[T] | None:
         """Everyone's value, if all ranks come here within a few seconds; else ``None``, on all that come.
 
-        For what may happen on all ranks at once and of which a rank alone knows nothing.
-
-        Args:
-            what: names this occasion, in which a rank comes at most once: it holds the number of the training call.
-            value: this rank's.
-            kind: its type.
+        For what may happen on all ranks at once and of which a rank alone knows nothing. ``what`` names this occasion,
+        in which a rank comes at most once: it holds the number of the training call.
         """
         if self._conversation is None:
             return [value]
@@ -169,10 +154,8 @@ class Agreement:
         return all(self.all_of(what, holds, bool))
 
     def same(self, what: str, facts: Mapping[str, str]) -> None:
-        """Go on if these facts, and the versions, are the same on all ranks.
-
-        Raises:
-            RanksDiffer: on all ranks, with a table of those that are not.
+        """Go on if these facts, and the versions, are the same on all ranks; else ``RanksDiffer``, with a table, on
+        all.
         """
         if self._conversation is None:
             return
@@ -237,11 +220,7 @@ class Agreement:
         return plan
 
     def same_plan(self, plan: Plan) -> None:
-        """Go on if all ranks hold the identical plan.
-
-        Raises:
-            RanksDiffer: on all ranks, with a digest of each.
-        """
+        """Go on if all ranks hold the identical plan; else ``RanksDiffer`` on all ranks, with a digest of each."""
         if self._conversation is not None:
             self.same("plans", plan_facts(plan))
 
@@ -260,12 +239,6 @@ def agreement_for(
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Agreement:
     """The agreement of the ranks that train ``model``; of this process alone where there are no others.
-
-    Args:
-        model: as the user passed it.
-        topic: the call, as errors name it.
-        ranks: global ranks; by default those of the model's own process groups, else all.
-        timeout_seconds: how long ranks wait for each other in every exchange.
 
     Raises:
         InvalidOption: ``ranks`` that do not exist or without this one; no time to wait.

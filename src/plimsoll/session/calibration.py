@@ -72,11 +72,8 @@ class OptimizerWatch:
 
 
 class MeasuredStep:
-    """The bytes of one step from the forward of the model on. ``end`` says whether there is a measurement.
-
-    Args:
-        model: about to run forward.
-        args, kwargs: what it is called with.
+    """The bytes of one step from the forward of the model on, which is about to run. ``end`` says whether there is a
+    measurement.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -144,10 +141,8 @@ class MeasuredStep:
 def unseen_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan) -> int:
     """By how much the coming steps will exceed the plan's prediction: what its trace did not see, and what stays.
 
-    Args:
-        step: a step that was measured under ``plan``.
-        watch: knows the optimizer's state.
-        plan: its prediction includes the state of the optimizer that it was made with, if any.
+    The step was measured under this plan, whose prediction includes the state of the optimizer that it was made with,
+    if any.
     """
     state_bytes = max(watch.bytes_after, planned_state_bytes(plan))
     over_bytes = step.step_peak_bytes + state_bytes - _predicted_before_optimizer(plan)
@@ -198,11 +193,7 @@ def as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def refuse_optimizer_above(budget_bytes: int, optimizer_peak_bytes: int) -> None:
-    """Refuse a budget that the optimizer's step alone exceeds.
-
-    Raises:
-        BudgetBelowFloor: no decision about activations changes that.
-    """
+    """Refuse a budget that the optimizer's step alone exceeds: no decision about activations changes that."""
     if optimizer_peak_bytes > budget_bytes:
         raise BudgetBelowFloor(
             f"budget {format_bytes(budget_bytes)} is below what the optimizer's step takes, "

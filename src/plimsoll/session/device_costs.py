@@ -96,11 +96,8 @@ class FittedRoofline:
 def measured_costs(trace: Trace, engine: EngineOverhead = _NO_ENGINE) -> Costs:
     """Seconds of every op of ``trace`` on the device on which it was traced, and of the engine's own work on this host.
 
-    A plan's extra seconds are those of the ops that it runs again, plus ``engine`` for every region that it touches.
-
-    Args:
-        trace: a trace with ``timings``; a fake one has none and needs ``roofline_costs``.
-        engine: what the engine was measured to take on this host.
+    A plan's extra seconds are those of the ops that it runs again, plus ``engine`` for every region that it touches. A
+    fake trace has no timings and needs ``roofline_costs``.
     """
     assert trace.timings, "a fake trace has no timings: use roofline_costs"
     ops = {key: op_cost(samples) for key, samples in trace.timings.items() if samples}
@@ -346,11 +343,8 @@ def overhead_of(
 ) -> EngineOverhead:
     """Tell the engine's seconds from the laps of some steps; none is negative.
 
-    Args:
-        unmanaged: steps of the long chain without the engine.
-        short: managed steps of a chain with fewer links: a region returns the later, the more was saved in it.
-        long: managed steps of the long chain.
-        rebuilt: links of the managed chains whose saved tensor is rebuilt.
+    ``unmanaged`` are steps of the long chain without the engine, ``short`` and ``long`` managed ones: a region returns
+    the later, the more was saved in it. ``rebuilt`` are the links whose saved tensor is rebuilt.
     """
     links = len(long[0].forward_seconds)
     kept = [link for link in range(links) if link not in rebuilt]

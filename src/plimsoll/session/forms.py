@@ -66,12 +66,7 @@ class Sensed:
 def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, options: PlanOptions) -> Sensed:
     """Run one step under the plan with the lowest peak, and measure in which forms its values could be held.
 
-    Args:
-        step: the training step, on the unmanaged model, which is left as it was.
-        trace: of this step, on the device.
-        costs: seconds of its ops.
-        lowest: keeps and recomputes, nothing else.
-        options: which forms are wanted.
+    The model is not managed, and left as it was.
 
     Raises:
         TracingFailed: the trace is of a device that is not here.

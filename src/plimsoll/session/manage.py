@@ -19,13 +19,7 @@ from plimsoll.tracing.recorder.fingerprint import fingerprint
 def manage(model: nn.Module, plan: Plan, **options: Any) -> Handle:
     """Apply the plan; ranks whose recipes repeat collectives compare these when a region is recorded.
 
-    Args:
-        model: not managed yet.
-        plan: a usable plan.
-        options: as for `plimsoll.engine.apply.apply_plan`.
-
-    Raises:
-        PlanNotUsable, PlanMismatch, OffloadFailed: as `apply_plan` says.
+    Options and errors are those of `plimsoll.engine.apply.apply_plan`.
     """
     return apply_plan(model, plan, agree_on_service=agree_on_service, **options)
 
@@ -33,14 +27,7 @@ def manage(model: nn.Module, plan: Plan, **options: Any) -> Handle:
 def manage_together(
     agreement: Agreement, model: nn.Module, plan: Plan, *, sentinel_every: int = 1, verify_every: int = 0
 ) -> Handle:
-    """Apply the plan here; where another rank cannot, undo it.
-
-    Args:
-        agreement: in whose block this is called, on all ranks.
-        model: not managed yet.
-        plan: the same on all ranks.
-        sentinel_every: as for ``plimsoll.apply``.
-        verify_every: as for ``plimsoll.apply``.
+    """Apply the plan on all ranks of the agreement, in whose block this is called; where another rank cannot, undo it.
 
     Raises:
         PlanMismatch, PlanNotUsable, OffloadFailed: it cannot be applied here.
@@ -59,12 +46,7 @@ def agree_on_service(region: str, peers: tuple[int, ...], service: str) -> None:
     """Compare how a region is served, and which collectives its recipes repeat, with the ranks that it talks to.
 
     A rank that keeps what the others rebuild would leave them waiting in a collective. So ranks compare once, when the
-    region was recorded.
-
-    Args:
-        region: its name.
-        peers: global ranks, this one among them.
-        service: what serves it here, as text.
+    region was recorded. ``peers`` are global ranks, this one among them.
 
     Raises:
         RanksDiffer: another rank serves it otherwise.
@@ -87,11 +69,7 @@ def agree_on_service(region: str, peers: tuple[int, ...], service: str) -> None:
 
 
 def check_plan(plan: object) -> None:
-    """Refuse what is no plan.
-
-    Raises:
-        PlanNotUsable: a path or something else was passed in its place.
-    """
+    """Refuse what is no plan: a path or something else was passed in its place."""
     if not isinstance(plan, Plan):
         raise PlanNotUsable(
             f"A {type(plan).__name__} is no plan.",
@@ -101,11 +79,7 @@ def check_plan(plan: object) -> None:
 
 
 def refuse_other_model(model: nn.Module, plan: Plan) -> None:
-    """Refuse a plan that was made for a model of another structure.
-
-    Raises:
-        PlanMismatch: both fingerprints are shown.
-    """
+    """Refuse a plan that was made for a model of another structure."""
     found = fingerprint(model)
     if found != plan.fingerprint:
         raise PlanMismatch(
@@ -116,11 +90,7 @@ def refuse_other_model(model: nn.Module, plan: Plan) -> None:
 
 
 def refuse_other_signature(found: str, plan: Plan) -> None:
-    """Refuse a batch of another shape or dtype, or a step in another mode, than the plan was made for.
-
-    Raises:
-        PlanMismatch: both signatures are shown.
-    """
+    """Refuse a batch of another shape or dtype, or a step in another mode, than the plan was made for."""
     if found != plan.signature:
         raise PlanMismatch(
             f"This plan was made for another step: {plan.signature}",
@@ -130,10 +100,8 @@ def refuse_other_signature(found: str, plan: Plan) -> None:
 
 
 def refuse_other_device(model: nn.Module, plan: Plan) -> None:
-    """Refuse a plan for another kind of device: its kernels save other tensors for backward, so decisions do not carry over.
-
-    Raises:
-        PlanMismatch: both devices are shown.
+    """Refuse a plan for another kind of device: its kernels save other tensors for backward, so decisions do not carry
+    over.
     """
     here = next(model.parameters()).device
     if runs_gpu_kernels(plan.device) is not runs_gpu_kernels(str(here)):

@@ -38,11 +38,7 @@ class Budget:
 
     @classmethod
     def read(cls, budget: int | str | None) -> Budget:
-        """The budget of what a user wrote.
-
-        Raises:
-            InvalidBudget: no unit, an ambiguous unit, or nothing positive.
-        """
+        """The budget of what a user wrote; ``InvalidBudget`` for no unit, an ambiguous unit, or nothing positive."""
         return cls() if budget is None else cls.required(budget)
 
     @classmethod
@@ -265,11 +261,7 @@ def read_error(max_error: float | str) -> float:
 
 
 def as_patterns(regions: Sequence[str] | str | None) -> tuple[str, ...] | None:
-    """Region patterns as a tuple; one pattern may stand alone.
-
-    Raises:
-        InvalidRegions: an empty list, which would manage nothing.
-    """
+    """Region patterns as a tuple; one pattern may stand alone, and none at all would manage nothing."""
     if regions is None:
         return None
     patterns = (regions,) if isinstance(regions, str) else tuple(regions)
@@ -283,11 +275,7 @@ def as_patterns(regions: Sequence[str] | str | None) -> tuple[str, ...] | None:
 
 
 def check_count(name: str, count: object, *, least: int) -> None:
-    """Refuse an option that counts steps or calls and is no whole number, or too small.
-
-    Raises:
-        InvalidOption: says which.
-    """
+    """Refuse an option that counts steps or calls and is no whole number, or too small."""
     if isinstance(count, int) and not isinstance(count, bool) and count >= least:
         return
     raise InvalidOption(

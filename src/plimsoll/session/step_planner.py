@@ -34,11 +34,6 @@ def trace_and_cost(
 ) -> tuple[Trace, Costs]:
     """One step traced and costed, for as many plans as are wanted.
 
-    Args:
-        task: the step.
-        options: its regions, and the device if it is not here.
-        progress: told the stage and the share done.
-
     Raises:
         InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: as named.
     """
@@ -60,14 +55,7 @@ def trace_and_cost(
 
 
 class StepPlanner:
-    """Makes plans of one step under a budget.
-
-    Args:
-        trace: the step.
-        costs: seconds of its ops.
-        options: what plans may do.
-        budget_bytes: most that the step may take; ``None``: no limit.
-    """
+    """Makes plans of one step under a budget (``None``: no limit)."""
 
     def __init__(self, trace: Trace, costs: Costs, options: PlanOptions, budget_bytes: int | None) -> None:
         self.trace = options.opened(trace)
@@ -90,10 +78,6 @@ class StepPlanner:
         """Run the step once to see in which other forms its values could be held, where that is allowed and needed.
 
         The unmanaged gradients are kept, where lossy plans have to be compared with them.
-
-        Args:
-            step: makes the step that is run.
-            progress: told the stage and the share done.
         """
         if self.options.wants_forms and (not self.fits_unmanaged() or self.options.insists_on_forms):
             progress("trying codecs and links", 0.0)
@@ -103,11 +87,6 @@ class StepPlanner:
 
     def plan(self, strategy: str, step: Callable[[], TrainingStep], progress: Progress = silent) -> Plan:
         """The plan for the budget; on a real device it is run once, and solved again with what that shows.
-
-        Args:
-            strategy: as for ``plimsoll.plan``.
-            step: makes the step that is run.
-            progress: told the stage and the share done.
 
         Raises:
             BudgetBelowFloor: nothing fits.
@@ -132,17 +111,12 @@ class StepPlanner:
         error_scale: float = 1.0,
         raise_below_floor: bool = True,
     ) -> Plan:
-        """A plan, not yet run.
+        """A plan, not yet run, for a budget (``None``: as much as it takes) less ``excess_bytes``.
 
-        Args:
-            budget_bytes: ``None`` for as much as it takes.
-            strategy: as for ``plimsoll.plan``.
-            excess_bytes: taken off the budget.
-            error_scale: how many times larger than expected errors are.
-            raise_below_floor: whether a budget that cannot be met is an error.
+        ``error_scale`` says how many times larger than expected errors are.
 
         Raises:
-            BudgetBelowFloor: nothing fits.
+            BudgetBelowFloor: nothing fits, and ``raise_below_floor`` says that this is an error.
         """
         planner = self._planner
         limits = self.options.limits(error_scale)

@@ -81,11 +81,7 @@ class TrainingTask:
 
 
 def check_module(model: object) -> nn.Module:
-    """Refuse what is no module.
-
-    Raises:
-        InvalidModel: says what it is.
-    """
+    """Refuse what is no module."""
     if not isinstance(model, nn.Module):
         raise InvalidModel(
             f"A {type(model).__name__} is no model.",
@@ -96,11 +92,7 @@ def check_module(model: object) -> nn.Module:
 
 
 def check_model(model: object, optimizer: object = None) -> None:
-    """Refuse what is no module, what is managed already, and what is no optimizer.
-
-    Raises:
-        InvalidModel: says which.
-    """
+    """Refuse what is no module, what is managed already, and what is no optimizer."""
     model = check_module(model)
     managed = next((name for name, module in model.named_modules() if is_managed(module)), None)
     if managed is not None:
@@ -123,11 +115,7 @@ def is_profiled() -> bool:
 
 
 def refuse_profiler(model: nn.Module) -> None:
-    """Refuse to measure memory while a profiler runs: on a CPU that takes torch's profiler, and there is only one.
-
-    Raises:
-        TracingFailed: a profiler runs, and the model is on a CPU.
-    """
+    """Refuse to measure memory while a profiler runs: on a CPU that takes torch's profiler, and there is only one."""
     if is_profiled() and any(parameter.device.type == "cpu" for parameter in model.parameters()):
         raise TracingFailed(
             "A profiler is running.",
@@ -158,11 +146,7 @@ def detached(batch: Any) -> Any:
 
 
 def explained_loss(loss: object) -> Loss | None:
-    """The loss as given, but what it raises is an ``InvalidLoss``.
-
-    Raises:
-        InvalidLoss: it cannot be called.
-    """
+    """The loss as given, if it can be called, but what it raises is an ``InvalidLoss``."""
     if loss is None:
         return None
     if not callable(loss):

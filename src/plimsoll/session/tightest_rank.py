@@ -46,9 +46,6 @@ class SharedPlanner(StepPlanner):
     """Plans together with other ranks: all run the same steps, the tightest one solves, and every rank has its plan.
 
     ``budget_bytes`` is that rank's. Every method is called on all ranks alike.
-
-    Args:
-        agreement: with the ranks that plan together. The others as for `StepPlanner`.
     """
 
     def __init__(

@@ -48,14 +48,10 @@ class TrialRun:
 
 
 def run_trial(step: TrainingStep, plan: Plan, gradients: Gradients | None = None) -> TrialRun:
-    """Run a plan: the larger peak of the recording step and a steady one, and the gradient's error.
+    """Run a plan: the larger peak of the recording step and a steady one, and the error beside the unmanaged
+    ``gradients``.
 
-    Optimizer state that is not there yet is added to the peak.
-
-    Args:
-        step: on the unmanaged model, which is left as it was.
-        plan: a usable one.
-        gradients: what they are without a plan; ``None``: they need not be compared.
+    Optimizer state that is not there yet is added to the peak. The model is left as it was.
     """
     error = None
     with untouched(step.model), manage(step.model, plan):
@@ -83,14 +79,8 @@ def confirmed(
     max_error: float | None,
     progress: Progress,
 ) -> Plan:
-    """Run the plan and solve again with what was measured, until it keeps to its budget and to its error.
-
-    Args:
-        plan: the plan as solved.
-        run: runs a plan.
-        resolve: solves again.
-        max_error: the relative error of the gradient that is allowed; ``None``: any.
-        progress: told the stage and the share done.
+    """Run the plan and solve again with what was measured, until it keeps to its budget and to its error (``None``:
+    any).
     """
     excess_bytes, scale = 0, 1.0
     best: Plan | None = None

@@ -234,10 +234,8 @@ class StepCapture:
         self._sequence = (0, 0)
 
     def run(self, call: Call) -> StepLog:
-        """One step, as ``run_step`` does it. Call this inside of ``untouched``.
-
-        Raises:
-            InvalidModel: the model checkpoints its own layers. Others as ``run_step`` raises them.
+        """One step, as ``run_step`` does it, inside of ``untouched``; ``InvalidModel`` if the model checkpoints its own
+        layers.
         """
         self._parameter_storages = register_statics(self.tracer, self._model, call)
         with contextlib.ExitStack() as stack:

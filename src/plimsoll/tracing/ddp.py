@@ -60,8 +60,7 @@ def reduced_parameters(model: nn.Module) -> list[nn.Parameter]:
 class Twins:
     """Parameters of the same memory as those of a wrapped model, without the reducer's hooks.
 
-    Args:
-        model: as the user passed it; without a reducer there is nothing to keep out of a step, and nothing happens.
+    Without a reducer there is nothing to keep out of a step, and nothing happens.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -96,9 +95,8 @@ class Twins:
     def moving_gradients(self, *, keeps: bool) -> Iterator[None]:
         """Let go of every new gradient once it is complete, as if it moved into a bucket: for steps that count bytes.
 
-        Args:
-            keeps: move it to memory that is there before the block starts; otherwise something of its shape, one element
-                large, stays in its place.
+        With ``keeps`` it moves to memory that is there before the block starts; otherwise something of its shape, one
+        element large, stays in its place.
         """
         moved = [parameter for parameter in self._moved if parameter.grad is None]
         move = {parameter: _Move(parameter) if keeps else _shrink for parameter in moved}

@@ -72,11 +72,8 @@ def waiting_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def emptied_after_forward(model: nn.Module, modules: Mapping[str, nn.Module]) -> frozenset[str]:
-    """Which of ``modules`` use parameters that may be gone between their forward and their backward.
-
-    Args:
-        model: holds the modules; who shards their parameters is looked for in all of it.
-        modules: parts of it by name.
+    """Which of ``modules`` (parts of the model) use parameters that may be gone between their forward and their
+    backward.
     """
     owners = {
         part._module_info.module
@@ -102,12 +99,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def scattering(model: nn.Module, scatter: ReduceScatter) -> Iterator[None]:
-    """Reduce gradients by ``scatter`` in every module for the length of the block.
-
-    Args:
-        model: sharded; every module of it by one group of parameters.
-        scatter: as for ``set_custom_reduce_scatter``.
-    """
+    """Reduce gradients by ``scatter`` in every module, each of one group of parameters, for the length of the block."""
     groups = _groups(model)
     before = [group._reduce_scatter_comm for group in groups]
     for group in groups:

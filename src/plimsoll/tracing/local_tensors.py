@@ -107,8 +107,7 @@ def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Shell | None]:
 class Shell:
     """What a DTensor is besides its local tensor: device mesh, placements, global shape and strides.
 
-    Args:
-        tensor: a DTensor. It is held until ``keep`` or ``let_go``, so that its version can be read.
+    The DTensor is held until ``keep`` or ``let_go``, so that its version can be read.
     """
 
     __slots__ = ("_kind", "layout", "outer")

@@ -70,13 +70,10 @@ class OptimizerLog:
 def trace_optimizer(
     optimizer: Optimizer, model: nn.Module, without_gradient: frozenset[str], *, on_gpu: bool
 ) -> OptimizerLog:
-    """Trace one step of a copy of ``optimizer``.
+    """Trace one step of a copy of ``optimizer``; neither it nor its parameters are changed.
 
-    Args:
-        optimizer: over parameters of ``model``; neither it nor they are changed.
-        model: names the parameters.
-        without_gradient: parameters that a step leaves without a gradient; the optimizer skips them.
-        on_gpu: whether to choose between loop and multi-tensor (foreach) form as torch does on a GPU.
+    The optimizer skips the parameters in ``without_gradient``. It chooses between loop and multi-tensor (foreach) form
+    as torch does on such a device.
 
     Raises:
         InvalidModel: the optimizer holds parameters that are not the model's.
@@ -119,12 +116,7 @@ def with_options(
 ) -> Trace:
     """The same forward and backward, and the step of the optimizer with other options in its groups.
 
-    Args:
-        trace: of the step, which may or may not end with the optimizer as it is.
-        optimizer: over the model's parameters; it is only read.
-        model: names the parameters.
-        options: such as ``{"fused": True, "foreach": None}``.
-        without_gradient: parameters that the step leaves without a gradient.
+    The trace may or may not end with the optimizer as it is. Options are such as ``{"fused": True, "foreach": None}``.
 
     Raises:
         InvalidModel, TracingFailed: as ``trace`` raises them.

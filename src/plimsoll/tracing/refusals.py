@@ -69,10 +69,8 @@ def check_traceable(model: nn.Module) -> None:
 
 
 def refuse_shards(model: nn.Module) -> None:
-    """Refuse to trace with fake tensors what is split over ranks, before FSDP2's first forward sets itself up with them.
-
-    Raises:
-        InvalidModel: parameters are split over ranks.
+    """Refuse to trace with fake tensors what is split over ranks, before FSDP2's first forward sets itself up with
+    them.
     """
     if any(is_sharded(parameter) for parameter in (*sharded_parameters(model), *model.parameters())):
         raise InvalidModel(
@@ -84,12 +82,7 @@ def refuse_shards(model: nn.Module) -> None:
 
 
 def explain_forward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Name what a forward pass refused.
-
-    Raises:
-        InvalidBatch: the model raised.
-        TracingFailed: it needs values or kernels that fake tensors do not have.
-    """
+    """Name what a forward pass refused: the batch, or values and kernels that fake tensors do not have."""
     return _explained(
         model,
         lambda found: InvalidBatch(
@@ -101,11 +94,7 @@ def explain_forward(model: nn.Module) -> contextlib.AbstractContextManager[None]
 
 
 def explain_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Name what a backward pass refused.
-
-    Raises:
-        TracingFailed: whatever the reason; forward has already shown that the batch fits.
-    """
+    """Name what a backward pass refused; forward has already shown that the batch fits."""
     return _explained(
         model,
         lambda found: TracingFailed(

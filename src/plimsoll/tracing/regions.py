@@ -19,15 +19,11 @@ _LEAST_MATRICES = 2
 
 
 def find_regions(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """The regions of a model, by module path, none inside another.
+    """The regions of a model, by module path (inside of ``DistributedDataParallel``), none inside another.
 
-    By default: every member of the model's repeated blocks, at any depth (siblings of one class that hold parameters and
-    have children of their own). A model without repeated blocks gets its children that have children; failing that,
-    itself.
-
-    Args:
-        model: the model; names are those inside of ``DistributedDataParallel``.
-        patterns: module paths; ``*`` stands for one level (``model.layers.*``), ``**`` for any number.
+    By default: every member of the model's repeated blocks, at any depth (siblings of one class that hold parameters
+    and have children of their own). A model without repeated blocks gets its children that have children; failing that,
+    itself. In patterns ``*`` stands for one level (``model.layers.*``), ``**`` for any number.
 
     Raises:
         InvalidRegions: a pattern matches nothing.

@@ -123,20 +123,8 @@ def watch(
 ) -> WatchedStep:
     """Run one step of ``model`` on ``batch`` as it is, and note every op and the true life of every storage.
 
-    Args:
-        model: as it trains.
-        batch: tensor (one argument), tuple (positional), mapping (keywords).
-        loss: makes a scalar of the model's output; by default ``output.loss`` or the output itself.
-        optimizer: over the model's parameters; its state and its step then belong to the step.
-        regions: patterns of module paths, by which memory is summed up; by default the model's repeated blocks.
-        device_name: for a device of this name that is not here (fake tensors).
-        context: makes what is entered around forward and backward: an offloading context, or the removal of hooks.
-
-    Returns:
-        The step. Model, gradients, buffers, random state, batch and optimizer are as before, also after an error.
-
-    Raises:
-        InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: as ``trace`` raises them.
+    Arguments, errors and what is put back afterwards are as for ``trace``; memory is summed up by regions. ``context``
+    makes what is entered around forward and backward: an offloading context, or the removal of hooks.
     """
     step = _Step(model, batch, loss, optimizer, device_name)
     names = tuple(find_regions(step.model, regions))

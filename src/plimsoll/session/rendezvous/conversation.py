@@ -72,11 +72,7 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class Conversation:
     """Exchanges of one call. Use it as a context manager: what leaves the block as an error is told to the other ranks.
 
-    Args:
-        world: the ranks that take part.
-        topic: the call, as errors name it.
-        groups: the process groups of the model's collectives, to be released if this rank fails in a step.
-        timeout_seconds: how long to wait for the others in every exchange.
+    ``groups`` are the process groups of the model's collectives, to be released if this rank fails in a step.
     """
 
     def __init__(
@@ -106,12 +102,10 @@ class Conversation:
             self._give_up(error)
 
     def ask(self, step: str, message: bytes = b"", *, more_seconds: float = 0.0) -> tuple[bytes, ...]:
-        """Give a message and get those of all ranks, in the order of ``world.ranks``.
+        """Give a message and get those of all ranks, in the order of ``world.ranks``. All have to be in the same
+        ``step``.
 
-        Args:
-            step: where this rank is; all have to be in the same place.
-            message: any bytes.
-            more_seconds: to wait beyond the usual time, because one rank has work to do before it answers.
+        ``more_seconds`` beyond the usual time are for one rank that has work to do before it answers.
 
         Raises:
             RankFailed: another rank has raised since the last exchange.
@@ -140,9 +134,7 @@ class Conversation:
     def gather(self, occasion: str, message: bytes) -> tuple[bytes, ...] | None:
         """Outside of a conversation: everyone's message if all ranks come within a few seconds, else ``None``.
 
-        Args:
-            occasion: of its own for every time; a rank comes to it once or not at all.
-            message: any bytes.
+        The occasion is another one every time; a rank comes to it once or not at all.
         """
         seconds = min(self._timeout_seconds, _GATHERING_SECONDS)
         try:
@@ -208,11 +200,7 @@ class Conversation:
 def differing(facts: dict[str, list[str]], ranks: Sequence[int], next_: str = "", *, why: str = _WHY) -> RanksDiffer:
     """The error for facts that should be the same on all ranks, as a table: what, and which rank has which.
 
-    Args:
-        facts: by name, one per rank; those that are the same everywhere are left out.
-        ranks: whose they are.
-        next_: the advice, where there is a better one than the general.
-        why: they have to be the same.
+    Facts have a value per rank; those that are the same everywhere are left out.
     """
     rows, odd = [], set[int]()
     for name, values in facts.items():
@@ -238,11 +226,8 @@ def _named(ranks: Sequence[int]) -> str:
 def release(groups: Iterable[dist.ProcessGroup]) -> None:
     """Close the connections of these groups, so that whoever waits in one of their collectives gets an error.
 
-    With gloo by a receive that times out at once (gloo then closes every connection of the group), with other backends by
-    ``abort``.
-
-    Args:
-        groups: each with more than one rank; this rank is in no collective of theirs.
+    With gloo by a receive that times out at once (gloo then closes every connection of the group), with other backends
+    by ``abort``. Each group has more than one rank; this rank is in no collective of theirs.
     """
     for group in groups:
         if dist.get_backend(group) == dist.Backend.GLOO:

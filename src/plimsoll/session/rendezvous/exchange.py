@@ -34,12 +34,6 @@ def exchange(
 
     Every rank calls this as often as the others, for each topic.
 
-    Args:
-        world: the ranks that take part.
-        topic: what the exchange is about; errors name it.
-        message: any bytes.
-        timeout_seconds: how long to wait for the others.
-
     Raises:
         RankMissing: some rank did not come in time; it is raised on all ranks, also on the late ones.
     """
@@ -49,14 +43,9 @@ def exchange(
 
 @contextlib.contextmanager
 def together(world: World, topic: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[None]:
-    """Run the block on every rank, and go on only if it went well on all.
+    """Run the block on every rank, and go on only if it went well on all; they wait for each other at its end.
 
     A rank whose block raises tells the others and raises its own error at once.
-
-    Args:
-        world: the ranks that take part.
-        topic: what the block does; errors name it.
-        timeout_seconds: how long to wait for the others at the end of the block.
 
     Raises:
         RankFailed: the block raised on another rank, which is named with what it found.

@@ -51,10 +51,7 @@ class World:
 
 
 def current_world(ranks: Iterable[int] | None = None) -> World | None:
-    """The ranks that train together, ``None`` where this process is on its own.
-
-    Args:
-        ranks: global ranks, this one among them; by default all.
+    """The ranks that train together, by default all; ``None`` where this process is on its own.
 
     Raises:
         InvalidOption: a rank that does not exist, or this one is not among them.
@@ -89,9 +86,6 @@ def current_world(ranks: Iterable[int] | None = None) -> World | None:
 def launched_world(timeout_seconds: float) -> World | None:
     """The ranks that torchrun has started, which need no process group yet; ``None`` where it keeps no store for them.
 
-    Args:
-        timeout_seconds: how long to try to reach the store.
-
     Raises:
         torch.distributed.DistError, ValueError: the store is not where the environment says.
 
@@ -117,11 +111,8 @@ class Participants:
 
 
 def find_participants(model: object, ranks: Sequence[int] | None = None) -> Participants:
-    """The ranks that take part in whatever is done to ``model``.
-
-    Args:
-        model: as the user passed it, wrapped or not.
-        ranks: global ranks; by default those of the model's own groups, or all where it has none.
+    """The ranks that take part in whatever is done to ``model``: by default those of its own groups, or all where it
+    has none.
 
     Raises:
         InvalidOption: ``ranks`` that do not exist, without this one, or without some over which the model is split.
@@ -141,16 +132,10 @@ def find_participants(model: object, ranks: Sequence[int] | None = None) -> Part
 
 
 def refuse_several_ranks(model: nn.Module, call: str) -> None:
-    """Refuse a model whose steps exchange something with other ranks, in a call that runs steps as one process sees fit.
+    """Refuse a model whose steps exchange something with other ranks, in a call that runs steps as one process sees
+    fit.
 
     It looks at the model only, so all ranks refuse at once and nothing is exchanged.
-
-    Args:
-        model: as the user passed it, wrapped or not.
-        call: the function, as the user called it.
-
-    Raises:
-        InvalidModel: other ranks take part in the model's steps.
     """
     groups = find_participants(model).groups
     if groups:

@@ -64,10 +64,7 @@ class MeasurementLost(PlimsollError):
 
 
 class PeakMeter:
-    """Measures memory on one device while it is entered.
-
-    Args:
-        device: where to measure; other devices are not looked at.
+    """Measures memory on one device while it is entered; other devices are not looked at.
 
     Example:
         >>> with PeakMeter("cpu") as meter:
@@ -98,11 +95,7 @@ class PeakMeter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop measuring.
-
-        Raises:
-            MeasurementLost: another profiler ended the one that measured.
-        """
+        """Stop measuring; ``MeasurementLost`` if another profiler ended the one that measured."""
         self.windows = self._meter.stop()
         self.peak_bytes = max(window.peak_bytes for window in self.windows)
         self.resident_bytes = self.windows[-1].resident_bytes

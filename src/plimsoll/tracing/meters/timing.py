@@ -79,14 +79,8 @@ def time_in_turns(
 ) -> dict[str, Timing]:
     """Run every step once per round and time it; entries of the same round belong together.
 
-    Args:
-        steps: functions of no arguments; what they return is dropped before the next one starts.
-        device: ``cpu`` for CPU time on one thread, a CUDA device for time between events.
-        rounds: timed runs of every step.
-        warmups: runs of every step before the first timed one.
-
-    Returns:
-        a timing per name, in the order of ``steps``.
+    On the CPU that is CPU time on one thread, on a CUDA device time between events. What a step returns is dropped
+    before the next one starts.
 
     Example:
         >>> timings = time_in_turns({"ours": lambda: sum(range(2000)), "theirs": lambda: sum(range(1000))}, rounds=3)

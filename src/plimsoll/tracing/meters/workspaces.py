@@ -86,9 +86,7 @@ class CudaMeter(WorkspaceMeter):
 def hidden_bytes(spans: Mapping[str, tuple[int, int]], timeline: Sequence[tuple[int, int]]) -> dict[str, int]:
     """Peak minus final of the level within each span; what is there in the end are the op's outputs.
 
-    Args:
-        spans: begin and end of each op in nanoseconds, none inside another.
-        timeline: ``(nanoseconds, bytes)`` after every change of what is allocated, in order of time.
+    Spans (begin and end of each op) and timeline (level after every change, in order) are in nanoseconds and bytes.
     """
     times = [at_ns for at_ns, _ in timeline]
     found: dict[str, int] = {}

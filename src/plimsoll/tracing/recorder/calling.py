@@ -38,11 +38,7 @@ def split_batch(batch: Any) -> Call:
 
 
 def check_devices(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a batch that lies elsewhere than the model.
-
-    Raises:
-        InvalidBatch: some tensor of the batch is on another device than every parameter.
-    """
+    """Refuse a batch of which some tensor is on another device than every parameter."""
     homes = {parameter.device for parameter in model.parameters()}
     for tensor in call_tensors(args, kwargs):
         if tensor.device not in homes and tensor.dim() > 0:

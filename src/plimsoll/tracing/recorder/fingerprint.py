@@ -48,11 +48,7 @@ def fingerprint(model: nn.Module, regions: Iterable[str] = ()) -> str:
 def signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss: Any = None) -> str:
     """``input_ids=i64[2x512]; labels=i64[2x512]; training; loss: output``: what decides the path of a step.
 
-    Args:
-        model: for its training flags and whether gradients are there already (accumulation).
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-        loss: the callable that makes the loss, ``None`` if the model does.
+    That is the call, the model's training flags, and whether gradients are there already (accumulation).
     """
     parts = [_describe(value) for value in args]
     parts += [f"{name}={_describe(kwargs[name])}" for name in sorted(kwargs)]

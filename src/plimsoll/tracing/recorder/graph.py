@@ -37,17 +37,11 @@ def build_region_graph(
     leaves: Mapping[int, tuple[Origin, str]],
     prefix: str,
 ) -> tuple[RegionGraph, LocalIds]:
-    """Cut a region out of the log.
+    """Cut a region out of the log: its ops, and the slots in the order of saving.
 
-    Args:
-        values: all values of the log.
-        ops: the region's ops, in order.
-        slots: the tensors saved while the region ran, in order.
-        outputs: log ids of what the region returned.
-        backward_order: slot indices as backward read them (reverse order of saving if not known).
-        leaves: origin and name of values that the region did not make (inputs, parameters, buffers), in an order that is
-            the same in every region of one kind.
-        prefix: the region's module path; it is cut off names, so that equal blocks have equal graphs.
+    ``backward_order`` is the order in which backward read them (reverse order of saving if not known). ``leaves`` are
+    values that the region did not make, with origin and name, in an order that is the same in every region of one kind.
+    The module path ``prefix`` is cut off names, so that equal blocks have equal graphs.
     """
     made = {write: op for op in ops for write in op.writes}
     obstacles = _external_writes(values, ops)

@@ -131,12 +131,9 @@ def read_schema(func: torch._ops.OpOverload) -> Signature:
 class OpRecorder(TorchDispatchMode):
     """Logs the ops that run while it is active.
 
-    Subclasses override ``execute`` to time, watch or verify the call itself, and ``current_module`` tells them where it
-    happens. ``suspended`` lets the engine run ops of its own unseen.
-
-    Args:
-        current_module: the path of the module that runs now.
-        repeats_collectives: whether ops that talk to other ranks may be run again, by all ranks alike.
+    Subclasses override ``execute`` to time, watch or verify the call itself; ``current_module`` gives the path of the
+    module that runs now. ``suspended`` lets the engine run ops of its own unseen. With ``repeats_collectives`` ops that
+    talk to other ranks may be run again, by all ranks alike.
     """
 
     supports_higher_order_operators = True
