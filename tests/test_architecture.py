@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import re
+import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,9 +36,19 @@ FRONT = {"__init__", "__main__", "chunked"}
 """Public pages: they name what the rooms hold, and no room imports them."""
 WITHOUT_TORCH = {"errors", "units", "artifacts", "planning"}
 """Plans can be read, solved and shown where there is no torch."""
+MOST_PACKAGES = 10
+MOST_FILES = 350
 MOST_LINES = 500
+FEWEST_LINES = 30
 MOST_FUNCTION_LINES = 60
+MOST_PARAMETERS = 8
 MOST_PUBLIC_NAMES = 16
+PUBLIC_VERBS = {
+    *plimsoll.__all__,
+    *("chunk_loss", "linear_cross_entropy"),
+    *("attach_schedule", "apply_stages", "compress_gradients", "advise_compression"),
+}
+"""What users call: keywords are their interface."""
 
 
 def name_of(path: Path) -> str:
@@ -82,6 +95,14 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
+def definitions(kind: type[ast.AST]) -> Iterator[tuple[Path, ast.AST]]:
+    """Every definition of one kind in the package, with its file."""
+    for path in FILES:
+        yield from (
+            (path, node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kind)
+        )
+
+
 def show(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
@@ -96,6 +117,11 @@ def test_every_room_imports_only_from_the_layers_before_its_own():
         if there in FRONT or level[there] >= level[here]
     ]
     assert not broken
+
+
+def test_no_room_has_a_circle_of_files():
+    graph = {name_of(path): neighbours(path) for path in FILES if path.name != "__init__.py"}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_plans_can_be_solved_and_shown_without_torch():
@@ -117,6 +143,13 @@ def test_the_demo_uses_the_public_surface_alone():
             assert {room_of(name) for name in used} <= allowed
 
 
+def test_the_house_has_few_rooms_and_files():
+    packages = [path for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
+    assert {path.name for path in packages} == set().union(*LAYERS) - {"errors", "units"}
+    assert len(packages) <= MOST_PACKAGES
+    assert len(FILES) <= MOST_FILES
+
+
 def test_the_page_of_concepts_names_files_that_exist():
     page = (PACKAGE.parents[1] / "docs" / "design" / "where-is-what.md").read_text(encoding="utf-8")
     addresses = re.findall(r"^\| .+ \| `(.+)` \|$", page, re.MULTILINE)
@@ -124,19 +157,49 @@ def test_the_page_of_concepts_names_files_that_exist():
     assert [address for address in addresses if not (PACKAGE / address).exists()] == []
 
 
+def test_files_are_rooms_neither_fragments_nor_halls():
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert [show(path) for path in FILES if lines[path] > MOST_LINES] == []
+    whole = [path for path in FILES if path.name not in {"__init__.py", "__main__.py"}]
+    assert [show(path) for path in whole if lines[path] < FEWEST_LINES] == []
+    assert 100 <= statistics.median(lines[path] for path in whole) <= 200
+
+
 @pytest.mark.parametrize("path", FILES, ids=show)
-def test_files_and_functions_stay_small(path: Path):
-    source = path.read_text(encoding="utf-8")
-    assert len(source.splitlines()) < MOST_LINES
-    for node in ast.walk(ast.parse(source)):
+def test_functions_are_short(path: Path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = (ast.get_docstring(node, clean=False) or "").count("\n")
             assert (node.end_lineno or 0) - node.lineno - docstring < MOST_FUNCTION_LINES, f"{node.name} is long"
 
 
+def test_functions_inside_the_library_take_few_parameters():
+    crowded = [
+        f"{show(path)}: {node.name}"
+        for path, node in definitions(ast.FunctionDef)
+        if not show(path).startswith("ui/cli/") and node.name not in PUBLIC_VERBS
+        if len(parameters_of(node)) > MOST_PARAMETERS
+    ]
+    assert crowded == []
+
+
+def parameters_of(node: ast.FunctionDef) -> list[str]:
+    """Names of a function's parameters, the object itself aside."""
+    given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+    return [each.arg for each in given if each.arg not in {"self", "cls"}]
+
+
+def test_no_public_class_has_a_namesake():
+    names = Counter(node.name for _, node in definitions(ast.ClassDef) if not node.name.startswith("_"))
+    assert {name: count for name, count in names.items() if count > 1} == {}
+
+
 @pytest.mark.parametrize("path", FILES, ids=show)
-def test_every_file_says_what_it_is_for(path: Path):
-    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+def test_every_file_says_what_it_is_for_in_plain_words(path: Path):
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert docstring
+    first = docstring.split("\n\n")[0].replace("\n", " ").rstrip(".")
+    assert not (first.endswith(" out") and (" in, " in first or " in; " in first)), first
 
 
 def test_the_public_surface_is_sorted_and_small():

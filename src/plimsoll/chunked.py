@@ -13,6 +13,15 @@ Example:
     >>> bool(torch.isclose(loss, torch.nn.functional.cross_entropy(hidden @ head.T, labels)))
     True
 
+    A causal language model of transformers needs no change of its code:
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from plimsoll.chunked import chunk_loss
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+    >>> ids = torch.randint(0, 128, (1, 16))
+    >>> with chunk_loss(model):
+    ...     model(input_ids=ids, labels=ids).loss.backward()
+
 How it works: `plimsoll.engine.chunked_loss`.
 """
 
