@@ -60,10 +60,8 @@ def budget_items(
 ) -> tuple[BudgetItem, ...]:
     """Every part of a device's memory at the peak, none of them counted twice.
 
-    Args:
-        memory: what the rank's step allocates.
-        optimizers: whose state is among it, one per stage of the rank; their error and master weights are told apart.
-        outside: what lies outside of the allocator: context, library workspaces, communicators.
+    ``optimizers`` are one per stage of the rank: their error and master weights are told apart. ``outside`` lies outside of
+    the allocator: context, library workspaces, communicators.
     """
     classes, is_gpu = memory.classes, memory.allocator is not None
     exact = {
@@ -91,9 +89,6 @@ def budget_items(
 
 def kernel_items(op_names: Iterable[str]) -> tuple[BudgetItem, ...]:
     """What kernels allocate for themselves and a trace without the device does not show: workspaces of convolutions.
-
-    Args:
-        op_names: of the ops of a step.
 
     Example:
         >>> [item.name for item in kernel_items(["mm", "convolution", "convolution_backward"])]
@@ -213,13 +208,7 @@ def framework_items(device: Device, layout: Layout) -> tuple[BudgetItem, ...]:
     """What one training process takes on its device beside the tensors that a trace knows.
 
     The workspaces of cuBLAS come from the caching allocator, so torch counts them as allocated; all else is outside of it.
-
-    Args:
-        device: of the catalogue.
-        layout: tells which groups of ranks communicate, and which of them within a node.
-
-    Returns:
-        One item for the context, one for workspaces, one per group that communicates. None for a CPU.
+    One item for the context, one for workspaces, one per group that communicates; none for a CPU.
 
     Example:
         >>> from plimsoll.planning.costing.devices import find_device

@@ -102,10 +102,7 @@ class Decided:
 class StageOfRank:
     """One stage as a rank runs it: with its shards, its optimizer and its collectives.
 
-    Args:
-        setting: device, layout, optimizer.
-        stage: from ``split_stages``.
-        in_flight: micro-batches of this rank between their forward and their backward, at most.
+    ``in_flight`` is how many of its micro-batches are between their forward and their backward at most.
     """
 
     def __init__(self, setting: Setting, stage: StageTrace, in_flight: int) -> None:
@@ -169,10 +166,8 @@ class StageOfRank:
     def decide(self, strategy: str, budget_bytes: int | None, known: KnownChoices) -> Decided:
         """The stage under a strategy.
 
-        Args:
-            strategy: ``auto`` within the budget, or a named one.
-            budget_bytes: what this stage may take; a budget that cannot be met gives the smallest reachable peak.
-            known: choices of regions of other stages; those of this one are added.
+        A budget that cannot be met gives the smallest reachable peak. ``known`` are choices of regions of other stages;
+        those of this one are added.
 
         Raises:
             InvalidStrategy: no such strategy.

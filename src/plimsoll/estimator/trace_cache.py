@@ -61,9 +61,7 @@ class TracedTarget(msgspec.Struct, frozen=True, kw_only=True):
 class TraceCache:
     """Traces by the question they answer, in files.
 
-    Args:
-        directory: by default ``$PLIMSOLL_CACHE_DIR``, or the user's cache directory.
-        most_bytes: of all files together; the least recently used are removed beyond it.
+    By default they lie in ``$PLIMSOLL_CACHE_DIR``, or the user's cache directory.
     """
 
     def __init__(self, directory: Path | None = None, *, most_bytes: int = MOST_BYTES) -> None:
@@ -127,9 +125,6 @@ def _sources_digest(folders: Iterable[Path]) -> str:
 def cache_directory(environment: Mapping[str, str] | None = None) -> Path:
     """Where cached files go: ``$PLIMSOLL_CACHE_DIR``, else the place that the system has for them.
 
-    Args:
-        environment: variables by name; by default those of this process.
-
     Example:
         >>> cache_directory({"PLIMSOLL_CACHE_DIR": "/scratch/plimsoll"}).as_posix()
         '/scratch/plimsoll'
@@ -148,9 +143,7 @@ def cache_directory(environment: Mapping[str, str] | None = None) -> Path:
 class FileCache:
     """A directory of answers by key.
 
-    Args:
-        directory: made when the first answer is kept.
-        most_bytes: of all files together; the least recently used are removed beyond it.
+    The directory is made when the first answer is kept; beyond ``most_bytes`` the least recently used files are removed.
 
     Example:
         >>> import tempfile

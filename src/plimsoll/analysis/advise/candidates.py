@@ -173,14 +173,8 @@ def _uses_forms(plan: Plan) -> bool:
 def find_knee(frontier: Sequence[FrontierPoint], baseline_seconds: float) -> FrontierPoint | None:
     """The point farthest below the line between the ends of the frontier, both axes taken from 0 to 1.
 
-    Where a smaller peak costs no more than 1% of the step, that one.
-
-    Args:
-        frontier: points of which none beats another in both peak and time.
-        baseline_seconds: of the unmanaged step.
-
-    Returns:
-        ``None`` where there is nothing between two ends to choose from.
+    Where a smaller peak costs no more than 1% of the step, that one. ``None``: nothing lies between two ends. No point of
+    ``frontier`` beats another in both peak and time.
 
     Example:
         >>> points = [FrontierPoint(peak_bytes=b, step_seconds=s) for b, s in ((10, 2.0), (20, 1.2), (40, 1.0))]

@@ -48,12 +48,8 @@ def choose(made: Sequence[Made], wish: Wish, knee_bytes: int | None) -> tuple[Ca
 
     A plan is eligible if it keeps to the budget (without one: to the knee of the frontier) and to the tolerated error. The
     fastest eligible plan wins. Among plans within one percent of the step of it, the simplest wins: nothing, then
-    recomputation, then other forms.
-
-    Args:
-        made: the plans; the first is the unmanaged step.
-        wish: budget and tolerance.
-        knee_bytes: the knee's peak where there is no budget.
+    recomputation, then other forms. The first plan is the unmanaged step. ``knee_bytes`` is the knee's peak where there is
+    no budget.
     """
     limit_bytes = wish.budget_bytes if wish.budget_bytes is not None else knee_bytes
     eligible = [entry for entry in made if not entry.is_point and not _obstacle(entry.plan, limit_bytes, wish)]
@@ -157,12 +153,7 @@ def recommend(
 ) -> Recommendation:
     """What to do, in one line and a few reasons.
 
-    Args:
-        made: the plans, the unmanaged one first.
-        candidates: the same, judged.
-        bottleneck: what holds the peak.
-        wish: budget and tolerance.
-        little: the share of the peak below which recomputation is not worth its trouble.
+    The first plan is the unmanaged one. Below the share ``little`` of the peak recomputation is not worth its trouble.
     """
     chosen = next((entry for entry, c in zip(made, candidates, strict=True) if c.is_chosen), None)
     unmanaged = made[0].plan

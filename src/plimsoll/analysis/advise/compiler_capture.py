@@ -68,16 +68,8 @@ def ask_compiler(
 ) -> Capture:
     """Run one training step of ``model`` under Dynamo and note what it captures.
 
-    Args:
-        model: as it trains, not managed by a plan.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-        loss: from the output to a scalar; it runs outside of what is compiled.
-        limit_seconds: how long it may take; what takes longer is a result that says so.
-        progress: told the stage and the share done.
-
-    Returns:
-        What was captured. A model that cannot be captured, or not in time, is a result and no error.
+    What cannot be captured, or not within ``limit_seconds``, is a result that says so and no error. ``loss`` runs outside of
+    what is compiled.
 
     Example:
         >>> capture = ask_compiler(nn.Linear(4, 1), (torch.ones(2, 4),), {}, loss=torch.sum)

@@ -38,13 +38,7 @@ _MASK_TYPES = ("b8[", "u8[")
 
 
 def judge_coverage(trace: Trace, costs: Costs, capture: Capture) -> CompilerCoverage:
-    """Shares and advice.
-
-    Args:
-        trace: of the eager step.
-        costs: seconds of its ops.
-        capture: of the same step under the compiler.
-    """
+    """Shares and advice: ``trace`` is of the eager step, ``capture`` of the same step under the compiler."""
     if not capture.is_asked:
         return CompilerCoverage(is_measured=False, note=capture.failure)
     ticks = [tick for tick, op in enumerate(trace.ops) if op.phase is not Phase.OPTIMIZER]
@@ -168,8 +162,7 @@ def _advice(found: CompilerCoverage, regions: Sequence[str], *, is_random: bool)
 def find_hazards(trace: Trace) -> tuple[CaptureHazard, ...]:
     """The ops of the step that the host has to wait for, by kind and place, most frequent first.
 
-    Args:
-        trace: of a device or fake; fake tensors give values to no one, so a fake trace has only hazards of shape.
+    Fake tensors give values to no one, so a fake trace has only hazards of shape.
     """
     found: Counter[tuple[str, str]] = Counter()
     for op in trace.ops:

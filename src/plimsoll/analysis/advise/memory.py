@@ -54,12 +54,8 @@ def find_bottleneck(trace: Trace, unmanaged: Plan, *, chunked_peak_bytes: int | 
     """What holds the unmanaged peak.
 
     ``head and loss`` is what is made between the end of the last layer's forward and the start of the first layer's
-    backward: logits, the loss, and their gradients.
-
-    Args:
-        trace: of the step.
-        unmanaged: the plan ``none``; its floor is that of recomputation.
-        chunked_peak_bytes: its peak with the loss computed in chunks; ``None``: no head for that was found.
+    backward: logits, the loss, and their gradients. ``unmanaged`` is the plan ``none``, whose floor is that of
+    recomputation; without ``chunked_peak_bytes`` no head was found whose loss could be computed in chunks.
     """
     peak = unmanaged.baseline_peak
     places = _places(trace)
@@ -175,10 +171,7 @@ def _remedies(found: Bottleneck, groups: dict[str, int], chunked_peak_bytes: int
 def measure_layers(trace: Trace, costs: Costs, unmanaged: Plan) -> tuple[LayerUse, ...]:
     """What every region call saves for backward, and how long its forward and backward take.
 
-    Args:
-        trace: of the step.
-        costs: seconds of its ops.
-        unmanaged: the plan ``none``, which holds everything that autograd saves.
+    ``unmanaged`` is the plan ``none``, which holds everything that autograd saves.
     """
     seconds: dict[tuple[int, Phase], float] = {}
     for op in trace.ops:

@@ -37,12 +37,7 @@ _Piece = tuple[int, int, int, int]
 
 
 def keep_ledger(profile: Profile, unit: WorkUnit) -> Ledger:
-    """The accounts of a profile.
-
-    Args:
-        profile: the trace.
-        unit: what is counted. CPU ops can be counted in a trace with device activity as well.
-    """
+    """The accounts of a profile. CPU ops can be counted in a trace with device activity as well."""
     return (_DeviceAccounts if unit is WorkUnit.KERNELS else _HostAccounts)(profile).close()
 
 

@@ -222,12 +222,8 @@ def _forward_links(events: Iterable[_Event], origin_us: float) -> dict[tuple[str
 def input_bytes(dims: object, types: object) -> int | None:
     """Bytes of the tensors that an op was given. It reads at least so many if it reads each of them once.
 
-    Args:
-        dims: a list of sizes per argument, empty where it is no tensor; lists of tensors nest once more.
-        types: the dtype of each argument, as C++ calls it.
-
-    Returns:
-        Bytes, or ``None`` where the trace has no shapes or a dtype is not known.
+    ``dims`` has a list of sizes per argument, empty where it is no tensor; lists of tensors nest once more. ``None``: the
+    trace has no shapes, or a dtype (as C++ calls it) is not known.
 
     Example:
         >>> input_bytes([[2, 8], [8], []], ["float", "c10::BFloat16", "Scalar"])

@@ -44,11 +44,7 @@ _SAME_FACTOR, _MOST_KEYS, _FEW_KEYS = 0.02, 0.8, 8
 def compare_profiles(baseline: Profile, plan: Profile, *, origin: ProfileOrigin, bandwidth: Bandwidth) -> Finding:
     """Explain the difference of two profiles.
 
-    Args:
-        baseline: the step without the plan.
-        plan: the step with it.
-        origin: where they come from.
-        bandwidth: looks up a device's peak where the traces do not have it.
+    ``bandwidth`` looks up a device's peak where the traces do not have it.
 
     Raises:
         InvalidTrace: they are not two runs of the same step.

@@ -79,13 +79,8 @@ def covered_ns(interval: Interval, merged: Sequence[Interval]) -> int:
 def owned_ns(pieces: Sequence[tuple[int, int, int]]) -> list[int]:
     """Give every covered instant to one piece: that of the lowest rank, among equals the one that started first.
 
-    Work that runs beside other work counts once that way, and the sum is the length of the union.
-
-    Args:
-        pieces: start, end and rank of each.
-
-    Returns:
-        Nanoseconds per piece, in the order given.
+    Work that runs beside other work counts once that way, and the sum is the length of the union. Pieces are (start, end,
+    rank); the result is nanoseconds per piece, in the order given.
 
     Example:
         >>> owned_ns([(0, 10, 1), (4, 6, 0), (8, 12, 1)])

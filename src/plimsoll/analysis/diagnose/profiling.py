@@ -65,17 +65,8 @@ def profile_in_turns(
 ) -> TurnTraces:
     """Profile a step once per round and name, and write one trace per name.
 
-    Args:
-        names: the ways to take the step.
-        prepare: given a name, makes the next step go that way; not part of the profiled step.
-        step: the step; warm it up each way before.
-        folder: where ``<name>.trace.json.gz`` go; it exists.
-        device: what they run on.
-        rounds: profiled steps of each that the traces hold.
-        report: told the stage and the share done.
-
-    Returns:
-        The traces, and how quiet it was.
+    ``prepare`` makes the next step go one of the ways in ``names`` and is not profiled; warm ``step`` up each way before.
+    The files are ``<name>.trace.json.gz`` in ``folder``, which exists.
     """
     is_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]

@@ -162,11 +162,7 @@ class Mapped:
 def extend(pool: Pool, size: int, *, room_bytes: int) -> Mapped:
     """Map pages behind a free block, or behind the segment's end, until ``size`` bytes are there.
 
-    Args:
-        pool: has unmapped addresses.
-        size: of the block that is wanted.
-        room_bytes: what the device has left. Where that ends, the pages mapped so far stay with the pool, as torch leaves
-            them.
+    Where ``room_bytes``, what the device has left, end, the pages mapped so far stay with the pool, as torch leaves them.
     """
     block = _candidate(pool, size)
     total = mappings = 0
@@ -187,11 +183,7 @@ def extend(pool: Pool, size: int, *, room_bytes: int) -> Mapped:
 
 
 def unmap(block: Block) -> int:
-    """Take the memory from all whole pages of a free block; what is left of it stays free.
-
-    Returns:
-        The bytes that go back to the device.
-    """
+    """Take the memory from all whole pages of a free block, and return its bytes; what is left of the block stays free."""
     pool = block.pool
     page_bytes = pool.page_bytes
     origin = _origin(block)

@@ -22,13 +22,8 @@ def simulate_allocator(
 ) -> AllocatorUse:
     """Run a step's allocations through the caching allocator until its figures repeat.
 
-    Args:
-        events: one step, in order; every block is allocated before it is let go.
-        settings: of the allocator; by default torch's, on a device without limit.
-        most_steps: where to stop if every step asks the device anew.
-
-    Returns:
-        The figures over all steps. A request that the device has no room for ends the simulation and is named.
+    Events are one step's, in order; by default the settings are torch's, on a device without limit. A request that the
+    device has no room for ends the simulation and is named; ``most_steps`` end it if every step asks the device anew.
 
     Example:
         >>> from plimsoll.artifacts.trace import Category

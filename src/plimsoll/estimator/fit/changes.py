@@ -29,13 +29,7 @@ _RANKS = 8
 
 
 def find_changes(training: FitTraining, device: SingleDevice, smallest: FitPoint) -> tuple[FitChange, ...]:
-    """Changes to the smallest point, those that make it fit first, then by throughput.
-
-    Args:
-        training: what is trained.
-        device: what evaluated it.
-        smallest: the smallest point of the search, which does not fit.
-    """
+    """Changes to the smallest point of a search that found no room: those that make it fit first, then by throughput."""
     finder = _Finder(training, device, smallest)
     found = list(finder.changes())
     rank = {True: 0, False: 1, None: 2}

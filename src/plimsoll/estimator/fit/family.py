@@ -93,11 +93,7 @@ class Family:
         """Costs of the trace at an untraced shape, interpolated between costs that were measured at traced ones.
 
         An op's seconds are taken to be piecewise linear in its work (arithmetic and moved bytes), and to grow on beyond the
-        largest measured one as they did before it.
-
-        Args:
-            shape: where there is no measurement.
-            known: costs by traced shape of this family; at least one.
+        largest measured one as they did before it. ``known`` are the costs by traced shape, at least one.
         """
         measured = [(place, known[s]) for place, s in enumerate(self._shapes) if s in known]
         assert measured, "there is nothing to interpolate between"

@@ -55,9 +55,6 @@ class Fitter:
     def fit(self, values: tuple[int, ...]) -> Polynomial:
         """The polynomial with the fewest terms through all points; failing that, the least-squares one, not exact.
 
-        Args:
-            values: one whole number per point.
-
         Example:
             >>> shapes = [Shape(1, 8), Shape(2, 8), Shape(2, 16), Shape(3, 16)]
             >>> found = Fitter(shapes).fit(tuple(5 + 4 * p.batch * p.sequence for p in shapes))

@@ -157,12 +157,7 @@ class StepFamily:
         return self._predicted(shape) if self.family.covers(shape) and self.family.is_checked else None
 
     def at(self, shape: Shape, *, must_trace: bool = False) -> tuple[Trace, Costs]:
-        """The step at a shape with its costs.
-
-        Args:
-            shape: micro-batch and sequence.
-            must_trace: whether a prediction will not do.
-        """
+        """The step at a shape with its costs; with ``must_trace`` a prediction will not do."""
         if shape not in self.traces and (must_trace or not self._is_predictable(shape)):
             self._trace(shape)
         if shape in self.traces:

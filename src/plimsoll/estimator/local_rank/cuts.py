@@ -125,14 +125,7 @@ _IN_PARTS = {"c_attn": (3, 2), "gate_up_proj": (2,)}
 def divide_group(group: Group, holder: nn.Module, tp: int, edits: Edits) -> tuple[str, ...]:
     """Cut the parameters of a group and set the attributes that its forward derives shapes from.
 
-    Args:
-        group: the layers.
-        holder: the module that holds the columns.
-        tp: the degree of tensor parallelism.
-        edits: takes the changes.
-
-    Returns:
-        What a user should know about it.
+    ``holder`` holds the columns. What a user should know about it is returned.
 
     Raises:
         InvalidLayout: heads or widths that ``tp`` does not divide.

@@ -53,12 +53,7 @@ class _Ring:
 def with_context_parallel(trace: Trace, cp: int) -> Trace:
     """The same step where the sequence is divided among ``cp`` ranks.
 
-    Args:
-        trace: of a batch whose sequence is the local one, ``sequence / cp``.
-        cp: degree of context parallelism.
-
-    Returns:
-        The trace with exchanges before its attention ops; ``trace`` itself for ``cp=1``.
+    The sequence of ``trace`` is the local one, ``sequence / cp``; ``cp=1`` gives ``trace`` itself.
 
     Raises:
         InvalidLayout: no fused attention in the trace, or one with a mask.

@@ -33,12 +33,8 @@ _HIGHEST_ZERO = 3
 def read_layout(layout: str | Layout) -> Layout:
     """A layout from text; one that is a ``Layout`` already is only checked.
 
-    Args:
-        layout: ``dp``, ``tp``, ``cp``, ``pp``, ``ep``, ``zero``, ``virtual``, ``micro-batches`` with a number, ``schedule``
-            with a name, ``sp`` alone; in any order, with commas between them.
-
-    Returns:
-        The layout; what was left out is 1 (``zero``: 0).
+    Keys with a number: ``dp``, ``tp``, ``cp``, ``pp``, ``ep``, ``zero``, ``virtual``, ``micro-batches``; ``schedule`` with a
+    name, ``sp`` alone; in any order, with commas between them. What is left out is 1 (``zero``: 0).
 
     Raises:
         InvalidLayout: an unknown key, a value that is no degree, or parts that contradict each other.
@@ -220,9 +216,7 @@ _MOST_DEGREES = 8
 def check_layout(layout: Layout, facts: ModelFacts) -> None:
     """Refuse a layout that the model's sizes rule out, before anything is traced.
 
-    Args:
-        layout: without contradictions of its own (``read_layout``).
-        facts: of the whole model, with the whole sequence; a size that is ``None`` rules nothing out.
+    ``facts`` are of the whole model and sequence; a size that is ``None`` rules nothing out.
 
     Raises:
         InvalidLayout: more stages than blocks; heads, feed-forward width or experts that do not divide; a sequence

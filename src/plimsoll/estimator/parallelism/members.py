@@ -34,11 +34,8 @@ def assign(trace: Trace, counts: Sequence[int]) -> Membership:
 
     Forward is cut where the first region call of a stage starts: what lies between two stages' regions belongs to the
     earlier one. Backward runs the other way round: what belongs to no region is of the stage whose region comes next, since
-    it made what that region's backward reads.
-
-    Args:
-        trace: without an optimizer step.
-        counts: how many region calls each stage has.
+    it made what that region's backward reads. ``counts`` says how many region calls each stage has; the trace is without an
+    optimizer step.
     """
     assert sum(counts) == len(trace.regions), "every region call belongs to one stage"
     assert all(op.phase is not Phase.OPTIMIZER for op in trace.ops), (
@@ -90,12 +87,7 @@ def _users(trace: Trace, op_stages: Sequence[int]) -> dict[str, set[int]]:
 
 
 def readers_of(trace: Trace, stage_of: Sequence[int]) -> dict[int, set[int]]:
-    """The stages whose regions read or save each storage; being passed in is not enough.
-
-    Args:
-        trace: the whole step.
-        stage_of: the stage of every region call.
-    """
+    """The stages whose regions read or save each storage; being passed in is not enough."""
     readers: dict[int, set[int]] = {}
     for call in trace.regions:
         graph = call.graph
@@ -175,12 +167,7 @@ class Crossings:
 
 
 def find_crossings(trace: Trace, members: Membership) -> Crossings:
-    """Find what every boundary carries.
-
-    Args:
-        trace: the whole step.
-        members: the stage of every op.
-    """
+    """Find what every boundary carries; ``members`` is the stage of every op."""
     readers = readers_of(trace, members.stage_of)
     received: list[set[int]] = [set() for _ in range(members.stages)]
     made_anew: dict[int, frozenset[int]] = {}

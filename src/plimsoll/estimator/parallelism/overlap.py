@@ -55,10 +55,6 @@ class OverlappedSeconds:
 def overlapped_seconds(trace: Trace, costs: Costs) -> OverlappedSeconds:
     """Seconds of one rank with its data-parallel collectives running beside its ops.
 
-    Args:
-        trace: of one rank (``rank_trace``).
-        costs: seconds of all of its ops, collectives among them.
-
     Example:
         >>> seconds = overlapped_seconds(trace, roofline_costs(trace, device, layout))  # doctest: +SKIP
         >>> f"{seconds.hidden_share:.0%} of the collectives are hidden"  # doctest: +SKIP

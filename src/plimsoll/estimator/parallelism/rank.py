@@ -228,14 +228,11 @@ _PARAMETER_SHARDS = 3
 def rank_trace(stage_trace: Trace, layout: Layout, optimizer: OptimizerUse | None = None) -> Trace:
     """The step of one rank of a stage.
 
-    Args:
-        stage_trace: one stage's micro-batch, without an optimizer step.
-        layout: ``dp``, ``cp``, ``ep``, ``zero`` and ``micro_batches`` are read; what ``tp`` and ``sp`` do is in the trace.
-        optimizer: what it needs for ``rank_parameters(stage_trace, layout)``; ``None``: no state and no step.
+    The micro-batch is one without an optimizer step; ``optimizer`` is what ``rank_parameters(stage_trace, layout)`` need, or
+    ``None`` for no state and no step. What ``tp`` and ``sp`` do is in the trace already.
 
-    Returns:
-        The trace of a rank with full shards. Its collectives over the data-parallel ranks are ops of the group ``shards``,
-        their buffers storages of the category COMMUNICATION, its parameters those that the rank updates.
+    The rank is one with full shards. Its collectives over the data-parallel ranks are ops of the group ``shards``, their
+    buffers storages of the category COMMUNICATION, its parameters those that the rank updates.
 
     Example:
         >>> trace = rank_trace(stage.trace, Layout(dp=8, zero=3), use)  # doctest: +SKIP

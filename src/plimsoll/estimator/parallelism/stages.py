@@ -54,14 +54,8 @@ class StageTrace:
 def split_stages(trace: Trace, layout: Layout, *, counts: Sequence[int] | None = None) -> tuple[StageTrace, ...]:
     """The step of one micro-batch, stage by stage.
 
-    Args:
-        trace: of the whole model on one micro-batch, without an optimizer step.
-        layout: its ``stages`` (``pp`` times ``virtual_stages``) are what the trace is cut into.
-        counts: region calls per stage; by default as even as can be.
-
-    Returns:
-        The stages in the order of the model. Their ops are those of the trace, each in one stage. With one stage the
-        trace is returned as it is.
+    The trace has no optimizer step. ``counts`` are region calls per stage, by default as even as can be. The stages come in
+    the order of the model, each op in one of them; a single stage has the trace as it is.
 
     Raises:
         InvalidLayout: more stages than region calls, or counts that do not add up.

@@ -54,12 +54,7 @@ class ShardedUnit:
 
 
 def find_units(trace: Trace, layout: Layout) -> tuple[ShardedUnit, ...]:
-    """The units of one stage, the root last.
-
-    Args:
-        trace: of one stage.
-        layout: over how many ranks parameters are spread.
-    """
+    """The units of one stage, the root last."""
     names = dict.fromkeys(call.name for call in trace.regions)
     members: dict[tuple[str, bool], list[TraceParameter]] = {}
     for parameter in trace.parameters:
@@ -83,10 +78,6 @@ def rank_parameters(trace: Trace, layout: Layout) -> tuple[TraceParameter, ...]:
     """The parameters as one rank updates them: with ZeRO its share of each, cut along the first dimension.
 
     What the optimizer needs follows from these. The rank is one with full shards: the last ranks may have less.
-
-    Args:
-        trace: of one stage.
-        layout: with ``zero=0`` every rank updates all.
 
     Example:
         >>> rank_parameters(trace, Layout(dp=8, zero=3))[0].shape  # doctest: +SKIP
@@ -137,10 +128,6 @@ def gradients_of(trace: Trace, units: Sequence[ShardedUnit]) -> tuple[Gradients,
 
     A block's gradients are whole when its backward ends, those outside of blocks when backward ends. A block's experts are
     told from the rest of it by their sizes.
-
-    Args:
-        trace: of one stage.
-        units: all of its units.
     """
     pools: dict[str, list[Storage]] = {}
     for storage in trace.storages:

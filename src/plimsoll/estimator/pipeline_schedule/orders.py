@@ -50,11 +50,7 @@ Orders = tuple[tuple[Action, ...], ...]
 def pipeline_orders(layout: Layout) -> Orders:
     """The actions of every rank of a layout's pipeline.
 
-    Args:
-        layout: its ``pp``, ``schedule``, ``virtual_stages`` and ``micro_batches`` are read; one stage is a pipeline, too.
-
-    Returns:
-        One tuple of actions per rank. Every stage runs F and B (or I and W) once for every micro-batch.
+    One tuple per rank. Every stage runs F and B (or I and W) once for every micro-batch; one stage is a pipeline, too.
 
     Raises:
         InvalidLayout: interleaved, and the ranks do not divide the micro-batches; stages per rank without interleaving.
@@ -168,9 +164,7 @@ def most_in_flight(actions: Sequence[Action]) -> dict[int, int]:
 def held_bytes(orders: Orders, bytes_by_stage: Sequence[int]) -> tuple[int, ...]:
     """By rank: the most that its stages hold together between forward and backward.
 
-    Args:
-        orders: by rank.
-        bytes_by_stage: what one micro-batch holds in each stage.
+    ``bytes_by_stage`` is what one micro-batch holds in each stage.
 
     Example:
         >>> held_bytes(pipeline_orders(Layout(pp=2, micro_batches=8)), [100, 10])

@@ -60,10 +60,7 @@ _NAMES = {
 def rank_peak(actions: Sequence[Action], stages: Mapping[int, StageMemory], *, beside_bytes: int = 0) -> RankPeak:
     """The peak of one rank over one step.
 
-    Args:
-        actions: of this rank, in order.
-        stages: its stages by index.
-        beside_bytes: what the rank holds all the time besides: buffers for what is received, optimizer state.
+    ``beside_bytes`` are held all the time besides: buffers for what is received, optimizer state.
 
     Example:
         >>> from plimsoll.artifacts.job import Layout

@@ -109,13 +109,8 @@ class PipelineTimeline:
 def simulate_pipeline(orders: Orders, stages: Sequence[ActionSeconds], *, ahead: int = 0) -> PipelineTimeline:
     """Run one step of a pipeline on paper.
 
-    Args:
-        orders: by rank, from ``pipeline_orders`` or written by hand.
-        stages: seconds of every stage.
-        ahead: how many micro-batches a rank may rebuild before their gradient has come, in seconds in which it would idle.
-
-    Returns:
-        The timeline; events are sorted by start.
+    ``ahead`` is how many micro-batches a rank may rebuild before their gradient has come, in seconds in which it would idle.
+    Events are sorted by start.
 
     Raises:
         InvalidLayout: actions missing, run twice or on two ranks, or an order in which ranks wait for each other for ever.
@@ -279,13 +274,8 @@ class BubbleGrowth:
 def bubble_growth(orders: Orders, stages: Sequence[ActionSeconds], *, ahead: int = 1) -> BubbleGrowth:
     """What the stages' recomputation does to a pipeline.
 
-    Args:
-        orders: the actions of every rank.
-        stages: seconds of every stage, ``recompute_seconds`` among them.
-        ahead: how many micro-batches a rank may rebuild before their gradient has come.
-
-    Returns:
-        Three timelines, which say for every rank how long it idles and how much it rebuilds ahead.
+    Three timelines say for every rank how long it idles and how much it rebuilds ahead: at most ``ahead`` micro-batches
+    before their gradient has come.
 
     Raises:
         InvalidLayout: the orders are not one step of a pipeline.

@@ -30,9 +30,7 @@ _DENOISERS = ("UNet2DConditionModel",)
 def build_model(recipe: Recipe, dtype: torch.dtype | None) -> torch.nn.Module:
     """Build the model on the current default device.
 
-    Args:
-        recipe: with the fields of a ``config.json``.
-        dtype: of the parameters; ``None`` for the configuration's own.
+    ``dtype`` is of the parameters, ``None`` for the configuration's own.
 
     Raises:
         InvalidTarget: transformers is missing, does not know the architecture, or refuses the configuration.

@@ -142,10 +142,7 @@ _GPT_WIDENING = 4
 def facts_of(recipe: Recipe, *, batch: int | None = None, sequence: int | None = None) -> ModelFacts:
     """What the recipe's fields say; ``None`` where they do not.
 
-    Args:
-        recipe: what the model would be built from.
-        batch: samples, if others than the recipe's.
-        sequence: tokens per sample, if others than the recipe's.
+    ``batch`` and ``sequence`` replace the recipe's own.
 
     Example:
         >>> from plimsoll.estimator.targets.recipe import find_recipe

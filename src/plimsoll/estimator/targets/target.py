@@ -200,9 +200,7 @@ def _importable_working_directory() -> Iterator[None]:
 def build(recipe: Recipe, options: TargetOptions) -> Target:
     """Build a model from its configuration, with random weights, and a random batch that trains it.
 
-    Args:
-        recipe: class, fields of the configuration, default sizes.
-        options: what the command line says about size, place and precision; overrides the recipe.
+    ``options`` override the recipe's sizes, place and precision.
 
     Raises:
         InvalidTarget: a library is missing or refuses the configuration, there is no such device, or no batch is known.

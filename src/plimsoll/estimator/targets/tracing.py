@@ -63,13 +63,7 @@ def trace_target(
 ) -> TracedTarget:
     """Trace the step of one rank with fake tensors, or take the answer of an earlier run.
 
-    Args:
-        request: the target and what one rank has of it.
-        cache: where answers for configurations are kept; ``None`` traces anew. Functions and loaded targets are not cached.
-        progress: is told the stage and the share of it that is done.
-
-    Returns:
-        The trace, whose ``device`` is the request's, and the facts of the whole model.
+    Only answers for configurations are kept in ``cache``; ``None`` traces anew. The facts are of the whole model.
 
     Raises:
         InvalidTarget: the target does not load, or a size means nothing for it.
@@ -157,10 +151,6 @@ def count_parameters(model: torch.nn.Module, facts: ModelFacts) -> tuple[int, in
     """All parameters, and those that one token passes (``None`` where the model has experts and does not say how many).
 
     Stacked experts are recognised by their first dimension, which is the number of experts; tied parameters count once.
-
-    Args:
-        model: the whole model.
-        facts: with its experts, if it has some.
     """
     total = active = 0
     for name, parameter in model.named_parameters():
