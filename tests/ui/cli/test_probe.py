@@ -15,7 +15,7 @@ from plimsoll.artifacts.store import load_any
 from plimsoll.artifacts.verdict import Ruling, Verdict
 from plimsoll.estimator.targets.target import TargetOptions, load_target
 from plimsoll.ui.cli.app import app
-from plimsoll.ui.cli.probe_data import data_for
+from plimsoll.ui.cli.work import data_for
 
 SOURCE = """
 import torch

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from plimsoll.ui.cli import progress
-from plimsoll.ui.cli.progress import show_progress
+from plimsoll.ui.cli import terminal
+from plimsoll.ui.cli.terminal import show_progress
 
 
 def test_what_is_over_soon_leaves_no_line_in_a_log():
@@ -20,7 +20,7 @@ def test_what_is_over_soon_leaves_no_line_in_a_log():
 
 def test_what_takes_longer_writes_lines(monkeypatch: pytest.MonkeyPatch):
     clock = iter([0.0, 2.5, 3.0, 5.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
     stream = io.StringIO()
     with show_progress(Console(file=stream)) as report:
         for share in (0.1, 0.2, 0.3):

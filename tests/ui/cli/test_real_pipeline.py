@@ -150,7 +150,7 @@ def test_what_libraries_print_does_not_get_among_results(tmp_path: Path):
     script = """
 import os
 from rich.console import Console
-from plimsoll.ui.cli.progress import show_progress
+from plimsoll.ui.cli.terminal import show_progress
 with show_progress(Console(stderr=True)):
     os.write(1, b"from the solver")
 print("result")

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from plimsoll.ui.cli import options, ranks, terminal
 
-if TYPE_CHECKING:
-    from plimsoll.estimator.targets.target import TargetOptions
-
 ReceiptOption = Annotated[
-    Path | None, typer.Option("--receipt", metavar="FILE", help="What verify saved: evidence for the checklist.")
+    Path | None, typer.Option("--receipt", metavar="FILE", help="Receipt saved by verify: evidence for the checklist.")
 ]
 VerdictOption = Annotated[
-    Path | None, typer.Option("--verdict", metavar="FILE", help="What probe saved: evidence for the checklist.")
+    Path | None, typer.Option("--verdict", metavar="FILE", help="Verdict saved by probe: evidence for the checklist.")
 ]
 CompileSecondsOption = Annotated[
     float,
     typer.Option(
-        "--compile-seconds", min=0, metavar="SECONDS", help="How long torch.compile may be asked; 0: not at all."
+        "--compile-seconds", min=0, metavar="SECONDS", help="Time limit for trying torch.compile; 0: skip it."
     ),
 ]
 
 
+@options.command
 def advise(
     target: options.TargetArgument,
     *,
@@ -37,14 +35,10 @@ def advise(
     regions: options.RegionsOption = None,
     host_budget: options.HostBudgetOption = None,
     link: options.LinkOption = None,
-    optimizer: options.OptimizerOption = options.OptimizerName.ADAMW,
+    building: options.Building,
     device_profile: options.DeviceProfileOption = None,
-    device: options.DeviceOption = "cpu",
-    batch: options.BatchOption = None,
-    seq: options.SequenceOption = None,
     compile_seconds: CompileSecondsOption = 60.0,
-    output: options.OutputOption = None,
-    json: options.JsonOption = False,
+    to: options.Output,
 ) -> None:
     """Say whether memory is the bottleneck, what helps, and what is still to be checked.
 
@@ -53,14 +47,11 @@ def advise(
     import plimsoll
     from plimsoll.artifacts.advice import Kind
     from plimsoll.errors import BudgetBelowFloor
-    from plimsoll.estimator.targets.target import TargetOptions
     from plimsoll.ui.cli import work
-    from plimsoll.ui.cli.progress import show_progress
 
-    with ranks.one_process("advise", is_json=json):
-        how = TargetOptions(batch=batch, sequence=seq, device=device, is_meta=device_profile is not None)
-        loaded = work.load(target, how, optimizer)
-        with show_progress(terminal.stderr()) as report:
+    with ranks.one_process("advise", is_json=to.json):
+        loaded = work.load(target, building, is_meta=device_profile is not None)
+        with terminal.show_progress() as report:
             advice = plimsoll.advise(
                 loaded.target.model,
                 loaded.target.batch,
@@ -76,27 +67,24 @@ def advise(
                 receipt=receipt,
                 verdict=verdict,
                 compile_seconds=compile_seconds,
-                target=_words(target, how, optimizer),
+                target=_words(target, building),
                 progress=report,
             )
-        if output is not None:
-            advice.save(output)
-        terminal.print_result(advice, is_json=json, saved_to=output)
-        if advice.recommendation.kind is Kind.DOES_NOT_FIT:
-            raise typer.Exit(BudgetBelowFloor.exit_code)
+        terminal.hand_over(advice, to)
+        terminal.end(BudgetBelowFloor.exit_code if advice.recommendation.kind is Kind.DOES_NOT_FIT else 0)
 
 
-def _words(target: str, how: TargetOptions, optimizer: options.OptimizerName) -> str:
+def _words(target: str, building: options.Building) -> str:
     """The target as the next command has to name it, so that it means the same step."""
     import shlex
 
     words = [shlex.quote(target)]
-    if how.batch is not None:
-        words.append(f"--batch {how.batch}")
-    if how.sequence is not None:
-        words.append(f"--seq {how.sequence}")
-    if how.device != "cpu":
-        words.append(f"--device {how.device}")
-    if optimizer is not options.OptimizerName.ADAMW:
-        words.append(f"--optimizer {optimizer}")
+    if building.batch is not None:
+        words.append(f"--batch {building.batch}")
+    if building.seq is not None:
+        words.append(f"--seq {building.seq}")
+    if building.device != "cpu":
+        words.append(f"--device {building.device}")
+    if building.optimizer is not options.OptimizerName.ADAMW:
+        words.append(f"--optimizer {building.optimizer}")
     return " ".join(words)

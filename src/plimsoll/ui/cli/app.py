@@ -1,4 +1,4 @@
-"""The command line: one subcommand per file, the file's stem is the verb."""
+"""The command line: every subcommand is registered here, and lies in the file of its verb or of the verb next to it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import typer
 
 from plimsoll.ui.cli import (
     advise,
-    compare,
     compress_gradients,
     demo,
     diagnose,
     estimate,
     explain,
-    fit,
     plan,
     probe,
-    report,
     show,
     verify,
 )
@@ -37,14 +34,14 @@ app.command()(plan.plan)
 app.command()(show.show)
 app.command()(verify.verify)
 app.command()(estimate.estimate)
-app.command()(fit.fit)
-app.command()(compare.compare)
+app.command()(estimate.fit)
+app.command()(verify.compare)
 app.command()(advise.advise)
 app.command()(explain.explain)
 app.command()(probe.probe)
 app.command()(diagnose.diagnose)
 app.command()(compress_gradients.compress_gradients)
-app.command()(report.report)
+app.command()(show.report)
 
 
 def _print_version(*, is_wanted: bool) -> None:

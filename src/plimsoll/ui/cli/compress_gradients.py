@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from plimsoll.errors import InvalidOption
 from plimsoll.ui.cli import options, ranks, terminal
-from plimsoll.ui.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from plimsoll.ui.cli.work import Loaded
@@ -28,29 +28,25 @@ RoundsOption = Annotated[
         "--steps",
         min=0,
         metavar="N",
-        help="Rounds in which every method takes real steps; 0: predict only (not under FSDP2).",
+        help="Real steps that every method takes; 0: predict only (not under FSDP2).",
     ),
 ]
 ValidateOption = Annotated[
     int,
     typer.Option(
-        "--validate", min=0, metavar="STEPS", help="Train so many steps with and without, and compare held-out loss."
+        "--validate", min=0, metavar="STEPS", help="Train this many steps with and without, and compare held-out loss."
     ),
 ]
 OrdersOption = Annotated[
-    int, typer.Option("--orders", min=1, metavar="N", help="Orders of the data in which validation trains.")
-]
-HeldOutOption = Annotated[
-    int | None,
-    typer.Option("--held-out", min=0, metavar="N", help="Batches at the end of the data that are kept for evaluation."),
+    int, typer.Option("--orders", min=1, metavar="N", help="Number of orders of the data that validation trains on.")
 ]
 BucketOption = Annotated[
     str | None,
     typer.Option("--bucket", metavar="BYTES", help="Size of a bucket of gradients, with its unit; torch's by default."),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", help="Of everything random.")]
 
 
+@options.command
 def compress_gradients(
     target: options.TargetArgument,
     *,
@@ -58,15 +54,11 @@ def compress_gradients(
     steps: RoundsOption = 5,
     validate: ValidateOption = 0,
     orders: OrdersOption = 2,
-    held_out: HeldOutOption = None,
+    held_out: options.HeldOutOption = None,
     bucket: BucketOption = None,
-    seed: SeedOption = 0,
-    optimizer: options.OptimizerOption = options.OptimizerName.ADAMW,
-    device: options.DeviceOption = "cpu",
-    batch: options.BatchOption = None,
-    seq: options.SequenceOption = None,
-    output: options.OutputOption = None,
-    json: options.JsonOption = False,
+    seed: options.SeedOption = 0,
+    building: options.Building,
+    to: options.Output,
 ) -> None:
     """Say whether compressing gradients pays here, from the measured link, step and methods, and from held-out loss.
 
@@ -75,30 +67,27 @@ def compress_gradients(
 
     Example: torchrun --nproc-per-node 2 -m plimsoll compress-gradients llama-tiny --validate 200
     """
-    with ranks.exit_codes(is_json=json) as crew:
+    with ranks.exit_codes(is_json=to.json) as crew:
         _check_several(crew)
         from plimsoll.distributed.comm_cost.advise_compression import advise_compression
-        from plimsoll.estimator.targets.target import TargetOptions
         from plimsoll.ui.cli import work
-        from plimsoll.ui.cli.probe import optimizer_factory
-        from plimsoll.ui.cli.probe_data import data_for
 
-        how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device))
+        built = replace(building, device=crew.device(building.device), optimizer=options.OptimizerName.NONE)
 
         def load() -> work.Loaded:
-            _check_optimizer(optimizer)
+            _check_optimizer(building.optimizer)
             _bytes_of(bucket)
-            return _at_home(work.load(target, how, options.OptimizerName.NONE))
+            return _at_home(work.load(target, built))
 
         loaded = crew.load(load).target
-        data = data_for(loaded)
-        with show_progress(terminal.progress()) as report:
+        data = work.data_for(loaded)
+        with terminal.show_progress() as report:
             traffic = advise_compression(
                 loaded.model,
                 data.batches,
                 methods=None if methods is None else [name for name in methods.split(",") if name.strip()],
                 loss=loaded.loss,
-                optimizer=optimizer_factory(optimizer),
+                optimizer=work.optimizer_factory(building.optimizer),
                 measure_rounds=steps,
                 validate_steps=validate,
                 orders=orders,
@@ -110,9 +99,7 @@ def compress_gradients(
             )
         if not crew.speaks:
             return
-        if output is not None:
-            traffic.save(output)
-        terminal.print_result(traffic, is_json=json, saved_to=output)
+        terminal.hand_over(traffic, to)
 
 
 def _bytes_of(bucket: str | None) -> int | None:

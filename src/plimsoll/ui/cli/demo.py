@@ -22,7 +22,7 @@ DemoBudgetOption = Annotated[
     str, typer.Option("--budget", "-b", metavar="BYTES", help="Peak of the step; plain training takes about 422 MiB.")
 ]
 DemoStepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps, with and without.")]
-SeedOption = Annotated[int, typer.Option("--seed", help="Of weights and batches.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Random seed of weights and batches.")]
 
 
 def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed: SeedOption = 0) -> None:
@@ -31,7 +31,6 @@ def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed
     Takes a few minutes on a laptop. Exits with 1 if gradients, losses or weights differ anywhere.
     """
     from plimsoll.estimator.targets.models import quiet_transformers
-    from plimsoll.ui.cli.progress import show_progress
     from plimsoll.ui.demo import story
     from plimsoll.ui.demo.training import DemoSetup
     from plimsoll.ui.demo_terminal import render_introduction, render_preparation, render_story
@@ -41,14 +40,13 @@ def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed
         quiet_transformers()
         setup = DemoSetup(steps=steps, seed=seed)
         console.print(render_introduction(setup))
-        with show_progress(terminal.stderr()) as report:
+        with terminal.show_progress() as report:
             ready = story.prepare(setup, budget, report)
         console.print(render_preparation(ready))
         with _show_steps(console, ("plain PyTorch", "with Plimsoll"), steps) as (plainly, managed):
             told = story.compare_training(setup, ready, plainly, managed)
         console.print(render_story(told))
-        if not told.is_success:
-            raise typer.Exit(1)
+        terminal.end(0 if told.is_success else 1)
 
 
 @contextlib.contextmanager

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from plimsoll.artifacts.finding import Finding
 from plimsoll.errors import InvalidTrace
 from plimsoll.ui.cli import options, ranks, terminal
-
-if TYPE_CHECKING:
-    from plimsoll.estimator.targets.target import TargetOptions
-    from plimsoll.ui.cli.work import PlanRequest
 
 SubjectArgument = Annotated[
     str,
@@ -40,104 +34,48 @@ _OF_TRACES = ("--output", "--json")
 _TRACE_ENDINGS = (".json.gz", ".sqlite", ".sqlite3", ".db", ".nsys-rep", ".qdrep")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profiled:
-    """How a target is profiled, and where its traces stay."""
-
-    steps: int
-    keep_traces: Path | None
-
-
+@options.command
 def diagnose(
     context: typer.Context,
     subject: SubjectArgument,
     trace: PlanTraceArgument = None,
     *,
     plan: options.PlanFileOption = None,
-    budget: options.BudgetOption = None,
-    strategy: options.StrategyOption = "auto",
-    regions: options.RegionsOption = None,
-    allow: options.AllowOption = "recompute",
-    max_error: options.MaxErrorOption = "0",
-    host_budget: options.HostBudgetOption = None,
-    override: options.OverrideOption = None,
-    link: options.LinkOption = None,
-    optimizer: options.OptimizerOption = options.OptimizerName.ADAMW,
-    device: options.DeviceOption = "cpu",
-    batch: options.BatchOption = None,
-    seq: options.SequenceOption = None,
+    asked: options.Planning,
+    building: options.Building,
     steps: options.StepsOption = 5,
     keep_traces: KeepOption = None,
-    output: options.OutputOption = None,
-    json: options.JsonOption = False,
+    to: options.Output,
 ) -> None:
     """Say where the overhead of a plan goes: recomputation, memory, launches, waiting, copies, lost fusion.
 
     Example: plimsoll diagnose llama-tiny --strategy full
     """
-    from plimsoll.estimator.targets.target import TargetOptions
+    import plimsoll
     from plimsoll.ui.cli import work
 
-    with ranks.one_process("diagnose", is_json=json):
+    with ranks.one_process("diagnose", is_json=to.json):
         if trace is not None:
             _refuse_ignored(context)
-            finding = _of_traces(subject, trace)
+            with terminal.show_progress() as report:
+                finding = plimsoll.diagnose(subject, trace, progress=report)
         else:
             _refuse_single_trace(subject)
             options.refuse_beside_plan(context)
-            request = work.PlanRequest(
-                budget=budget,
-                strategy=strategy,
-                regions=tuple(regions or ()),
-                allowed=work.Allowed(
-                    allow=allow,
-                    max_error=max_error,
-                    host_budget=host_budget,
-                    overrides=tuple(override or ()),
-                    link=link,
-                ),
-            )
-            how = TargetOptions(batch=batch, sequence=seq, device=device)
-            profiled = Profiled(steps=steps, keep_traces=keep_traces)
-            finding = _of_target(subject, how, optimizer, plan, request, profiled)
-        if output is not None:
-            finding.save(output)
-        terminal.print_result(finding, is_json=json, saved_to=output)
-
-
-def _of_traces(baseline: str, plan: Path) -> Finding:
-    import plimsoll
-    from plimsoll.ui.cli.progress import show_progress
-
-    with show_progress(terminal.stderr()) as report:
-        return plimsoll.diagnose(baseline, plan, progress=report)
-
-
-def _of_target(
-    text: str,
-    how: TargetOptions,
-    optimizer: options.OptimizerName,
-    plan: Path | None,
-    request: PlanRequest,
-    profiled: Profiled,
-) -> Finding:
-    import plimsoll
-    from plimsoll.ui.cli import work
-    from plimsoll.ui.cli.progress import show_progress
-
-    saved = work.load_saved(plan)
-    loaded = work.load(text, how, optimizer, (request.strategy,))
-    used = saved or work.make_plan(loaded, request)
-    with show_progress(terminal.stderr()) as report:
-        return plimsoll.diagnose(
-            loaded.target.model,
-            loaded.target.batch,
-            used,
-            loss=loaded.target.loss,
-            steps=profiled.steps,
-            keep_traces=profiled.keep_traces,
-            progress=report,
-        )
+            saved = work.load_saved(plan)
+            loaded = work.load(subject, building, asked.strategy)
+            used = saved or work.make_plan(loaded, asked)
+            with terminal.show_progress() as report:
+                finding = plimsoll.diagnose(
+                    loaded.target.model,
+                    loaded.target.batch,
+                    used,
+                    loss=loaded.target.loss,
+                    steps=steps,
+                    keep_traces=keep_traces,
+                    progress=report,
+                )
+        terminal.hand_over(finding, to)
 
 
 def _refuse_ignored(context: typer.Context) -> None:

@@ -1,4 +1,4 @@
-"""``plimsoll estimate TARGET``: what every rank of a training job holds and how fast it is, on devices that are not here."""
+"""``plimsoll estimate`` and ``plimsoll fit``: memory and speed of a job, and the batch and plan with most throughput."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from plimsoll.artifacts.estimate import Estimate
+from plimsoll.artifacts.fit import Fit
 from plimsoll.errors import InvalidOption, PlanFileError
 from plimsoll.ui.cli import options, ranks, terminal
 
@@ -42,7 +43,7 @@ EstimateBudgetOption = Annotated[
         "--budget",
         "-b",
         metavar="BYTES",
-        help='What the tensors of one rank may take: "70GiB", or auto for the device.',
+        help='Memory for the tensors of one rank: "70GiB", or auto for the device.',
     ),
 ]
 EstimateStrategyOption = Annotated[
@@ -51,12 +52,41 @@ EstimateStrategyOption = Annotated[
         "--strategy", "-s", help="none, full, every:K, sqrt, selective:… or auto (the default with a budget)."
     ),
 ]
+FitBudgetOption = Annotated[
+    str,
+    typer.Option(
+        "--budget",
+        "-b",
+        metavar="BYTES",
+        help='Peak of the whole step: "70GiB", "80GB", or auto for the device\'s memory.',
+    ),
+]
+SequencesOption = Annotated[
+    list[int] | None,
+    typer.Option("--seq", min=1, help="Tokens per example; may be repeated, to choose from several."),
+]
+GlobalBatchOption = Annotated[
+    int | None,
+    typer.Option("--global-batch", min=1, metavar="N", help="Examples per optimizer step, reached by accumulation."),
+]
+AccumulationOption = Annotated[
+    int, typer.Option("--accumulation", min=1, metavar="N", help="Micro-batches per optimizer step.")
+]
+MostBatchOption = Annotated[
+    int, typer.Option("--most-batch", min=1, metavar="N", help="Largest micro-batch to consider.")
+]
+SolvesOption = Annotated[int, typer.Option("--solves", min=1, metavar="N", help="Maximum number of plans to solve.")]
+PlanOutputOption = Annotated[
+    Path | None,
+    typer.Option("--save-plan", metavar="FILE", help="Save the best point's plan as JSON.", dir_okay=False),
+]
 PlansOption = Annotated[
     Path | None,
-    typer.Option("--plans", metavar="DIR", help="Save the plan of every stage in this directory.", file_okay=False),
+    typer.Option("--plans", metavar="DIR", help="Directory to save the plan of every stage in.", file_okay=False),
 ]
 
 
+@options.command
 def estimate(
     target: options.TargetArgument,
     *,
@@ -70,8 +100,7 @@ def estimate(
     budget: EstimateBudgetOption = None,
     strategy: EstimateStrategyOption = None,
     plans: PlansOption = None,
-    output: options.OutputOption = None,
-    json: options.JsonOption = False,
+    to: options.Output,
 ) -> None:
     """Estimate the whole training budget of a model on devices that are not here.
 
@@ -79,10 +108,9 @@ def estimate(
     """
     import plimsoll
     from plimsoll.errors import BudgetBelowFloor
-    from plimsoll.ui.cli.progress import show_progress
 
-    with ranks.one_process("estimate", is_json=json):
-        with show_progress(terminal.stderr()) as report:
+    with ranks.one_process("estimate", is_json=to.json):
+        with terminal.show_progress() as report:
             found = plimsoll.estimate(
                 target,
                 batch,
@@ -98,11 +126,8 @@ def estimate(
             )
         if plans is not None:
             _save_plans(found, plans)
-        if output is not None:
-            found.save(output)
-        terminal.print_result(found, is_json=json, saved_to=output)
-        if found.does_fit is False:
-            raise typer.Exit(BudgetBelowFloor.exit_code)
+        terminal.hand_over(found, to)
+        terminal.end(BudgetBelowFloor.exit_code if found.does_fit is False else 0)
 
 
 def _save_plans(found: Estimate, directory: Path) -> None:
@@ -126,3 +151,61 @@ def _save_plans(found: Estimate, directory: Path) -> None:
     for stage in found.stages:
         for number, plan in enumerate(stage.plans):
             plan.save(directory / f"rank-{stage.stage}-stage-{number}.json")
+
+
+@options.command
+def fit(
+    target: options.TargetArgument,
+    *,
+    budget: FitBudgetOption,
+    seq: SequencesOption = None,
+    global_batch: GlobalBatchOption = None,
+    accumulation: AccumulationOption = 1,
+    most_batch: MostBatchOption = 1024,
+    optimizer: options.OptimizerOption = options.OptimizerName.ADAMW,
+    regions: options.RegionsOption = None,
+    device_profile: options.DeviceProfileOption = None,
+    device: options.DeviceOption = "cpu",
+    solves: SolvesOption = 16,
+    save_plan: PlanOutputOption = None,
+    to: options.Output,
+) -> None:
+    """Find the micro-batch and the plan with the most tokens (or examples) per second under a memory budget.
+
+    Example: plimsoll fit llama-3-8b --budget 75GiB --device-profile H100-SXM --seq 2048 --seq 8192
+    """
+    import plimsoll
+    from plimsoll.ui.cli import work
+
+    with ranks.one_process("fit", is_json=to.json):
+        is_text = ":" not in target
+        building = options.Building(optimizer=optimizer, device=device, seq=max(seq) if seq and is_text else None)
+        loaded = work.load(target, building, is_meta=device_profile is not None)
+        with terminal.show_progress() as report:
+            found = plimsoll.fit(
+                loaded.target.model,
+                loaded.target.batch,
+                budget,
+                sequences=seq or None,
+                global_batch=global_batch,
+                accumulation=accumulation,
+                most_batch=most_batch,
+                loss=loaded.target.loss,
+                optimizer=loaded.optimizer,
+                regions=tuple(regions) if regions else None,
+                device_profile=device_profile,
+                most_solves=solves,
+                progress=report,
+            )
+        terminal.hand_over(found, to)
+        if save_plan is not None:
+            _save_plan(found, save_plan, is_json=to.json)
+        terminal.end(found.exit_code)
+
+
+def _save_plan(found: Fit, file: Path, *, is_json: bool) -> None:
+    if found.plan is not None:
+        found.plan.save(file)
+    if not is_json:
+        said = f"plan saved to {file}" if found.plan is not None else f"there is no plan: {file} was not written"
+        terminal.say(said)

@@ -35,6 +35,7 @@ _OF_A_PLAN = ("--json", "--output")
 """Options that mean something where a saved plan is explained by itself."""
 
 
+@options.command
 def explain(
     context: typer.Context,
     target: ExplainedArgument,
@@ -42,26 +43,20 @@ def explain(
     strategy: StrategyOption = None,
     plan: PlanOption = None,
     regions: options.RegionsOption = None,
-    optimizer: options.OptimizerOption = options.OptimizerName.ADAMW,
+    building: options.Building,
     device_profile: options.DeviceProfileOption = None,
-    device: options.DeviceOption = "cpu",
-    batch: options.BatchOption = None,
-    seq: options.SequenceOption = None,
-    output: options.OutputOption = None,
-    json: options.JsonOption = False,
+    to: options.Output,
 ) -> None:
     """Say why a step's peak is what it is: what is resident, what recomputation holds, what would lower it.
 
     Example: plimsoll explain llama-tiny --strategy full
     """
-    with ranks.one_process("explain", is_json=json):
+    with ranks.one_process("explain", is_json=to.json):
         if _is_saved(target):
-            _explain_saved(context, target, output, is_json=json)
+            _explain_saved(context, target, to)
             return
         import plimsoll
-        from plimsoll.estimator.targets.target import TargetOptions
         from plimsoll.ui.cli import work
-        from plimsoll.ui.cli.progress import show_progress
 
         if strategy is not None and plan is not None:
             raise InvalidStrategy(
@@ -69,9 +64,10 @@ def explain(
                 why="a step is explained under one of them",
                 next="leave one of them out",
             )
-        how = TargetOptions(batch=batch, sequence=seq, device=device, is_meta=device_profile is not None)
-        loaded = work.load(target, how, optimizer, () if strategy is None else (strategy,))
-        with show_progress(terminal.stderr()) as report:
+        loaded = work.load(
+            target, building, *([] if strategy is None else [strategy]), is_meta=device_profile is not None
+        )
+        with terminal.show_progress() as report:
             explanation = plimsoll.explain(
                 loaded.target.model,
                 loaded.target.batch,
@@ -82,9 +78,7 @@ def explain(
                 device_profile=device_profile,
                 progress=report,
             )
-        if output is not None:
-            explanation.save(output)
-        terminal.print_result(explanation, is_json=json, saved_to=output)
+        terminal.hand_over(explanation, to)
 
 
 def _is_saved(target: str) -> bool:
@@ -96,7 +90,7 @@ def _is_saved(target: str) -> bool:
         return b'"plimsoll"' in file.read(256)
 
 
-def _explain_saved(context: typer.Context, target: str, output: Path | None, *, is_json: bool) -> None:
+def _explain_saved(context: typer.Context, target: str, to: options.Output) -> None:
     artifact = load_any(target)
     if not isinstance(artifact, Plan):
         raise InvalidStrategy(
@@ -111,6 +105,4 @@ def _explain_saved(context: typer.Context, target: str, output: Path | None, *, 
             why="its reasons are in the file",
             next=f"plimsoll explain TARGET --plan {target} replays it on a target",
         )
-    if output is not None:
-        artifact.save(output)
-    terminal.print_result(artifact, is_json=is_json, saved_to=output, text=artifact.explain())
+    terminal.hand_over(artifact, to, text=artifact.explain())

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import enum
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from plimsoll.errors import InvalidStrategy
 
-if TYPE_CHECKING:
-    import torch
+R = TypeVar("R")
 
 
 class OptimizerName(enum.StrEnum):
@@ -49,28 +51,32 @@ RegionsOption = Annotated[
     typer.Option("--regions", metavar="PATTERN", help="Modules to manage, such as 'model.layers.*'; may be repeated."),
 ]
 OptimizerOption = Annotated[
-    OptimizerName, typer.Option("--optimizer", help="Whose state and step the budget has to hold as well.")
+    OptimizerName, typer.Option("--optimizer", help="Optimizer whose state and step count toward the budget.")
 ]
 DeviceProfileOption = Annotated[
     str | None,
-    typer.Option("--device-profile", metavar="NAME", help="Plan for a device that is not here: H100-SXM, A100-80GB …"),
+    typer.Option(
+        "--device-profile", metavar="NAME", help="Plan for a device that is not present: H100-SXM, A100-80GB …"
+    ),
 ]
-DeviceOption = Annotated[str, typer.Option("--device", help="Where configurations are built: cpu, cuda, cuda:1.")]
+DeviceOption = Annotated[
+    str, typer.Option("--device", help="Device that configurations are built on: cpu, cuda, cuda:1.")
+]
 BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="Examples per batch, for configurations.")]
 SequenceOption = Annotated[int | None, typer.Option("--seq", min=1, help="Tokens per example, for configurations.")]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps to measure.")]
 AllowOption = Annotated[
     str,
-    typer.Option("--allow", metavar="LIST", help="What auto may do: recompute,compress,offload,collectives or some."),
+    typer.Option("--allow", metavar="LIST", help="What auto may do, any of: recompute,compress,offload,collectives."),
 ]
 MaxErrorOption = Annotated[
     str,
     typer.Option(
-        "--max-error", metavar="SHARE", help="Relative error that lossy codecs may cause in the gradient: 1%."
+        "--max-error", metavar="SHARE", help="Relative error of the gradient that lossy codecs may cause: 1%."
     ),
 ]
 HostBudgetOption = Annotated[
-    str | None, typer.Option("--host-budget", metavar="BYTES", help="What offloaded values may take: 64GiB.")
+    str | None, typer.Option("--host-budget", metavar="BYTES", help="Memory that offloaded values may take: 64GiB.")
 ]
 OverrideOption = Annotated[
     list[str] | None,
@@ -88,19 +94,83 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, errors as 
 PlanFileOption = Annotated[
     Path | None, typer.Option("--plan", "-p", metavar="FILE", help="A saved plan; without one, plan first.")
 ]
-ExplainOption = Annotated[bool, typer.Option("--explain", help="Say for every value what was decided, and why.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Random seed.")]
+HeldOutOption = Annotated[
+    int | None,
+    typer.Option("--held-out", min=0, metavar="N", help="Batches at the end of the data that are kept for evaluation."),
+]
+ExplainOption = Annotated[bool, typer.Option("--explain", help="Print every decision and its reason.")]
 
-_OF_PLANNING = (
-    "--budget",
-    "--strategy",
-    "--regions",
-    "--allow",
-    "--max-error",
-    "--host-budget",
-    "--override",
-    "--link",
-)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Building:
+    """How a target is built, and the optimizer that trains it."""
+
+    optimizer: OptimizerOption = OptimizerName.ADAMW
+    device: DeviceOption = "cpu"
+    batch: BatchOption = None
+    seq: SequenceOption = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """What the command line asks of a plan."""
+
+    budget: BudgetOption = None
+    strategy: StrategyOption = "auto"
+    regions: RegionsOption = None
+    allow: AllowOption = "recompute"
+    max_error: MaxErrorOption = "0"
+    host_budget: HostBudgetOption = None
+    override: OverrideOption = None
+    link: LinkOption = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Where the result goes."""
+
+    output: OutputOption = None
+    json: JsonOption = False
+
+
+_OF_PLANNING = tuple(f"--{field.name.replace('_', '-')}" for field in fields(Planning))
 """What decides how a plan is made."""
+
+
+def command(function: Callable[..., R]) -> Callable[..., R]:
+    """Let a command take groups of options: Typer is shown every option of a group by itself.
+
+    Example:
+        >>> list(inspect.signature(command(lambda **groups: None)).parameters)
+        ['groups']
+    """
+    hints = get_type_hints(function, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind = hints.get(name, Any)
+        if not is_dataclass(kind):
+            parameters.append(parameter.replace(annotation=kind))
+            continue
+        assert isinstance(kind, type)
+        groups[name] = kind
+        options = get_type_hints(kind, include_extras=True)
+        parameters += [
+            inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=options[field.name])
+            for field in fields(kind)
+        ]
+
+    def run(**typed: Any) -> R:
+        grouped = {
+            name: kind(**{field.name: typed.pop(field.name) for field in fields(kind)}) for name, kind in groups.items()
+        }
+        return function(**typed, **grouped)
+
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by inspect.signature
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
 def given(context: typer.Context) -> list[str]:
@@ -143,15 +213,3 @@ def refuse_without_plan(context: typer.Context) -> None:
             why="without --plan, --budget, a --strategy or an --override, the model's own checkpointing is verified",
             next="add --budget or --strategy to verify a plan, or leave them out",
         )
-
-
-def make_optimizer(name: OptimizerName, model: torch.nn.Module) -> torch.optim.Optimizer | None:
-    """The named optimizer over the model's parameters, or none."""
-    import torch
-
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if name is OptimizerName.NONE or not parameters:
-        return None
-    if name is OptimizerName.ADAMW:
-        return torch.optim.AdamW(parameters)
-    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)

@@ -1,4 +1,4 @@
-"""``plimsoll show FILE``: what another command saved, to read. Needs neither torch nor the model."""
+"""``plimsoll show`` and ``plimsoll report``: print a saved artifact, or make an HTML page of several. Neither needs torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,31 @@ import typer
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import load_any
+from plimsoll.errors import InvalidReport
 from plimsoll.ui.cli import options, ranks, terminal
 
+FilesArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILE...",
+        help="Files that other commands saved with --output, all about one model.",
+        show_default=False,
+    ),
+]
+PageOption = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the page here.", dir_okay=False)
+]
+TimelineOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--timeline", metavar="FILE", help="Write the memory timeline for ui.perfetto.dev here.", dir_okay=False
+    ),
+]
 FileArgument = Annotated[
     Path,
     typer.Argument(
         metavar="FILE",
-        help="What plan, verify, compare, probe, diagnose, advise, explain, estimate, fit or compress-gradients saved "
-        "with --output.",
+        help="A file that another command saved with --output.",
         show_default=False,
     ),
 ]
@@ -31,4 +48,49 @@ def show(file: FileArgument, *, explain: options.ExplainOption = False, json: op
     with ranks.one_process("show", is_json=json):
         artifact = load_any(file)
         text = artifact.explain() if explain and isinstance(artifact, Plan) else None
-        terminal.print_result(artifact, is_json=json, text=text)
+        terminal.hand_over(artifact, options.Output(json=json), text=text)
+
+
+def report(files: FilesArgument, *, output: PageOption = None, timeline: TimelineOption = None) -> None:
+    """Make one HTML page of saved plans, receipts, comparisons, verdicts, findings and advice about one model.
+
+    Example: plimsoll report plan.json receipt.json comparison.json -o page.html
+    """
+    from plimsoll.artifacts.base import write_whole
+    from plimsoll.ui.html.page import build_html
+    from plimsoll.ui.perfetto import render_perfetto
+
+    with ranks.one_process("report"):
+        _check_places(files, output, timeline)
+        artifacts = [load_any(file) for file in files]
+        texts = {}
+        if output is not None:
+            texts[output] = build_html(artifacts, [str(file) for file in files])
+        if timeline is not None:
+            texts[timeline] = render_perfetto([artifact for artifact in artifacts if isinstance(artifact, Plan)])
+        for place, text in texts.items():
+            write_whole(text, place)
+            terminal.say(f"written to {place}")
+
+
+def _check_places(files: list[Path], output: Path | None, timeline: Path | None) -> None:
+    """Refuse to write nothing, to write over what is read, or to write two things to one place."""
+    places = [place for place in (output, timeline) if place is not None]
+    if not places:
+        raise InvalidReport(
+            "There is nowhere to write to.",
+            why="neither --output nor --timeline was given",
+            next=f"plimsoll report {' '.join(map(str, files))} -o page.html",
+        )
+    read = {file.resolve() for file in files}
+    for place in places:
+        if place.resolve() in read:
+            raise InvalidReport(
+                f"{place} would be lost.",
+                why="it is one of the files that the report is made of",
+                next="give --output and --timeline other names, such as page.html and trace.json",
+            )
+    if len({place.resolve() for place in places}) < len(places):
+        raise InvalidReport(
+            f"Page and timeline cannot both be {output}.", why="they are two files", next="give them two names"
+        )

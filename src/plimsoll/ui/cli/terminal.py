@@ -1,4 +1,6 @@
-"""Writes what commands say, for people or as JSON: consoles, artifacts, errors and exit codes in one place.
+"""Writes what commands say, for people or as JSON: consoles, progress, artifacts, errors and exit codes in one place.
+
+Progress is a live bar on stderr; without a terminal, a line now and then.
 
 Exit codes: 0 all is well; 1 verification failed; 2 bad input; 3 the budget is below the floor; 4 a replay did not match;
 130 interrupted.
@@ -10,18 +12,25 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from plimsoll.artifacts.base import to_json
+from plimsoll.artifacts.progress import Progress as Report
 from plimsoll.artifacts.store import Artifact
 from plimsoll.errors import PlimsollError
 
+if TYPE_CHECKING:
+    from plimsoll.ui.cli.options import Output
+
 INTERRUPTED = 130
+_QUIET_SECONDS = 2.0
+"""What is over sooner needs no progress in a log."""
 
 
 def stdout() -> Console:
@@ -34,14 +43,67 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def progress() -> Console:
-    """The console for progress; of several ranks only the first shows any."""
-    return Console(stderr=True, highlight=False, quiet=os.environ.get("RANK", "0") != "0")
+@contextlib.contextmanager
+def show_progress(console: Console | None = None) -> Iterator[Report]:
+    """Show the stages that are reported until the block ends; the bar then disappears.
+
+    Args:
+        console: one that writes to stderr, so that what is piped stays clean. By default that of the first rank: the
+            others show nothing.
+
+    Example:
+        >>> with show_progress(Console(stderr=True)) as report:
+        ...     report("tracing", 0.5)
+    """
+    with _solver_output_on_stderr():
+        yield from _show(console or Console(stderr=True, highlight=False, quiet=os.environ.get("RANK", "0") != "0"))
 
 
-def print_json(artifact: Artifact) -> None:
-    """Write an artifact for a machine."""
-    sys.stdout.write(to_json(artifact) + "\n")
+@contextlib.contextmanager
+def _solver_output_on_stderr() -> Iterator[None]:
+    """Libraries in C++ print to the process's stdout, where results go; send them to its stderr."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # no stdout at all
+        yield
+        return
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _show(console: Console) -> Iterator[Report]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    if not console.is_terminal:
+        yield _line_reporter(console)
+        return
+    columns = (TextColumn("[progress.description]{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=1.0)
+
+        def report(stage: str, share: float) -> None:
+            progress.update(task, description=stage, completed=share)
+
+        yield report
+
+
+def _line_reporter(console: Console) -> Report:
+    """Write a line when a stage goes on for a while, at most one every two seconds."""
+    last_seconds = time.monotonic()
+
+    def report(stage: str, share: float) -> None:
+        nonlocal last_seconds
+        now_seconds = time.monotonic()
+        if share < 1.0 and now_seconds - last_seconds >= _QUIET_SECONDS:
+            last_seconds = now_seconds
+            console.print(f"{stage}: {share:.0%}", highlight=False, markup=False)
+
+    return report
 
 
 def render_error_json(error: PlimsollError) -> str:
@@ -96,16 +158,29 @@ def exit_codes(*, is_json: bool = False) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from interrupt
 
 
-def print_result(artifact: Artifact, *, is_json: bool, saved_to: Path | None = None, text: str | None = None) -> None:
-    """Write an artifact for a machine, or for a person with the place where it was saved; ``text`` is shown in its stead."""
+def say(text: str) -> None:
+    """Write one line as it is."""
+    stdout().print(text, markup=False, soft_wrap=True)
+
+
+def hand_over(artifact: Artifact, to: Output, *, text: str | None = None) -> None:
+    """Save an artifact where asked, and write it for a machine or a person; ``text`` is shown to people in its stead."""
     from plimsoll.ui.terminal import render_artifact
 
-    if is_json:
-        print_json(artifact)
+    if to.output is not None:
+        artifact.save(to.output)
+    if to.json:
+        sys.stdout.write(to_json(artifact) + "\n")
         return
     if text is not None:
         stdout().print(Text(text), soft_wrap=True)
     else:
         stdout().print(render_artifact(artifact))
-    if saved_to is not None:
-        stdout().print(f"\nsaved to {saved_to}", markup=False, soft_wrap=True)
+    if to.output is not None:
+        say(f"\nsaved to {to.output}")
+
+
+def end(exit_code: int) -> None:
+    """Leave with the exit code, unless all is well."""
+    if exit_code:
+        raise typer.Exit(exit_code)

@@ -1,8 +1,8 @@
-"""``plimsoll verify TARGET``: hold a plan, or what the model does by itself, against the model with everything kept."""
+"""``plimsoll verify`` and ``plimsoll compare``: check a plan, or measure several strategies, against the unmanaged model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,48 +32,46 @@ IntermediateOption = Annotated[
     typer.Option(
         "--intermediate",
         metavar="PATTERN",
-        help="Compare what these modules make, and its gradient: 'model.layers.*.mlp'; may be repeated.",
+        help="Compare the outputs of these modules and their gradients: 'model.layers.*.mlp'; may be repeated.",
     ),
 ]
 CurveOption = Annotated[
-    int, typer.Option("--curve", min=0, metavar="STEPS", help="Compare the losses of so many training steps.")
+    int, typer.Option("--curve", min=0, metavar="STEPS", help="Compare the losses of this many training steps.")
 ]
 RevisedPlanOption = Annotated[
     Path | None,
     typer.Option(
         "--revised-plan",
         metavar="FILE",
-        help="Where to save the plan that is solved again with measured costs, if the given one was made for a device that was "
-        "not there and is off. A new file.",
+        help="Where to save a plan solved again with measured costs, if the given one was made without the device and its "
+        "predictions are off. Must not exist yet.",
         dir_okay=False,
     ),
 ]
-_AUTO = "auto"
+StrategiesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strategy",
+        "-s",
+        help="May be repeated. By default none, full, every:2, sqrt, selective:attention, and with a budget auto.",
+    ),
+]
+_COMPARED = ("none", "full", "every:2", "sqrt", "selective:attention")
 
 
+@options.command
 def verify(
     context: typer.Context,
     target: options.TargetArgument,
     *,
     plan: PlanFileOption = None,
-    budget: options.BudgetOption = None,
-    strategy: options.StrategyOption = _AUTO,
-    regions: options.RegionsOption = None,
-    allow: options.AllowOption = "recompute",
-    max_error: options.MaxErrorOption = "0",
-    host_budget: options.HostBudgetOption = None,
-    override: options.OverrideOption = None,
-    link: options.LinkOption = None,
-    optimizer: options.OptimizerOption = options.OptimizerName.ADAMW,
-    device: options.DeviceOption = "cpu",
-    batch: options.BatchOption = None,
-    seq: options.SequenceOption = None,
+    asked: options.Planning,
+    building: options.Building,
     steps: options.StepsOption = 5,
     intermediate: IntermediateOption = None,
     curve: CurveOption = 0,
     revised_plan: RevisedPlanOption = None,
-    output: options.OutputOption = None,
-    json: options.JsonOption = False,
+    to: options.Output,
 ) -> None:
     """Check a plan: gradients bit for bit, measured peak and time against predicted. Exits with 1 if it fails.
 
@@ -81,37 +79,37 @@ def verify(
 
     Example: plimsoll verify llama-tiny --plan plan.json
     """
-    from plimsoll.estimator.targets.target import TargetOptions
+    import plimsoll
     from plimsoll.ui.cli import work
 
-    with ranks.exit_codes(is_json=json) as crew:
-        is_own = plan is None and budget is None and strategy == _AUTO and not override
-        how = TargetOptions(batch=batch, sequence=seq, device=crew.device(device))
+    with ranks.exit_codes(is_json=to.json) as crew:
+        is_own = plan is None and asked.budget is None and asked.strategy == "auto" and not asked.override
+        building = replace(building, device=crew.device(building.device))
 
         def load() -> Loaded:
             saved = _saved(context, plan, revised_plan, is_own=is_own)
-            return replace(work.load(target, how, optimizer, (strategy,)), saved=saved)
+            return replace(work.load(target, building, asked.strategy), saved=saved)
 
         loaded = crew.load(load)
-        request = work.PlanRequest(
-            budget=budget,
-            strategy=strategy,
-            regions=tuple(regions or ()),
-            allowed=work.Allowed(
-                allow=allow, max_error=max_error, host_budget=host_budget, overrides=tuple(override or ()), link=link
-            ),
-        )
-        checked = loaded.saved if is_own or loaded.saved is not None else work.make_plan(loaded, request)
-        depth = _Depth(steps, tuple(intermediate or ()), curve, max_error if checked is None else "0")
-        receipt = _verify(loaded, checked, depth)
+        checked = loaded.saved if is_own or loaded.saved is not None else work.make_plan(loaded, asked)
+        with terminal.show_progress() as report:
+            receipt = plimsoll.verify(
+                loaded.target.model,
+                loaded.target.batch,
+                checked,
+                loss=loaded.target.loss,
+                optimizer=loaded.optimizer,
+                steps=steps,
+                intermediates=tuple(intermediate or ()),
+                curve_steps=curve,
+                max_error=asked.max_error if checked is None else "0",
+                progress=report,
+            )
         if crew.speaks:
-            if output is not None:
-                receipt.save(output)
-            terminal.print_result(receipt, is_json=json, saved_to=output)
+            terminal.hand_over(receipt, to)
             if revised_plan is not None:
-                _save_revised(receipt, revised_plan, is_json=json)
-        if receipt.exit_code:
-            raise typer.Exit(receipt.exit_code)
+                _save_revised(receipt, revised_plan, is_json=to.json)
+        terminal.end(receipt.exit_code)
 
 
 def _saved(context: typer.Context, plan: Path | None, revised_plan: Path | None, *, is_own: bool) -> Plan | None:
@@ -155,33 +153,53 @@ def _save_revised(receipt: Receipt, file: Path, *, is_json: bool) -> None:
     if not is_json:
         is_saved = receipt.revised_plan is not None
         said = f"revised plan saved to {file}" if is_saved else f"there is no revised plan: {file} was not written"
-        terminal.stdout().print(said, markup=False, soft_wrap=True)
+        terminal.say(said)
 
 
-@dataclass(frozen=True, slots=True)
-class _Depth:
-    """How much is compared."""
+@options.command
+def compare(
+    target: options.TargetArgument,
+    *,
+    strategy: StrategiesOption = None,
+    budget: options.BudgetOption = None,
+    regions: options.RegionsOption = None,
+    allow: options.AllowOption = "recompute",
+    max_error: options.MaxErrorOption = "0",
+    host_budget: options.HostBudgetOption = None,
+    override: options.OverrideOption = None,
+    link: options.LinkOption = None,
+    building: options.Building,
+    steps: options.StepsOption = 5,
+    to: options.Output,
+) -> None:
+    """Measure several strategies on one model and batch. Exits with 1 if one of them changes the gradients.
 
-    steps: int
-    intermediates: tuple[str, ...]
-    curve_steps: int
-    max_error: str
-
-
-def _verify(loaded: Loaded, plan: Plan | None, depth: _Depth) -> Receipt:
+    Example: plimsoll compare llama-tiny --strategy full --strategy auto --budget 200MiB
+    """
     import plimsoll
-    from plimsoll.ui.cli.progress import show_progress
+    from plimsoll.ui.cli import work
 
-    with show_progress(terminal.progress()) as report:
-        return plimsoll.verify(
-            loaded.target.model,
-            loaded.target.batch,
-            plan,
-            loss=loaded.target.loss,
-            optimizer=loaded.optimizer,
-            steps=depth.steps,
-            intermediates=depth.intermediates,
-            curve_steps=depth.curve_steps,
-            max_error=depth.max_error,
-            progress=report,
-        )
+    with ranks.exit_codes(is_json=to.json) as crew:
+        building = replace(building, device=crew.device(building.device))
+        strategies = strategy or [*_COMPARED, *(["auto"] if budget else [])]
+        loaded = crew.load(lambda: work.load(target, building, *strategies))
+        with terminal.show_progress() as report:
+            comparison = plimsoll.compare(
+                loaded.target.model,
+                loaded.target.batch,
+                strategies,
+                budget=budget,
+                loss=loaded.target.loss,
+                optimizer=loaded.optimizer,
+                regions=tuple(regions) if regions else None,
+                steps=steps,
+                allow=allow,
+                max_error=max_error,
+                host_budget=host_budget,
+                overrides=tuple(override or ()),
+                link=link,
+                progress=report,
+            )
+        if crew.speaks:
+            terminal.hand_over(comparison, to)
+        terminal.end(comparison.exit_code)

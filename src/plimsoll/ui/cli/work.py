@@ -1,48 +1,34 @@
-"""What several commands do with the public functions: load a target, make a plan, always with progress on stderr."""
+"""What several commands do: load a target with its optimizer and data, plan it, and judge whether the plan is usable.
+
+A target built from a configuration is probed with real data: language models get the source of Python's standard library, a
+byte per token; image classifiers get scikit-learn's digits where that is installed. Both are pieces that do not overlap, in an
+order drawn once.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 import typer
 
 import plimsoll
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import load_plan
-from plimsoll.errors import BudgetBelowFloor, PlanNotUsable
+from plimsoll.errors import BudgetBelowFloor, InvalidProbe, PlanNotUsable
 from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
 from plimsoll.planning.strategies import check_strategy
-from plimsoll.ui.cli import terminal
-from plimsoll.ui.cli.options import OptimizerName, make_optimizer
-from plimsoll.ui.cli.progress import show_progress
+from plimsoll.ui.cli.options import Building, OptimizerName, Planning
+from plimsoll.ui.cli.terminal import show_progress
+from plimsoll.ui.demo.corpus import VOCABULARY, read_corpus
 
 if TYPE_CHECKING:
     import torch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allowed:
-    """What a plan may do besides keeping, as written on the command line."""
-
-    allow: str = "recompute"
-    max_error: str = "0"
-    host_budget: str | None = None
-    overrides: tuple[str, ...] = ()
-    link: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """What the command line asks of a plan."""
-
-    budget: str | None
-    strategy: str
-    regions: tuple[str, ...] = ()
-    device_profile: str | None = None
-    allowed: Allowed = Allowed()
+    from plimsoll.analysis.probe.step import MakeOptimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,21 +40,43 @@ class Loaded:
     saved: Plan | None = None
 
 
-def load(text: str, how: TargetOptions, optimizer: OptimizerName, strategies: Sequence[str] = ()) -> Loaded:
+def load(text: str, building: Building, *strategies: str, is_meta: bool = False) -> Loaded:
     """Load a target and make the optimizer that is planned for.
 
     Args:
         text: the target, as typed.
-        how: what the target is made with.
-        optimizer: over the model's parameters.
+        building: what the target is made with.
         strategies: those that will be asked for; a wrong one is refused before the target is loaded.
+        is_meta: without memory for its weights, for a device that is not present.
     """
     for strategy in strategies:
         check_strategy(strategy)
-    with show_progress(terminal.progress()) as report:
+    how = TargetOptions(batch=building.batch, sequence=building.seq, device=building.device, is_meta=is_meta)
+    with show_progress() as report:
         report(f"loading {text}", 0.0)
         target = load_target(text, how)
-    return Loaded(target=target, optimizer=make_optimizer(optimizer, target.model))
+    parameters = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
+    has_none = building.optimizer is OptimizerName.NONE or not parameters
+    return Loaded(target=target, optimizer=None if has_none else optimizer_factory(building.optimizer)(parameters))
+
+
+def optimizer_factory(name: OptimizerName) -> MakeOptimizer:
+    """What makes the named optimizer of parameters.
+
+    Raises:
+        InvalidProbe: without an optimizer there is no training.
+    """
+    import torch
+
+    if name is OptimizerName.NONE:
+        raise InvalidProbe(
+            "A probe trains, and --optimizer none does not.",
+            why="a verdict on training needs steps that change the weights",
+            next="leave --optimizer out for AdamW, or give sgd",
+        )
+    if name is OptimizerName.SGD:
+        return functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+    return torch.optim.AdamW
 
 
 def load_saved(file: Path | None) -> Plan | None:
@@ -76,23 +84,23 @@ def load_saved(file: Path | None) -> Plan | None:
     return None if file is None else load_plan(file)
 
 
-def make_plan(loaded: Loaded, request: PlanRequest) -> Plan:
-    """Plan the loaded step as requested."""
-    with show_progress(terminal.progress()) as report:
+def make_plan(loaded: Loaded, asked: Planning, device_profile: str | None = None) -> Plan:
+    """Plan the loaded step as asked."""
+    with show_progress() as report:
         return plimsoll.plan(
             loaded.target.model,
             loaded.target.batch,
-            request.budget,
+            asked.budget,
             loss=loaded.target.loss,
             optimizer=loaded.optimizer,
-            strategy=request.strategy,
-            regions=request.regions or None,
-            device_profile=request.device_profile,
-            allow=request.allowed.allow,
-            max_error=request.allowed.max_error,
-            host_budget=request.allowed.host_budget,
-            overrides=request.allowed.overrides,
-            link=request.allowed.link,
+            strategy=asked.strategy,
+            regions=tuple(asked.regions or ()) or None,
+            device_profile=device_profile,
+            allow=asked.allow,
+            max_error=asked.max_error,
+            host_budget=asked.host_budget,
+            overrides=tuple(asked.override or ()),
+            link=asked.link,
             progress=report,
         )
 
@@ -106,3 +114,97 @@ def refuse_unusable(plan: Plan) -> None:
     if not plan.status.is_usable:
         below_floor = plan.budget_bytes is not None and plan.budget_bytes < plan.floor_bytes
         raise typer.Exit(BudgetBelowFloor.exit_code if below_floor else PlanNotUsable.exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What to train on, and what it is in words (nothing: the stream describes itself)."""
+
+    batches: Any
+    description: str = ""
+
+
+class PickedBatches(Sequence[dict[str, Any]]):
+    """Batches that are put together when they are asked for.
+
+    Args:
+        columns: tensors whose first dimension counts the examples, by argument name.
+        batch: examples per batch.
+        device: where batches go.
+    """
+
+    def __init__(self, columns: dict[str, torch.Tensor], *, batch: int, device: torch.device) -> None:
+        import torch
+
+        count = len(next(iter(columns.values())))
+        self._columns = columns
+        self._order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+        self._batch = batch
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self._order) // self._batch
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        picks = self._order[place * self._batch : (place + 1) * self._batch]
+        return {name: column[picks].to(self._device) for name, column in self._columns.items()}
+
+
+def data_for(target: Target) -> Data:
+    """The data that a target is probed with: its own stream, real data for a configuration, else its one batch."""
+    if target.batches is not None:
+        return Data(target.batches)
+    if not target.is_configured:
+        return Data(target.batch)
+    if target.batch.keys() == {"input_ids", "labels"} and target.batch["labels"].dim() > 1:
+        return _text(target)
+    if "pixel_values" in target.batch:
+        return _digits(target)
+    return Data(target.batch, "one random batch: no real data is known for this architecture")
+
+
+def _text(target: Target) -> Data:
+    import torch
+
+    model: Any = target.model
+    batch, sequence = target.batch["input_ids"].shape
+    vocabulary = model.config.get_text_config().vocab_size
+    if vocabulary < VOCABULARY:
+        return Data(target.batch, f"one random batch: a vocabulary of {vocabulary} has no room for bytes")
+    text = torch.frombuffer(bytearray(read_corpus()), dtype=torch.uint8)
+    pieces = text[: len(text) // sequence * sequence].view(-1, sequence).long()
+    if len(pieces) < batch:
+        return Data(target.batch, f"one random batch: the standard library does not fill {batch} × {sequence} tokens")
+    found = PickedBatches({"input_ids": pieces, "labels": pieces}, batch=batch, device=target.batch["input_ids"].device)
+    return Data(found, f"Python's standard library, a byte per token, {len(found)} batches of {batch} × {sequence}")
+
+
+def _digits(target: Target) -> Data:
+    import torch
+    from torch.nn.functional import interpolate
+
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        return Data(target.batch, "one random batch: scikit-learn, which has real images, is not installed")
+    model: Any = target.model
+    pixels = target.batch["pixel_values"]
+    batch, channels, height, width = pixels.shape
+    digits = load_digits()
+    images = torch.tensor(digits.images / 16, dtype=pixels.dtype)[:, None]
+    large = interpolate(images, size=(height, width), mode="bilinear", align_corners=False)
+    classes = model.config.num_labels
+    labels = torch.tensor(digits.target).remainder(classes)
+    columns = {"pixel_values": large.expand(-1, channels, -1, -1), "labels": labels}
+    found = PickedBatches(columns, batch=batch, device=pixels.device)
+    modulo = "" if classes >= 10 else f" (the digit modulo {classes})"
+    return Data(found, f"scikit-learn's handwritten digits{modulo}, {len(found)} batches of {batch}")
