@@ -141,6 +141,8 @@ class _Generator:
         return Hull(hull.cuts, tuple(lines))
 
     def _descend_beside_others(self, fixed: Ints) -> None:
+        # What alike regions hold counts beside this one's backward, but how many of them do is not known here: none, one,
+        # all, or all of every micro-batch in flight.
         for others in sorted({0, 1, self.alike, self.alike * (self.index.waiting + 1)}):
             self._descend(fixed, others)
 

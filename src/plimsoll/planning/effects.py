@@ -163,6 +163,8 @@ def measure_effect(index: StepIndex, view: RegionView, choice: Choice) -> Effect
         change[min(max(stop - frame.start, 0), length)] -= size
 
     for storage, spans in outcome.holds.items():
+        # What is alive anyway is in the fixed bytes. A storage that is not this region's to decide on (an input) may be held
+        # by another region too: then a sum over regions counts it twice, and the effect is not additive.
         size = index.trace.storages[storage].bytes
         clipped = merge((max(a, frame.exit), b) for a, b in spans)
         covered = own_cover(index, frame, storage)

@@ -149,6 +149,7 @@ class _Machine:
         self.watched = -1
         self.releases: dict[int, list[int]] = {}
         self.parts: dict[int, _Part] = {}
+        # Later regions first: backward meets them first, and a provider has to know who asks it.
         for region in sorted(choices, reverse=True):
             self.parts[region] = self._part(region, choices[region], linked)
 
@@ -282,6 +283,8 @@ class _Machine:
         reads.sort()
         for at, (tick, _, rank, region) in enumerate(reads):
             part = self.parts[region]
+            # An instant may have several reads. What slots let go at it is gone before the first of them runs anything,
+            # and its level is noted after the last.
             if at == 0 or reads[at - 1][0] != tick:
                 self._let_go(2 * tick)
                 self.memory.instant = 2 * tick

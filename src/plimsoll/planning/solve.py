@@ -275,6 +275,7 @@ class Planner:
 
     def _climb(self, known: Mapping[int, Simulation]) -> dict[int, Simulation]:
         """Plans at budgets spread evenly from the floor to the unmanaged peak: the same ones for every budget."""
+        # They depend on the step alone, so that a plan for a larger budget can fall back on all that a smaller one had.
         low, high = self.floor.peak_bytes, self.loosest.peak_bytes
         budgets = [low + (high - low) * point // (_FRONTIER_POINTS - 1) for point in range(_FRONTIER_POINTS - 1)]
         gap = EXACT_GAP if self.gap == EXACT_GAP else COARSE_GAP

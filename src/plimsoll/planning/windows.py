@@ -76,6 +76,7 @@ def _split(index: StepIndex, frames: Sequence[RegionFrame], stacks: Sequence[_St
         cuts |= {at for relief in stack.reliefs for at in relief.span(frame)}
         if settled > frame.start:
             varying.append((frame.start, settled))
+    # Between two cuts nothing begins or ends, so only curves of backward vary in there.
     edges = sorted(cut for cut in cuts if 0 <= cut <= index.instants)
     spans = []
     for a, b in itertools.pairwise(edges):
