@@ -8,6 +8,7 @@ al. 2022, PaLM, appendix B).
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from plimsoll.artifacts.costs import Basis
 from plimsoll.artifacts.estimate import Estimate, StageEstimate, StageSeconds, Throughput
@@ -126,11 +127,10 @@ class EstimateJob:
         tightest = rank.tightest
         simulation = rank.decided[tightest].simulation
         use = self._allocator_use(rank)
-        classes = classes_at_peak(simulation)
+        classes = Counter(classes_at_peak(simulation))
         for other, stage in enumerate(rank.stages):
             if other != tightest:
-                for category, bytes_ in stage.lasting_classes.items():
-                    classes[category] = classes.get(category, 0) + bytes_
+                classes.update(stage.lasting_classes)
         is_waiting = simulation.peak_instant < simulation.index.last_wait
         memory = RankMemory(
             classes=classes,

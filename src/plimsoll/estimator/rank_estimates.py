@@ -6,6 +6,7 @@ rank waited in it, beside what the others hold for good: exact for stages that a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -151,16 +152,11 @@ class StageOfRank:
         return overlapped_seconds(self.trace, self.costs)
 
     @property
-    def lasting_bytes(self) -> int:
-        """What it holds for good: parameters, gradients, optimizer state."""
-        return self.index.lasting_bytes
-
-    @property
-    def lasting_classes(self) -> dict[str, int]:
-        """The same by category."""
-        classes: dict[str, int] = {}
+    def lasting_classes(self) -> Counter[str]:
+        """Bytes that it holds for good by category: parameters, gradients, optimizer state."""
+        classes: Counter[str] = Counter()
         for storage in self.index.lasting:
-            classes[storage.category.value] = classes.get(storage.category.value, 0) + storage.bytes
+            classes[storage.category.value] += storage.bytes
         return classes
 
     def decide(self, strategy: str, budget_bytes: int | None, known: KnownChoices) -> Decided:
@@ -218,7 +214,7 @@ class Rank:
 
     def lasting_beside(self, position: int) -> int:
         """What the other stages of the rank hold for good."""
-        return sum(stage.lasting_bytes for other, stage in enumerate(self.stages) if other != position)
+        return sum(stage.index.lasting_bytes for other, stage in enumerate(self.stages) if other != position)
 
     @property
     def optimizers(self) -> list[OptimizerUse]:
@@ -250,7 +246,7 @@ def decide_rank(stages: Sequence[StageOfRank], setting: Setting, known: KnownCho
     """Every stage of a rank under the setting's strategy and budget."""
     decided = []
     for position, stage in enumerate(stages):
-        beside = sum(other.lasting_bytes for at, other in enumerate(stages) if at != position)
+        beside = sum(other.index.lasting_bytes for at, other in enumerate(stages) if at != position)
         budget_bytes = None if setting.budget_bytes is None else max(setting.budget_bytes - beside, 1)
         decided.append(stage.decide(setting.strategy, budget_bytes, known))
     return Rank(tuple(stages), tuple(decided))

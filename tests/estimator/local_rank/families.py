@@ -11,6 +11,8 @@ import torch
 import transformers
 from torch import nn
 
+import zoo
+
 Sample = tuple[nn.Module, dict[str, Any]]
 
 WORDS = 96
@@ -22,53 +24,51 @@ def text(batch: int = 2, sequence: int = 16) -> torch.Tensor:
     return torch.tensor(list(_TEXT[: batch * sequence])).remainder(WORDS).view(batch, sequence)
 
 
-def _language(model: nn.Module) -> Sample:
-    return model.train(), {"input_ids": text(), "labels": text()}
+def labelled(batch: int = 2, sequence: int = 16) -> dict[str, torch.Tensor]:
+    """A text that is its own label."""
+    return {"input_ids": text(batch, sequence), "labels": text(batch, sequence)}
+
+
+def narrow(name: str, **changes: Any) -> nn.Module:
+    """A model of the zoo that reads ``text``, in bf16 and without memory."""
+    with torch.device("meta"):
+        return zoo.build(name, vocab_size=WORDS, **changes).bfloat16()
+
+
+def _pixels(size: int) -> torch.Tensor:
+    return text(2, 3 * size * size).view(2, 3, size, size) / WORDS
 
 
 _LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": WORDS, "use_cache": False}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+_ROUTED = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "experts_implementation": "grouped_mm"}
 
 
 def llama(keys: int = 4) -> Sample:
-    config = transformers.LlamaConfig(**_LLAMA, num_attention_heads=8, num_key_value_heads=keys)
-    return _language(transformers.LlamaForCausalLM(config))
+    sizes = {"intermediate_size": 48, "num_attention_heads": 8, "num_key_value_heads": keys, "vocab_size": WORDS}
+    return zoo.build("llama", **sizes), labelled()
 
 
 def qwen3() -> Sample:
-    config = transformers.Qwen3Config(**_LLAMA, num_attention_heads=4, num_key_value_heads=4, head_dim=8)
-    return _language(transformers.Qwen3ForCausalLM(config))
+    config = transformers.Qwen3Config(**_LLAMA, **_HEADS, head_dim=8)
+    return transformers.Qwen3ForCausalLM(config).train(), labelled()
 
 
 def mixtral() -> Sample:
-    config = transformers.MixtralConfig(
-        **_LLAMA, num_attention_heads=4, num_key_value_heads=4, num_local_experts=4, experts_implementation="grouped_mm"
-    )
-    return _language(transformers.MixtralForCausalLM(config))
+    return zoo.build("mixtral", **_LLAMA, **_HEADS, experts_implementation="grouped_mm"), labelled()
 
 
 def qwen3_moe() -> Sample:
-    config = transformers.Qwen3MoeConfig(
-        **_LLAMA,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=8,
-        moe_intermediate_size=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        mlp_only_layers=[0],
-        experts_implementation="grouped_mm",
-    )
-    return _language(transformers.Qwen3MoeForCausalLM(config))
+    config = transformers.Qwen3MoeConfig(**_LLAMA, **_HEADS, **_ROUTED, head_dim=8, num_experts=8, mlp_only_layers=[0])
+    return transformers.Qwen3MoeForCausalLM(config).train(), labelled()
 
 
 def deepseek(query_rank: int | None = 16) -> Sample:
     config = transformers.DeepseekV3Config(
         **_LLAMA,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        moe_intermediate_size=16,
+        **_HEADS,
+        **_ROUTED,
         n_routed_experts=8,
-        num_experts_per_tok=2,
         n_group=2,
         topk_group=1,
         first_k_dense_replace=1,
@@ -77,73 +77,25 @@ def deepseek(query_rank: int | None = 16) -> Sample:
         qk_rope_head_dim=8,
         qk_nope_head_dim=8,
         v_head_dim=16,
-        experts_implementation="grouped_mm",
     )
-    return _language(transformers.DeepseekV3ForCausalLM(config))
+    return transformers.DeepseekV3ForCausalLM(config).train(), labelled()
 
 
 def gpt2(words: int = WORDS) -> Sample:
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, vocab_size=words, n_positions=64, use_cache=False, **ends
-    )
-    return _language(transformers.GPT2LMHeadModel(config))
-
-
-def bert() -> Sample:
-    config = transformers.BertConfig(
-        vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
-    )
-    return _language(transformers.BertForMaskedLM(config))
+    return zoo.build("gpt2", vocab_size=words), labelled()
 
 
 def vit() -> Sample:
-    config = transformers.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        image_size=24,
-        patch_size=8,
-        problem_type="single_label_classification",
-    )
-    pixels = text(2, 3 * 24 * 24).view(2, 3, 24, 24) / WORDS
-    return transformers.ViTForImageClassification(config).train(), {
-        "pixel_values": pixels,
-        "labels": torch.tensor([0, 1]),
-    }
+    sizes = {"intermediate_size": 48, "image_size": 24, "patch_size": 8, "num_labels": 2}
+    model = zoo.build("vit", **sizes, problem_type="single_label_classification")
+    return model, {"pixel_values": _pixels(24), "labels": torch.tensor([0, 1])}
 
 
 def clip() -> Sample:
     tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.CLIPConfig(
-        text_config={
-            **tower,
-            "vocab_size": WORDS,
-            "max_position_embeddings": 16,
-            "eos_token_id": 95,
-            "bos_token_id": 94,
-        },
-        vision_config={**tower, "image_size": 24, "patch_size": 8},
-        projection_dim=16,
-    )
-    pixels = text(2, 3 * 24 * 24).view(2, 3, 24, 24) / WORDS
-    return transformers.CLIPModel(config).train(), {"input_ids": text(), "pixel_values": pixels, "return_loss": True}
-
-
-def t5() -> Sample:
-    config = transformers.T5Config(
-        vocab_size=WORDS,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        use_cache=False,
-    )
-    return _language(transformers.T5ForConditionalGeneration(config))
+    model = zoo.build("clip", vision_config={**tower, "image_size": 24, "patch_size": 8})
+    ids = text().remainder(zoo.VOCABULARY)
+    return model, {"input_ids": ids, "pixel_values": _pixels(24), "return_loss": True}
 
 
 def whisper() -> Sample:
@@ -166,10 +118,8 @@ def whisper() -> Sample:
         use_cache=False,
     )
     features = text(2, 8 * 32).view(2, 8, 32) / WORDS
-    return transformers.WhisperForConditionalGeneration(config).train(), {
-        "input_features": features,
-        "labels": text(2, 8),
-    }
+    model = transformers.WhisperForConditionalGeneration(config).train()
+    return model, {"input_features": features, "labels": text(2, 8)}
 
 
 FAMILIES: dict[str, Callable[[], Sample]] = {
@@ -179,10 +129,10 @@ FAMILIES: dict[str, Callable[[], Sample]] = {
     "qwen3-moe": qwen3_moe,
     "deepseek": deepseek,
     "gpt2": gpt2,
-    "bert": bert,
+    "bert": lambda: (zoo.build("bert", intermediate_size=48, vocab_size=WORDS), labelled()),
     "vit": vit,
     "clip": clip,
-    "t5": t5,
+    "t5": lambda: (zoo.build("t5", d_ff=48, vocab_size=WORDS), labelled()),
     "whisper": whisper,
 }
 ENCODER_DECODERS = ("t5", "whisper")

@@ -9,10 +9,7 @@ from __future__ import annotations
 import functools
 import re
 
-import torch
-import transformers
-
-from estimator.local_rank.families import WORDS, text
+from estimator.local_rank.families import labelled, narrow
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Trace
 from plimsoll.estimator.local_rank.local import localised
@@ -25,21 +22,11 @@ UNIT = S * B * H
 @functools.cache
 def _layer(tp: int, attention: str = "eager", activation: str = "gelu", *, is_split: bool = False) -> dict[str, int]:
     """Bytes of what a layer saves, by value; a storage counts once."""
-    config = transformers.GPT2Config(
-        n_embd=H,
-        n_layer=1,
-        n_head=A,
-        vocab_size=WORDS,
-        n_positions=S,
-        activation_function=activation,
-        attn_implementation=attention,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
+    sizes = {"n_embd": H, "n_layer": 1, "n_head": A, "n_positions": S}
+    model, batch = (
+        narrow("gpt2", **sizes, activation_function=activation, attn_implementation=attention),
+        labelled(B, S),
     )
-    with torch.device("meta"):
-        model = transformers.GPT2LMHeadModel(config).bfloat16().train()
-    batch = {"input_ids": text(B, S), "labels": text(B, S)}
     if tp == 1:
         return _saved(trace(model, batch, device_name="H100", regions=["transformer.h.0"]))
     with localised(model, tp=tp, sequence_parallel=is_split):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ def _is_supported(name: str, *, sequence_parallel: bool) -> bool:
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_local_model_trains_and_its_shares_add_up_to_the_whole(name: str, tp: int, sequence_parallel: bool):
     if not _is_supported(name, sequence_parallel=sequence_parallel):
-        pytest.skip("said to be unsupported: see test_sequence_parallelism_of_an_encoder_decoder_is_refused")
+        pytest.skip("said to be unsupported: see test_impossible_divisions_are_refused_with_what_is_possible")
     model, batch = families.FAMILIES[name]()
     whole = {path: parameter.shape for path, parameter in model.named_parameters()}
     with localised(model, tp=tp, sequence_parallel=sequence_parallel) as local:
@@ -171,74 +173,55 @@ def test_replicated_layers_are_left_whole():
         assert local.shards.keys() == {"1.fc1.weight", "1.fc1.bias", "1.fc2.weight"}
 
 
+def _with_layer(name: str, layer: nn.Module) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = families.plain()
+        model[1].add_module(name, layer)
+        return model
+
+    return make
+
+
+def _convolutions() -> nn.Module:
+    return nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()))
+
+
 @pytest.mark.parametrize(
-    ("change", "found", "advice"),
+    ("make", "change", "found", "advice"),
     [
-        ({"tp": 3}, "8 attention heads and 4 key-value heads of model.layers.0.self_attn", "tp=1, 2, 4, 8"),
-        ({"tp": 0}, "tp=0 is no degree", "tp=1"),
-        ({"ep": 2}, "has no experts", "ep=1"),
-        ({"sequence_parallel": True}, "no effect without tensor parallelism", "tp=2"),
-        ({"tp": 2, "roles": {"*.nowhere": "colwise"}}, "matches no weight", "module paths"),
-        ({"tp": 2, "roles": {"*": "diagonal"}}, "'diagonal' is no role", "colwise"),
-        ({"tp": 2, "roles": {"model.layers.0.mlp.down_proj": "replicate"}}, "has no other half", "roles"),
+        ("llama", {"tp": 3}, "8 attention heads and 4 key-value heads of model.layers.0.self_attn", "tp=1, 2, 4, 8"),
+        ("llama", {"tp": 0}, "tp=0 is no degree", "tp=1"),
+        ("llama", {"ep": 2}, "has no experts", "ep=1"),
+        ("llama", {"sequence_parallel": True}, "no effect without tensor parallelism", "tp=2"),
+        ("llama", {"tp": 2, "roles": {"*.nowhere": "colwise"}}, "matches no weight", "module paths"),
+        ("llama", {"tp": 2, "roles": {"*": "diagonal"}}, "'diagonal' is no role", "colwise"),
+        ("llama", {"tp": 2, "roles": {"model.layers.0.mlp.down_proj": "replicate"}}, "has no other half", "roles"),
+        ("mixtral", {"ep": 3}, "cannot divide the 4 experts", "ep=1, 2, 4"),
+        *((name, {"tp": 2, "sequence_parallel": True}, "an encoder-decoder", "") for name in families.ENCODER_DECODERS),
+        (families.plain, {"tp": 3}, "cannot divide the 16 features of 0.fc1", "tp=1, 2, 4, 8, 16"),
+        (_with_layer("adapter", nn.Linear(8, 8)), {"tp": 2}, "does not know 1.adapter (Linear)", ""),
+        (
+            _with_layer("mixer", nn.Conv1d(8, 8, 1)),
+            {"tp": 2, "roles": {"1.mixer": "colwise"}},
+            "unsupported: 1.mixer as",
+            '"replicate"',
+        ),
+        (
+            _with_layer("mixer", nn.Linear(8, 8)),
+            {"tp": 2, "roles": {"1.mixer": "vocab"}},
+            "unsupported: 1.mixer as",
+            '"replicate"',
+        ),
+        (_convolutions, {"tp": 2}, "unsupported: tensor parallelism of Sequential", ""),
     ],
 )
-def test_impossible_layouts_are_refused_with_what_is_possible(change: dict, found: str, advice: str):
-    model, _ = families.llama()
+def test_impossible_divisions_are_refused_with_what_is_possible(
+    make: str | Callable[[], nn.Module], change: dict[str, Any], found: str, advice: str
+):
+    model = families.FAMILIES[make]()[0] if isinstance(make, str) else make()
     with pytest.raises(InvalidLayout, match=re.escape(found)) as caught, localised(model, **change):
         pass
     assert advice in caught.value.next
-
-
-def test_widths_that_do_not_divide_are_refused():
-    with (
-        pytest.raises(InvalidLayout, match=r"cannot divide the 16 features of 0\.fc1") as caught,
-        localised(families.plain(), tp=3),
-    ):
-        pass
-    assert "tp=1, 2, 4, 8, 16" in caught.value.next
-
-
-def test_experts_that_do_not_divide_are_refused():
-    model, _ = families.mixtral()
-    with pytest.raises(InvalidLayout, match="cannot divide the 4 experts") as caught, localised(model, ep=3):
-        pass
-    assert "ep=1, 2, 4" in caught.value.next
-
-
-def test_a_block_with_a_layer_that_nobody_knows_is_not_half_divided():
-    model = families.plain()
-    model[1].add_module("adapter", nn.Linear(8, 8))
-    with pytest.raises(InvalidLayout, match=r"does not know 1\.adapter \(Linear\)"), localised(model, tp=2):
-        pass
-
-
-@pytest.mark.parametrize(("role", "layer"), [("colwise", nn.Conv1d(8, 8, 1)), ("vocab", nn.Linear(8, 8))])
-def test_roles_that_a_layer_cannot_have_are_refused(role: str, layer: nn.Module):
-    model = families.plain()
-    model[1].add_module("mixer", layer)
-    with (
-        pytest.raises(InvalidLayout, match=r"unsupported: 1\.mixer as") as caught,
-        localised(model, tp=2, roles={"1.mixer": role}),
-    ):
-        pass
-    assert '"replicate"' in caught.value.next
-
-
-def test_a_model_without_blocks_that_could_be_divided_is_refused():
-    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()))
-    with pytest.raises(InvalidLayout, match="unsupported: tensor parallelism of Sequential"), localised(model, tp=2):
-        pass
-
-
-@pytest.mark.parametrize("name", families.ENCODER_DECODERS)
-def test_sequence_parallelism_of_an_encoder_decoder_is_refused(name: str):
-    model, _ = families.FAMILIES[name]()
-    with (
-        pytest.raises(InvalidLayout, match="an encoder-decoder"),
-        localised(model, tp=2, sequence_parallel=True),
-    ):
-        pass
 
 
 def test_a_sequence_that_does_not_divide_is_refused_with_those_that_do():

@@ -6,10 +6,8 @@ import dataclasses
 from collections import Counter
 
 import pytest
-import torch
-import transformers
 
-from estimator.local_rank.families import WORDS, text
+from estimator.local_rank.families import WORDS, labelled, narrow
 from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.trace import Phase, Trace
 from plimsoll.errors import InvalidLayout
@@ -24,33 +22,21 @@ from plimsoll.tracing.trace import trace
 LAYERS = 2
 
 
-def _llama(sequence: int = 64) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=WORDS,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).bfloat16().train()
-    return model, {"input_ids": text(2, sequence), "labels": text(2, sequence)}
+def _traced(*, is_split: bool) -> Trace:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+    model = narrow("llama", **sizes, num_hidden_layers=LAYERS)
+    with localised(model, tp=4, sequence_parallel=is_split):
+        return trace(model, labelled(2, 64), device_name="H100")
 
 
 @pytest.fixture(scope="module")
 def whole() -> Trace:
-    model, batch = _llama()
-    with localised(model, tp=4):
-        return trace(model, batch, device_name="H100")
+    return _traced(is_split=False)
 
 
 @pytest.fixture(scope="module")
 def split() -> Trace:
-    model, batch = _llama()
-    with localised(model, tp=4, sequence_parallel=True):
-        return trace(model, batch, device_name="H100")
+    return _traced(is_split=True)
 
 
 def _counts(step: Trace, *, in_regions: bool) -> Counter[tuple[str, str]]:

@@ -7,10 +7,8 @@ import math
 import msgspec
 import pytest
 import torch
-import transformers
 
 from estimator.local_rank import families
-from estimator.local_rank.families import WORDS, text
 from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.errors import InvalidLayout
@@ -28,18 +26,8 @@ KEYS_AND_VALUES = 2 * 2 * 64 * 64 * 2
 
 
 def _traced(sequence: int = 64, *, layers: int = 1, is_padded: bool = False) -> Trace:
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=WORDS,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).bfloat16().train()
-    batch = {"input_ids": text(2, sequence), "labels": text(2, sequence)}
+    model = families.narrow("llama", hidden_size=64, num_hidden_layers=layers, num_key_value_heads=4)
+    batch = families.labelled(2, sequence)
     if is_padded:
         batch["attention_mask"] = torch.ones(2, sequence, dtype=torch.long)
         batch["attention_mask"][1, :4] = 0

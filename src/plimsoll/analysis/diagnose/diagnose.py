@@ -184,6 +184,10 @@ def _of_model(
         finding = compare_profiles(before, after, origin=ProfileOrigin.PROFILED, bandwidth=_catalogue_bandwidth)
         step.clear_gradients()
     report("done", 1.0)
+    noise = (
+        f"The profiled steps lost {recording.lost_share:.0%} of their time to other programs, which falls on whatever was "
+        "running: diagnose on a quiet machine, or trust only parts well above their spread."
+    )
     return msgspec.structs.replace(
         finding,
         model=plan.model,
@@ -193,17 +197,8 @@ def _of_model(
         versions=versions(),
         measured_baseline_seconds=seconds[_BASELINE],
         measured_plan_seconds=seconds[_PLAN],
-        notes=(*finding.notes, *_noise_notes(recording)),
+        notes=finding.notes if recording.lost_share < _NOISY_SHARE else (*finding.notes, noise),
     )
-
-
-def _noise_notes(recording: TurnTraces) -> list[str]:
-    if recording.lost_share < _NOISY_SHARE:
-        return []
-    return [
-        f"The profiled steps lost {recording.lost_share:.0%} of their time to other programs, which falls on whatever was "
-        "running: diagnose on a quiet machine, or trust only parts well above their spread."
-    ]
 
 
 def _run_both(

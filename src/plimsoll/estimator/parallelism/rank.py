@@ -263,7 +263,8 @@ def rank_trace(stage_trace: Trace, layout: Layout, optimizer: OptimizerUse | Non
         _step(edit, optimizer)
     if 0 < layout.zero < _PARAMETER_SHARDS:
         sharding.gather_after_step()
-    return edit.finish(parameters=parameters, notes=_notes(layout, optimizer))
+    notes = (f"one rank of {layout}", *sharding_notes(layout), *(optimizer.notes if optimizer is not None else ()))
+    return edit.finish(parameters=parameters, notes=notes)
 
 
 def _step(edit: Edit, optimizer: OptimizerUse) -> None:
@@ -294,7 +295,3 @@ def sharding_notes(layout: Layout) -> tuple[str, ...]:
             f"experts are sharded over {ranks} ranks; their collectives are priced as those of {layout.shards}"
         )
     return tuple(notes)
-
-
-def _notes(layout: Layout, optimizer: OptimizerUse | None) -> tuple[str, ...]:
-    return (f"one rank of {layout}", *sharding_notes(layout), *(optimizer.notes if optimizer is not None else ()))
