@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -14,3 +16,12 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def without_the_collector():
+    """Reference counts alone must free everything."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

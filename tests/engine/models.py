@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from contracts.harness import Stack, batch, weigh
+from plimsoll.artifacts.plan import RegionPlan, ValueDecision
 
 
 class Inner(nn.Module):
@@ -103,3 +107,41 @@ def step_with_input(data: Callable[[int], torch.Tensor] = batch) -> Callable[...
         return loss, x.grad
 
     return step
+
+
+class Births(TorchDispatchMode):
+    """Weak references to every storage that ops make, by op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self.made.append((func._schema.name, StorageWeakRef(storage), storage.nbytes()))
+        return out
+
+    @property
+    def alive(self) -> list[tuple[str, int]]:
+        return [(name, size) for name, reference, size in self.made if not reference.expired()]
+
+    @property
+    def alive_bytes(self) -> int:
+        return sum(size for _, size in self.alive)
+
+
+def region_plan(name: str, *decisions: ValueDecision, call: int = 0, is_boundary_dropped: bool = False) -> RegionPlan:
+    """A region that keeps everything but for these decisions."""
+    return RegionPlan(
+        name=name,
+        call=call,
+        kind="block",
+        decisions=decisions,
+        retained_bytes=0,
+        replay_seconds=0.0,
+        is_boundary_dropped=is_boundary_dropped,
+    )

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from contracts.harness import Block, Drops, Stack, differences, manage, plain_step, stack_of, train
-from plimsoll.artifacts.plan import RegionPlan
+from contracts.harness import Block, Drops, batch, differences, manage, plain_step, stack_of, train
+from engine.models import Through, region_plan, step_on
 from plimsoll.engine.apply import apply_plan
 from plimsoll.engine.region import ManagedRegion
 from plimsoll.errors import PlanMismatch
@@ -171,17 +171,7 @@ def test_the_state_of_a_managed_model_is_that_of_the_plain_one():
 
 def test_moving_a_managed_model_to_another_dtype_keeps_it_managed_and_right():
     model, plain = build(), build()
-
-    def step(subject, index):
-        return plain_step(subject, index) if index < 1 else double_step(subject, index)
-
-    def double_step(subject, index):
-        from contracts.harness import batch, weigh
-
-        loss = weigh(subject(batch(index).double()))
-        loss.backward()
-        return loss
-
+    double_step = step_on(lambda index: batch(index).double())
     with manage(model) as handle:
         found = train(model, plain_step, 1)
         model.double()
@@ -193,10 +183,7 @@ def test_moving_a_managed_model_to_another_dtype_keeps_it_managed_and_right():
 
 
 def regions_that_keep(*names):
-    return tuple(
-        RegionPlan(name=name, call=0, kind="block", decisions=(), retained_bytes=0, replay_seconds=0.0)
-        for name in names
-    )
+    return tuple(map(region_plan, names))
 
 
 def test_a_plan_that_keeps_everything_installs_no_hook_and_no_wrapper():
@@ -238,31 +225,14 @@ def test_a_region_that_the_model_does_not_have_is_refused_and_nothing_is_install
 
 def test_two_plans_at_once_are_refused():
     model = build()
-    with manage(model):
-        regions = regions_that_keep("blocks.0")
-        dropping = RegionPlan(
-            name="blocks.0",
-            call=0,
-            kind="block",
-            decisions=(),
-            retained_bytes=0,
-            replay_seconds=0.0,
-            is_boundary_dropped=True,
-        )
-        with pytest.raises(PlanMismatch, match="managed"):
-            apply_plan(model, make_plan(regions=(dropping, *regions[1:])))
+    with manage(model), pytest.raises(PlanMismatch, match="managed"):
+        apply_plan(model, make_plan(regions=(region_plan("blocks.0", is_boundary_dropped=True),)))
 
 
 def test_calls_of_one_region_follow_their_own_plans():
     """The k-th call within one forward of the model has the k-th plan, in every step."""
-
-    class Twice(Stack):
-        def forward(self, x):
-            x = self.entrance(x)
-            return self.head(self.blocks[0](self.blocks[0](x)))
-
     torch.manual_seed(0)
-    plain = Twice(Block(nn.Tanh()))
+    plain = Through(Block(nn.Tanh()), way=lambda blocks, x: blocks[0](blocks[0](x)))
     model = copy.deepcopy(plain)
     with manage(model, ["blocks.0"]) as handle:
         region = handle.regions["blocks.0"]

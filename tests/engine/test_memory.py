@@ -8,45 +8,11 @@ import gc
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from contracts.harness import Block, Stack, batch, manage, stack_of, weigh
+from engine.models import Births
 
-
-@pytest.fixture(autouse=True)
-def _without_the_collector():
-    """Reference counts alone must free everything."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-class Births(TorchDispatchMode):
-    """Weak references to every storage that ops make, by op."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
-                storage = tensor.untyped_storage()
-                self.made.append((func._schema.name, StorageWeakRef(storage), storage.nbytes()))
-        return out
-
-    @property
-    def alive(self):
-        return [(name, size) for name, reference, size in self.made if not reference.expired()]
-
-    @property
-    def alive_bytes(self):
-        return sum(size for _, size in self.alive)
+pytestmark = pytest.mark.usefixtures("without_the_collector")
 
 
 class Spacious(nn.Module):
@@ -74,22 +40,14 @@ def big(index):
     return batch(index, 64, 8)
 
 
-def test_dropped_storages_are_freed_when_the_region_returns():
+@pytest.mark.parametrize("recorded", [0, 1, 2])
+def test_dropped_storages_are_freed_when_the_region_returns_in_the_recording_call_too(recorded):
     model = spacious()
     with manage(model):
-        weigh(model(big(0))).backward()
-        for index in range(2):
-            with Births() as births:
-                output = model(big(index))
-            assert births.alive_bytes < WIDE
-            weigh(output).backward()
-
-
-def test_the_recording_call_frees_what_it_drops_too():
-    model = spacious()
-    with manage(model):
+        for index in range(recorded):
+            weigh(model(big(index))).backward()
         with Births() as births:
-            output = model(big(0))
+            output = model(big(recorded))
         assert births.alive_bytes < WIDE
         weigh(output).backward()
 
@@ -145,7 +103,8 @@ def test_a_graph_without_backward_is_freed_with_its_output():
             assert births.alive_bytes == 0
 
 
-def test_a_forward_that_fails_frees_what_it_made():
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_forward_that_fails_frees_what_it_made(recorded):
     class Failing(Spacious):
         def __init__(self):
             super().__init__()
@@ -157,16 +116,15 @@ def test_a_forward_that_fails_frees_what_it_made():
                 raise LookupError
             return x + self.down(y.sigmoid())
 
-    for recorded in (False, True):
-        model = Stack(Failing(), Failing())
-        with manage(model):
-            if recorded:
-                weigh(model(big(0))).backward()
-                model.zero_grad()
-            model.blocks[1].is_broken[0] = True
-            with Births() as births, contextlib.suppress(LookupError):
-                model(big(1))
-            assert births.alive_bytes == 0
+    model = Stack(Failing(), Failing())
+    with manage(model):
+        if recorded:
+            weigh(model(big(0))).backward()
+            model.zero_grad()
+        model.blocks[1].is_broken[0] = True
+        with Births() as births, contextlib.suppress(LookupError):
+            model(big(1))
+        assert births.alive_bytes == 0
 
 
 def test_a_second_backward_over_a_retained_graph_frees_its_rebuilt_tensors():
@@ -215,20 +173,15 @@ def test_dropped_boundaries_do_not_hold_the_input():
 
 
 def test_a_storage_shared_by_kept_slots_is_held_once_and_parameters_are_not_copied():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(16, 256)
-            self.back = nn.Linear(256, 16)
-
+    class Shared(Spacious):
         def forward(self, x):
-            wide = self.line(x)
+            wide = self.up(x)
             turned = wide.t().exp()
-            return x + self.back((wide * wide.view(-1).view(wide.shape)) * turned.t())
+            return x + self.down((wide * wide.view(-1).view(wide.shape)) * turned.t())
 
     torch.manual_seed(0)
     model = Stack(Shared(), Shared())
-    with manage(model, kept=("line",)):
+    with manage(model, kept=("up",)):
         weigh(model(big(0))).backward()
         model.zero_grad()
         with Births() as births:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from contracts.harness import Block, Stack, batch, differences, manage, plain_step, train, weigh
-from engine.models import Lined, Through, step_on
+from engine.models import Lined, Through, region_plan, step_on
 from plimsoll.artifacts.decision import Decision, Engine
-from plimsoll.artifacts.plan import RegionPlan, ValueDecision
+from plimsoll.artifacts.plan import ValueDecision
 from plimsoll.engine import stored_forms as runtime_packed
 from plimsoll.engine.apply import apply_plan
 from plimsoll.engine.codecs.protocol import Codec, Payload
@@ -567,7 +567,7 @@ def test_lossy_forms_trip_no_sentinel():
 
 def compressing(region, value, form, *, nbytes=1 << 15, held=1 << 13, decision=Decision.COMPRESS, call=0):
     choice = ValueDecision(value=value, decision=decision, bytes=nbytes, form=form, held_bytes=held)
-    return RegionPlan(name=region, call=call, kind="block", decisions=(choice,), retained_bytes=0, replay_seconds=0.0)
+    return region_plan(region, choice, call=call)
 
 
 def test_payloads_of_a_larger_batch_may_be_larger_in_proportion(exact):

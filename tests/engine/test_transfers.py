@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from contracts.harness import Block, Stack, batch, differences, manage, train, weigh
+from engine.models import Births, Through, region_plan, step_on
 from plimsoll.artifacts.decision import Decision
-from plimsoll.artifacts.plan import RegionPlan, ValueDecision
+from plimsoll.artifacts.plan import ValueDecision
 from plimsoll.engine.apply import apply_plan
 from plimsoll.engine.codecs.registry import find_codec
 from plimsoll.engine.offload.disk import DiskLink
@@ -25,18 +24,11 @@ from plimsoll.errors import OffloadFailed
 from plimsoll.tracing.meters.memory import PeakMeter
 from samples import make_plan
 
+pytestmark = pytest.mark.usefixtures("without_the_collector")
+
 WIDTH, ROWS = 64, 128
 WIDE = ROWS * 2 * WIDTH * 4
 """Bytes of what ``up`` makes."""
-
-
-@pytest.fixture(autouse=True)
-def _without_the_collector():
-    """Reference counts alone must free everything."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def build(count=3):
@@ -46,6 +38,9 @@ def build(count=3):
 
 def big(index=0):
     return batch(index, ROWS, 8)
+
+
+STEP = step_on(big)
 
 
 @dataclass
@@ -118,10 +113,9 @@ def test_a_region_s_tensors_settle_when_the_next_one_returns_and_come_back_when_
         for index in range(steps):
             weigh(model(big(index))).backward()
         diary.lines.clear()
-        handle_lines = diary.lines
         loss = weigh(model(big(5)))
-        forward = [line.rsplit(" ", 1)[0] if "forward" not in line else line for line in handle_lines]
-        handle_lines.clear()
+        forward = [line.rsplit(" ", 1)[0] if "forward" not in line else line for line in diary.lines]
+        diary.lines.clear()
         loss.backward()
     # The wrapper is the module's forward, so it is through before the module's own hook is called.
     assert forward == [
@@ -135,7 +129,7 @@ def test_a_region_s_tensors_settle_when_the_next_one_returns_and_come_back_when_
         "forward 2 ended",
     ]
     base = 3 * steps
-    assert handle_lines == [
+    assert diary.lines == [
         "backward 2 begins",
         f"prefetch {base + 1}",
         f"read {base + 2}",
@@ -159,15 +153,11 @@ def test_sources_are_freed_when_the_next_region_returns():
 
 
 def test_nothing_is_fetched_that_nobody_waits_for():
-    class Cut(Stack):
+    def cut(blocks, x):
         """No gradient reaches what is before the last block."""
+        return blocks[2](blocks[1](blocks[0](x)).detach())
 
-        def forward(self, x):
-            x = self.blocks[1](self.blocks[0](self.entrance(x)))
-            return self.head(self.blocks[2](x.detach()))
-
-    torch.manual_seed(0)
-    model, diary = Cut(*(Block(nn.Identity(), WIDTH) for _ in range(3)), width=WIDTH), Diary()
+    model, diary = Through(*build().blocks, way=cut, width=WIDTH), Diary()
     link = SpyLink(diary)
     with manage(model, packs={"up::": "spied"}, kept=("",), link=link):
         for index in range(2):
@@ -205,24 +195,15 @@ def test_a_region_without_gradients_in_front_is_read_all_the_same():
         subject.entrance.requires_grad_(False)
         subject.blocks[0].requires_grad_(False)
     with manage(model, packs={"": "simulated"}, link=SimulatedLink(1e12)):
-        found = train(model, plain_step_of(big), 2)
-    assert differences(train(plain, plain_step_of(big), 2), found) == []
-
-
-def plain_step_of(data):
-    def step(model, index):
-        loss = weigh(model(data(index)))
-        loss.backward()
-        return loss
-
-    return step
+        found = train(model, STEP, 2)
+    assert differences(train(plain, STEP, 2), found) == []
 
 
 def test_removing_while_a_graph_is_unfinished_keeps_its_tensors_and_lets_the_link_go_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("plimsoll.engine.offload.disk.is_in_memory", lambda directory: False)
     plain, model = build(), build()
-    expected = train(plain, plain_step_of(big), 1)[0]
+    expected = train(plain, STEP, 1)[0]
     plan = make_plan(regions=tuple(offloading(f"blocks.{i}") for i in range(3)), link="disk")
     handle = apply_plan(model, plan)
     link = weakref.ref(handle._shared.packer._link)
@@ -243,20 +224,15 @@ def test_removing_while_a_graph_is_unfinished_keeps_its_tensors_and_lets_the_lin
 
 
 def offloading(region):
-    choice = ValueDecision(value="up::addmm#0", decision=Decision.OFFLOAD, bytes=WIDE, form="disk")
-    return RegionPlan(name=region, call=0, kind="block", decisions=(choice,), retained_bytes=0, replay_seconds=0.0)
+    return region_plan(region, ValueDecision(value="up::addmm#0", decision=Decision.OFFLOAD, bytes=WIDE, form="disk"))
 
 
 def test_a_region_that_only_hides_transfers_ends_them():
     """The plan leaves the middle region untouched; what the first one sent settles when it returns all the same."""
     model, diary = build(), Diary()
     diary.watch(model)
-    untouched = [
-        RegionPlan(name=f"blocks.{i}", call=0, kind="block", decisions=(), retained_bytes=0, replay_seconds=0.0)
-        for i in (1, 2)
-    ]
-    plan = make_plan(regions=(offloading("blocks.0"), *untouched), link="disk")
-    with apply_plan(model, plan, link=SpyLink(diary)):
+    regions = (offloading("blocks.0"), region_plan("blocks.1"), region_plan("blocks.2"))
+    with apply_plan(model, make_plan(regions=regions, link="disk"), link=SpyLink(diary)):
         for _ in range(2):
             diary.lines.clear()
             weigh(model(big())).backward()
@@ -264,25 +240,6 @@ def test_a_region_that_only_hides_transfers_ends_them():
             assert start == ["store", "forward 0 ended", "settle", "forward 1 ended"]
             before = diary.lines.index("backward 1 begins")
             assert diary.lines[before + 1].startswith("prefetch")
-
-
-class Alive(TorchDispatchMode):
-    """Weak references to what ops make."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.made += [weakref.ref(tensor) for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor)]
-        return out
-
-    @property
-    def wide(self):
-        """How many large ones are alive."""
-        found = {id(tensor) for reference in self.made if (tensor := reference()) is not None and tensor.nbytes >= WIDE}
-        return len(found)
 
 
 FAULTS = {
@@ -297,26 +254,26 @@ FAULTS = {
 def test_a_transfer_that_fails_ends_the_step_leaks_nothing_and_the_next_step_is_right(fault):
     before, settings = FAULTS[fault]
     plain, model = build(), build()
-    expected = train(plain, plain_step_of(big), 1)
+    expected = train(plain, STEP, 1)
     link = SimulatedLink(1e12, **settings)
     with manage(model, packs={"up::": "simulated"}, link=link):
         for _ in range(before):
             weigh(model(big(3))).backward()
         model.zero_grad()
         parameters = copy.deepcopy(model.state_dict())
-        with Alive() as alive, pytest.raises(OffloadFailed):
+        with Births() as births, pytest.raises(OffloadFailed):
             model(big())
         assert all(torch.equal(parameters[name], value) for name, value in model.state_dict().items())
         assert all(p.grad is None for p in model.parameters())
         gc.collect()  # the error's traceback
         assert link.resident_bytes == 0
-        assert alive.wide == 0
-        assert differences(expected, train(model, plain_step_of(big), 1)) == []
+        assert all(size < WIDE for _, size in births.alive)
+        assert differences(expected, train(model, STEP, 1)) == []
 
 
 def test_a_copy_in_that_fails_ends_the_step_and_the_next_one_is_right():
     plain, model = build(), build()
-    expected = train(plain, plain_step_of(big), 1)
+    expected = train(plain, STEP, 1)
     link = SimulatedLink(1e12, fail_load={1, 2, 3, 4})
     with manage(model, packs={"up::": "simulated"}, link=link):
         for _ in range(4):
@@ -327,12 +284,12 @@ def test_a_copy_in_that_fails_ends_the_step_and_the_next_one_is_right():
             model.zero_grad()
             gc.collect()
             assert link.resident_bytes == 0
-        assert differences(expected, train(model, plain_step_of(big), 1)) == []
+        assert differences(expected, train(model, STEP, 1)) == []
 
 
 def test_the_same_graph_may_be_tried_again_when_a_copy_in_has_failed():
     plain, model = build(), build()
-    expected = train(plain, plain_step_of(big), 1)[0]
+    expected = train(plain, STEP, 1)[0]
     with manage(model, packs={"up::": "simulated"}, link=SimulatedLink(1e12, fail_load={1})):
         loss = weigh(model(big()))
         with pytest.raises(OffloadFailed):
@@ -345,12 +302,12 @@ def test_the_same_graph_may_be_tried_again_when_a_copy_in_has_failed():
 
 def test_a_failed_copy_out_that_nobody_settles_is_read_from_its_source():
     plain, model = build(), build()
-    expected = train(plain, plain_step_of(big), 2)
+    expected = train(plain, STEP, 2)
     with manage(
         model, packs={"": "simulated"}, link=SimulatedLink(1e12, fail_settle=lambda index: index >= 18)
     ) as handle:
         handle._shared.transfers.leave = lambda output: None
-        assert differences(expected, train(model, plain_step_of(big), 2)) == []
+        assert differences(expected, train(model, STEP, 2)) == []
 
 
 def held_bytes(model, index):

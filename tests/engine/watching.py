@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from engine.models import region_plan
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import RegionPlan, ValueDecision
 from plimsoll.engine.apply import apply_plan
@@ -30,11 +31,13 @@ def gradients_of(model: nn.Module, step: Step) -> dict[str, torch.Tensor]:
 
 def region(name: str, forms: dict[str, str] | None = None) -> RegionPlan:
     """A region that keeps everything but for the values in other forms."""
-    decisions = tuple(
-        ValueDecision(value=value, decision=Decision.COMPRESS, bytes=0, form=form)
-        for value, form in (forms or {}).items()
+    return region_plan(
+        name,
+        *(
+            ValueDecision(value=value, decision=Decision.COMPRESS, bytes=0, form=form)
+            for value, form in (forms or {}).items()
+        ),
     )
-    return RegionPlan(name=name, call=0, kind="block", decisions=decisions, retained_bytes=0, replay_seconds=0.0)
 
 
 @dataclass
