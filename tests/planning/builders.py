@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -236,6 +236,18 @@ class StepBuilder:
         backward = (2 * forward - region.end, 2 * forward - region.start)
         return RegionCall(index=index, name=region.name, call=0, kind=kind, graph=graph,
                           forward=(region.start, region.end), backward=backward, obstacle=region.obstacle)  # fmt: skip
+
+
+def in_regions(*bodies: Callable[[StepBuilder, int], int], source_bytes: int = 10, loss_bytes: int = 1) -> StepBuilder:
+    """A source, one region per body, which makes its output of its input, and a loss."""
+    step = StepBuilder()
+    x = step.op("source", size=source_bytes)
+    for number, body in enumerate(bodies):
+        with step.region(f"blocks.{number}", x) as region:
+            x = body(step, x)
+            region.outputs = (x,)
+    step.op("loss", x, size=loss_bytes)
+    return step
 
 
 def transformer(blocks: int, *, width: int = 64, slot_seconds: float = 0.0, detail: int = 1) -> StepBuilder:

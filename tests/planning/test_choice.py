@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from planning.builders import OUT, StepBuilder
+from planning.builders import OUT, StepBuilder, in_regions
 from planning.form_builders import compressed
 from plimsoll.artifacts.forms import Form, Forms, RegionForms, ValueForms
 from plimsoll.planning.choice import Choice, Limits, choice_error
@@ -20,15 +20,13 @@ SENSITIVITY = {"::a#0": 1.0, "::b#1": 2.0, "::c#2": 3.0}
 
 def chain() -> StepBuilder:
     """x → a → b → c, every op saves its output."""
-    step = StepBuilder()
-    x = step.op("source", size=10)
-    with step.region("block", x) as region:
+
+    def body(step: StepBuilder, x: int) -> int:
         a = step.op("a", x, size=20, saves=(x, OUT))
         b = step.op("b", a, size=20, saves=(OUT,))
-        c = step.op("c", b, size=20, saves=(OUT,))
-        region.outputs = (c,)
-    step.op("loss", c, size=1)
-    return step
+        return step.op("c", b, size=20, saves=(OUT,))
+
+    return in_regions(body)
 
 
 def view_of(
@@ -105,15 +103,7 @@ def test_errors_of_decisions_add_up_to_that_of_the_plan() -> None:
 
 def two_regions() -> StepBuilder:
     """Two regions of two ops; the second one saves its input, which the first one made."""
-    step = StepBuilder()
-    x = step.op("source", size=10)
-    for number in range(2):
-        with step.region(f"blocks.{number}", x) as region:
-            a = step.op("a", x, size=20, saves=(x, OUT))
-            x = step.op("b", a, size=20)
-            region.outputs = (x,)
-    step.op("loss", x, size=1)
-    return step
+    return in_regions(*[lambda step, x: step.op("b", step.op("a", x, size=20, saves=(x, OUT)), size=20)] * 2)
 
 
 @pytest.mark.parametrize(

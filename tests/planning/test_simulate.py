@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planning.builders import OUT, StepBuilder, transformer
+from planning.builders import OUT, StepBuilder, in_regions, transformer
 from planning.form_builders import compressed, forms_for, offloaded
 from plimsoll.artifacts.forms import Form, LinkCost
 from plimsoll.planning.choice import Choice
@@ -138,15 +138,8 @@ def test_what_may_not_run_again_is_never_droppable() -> None:
 
 def two_blocks() -> StepBuilder:
     """Two regions (ticks 1 and 2, 3 and 4) that save 100 bytes each. Backward of the second is ticks 7 and 8."""
-    step = StepBuilder()
-    x = step.op("source", size=1)
-    for number in range(2):
-        with step.region(f"blocks.{number}", x) as region:
-            a = step.op("up", x, size=100, saves=(OUT,))
-            x = step.op("down", a, size=1)
-            region.outputs = (x,)
-    step.op("loss", x, size=1)
-    return step
+    block = lambda step, x: step.op("down", step.op("up", x, size=100, saves=(OUT,)), size=1)  # noqa: E731
+    return in_regions(block, block, source_bytes=1)
 
 
 def run_packed(

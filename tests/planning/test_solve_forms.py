@@ -8,7 +8,7 @@ import math
 import msgspec
 import pytest
 
-from planning.builders import OUT, StepBuilder, transformer
+from planning.builders import OUT, StepBuilder, in_regions, transformer
 from planning.form_builders import block_forms, compressed, forms_for, offloaded
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.forms import Forms, LinkCost
@@ -192,15 +192,8 @@ def test_compression_alone_plans_where_recomputing_is_not_allowed() -> None:
 
 def window_step() -> StepBuilder:
     """Three regions that save 100 bytes each; the compute of each takes 2 s forward and 4 s backward."""
-    step = StepBuilder()
-    x = step.op("source", size=1)
-    for number in range(3):
-        with step.region(f"blocks.{number}", x) as region:
-            a = step.op("up", x, size=100, saves=(OUT,), seconds=1.0)
-            x = step.op("down", a, size=1, seconds=1.0)
-            region.outputs = (x,)
-    step.op("loss", x, size=300, seconds=1.0)
-    return step
+    block = lambda step, x: step.op("down", step.op("up", x, size=100, saves=(OUT,)), size=1)  # noqa: E731
+    return in_regions(block, block, block, source_bytes=1, loss_bytes=300)
 
 
 @pytest.mark.parametrize(("bytes_per_second", "waits"), [(50.0, 0.0), (25.0, 2.0 + 0.0), (10.0, 8.0 + 6.0)])
