@@ -19,10 +19,9 @@ from plimsoll.analysis.probe.keeping import trainable_copy
 from plimsoll.analysis.probe.stream import Call
 from plimsoll.artifacts.base import to_json
 from plimsoll.distributed import advise_compression
-from plimsoll.distributed.comm_cost.advise_compression import make_metering
-from plimsoll.distributed.comm_cost.figures import ReplicaFigures, TrafficFindings, validate_methods
-from plimsoll.distributed.comm_cost.metering import meter_traffic
-from plimsoll.distributed.comm_cost.training import Parallel, ValidationTraining
+from plimsoll.distributed.comm_cost.findings import TrafficFindings, validate_methods
+from plimsoll.distributed.comm_cost.metering import Metering, meter_traffic
+from plimsoll.distributed.comm_cost.training import Parallel
 from plimsoll.distributed.gradient_compression.shards import units_of
 from plimsoll.errors import PlimsollError
 from plimsoll.session.rendezvous.world import current_world
@@ -110,17 +109,19 @@ def _trained_sharded(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -
     world = current_world()
     assert world is not None
     calls = [Call((), batch) for batch in batches]
-    training = ValidationTraining(
+    metering = Metering(
+        world=world,
+        model=model,
+        methods=("none",),
         calls=calls[dist.get_rank() : 16 : dist.get_world_size()],
         held_out=calls[16:21],
         loss=None,
         make_optimizer=torch.optim.AdamW,
-        steps=VALIDATE_STEPS // 2,
-        orders=1,
+        validate_steps=VALIDATE_STEPS // 2,
     )
     with trainable_copy(model):
-        parallel = Parallel(make_metering(world, model, training, ("none",)))
-        return [parallel.held_out_losses(training, method, 0) for method in ("none", "none", "topk:100%", "sign:1024")]
+        parallel = Parallel(metering)
+        return [parallel.held_out_losses(method, 0) for method in ("none", "none", "topk:100%", "sign:1024")]
 
 
 class _Unused(nn.Module):
@@ -188,26 +189,24 @@ def _validated(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict
     world = current_world()
     assert world is not None
     calls = [Call((), batch) for batch in batches]
-    training = ValidationTraining(
+    metering = Metering(
+        world=world,
+        model=model,
+        methods=("none", "topk:100%", "sign:1024"),
         calls=calls[dist.get_rank() : 16 : dist.get_world_size()],
         held_out=calls[16:],
         loss=None,
         make_optimizer=torch.optim.AdamW,
-        steps=VALIDATE_STEPS,
+        validate_steps=VALIDATE_STEPS,
         orders=2,
     )
-    methods = ("none", "topk:100%", "sign:1024")
     rounds = {"none": [1.0, 1.1, 0.9], "topk:100%": [0.5, 0.4, 0.6], "sign:1024": [0.5, 0.4, 0.6]}
     with trainable_copy(model):
-        metering = make_metering(world, model, training, methods)
-        measured = meter_traffic(metering)
+        figures = meter_traffic(metering)
         parallel = Parallel(metering)
-        figures = ReplicaFigures(measured)
-        found = TrafficFindings(
-            metering=metering, training=training, figures=figures, errors={}, rounds=rounds, validations={}
-        )
+        found = TrafficFindings(metering=metering, figures=figures, errors={}, rounds=rounds)
         found = replace(found, validations=validate_methods(found, parallel))
-        orders = [parallel.held_out_losses(training, "none", order) for order in (0, 1, 0)]
+        orders = [parallel.held_out_losses("none", order) for order in (0, 1, 0)]
     return {
         "orders": orders,
         "traffic": to_json(found.traffic(optimizer="AdamW", data="text")),

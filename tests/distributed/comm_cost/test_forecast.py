@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plimsoll.artifacts.traffic import LinkPoint, Transfer
+from plimsoll.distributed.comm_cost.figures import ReplicaFigures
 from plimsoll.distributed.comm_cost.forecast import (
     Scene,
     break_even_bandwidth,
@@ -16,7 +17,6 @@ from plimsoll.distributed.comm_cost.forecast import (
     sizes_to_time,
     transfer_seconds,
 )
-from plimsoll.distributed.comm_cost.metering import MeteredTraffic
 from traffic_samples import MIB, UNCOMPRESSED_PROGRAM, make_job, make_program
 
 
@@ -105,7 +105,7 @@ def test_sizes_to_time_span_what_is_sent():
 
 def test_on_a_machine_at_half_speed_computing_and_local_work_take_twice_as_long_and_the_link_does_not():
     program = make_program("x", MIB, local_seconds=0.2)
-    measured = MeteredTraffic(make_job(), (UNCOMPRESSED_PROGRAM, program), 8 * MIB, alone_seconds=0.9)
+    measured = ReplicaFigures(make_job(), (UNCOMPRESSED_PROGRAM, program), 8 * MIB, alone_seconds=0.9)
     slower = measured.when_alone_takes(1.8)
     assert slower.job.step.measured_compute_seconds == pytest.approx(2.0)
     assert [bucket.measured_ready_seconds for bucket in slower.job.step.buckets] == pytest.approx([1.0, 2.0])

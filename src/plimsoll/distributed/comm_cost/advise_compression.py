@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -14,23 +14,17 @@ import torch.distributed as dist
 from torch import nn
 
 from plimsoll.analysis.probe.keeping import trainable_copy
-from plimsoll.analysis.probe.step import Blocks, MakeOptimizer, Trainer, check_trainable, describe_optimizer
+from plimsoll.analysis.probe.step import MakeOptimizer, check_trainable, describe_optimizer
 from plimsoll.analysis.probe.stream import Call, Stream, held_out_calls
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.traffic import UNCOMPRESSED, Traffic
-from plimsoll.distributed.comm_cost.figures import (
-    LEAST_ROUNDS,
-    ReplicaFigures,
-    ShardFigures,
-    StepFigures,
-    TrafficFindings,
-    validate_methods,
-)
+from plimsoll.distributed.comm_cost.figures import ReplicaFigures, ShardFigures
+from plimsoll.distributed.comm_cost.findings import LEAST_ROUNDS, TrafficFindings, validate_methods
 from plimsoll.distributed.comm_cost.metering import Metering, meter_traffic
 from plimsoll.distributed.comm_cost.parallel_layout import check_layout, check_reducible, find_units, name_methods
-from plimsoll.distributed.comm_cost.training import Parallel, ValidationTraining
+from plimsoll.distributed.comm_cost.training import Parallel
 from plimsoll.distributed.gradient_compression.method import CompressionSettings, parse_method
 from plimsoll.errors import InvalidOption
 from plimsoll.session.options import check_count
@@ -38,11 +32,10 @@ from plimsoll.session.rendezvous.conversation import Conversation, differing
 from plimsoll.session.rendezvous.world import World, current_world, find_participants
 from plimsoll.session.task import check_model, explained_loss
 from plimsoll.tracing.fsdp2 import reshard
-from plimsoll.tracing.recorder.calling import Loss, scalar_loss
+from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.recorder.fingerprint import fingerprint
 from plimsoll.tracing.recorder.untouched import untouched
 
-_REPETITIONS = 7
 _TOPIC = "advise_compression"
 _PATIENCE_SECONDS = 300.0
 _SAME = "call advise_compression() with the same model, batches and arguments on every rank"
@@ -105,123 +98,118 @@ def advise_compression(
     other; NCCL and gloo may send two at a time.
     """
     world = _world()
-    asked = _Asked(
-        methods=methods,
-        loss=loss,
-        optimizer=optimizer,
-        measure_rounds=measure_rounds,
-        validate_steps=validate_steps,
-        orders=orders,
-        held_out=held_out,
-        bucket_bytes=bucket_bytes,
-        seed=seed,
-        report=progress or silent,
-    )
+    report = progress or silent
     assert dist.group.WORLD is not None, "torch.distributed is initialised"
     groups = tuple(dict.fromkeys((dist.group.WORLD, *find_participants(model).groups)))
     with Conversation(world, _TOPIC, groups=groups, timeout_seconds=_PATIENCE_SECONDS) as conversation:
-        ready = _prepare(model, batches, asked, world)
-        _agree(conversation, model, asked, ready)
-        unused = _try(conversation, ready.metering)
+        for name, count, least in (
+            ("measure_rounds", measure_rounds, 0),
+            ("validate_steps", validate_steps, 0),
+            ("orders", orders, 1),
+        ):
+            check_count(name, count, least=least)
+        if bucket_bytes is not None:
+            check_count("bucket_bytes", bucket_bytes, least=1)
+        loss = explained_loss(loss)
+        check_model(model)
+        check_trainable(model)
+        check_layout(model, world)
+        is_sharded = bool(find_units(model))
+        named = name_methods(methods, is_sharded=is_sharded)
+        CompressionSettings(method=parse_method(named[-1]), seed=seed)  # refuses a seed as compress_gradients does
+        if is_sharded:
+            _check_shard_options(bucket_bytes, measure_rounds)
+        report("reading the data", 0.0)
+        stream, evaluated = _read_data(batches, held_out, seed, validate_steps)
+        place = world.ranks.index(world.rank)
+        metering = Metering(
+            world=world,
+            model=model,
+            methods=named,
+            calls=[stream.draw(world.size)[place] for _ in range(max(1, validate_steps))],
+            held_out=evaluated,
+            loss=loss,
+            make_optimizer=optimizer,
+            measure_rounds=measure_rounds,
+            validate_steps=validate_steps,
+            orders=orders,
+            bucket_bytes=bucket_bytes,
+            seed=seed,
+            report=report,
+        )
+        described = describe_optimizer(model, optimizer)
+        _agree(conversation, metering, described)
+        unused = _try(conversation, metering)
         with trainable_copy(model), conversation.stepping():
-            found = _measure(ready, asked.measure_rounds, unused)
-        traffic = found.traffic(optimizer=ready.optimizer, data=data or ready.description)
+            found = _measure(metering, unused)
+        traffic = found.traffic(optimizer=described, data=data or stream.description)
         told, *_ = conversation.ask("steps", to_json(traffic).encode())
     agreed = from_json(told)  # the first rank's: each names its own device and rounds as its own processor does
     assert isinstance(agreed, Traffic)
     return agreed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """The arguments of ``advise_compression``."""
-
-    methods: Sequence[str] | None
-    loss: Loss | None
-    optimizer: MakeOptimizer
-    measure_rounds: int
-    validate_steps: int
-    orders: int
-    held_out: Iterable[Any] | int | None
-    bucket_bytes: int | None
-    seed: int
-    report: Progress
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ready:
-    """What one rank would do, before it knows of the others; ``optimizer`` and ``description`` (of the data) are words."""
-
-    metering: Metering
-    training: ValidationTraining
-    optimizer: str
-    description: str
-
-
-def _prepare(model: nn.Module, batches: Any, asked: _Asked, world: World) -> _Ready:
-    """Check everything that one rank can check by itself; nothing is exchanged."""
-    for name, count in (("measure_rounds", asked.measure_rounds), ("validate_steps", asked.validate_steps)):
-        check_count(name, count, least=0)
-    check_count("orders", asked.orders, least=1)
-    if asked.bucket_bytes is not None:
-        check_count("bucket_bytes", asked.bucket_bytes, least=1)
-    loss = explained_loss(asked.loss)
-    check_model(model)
-    check_trainable(model)
-    check_layout(model, world)
-    methods = name_methods(asked.methods, is_sharded=bool(find_units(model)))
-    CompressionSettings(
-        method=parse_method(methods[-1]), seed=asked.seed
-    )  # refuses a seed that compress_gradients would refuse
-    if find_units(model):
-        _check_shard_options(asked)
-    asked.report("reading the data", 0.0)
-    stream, evaluated = _read_data(batches, asked.held_out, asked.seed, asked.validate_steps)
-    training = ValidationTraining(
-        calls=_own_calls(stream, world, max(1, asked.validate_steps)),
-        held_out=evaluated,
-        loss=loss,
-        make_optimizer=asked.optimizer,
-        steps=asked.validate_steps,
-        orders=asked.orders,
-    )
-    return _Ready(
-        metering=make_metering(
-            world, model, training, methods, bucket_bytes=asked.bucket_bytes, seed=asked.seed, report=asked.report
-        ),
-        training=training,
-        optimizer=describe_optimizer(model, asked.optimizer),
-        description=stream.description,
-    )
-
-
-def _check_shard_options(asked: _Asked) -> None:
-    if asked.bucket_bytes is not None:
+def _world() -> World:
+    if not dist.is_available():
         raise InvalidOption(
-            f"bucket_bytes={asked.bucket_bytes} for a model that FSDP2 shards.",
+            "This torch has no torch.distributed.",
+            why="ranks exchange gradients through it",
+            next="install a build of torch with distributed support",
+        )
+    world = current_world()
+    if world is None:
+        raise InvalidOption(
+            "There is one rank only: no gradients are exchanged, so there is nothing to compress.",
+            why="torch.distributed is not initialised, or has a single process",
+            next="start several: torchrun --nproc-per-node 2 -m plimsoll compress-gradients TARGET",
+        )
+    return world
+
+
+def _check_shard_options(bucket_bytes: int | None, measure_rounds: int) -> None:
+    if bucket_bytes is not None:
+        raise InvalidOption(
+            f"bucket_bytes={bucket_bytes} for a model that FSDP2 shards.",
             why="buckets are those of DistributedDataParallel; FSDP2 reduces each module that fully_shard was called on",
             next="leave bucket_bytes= (--bucket) out; call fully_shard on larger or smaller modules instead",
         )
-    if asked.measure_rounds < LEAST_ROUNDS:
+    if measure_rounds < LEAST_ROUNDS:
         raise InvalidOption(
-            f"measure_rounds={asked.measure_rounds} for a model that FSDP2 shards.",
+            f"measure_rounds={measure_rounds} for a model that FSDP2 shards.",
             why=f"nothing is predicted for it, and fewer than {LEAST_ROUNDS} measured rounds have no interval",
             next=f"measure_rounds={LEAST_ROUNDS} (--steps {LEAST_ROUNDS}), or leave it out",
         )
 
 
-def _agree(conversation: Conversation, model: nn.Module, asked: _Asked, ready: _Ready) -> None:
-    """Go on only if all ranks are about to take the same steps: they would wait for each other in different places."""
+def _read_data(
+    batches: Any, held_out: Iterable[Any] | int | None, seed: int, validate_steps: int
+) -> tuple[Stream, list[Call]]:
+    if held_out is None or isinstance(held_out, int):
+        stream = Stream(batches, set_apart=held_out, seed=seed)
+        evaluated = stream.held_out()
+    else:
+        stream, evaluated = Stream(batches, set_apart=0, seed=seed), held_out_calls(held_out)
+    if validate_steps and not evaluated:
+        raise InvalidOption(
+            f"validate_steps={validate_steps}, and no held-out data.",
+            why="what compression does to training shows on data that was not trained on",
+            next="give a list of batches (a tenth of it is set apart) or held_out=, or leave validation out",
+        )
+    return stream, evaluated
+
+
+def _agree(conversation: Conversation, metering: Metering, optimizer: str) -> None:
+    """Go on only if all ranks are about to take the same steps: else they would wait for each other in different places."""
     mine = {
-        "model": fingerprint(model),
-        "methods": ",".join(ready.metering.methods[1:]),
-        "measure_rounds": str(asked.measure_rounds),
-        "validate_steps": str(asked.validate_steps),
-        "orders": str(asked.orders),
-        "held-out batches": str(len(ready.training.held_out)),
-        "bucket_bytes": str(asked.bucket_bytes),
-        "seed": str(asked.seed),
-        "optimizer": ready.optimizer,
+        "model": fingerprint(metering.model),
+        "methods": ",".join(metering.methods[1:]),
+        "measure_rounds": str(metering.measure_rounds),
+        "validate_steps": str(metering.validate_steps),
+        "orders": str(metering.orders),
+        "held-out batches": str(len(metering.held_out)),
+        "bucket_bytes": str(metering.bucket_bytes),
+        "seed": str(metering.seed),
+        "optimizer": optimizer,
         "torch": torch.__version__,
     }
     told = [json.loads(answer) for answer in conversation.ask("options", json.dumps(mine).encode())]
@@ -243,15 +231,14 @@ def _try(conversation: Conversation, metering: Metering) -> int:
     return unused
 
 
-def _measure(ready: _Ready, rounds: int, unused: int) -> TrafficFindings:
-    """Measure the parts, then whole steps, then training. The model's weights are another's meanwhile."""
-    metering, training = ready.metering, ready.training
+def _measure(metering: Metering, unused: int) -> TrafficFindings:
+    """Measure the parts, then whole steps, then training. This changes the model's weights; the caller puts them back."""
     measured = None if metering.units else meter_traffic(metering)
     parallel = Parallel(metering)
-    optimizer_seconds = parallel.optimizer_seconds(training.make_optimizer, metering.repetitions)
+    optimizer_seconds = parallel.optimizer_seconds()
     errors = parallel.gradient_errors()
-    steps, alone = parallel.measured_rounds(rounds)
-    figures: StepFigures
+    steps, alone = parallel.measured_rounds()
+    figures: ReplicaFigures | ShardFigures
     if measured is None:
         turns = len(metering.methods)
         figures = ShardFigures(
@@ -265,93 +252,7 @@ def _measure(ready: _Ready, rounds: int, unused: int) -> TrafficFindings:
             backend=metering.backend,
         )
     else:
-        measured = measured.with_optimizer(optimizer_seconds)
-        figures = ReplicaFigures(measured.when_alone_takes(median(alone)) if alone else measured)
-    found = TrafficFindings(
-        metering=metering, training=training, figures=figures, errors=errors, rounds=steps, validations={}
-    )
-    return replace(found, validations=validate_methods(found, parallel)) if training.steps else found
-
-
-def _world() -> World:
-    if not dist.is_available():
-        raise InvalidOption(
-            "This torch has no torch.distributed.",
-            why="ranks exchange gradients through it",
-            next="install a build of torch with distributed support",
-        )
-    world = current_world()
-    if world is None:
-        raise InvalidOption(
-            "There is one rank only: no gradients are exchanged, so there is nothing to compress.",
-            why="torch.distributed is not initialised, or has a single process",
-            next="start several: torchrun --nproc-per-node 2 -m plimsoll compress-gradients TARGET",
-        )
-    return world
-
-
-def _read_data(
-    batches: Any, held_out: Iterable[Any] | int | None, seed: int, validate_steps: int
-) -> tuple[Stream, list[Call]]:
-    if held_out is None or isinstance(held_out, int):
-        stream = Stream(batches, set_apart=held_out, seed=seed)
-        evaluated = stream.held_out()
-    else:
-        stream, evaluated = Stream(batches, set_apart=0, seed=seed), held_out_calls(held_out)
-    if validate_steps and not evaluated:
-        raise InvalidOption(
-            f"validate_steps={validate_steps}, and no held-out data.",
-            why="what compression does to training shows on data that was not trained on",
-            next="give a list of batches (a tenth of it is set apart) or held_out=, or leave validation out",
-        )
-    return stream, evaluated
-
-
-def _own_calls(stream: Stream, world: World, steps: int) -> list[Call]:
-    """This rank's batches: of every so many drawn, its own."""
-    place = world.ranks.index(world.rank)
-    return [stream.draw(world.size)[place] for _ in range(steps)]
-
-
-def make_metering(
-    world: World,
-    model: nn.Module,
-    training: ValidationTraining,
-    methods: tuple[str, ...],
-    *,
-    bucket_bytes: int | None = None,
-    seed: int = 0,
-    report: Progress = silent,
-) -> Metering:
-    """What is measured: the step of the first batch, with each method.
-
-    Args:
-        world: the ranks.
-        model: without its wrapper, or sharded.
-        training: whose first batch and loss make the step.
-        methods: full names, the uncompressed one first.
-        bucket_bytes: of torch's wrapper.
-        seed: of everything random.
-        report: told the stage and the share done.
-    """
-    return Metering(
-        world=world,
-        model=model,
-        backward=_backward(model, training.calls[0], training.loss),
-        methods=methods,
-        units=find_units(model),
-        bucket_bytes=bucket_bytes,
-        repetitions=_REPETITIONS,
-        seed=seed,
-        report=report,
-    )
-
-
-def _backward(model: nn.Module, call: Call, loss: Loss | None) -> Callable[[nn.Module], None]:
-    """Forward, loss and backward of a batch, which is moved to the model's device."""
-    call = Trainer(model, loss, Blocks(model, ())).own(call)
-
-    def backward(module: nn.Module) -> None:
-        scalar_loss(module(*call.args, **call.kwargs), loss).backward()
-
-    return backward
+        figures = measured.with_optimizer(optimizer_seconds)
+        figures = figures.when_alone_takes(median(alone)) if alone else figures
+    found = TrafficFindings(metering=metering, figures=figures, errors=errors, rounds=steps)
+    return replace(found, validations=validate_methods(found, parallel)) if metering.validate_steps else found

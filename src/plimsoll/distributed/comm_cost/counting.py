@@ -20,11 +20,9 @@ Hook = Callable[[Any], torch.futures.Future[torch.Tensor]]
 """Takes torch's ``GradBucket``, or what can be asked the same questions."""
 
 
-def finished(value: Any, devices: Sequence[torch.device]) -> torch.futures.Future[Any]:
-    """A future that has come already."""
-    future: torch.futures.Future[Any] = torch.futures.Future(
-        devices=[device for device in devices if device.type != "cpu"]
-    )
+def finished(value: Any, device: torch.device) -> torch.futures.Future[Any]:
+    """A future that has its value already."""
+    future: torch.futures.Future[Any] = torch.futures.Future(devices=[] if device.type == "cpu" else [device])
     future.set_result(value)
     return future
 
@@ -38,12 +36,7 @@ class Pass:
 
 
 class CountingGroup(dist.ProcessGroup):
-    """A process group of so many ranks in one process: collectives are noted and come back at once.
-
-    Args:
-        ranks: how many it claims to have.
-        now: the clock, in seconds.
-    """
+    """A process group that claims to have so many ranks; ``now`` is its clock, in seconds."""
 
     def __init__(self, ranks: int, now: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(0, ranks)  # type: ignore[call-arg]  # a group without a store: the stub lacks this form
@@ -54,12 +47,11 @@ class CountingGroup(dist.ProcessGroup):
         self._transfers: list[tuple[str, int]] = []
 
     def start(self) -> None:
-        """Begin a pass."""
         self._local_seconds, self._transfers = [], []
         self._resumed_seconds = self._now()
 
     def stop(self) -> Pass:
-        """End the pass; what happened in it."""
+        """End the pass, and tell what happened in it."""
         self._local_seconds.append(self._now() - self._resumed_seconds)
         return Pass(tuple(self._local_seconds), tuple(self._transfers))
 
@@ -73,7 +65,6 @@ class CountingGroup(dist.ProcessGroup):
         return work
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Names itself where torch asks."""
         return "counting"
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]  # the form that torch calls
@@ -85,7 +76,6 @@ class CountingGroup(dist.ProcessGroup):
         return self._done(tensors)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        """As one all-reduce of all of them."""
         return self.allreduce(tensors, opts)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]  # the form that torch calls
@@ -127,7 +117,7 @@ class CountingGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base  # type: ignore[assignment]  # the same
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]  # the form that torch calls
-        """All have it already."""
+        """Every rank has it already."""
         self._note("broadcast", tensors)
         return self._done(tensors)
 
@@ -137,7 +127,6 @@ class _Done(dist.Work):
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()
-        self._future = finished(result, [tensor.device for tensor in result[:1]])
         self._result = result
 
     def wait(self, timeout: Any = None) -> bool:
@@ -147,22 +136,19 @@ class _Done(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
+        return finished(self._result, self._result[0].device)
 
     def result(self) -> list[torch.Tensor]:
         return self._result
 
 
 class KeptBucket:
-    """A bucket that outlives its step: the same parameters, and gradients to fill it with again.
+    """A copy of torch's bucket, taken inside of its hook. It outlives the step, and can be filled again.
 
-    Args:
-        bucket: torch's own, inside its hook.
+    It has those of torch's methods that the hooks of our methods call.
     """
 
     def __init__(self, bucket: GradBucket) -> None:
-        self._index = bucket.index()
-        self._is_last = bucket.is_last()
         self._parameters = bucket.parameters()
         self._values = bucket.buffer().detach().clone()
         start = bucket.buffer().storage_offset()
@@ -173,36 +159,21 @@ class KeptBucket:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the whole bucket."""
-        return self._values.numel() * self._values.element_size()
+        return self._values.nbytes
 
     def fill(self) -> None:
-        """Put the gradients in anew: a hook may write to them."""
+        """Put the gradients in anew: a hook may have written to them."""
         self._buffer = self._values.clone()
 
-    def index(self) -> int:
-        """As torch's."""
-        return self._index
-
     def buffer(self) -> torch.Tensor:
-        """As torch's."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """As torch's: views of the buffer."""
+        """Views of the buffer."""
         return [self._buffer[start : start + count].view(shape) for start, shape, count in self._places]
 
     def parameters(self) -> list[torch.Tensor]:
-        """As torch's."""
         return self._parameters
-
-    def is_last(self) -> bool:
-        """As torch's."""
-        return self._is_last
-
-    def set_buffer(self, tensor: torch.Tensor) -> None:
-        """As torch's."""
-        self._buffer = tensor
 
 
 def pass_through(hook: Hook, buckets: Sequence[KeptBucket], group: CountingGroup) -> list[Pass]:

@@ -7,17 +7,20 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from plimsoll.artifacts.progress import Progress
+from plimsoll.analysis.probe.step import Blocks, MakeOptimizer, Trainer
+from plimsoll.analysis.probe.stream import Call
+from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.traffic import UNCOMPRESSED, BucketTiming, LinkFit, LinkPoint, StepTiming, Transfer
 from plimsoll.distributed.comm_cost.counting import CountingGroup, Hook, KeptBucket, Pass, finished, pass_through
+from plimsoll.distributed.comm_cost.figures import ReplicaFigures
 from plimsoll.distributed.comm_cost.forecast import (
     BucketProgram,
     ForecastJob,
@@ -26,10 +29,11 @@ from plimsoll.distributed.comm_cost.forecast import (
     sizes_to_time,
     transfer_seconds,
 )
+from plimsoll.distributed.comm_cost.parallel_layout import find_units
 from plimsoll.distributed.comm_cost.timed_step import (
     Backward,
     SilentParallel,
-    time_transfers,
+    time_transfer,
     wait_for_all,
     wait_for_device,
 )
@@ -41,33 +45,47 @@ from plimsoll.distributed.gradient_compression.shards import ShardUnit
 from plimsoll.distributed.gradient_compression.slots import GradientPart, GradientSlot, make_slots
 from plimsoll.session.rendezvous.exchange import exchange
 from plimsoll.session.rendezvous.world import World
+from plimsoll.tracing.recorder.calling import Loss, scalar_loss
 
 _TOPIC = "gradient traffic"
 _MOST_BESIDE = 64
 _LEAST_SHARE = 0.05
+REPETITIONS = 7
+"""How often every step, transfer and pass is timed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Metering:
-    """What is measured, and how often.
+    """What is measured and trained on this rank, and how often: the arguments of ``advise_compression``, checked.
 
-    ``units`` are the modules that FSDP2 reduces the gradients of, none of a model that is to be replicated; ``bucket_bytes``
-    is that of torch's wrapper, ``repetitions`` how often every step, transfer and pass is timed.
+    ``methods`` are full names, the uncompressed one first. ``calls`` are this rank's own batches, one per step, the first of
+    which is timed; ``held_out`` are the same on all ranks. ``orders`` runs of ``validate_steps`` steps are trained with each
+    method. ``units`` are the modules that FSDP2 reduces the gradients of, none of a model that is to be replicated, and
+    ``bucket_bytes`` is that of torch's wrapper.
     """
 
     world: World
     model: nn.Module
-    backward: Backward
     methods: tuple[str, ...]
-    units: tuple[ShardUnit, ...]
-    bucket_bytes: int | None
-    repetitions: int
-    seed: int
-    report: Progress
+    calls: Sequence[Call]
+    held_out: Sequence[Call]
+    loss: Loss | None
+    make_optimizer: MakeOptimizer
+    measure_rounds: int = 0
+    validate_steps: int = 0
+    orders: int = 1
+    bucket_bytes: int | None = None
+    seed: int = 0
+    report: Progress = silent
+    units: tuple[ShardUnit, ...] = field(init=False)
+    backward: Backward = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.units = find_units(self.model)
+        self.backward = _backward(self.model, self.calls[0], self.loss)
 
     @property
     def device(self) -> torch.device:
-        """Of the model."""
         return next(self.model.parameters()).device
 
     @property
@@ -75,46 +93,26 @@ class Metering:
         """Who sends what lies on the device: a group may have one for each kind of device."""
         return dict(each.split(":") for each in dist.get_backend_config().split(","))[self.device.type]
 
+    def ask_all(self, value: object) -> list[Any]:
+        """Every rank's value, in the order of ranks; all ranks call it alike."""
+        return [json.loads(message) for message in exchange(self.world, _TOPIC, json.dumps(value).encode())]
 
-@dataclass(frozen=True, slots=True)
-class MeteredTraffic:
-    """``job`` has the step (its optimizer not yet timed) and the links; ``programs`` begin with the uncompressed one.
-
-    ``alone_seconds`` is what the bare model's step took meanwhile: a mark of how fast the machine was.
-    """
-
-    job: ForecastJob
-    programs: tuple[MethodProgram, ...]
-    gradient_bytes: int
-    alone_seconds: float
-
-    def with_optimizer(self, seconds: float) -> MeteredTraffic:
-        """The same with the optimizer's seconds in the step."""
-        step = msgspec.structs.replace(self.job.step, measured_optimizer_seconds=seconds)
-        return replace(self, job=replace(self.job, step=step))
-
-    def when_alone_takes(self, seconds: float) -> MeteredTraffic:
-        """The same on a machine that computes at another speed, as another bare step shows: other jobs come and go."""
-        factor = seconds / self.alone_seconds
-        step = self.job.step
-        slower = msgspec.structs.replace(
-            step,
-            measured_compute_seconds=step.measured_compute_seconds * factor,
-            measured_optimizer_seconds=step.measured_optimizer_seconds * factor,
-            buckets=tuple(
-                msgspec.structs.replace(each, measured_ready_seconds=each.measured_ready_seconds * factor)
-                for each in step.buckets
-            ),
-        )
-        return replace(
-            self,
-            job=replace(self.job, step=slower),
-            programs=tuple(program.slower(factor) for program in self.programs),
-            alone_seconds=seconds,
-        )
+    def slowest(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Every number as the rank has it on which it is largest. All ranks get the same."""
+        return [[max(each) for each in zip(*row, strict=True)] for row in zip(*self.ask_all(rows), strict=True)]
 
 
-def meter_traffic(metering: Metering) -> MeteredTraffic:
+def _backward(model: nn.Module, call: Call, loss: Loss | None) -> Callable[[nn.Module], None]:
+    """Forward, loss and backward of a batch, which is moved to the model's device."""
+    call = Trainer(model, loss, Blocks(model, ())).own(call)
+
+    def backward(module: nn.Module) -> None:
+        scalar_loss(module(*call.args, **call.kwargs), loss).backward()
+
+    return backward
+
+
+def meter_traffic(metering: Metering) -> ReplicaFigures:
     """Time the step, what each method does to its gradients, and the link. All ranks call it alike.
 
     All of it is timed in rounds, so that a disturbance of some seconds meets a little of everything.
@@ -126,19 +124,18 @@ def meter_traffic(metering: Metering) -> MeteredTraffic:
     sizes = sizes_to_time([each.program() for each in passes.values()])
     steps: list[list[float]] = []
     transfers: dict[tuple[Transfer, int], list[float]] = {}
-    for number in range(metering.repetitions):
-        metering.report(f"timing the parts, round {number + 1}", number / metering.repetitions)
-        sample, alone = silent.step(), silent.step_beside(0, 0)
-        steps.append([*sample.ready_seconds, sample.compute_seconds, alone.compute_seconds])
+    for number in range(REPETITIONS):
+        metering.report(f"timing the parts, round {number + 1}", number / REPETITIONS)
+        steps.append([*silent.step(), silent.step_beside(0, 0)[0]])
         for each in passes.values():
             each.time()
         for kind, payloads in sizes.items():
             for payload_bytes in payloads:
-                seconds = time_transfers(kind, payload_bytes, metering.device, repetitions=1)
-                transfers.setdefault((kind, payload_bytes), []).extend(seconds)
-    rows = slowest(metering.world, steps)
+                seconds = time_transfer(kind, payload_bytes, metering.device)
+                transfers.setdefault((kind, payload_bytes), []).append(seconds)
+    rows = metering.slowest(steps)
     *ready_seconds, compute_seconds, alone_seconds = medians(rows)
-    links = _fit_links(metering.world, transfers)
+    links = _fit_links(metering, transfers)
     largest_bytes = max(bucket.gradient_bytes for bucket in buckets)
     metering.report("timing the step beside transfers", 0.0)
     compute_share, transfer_share = _time_beside(metering, silent, links, largest_bytes)
@@ -148,7 +145,7 @@ def meter_traffic(metering: Metering) -> MeteredTraffic:
         spread=spread_of([row[-2] for row in rows]),
         compute_share=compute_share,
         transfer_share=transfer_share,
-        processor_share=_processor_share(metering.world, metering.device),
+        processor_share=_processor_share(metering),
         buckets=tuple(
             BucketTiming(gradient_bytes=bucket.gradient_bytes, measured_ready_seconds=seconds)
             for bucket, seconds in zip(buckets, ready_seconds, strict=True)
@@ -156,23 +153,16 @@ def meter_traffic(metering: Metering) -> MeteredTraffic:
     )
     gradient_bytes = sum(bucket.gradient_bytes for bucket in buckets)
     programs = tuple(each.program() for each in passes.values())
-    return MeteredTraffic(ForecastJob(step, links, metering.world.size), programs, gradient_bytes, alone_seconds)
+    return ReplicaFigures(ForecastJob(step, links, metering.world.size), programs, gradient_bytes, alone_seconds)
 
 
 def compression_hook(model: nn.Module, method: str, group: CountingGroup, seed: int) -> Hook:
-    """What ``compress_gradients`` does to a bucket, on a group of our choice.
-
-    Args:
-        model: without its wrapper.
-        method: its name.
-        group: whose number of ranks it works for.
-        seed: as for ``compress_gradients``.
-    """
+    """What ``compress_gradients`` does to a bucket of a model without its wrapper, on a group of our choice."""
     if method == UNCOMPRESSED:
 
         def plain(bucket: KeptBucket) -> torch.futures.Future[torch.Tensor]:
             average_whole(bucket.buffer(), group)
-            return finished(bucket.buffer(), [bucket.buffer().device])
+            return finished(bucket.buffer(), bucket.buffer().device)
 
         return plain
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -186,13 +176,13 @@ def compression_hook(model: nn.Module, method: str, group: CountingGroup, seed: 
         buffer = bucket.buffer()
         parameters = [slot_of[parameter] for parameter in bucket.parameters()]
         mean.reduce(parameters, bucket.gradients(), buffer, group=group, step=0)
-        return finished(buffer, [buffer.device])
+        return finished(buffer, buffer.device)
 
     return hook
 
 
 class _Passes:
-    """One method's passes over the buckets, each timed with all ranks at work; the first, not timed, shows what it does."""
+    """One method's passes over the buckets, each timed with all ranks at work; the untimed first shows the transfers."""
 
     def __init__(self, metering: Metering, method: str, buckets: Sequence[KeptBucket]) -> None:
         device = metering.device
@@ -216,7 +206,7 @@ class _Passes:
     def program(self) -> MethodProgram:
         """What the method does: medians over passes, each that of the slowest rank. All ranks call it alike."""
         untimed = [seconds for each in self._shape for seconds in each.local_seconds]
-        rows = slowest(self._metering.world, self._rows or [untimed])
+        rows = self._metering.slowest(self._rows or [untimed])
         local_seconds = iter(medians(rows))
         return MethodProgram(
             method=self._method,
@@ -235,50 +225,42 @@ class _Passes:
         return pass_through(self._hook, self._buckets, self._group)
 
 
-def _fit_links(world: World, transfers: dict[tuple[Transfer, int], list[float]]) -> dict[Transfer, LinkFit]:
-    rows = slowest(world, list(transfers.values()))
+def _fit_links(metering: Metering, transfers: dict[tuple[Transfer, int], list[float]]) -> dict[Transfer, LinkFit]:
+    rows = metering.slowest(list(transfers.values()))
     points: dict[Transfer, list[LinkPoint]] = {}
     for (kind, payload_bytes), row in zip(transfers, rows, strict=True):
         point = LinkPoint(payload_bytes=payload_bytes, measured_seconds=statistics.median(row))
         points.setdefault(kind, []).append(point)
-    return {kind: fit_link(kind, found, world.size) for kind, found in points.items()}
+    return {kind: fit_link(kind, found, metering.world.size) for kind, found in points.items()}
 
 
 def _time_beside(
     metering: Metering, silent: SilentParallel, links: dict[Transfer, LinkFit], payload_bytes: int
 ) -> tuple[float, float]:
     """Speed of computing beside transfers, and of transfers beside computing, as shares of what each has alone."""
-    world = metering.world
-    first = slowest(world, [[silent.step_beside(payload_bytes, 0).compute_seconds]])[0][0]
-    each_seconds = transfer_seconds(links[Transfer.ALL_REDUCE], payload_bytes, world.size)
+    first = metering.slowest([[silent.step_beside(payload_bytes, 0)[0]]])[0][0]
+    each_seconds = transfer_seconds(links[Transfer.ALL_REDUCE], payload_bytes, metering.world.size)
     count = min(_MOST_BESIDE, math.ceil(1.5 * first / each_seconds) + 1)
-    samples = []
-    for _ in range(metering.repetitions):
-        alone, beside = silent.step_beside(payload_bytes, 0), silent.step_beside(payload_bytes, count)
-        samples.append([alone.compute_seconds, beside.compute_seconds, beside.transfers_seconds])
-    alone_seconds, beside_seconds, all_seconds = medians(slowest(world, samples))
+    samples = [
+        [silent.step_beside(payload_bytes, 0)[0], *silent.step_beside(payload_bytes, count)] for _ in range(REPETITIONS)
+    ]
+    alone_seconds, beside_seconds, all_seconds = medians(metering.slowest(samples))
     # While the step was under way a part of the transfers was done; the rest ran alone.
     sent_seconds = count * each_seconds - max(0.0, all_seconds - beside_seconds)
     shares = alone_seconds / beside_seconds, sent_seconds / min(beside_seconds, all_seconds)
     return min(1.0, max(_LEAST_SHARE, shares[0])), min(1.0, max(_LEAST_SHARE, shares[1]))
 
 
-def _processor_share(world: World, device: torch.device) -> float:
+def _processor_share(metering: Metering) -> float:
     """A CPU with as many cores as ranks and threads ask for gives local work a core of its own; a GPU shares itself.
 
     The smallest of all ranks' machines: what they predict from it has to be the same.
     """
-    if device.type != "cpu":
+    if metering.device.type != "cpu":
         return 0.5
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads_per_core = (torch.get_num_threads() + 1) * local_ranks / (os.cpu_count() or 1)
-    return min(1.0, max(0.5, 1 / slowest(world, [[threads_per_core]])[0][0]))
-
-
-def slowest(world: World, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Every number as the rank has it on which it is largest. All ranks get the same."""
-    told = [json.loads(message) for message in exchange(world, _TOPIC, json.dumps(rows).encode())]
-    return [[max(each) for each in zip(*row, strict=True)] for row in zip(*told, strict=True)]
+    return min(1.0, max(0.5, 1 / metering.slowest([[threads_per_core]])[0][0]))
 
 
 def medians(rows: Sequence[Sequence[float]]) -> list[float]:

@@ -32,12 +32,7 @@ def find_units(model: nn.Module) -> tuple[ShardUnit, ...]:
 
 
 def check_layout(model: nn.Module, world: World) -> None:
-    """Refuse what is wrapped already, and shards whose traffic is not that of all ranks.
-
-    Raises:
-        InvalidModel: says which.
-        InvalidOption: gradients that have a hook or are compressed already.
-    """
+    """Refuse what is wrapped already, shards whose traffic is not that of all ranks, and gradients that have a hook."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise InvalidModel(
             "The model is under DistributedDataParallel already.",
@@ -53,7 +48,6 @@ def check_layout(model: nn.Module, world: World) -> None:
     units = find_units(model)
     if not units:
         _check_no_wrappers(model)
-        return
     check_free(units)
     check_default(units)
     for unit in units:
@@ -68,15 +62,8 @@ def check_layout(model: nn.Module, world: World) -> None:
 def check_reducible(model: nn.Module, units: Sequence[ShardUnit]) -> int:
     """After a step: refuse gradients that are not reduced, that torch's wrapper would wait for, or that have no buckets.
 
-    Args:
-        model: with the gradients of a step.
-        units: of a sharded model.
-
     Returns:
-        how many trained parameters have none.
-
-    Raises:
-        InvalidModel: says which.
+        How many trained parameters of a sharded model have none.
     """
     trained = [(name, each.grad) for name, each in model.named_parameters() if each.requires_grad]
     unused = [name for name, gradient in trained if gradient is None]
@@ -104,18 +91,22 @@ def check_reducible(model: nn.Module, units: Sequence[ShardUnit]) -> int:
     return 0
 
 
-def name_methods(given: Sequence[str] | None, *, is_sharded: bool) -> tuple[str, ...]:
-    """Every method once by its full name, the uncompressed one first.
-
-    Args:
-        given: names, or ``None`` for one of each kind.
-        is_sharded: whether they have to take the place of a reduce-scatter.
+def name_methods(given: object, *, is_sharded: bool) -> tuple[str, ...]:
+    """Every method once by its full name, the uncompressed one first; ``given`` is ``None`` for one of each kind.
 
     Raises:
-        InvalidOption: an unknown method, one that cannot do that, or none at all.
+        InvalidOption: no list, an unknown method, one that cannot take the place of a reduce-scatter where a model is
+            sharded, or none at all.
     """
     default = SHARD_METHODS if is_sharded else METHODS
-    parsed = [parse_method(each) for each in _listed(default if given is None else given)]
+    if given is not None and not isinstance(given, Iterable):
+        raise InvalidOption(
+            f"methods={given!r} is no list of methods.",
+            why="each is a name with its parameter",
+            next=f'methods=["{METHODS[1]}", "{METHODS[-1]}"], or leave it out',
+        )
+    listed = default if given is None else [given] if isinstance(given, str) else given
+    parsed = [parse_method(each) for each in listed]
     if is_sharded:
         for method in parsed:
             check_scatters(method)
@@ -127,18 +118,6 @@ def name_methods(given: Sequence[str] | None, *, is_sharded: bool) -> tuple[str,
             next=f"name some of {', '.join(default)}, or leave it out",
         )
     return (UNCOMPRESSED, *others)
-
-
-def _listed(methods: object) -> list[str]:
-    if isinstance(methods, str):
-        return [methods]
-    if not isinstance(methods, Iterable):
-        raise InvalidOption(
-            f"methods={methods!r} is no list of methods.",
-            why="each is a name with its parameter",
-            next=f'methods=["{METHODS[1]}", "{METHODS[-1]}"], or leave it out',
-        )
-    return list(methods)
 
 
 def _check_no_wrappers(model: nn.Module) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,29 +15,33 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from plimsoll.distributed.comm_cost.counting import Hook, KeptBucket, finished
+from plimsoll.artifacts.traffic import Transfer
+from plimsoll.distributed.comm_cost.counting import KeptBucket, finished
 from plimsoll.distributed.gradient_compression.switch import Switch, reduce_bucket
 
+Backward = Callable[[nn.Module], object]
+"""Takes a model through forward, loss and backward."""
 
-def start_transfer(kind: str, payload: torch.Tensor) -> dist.Work:
+_SETTLING_STEPS = 2
+"""Torch deals the buckets out anew after the first backward."""
+
+
+def start_transfer(kind: Transfer, payload: torch.Tensor) -> dist.Work:
     """Begin a transfer on the default group.
 
-    Args:
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``broadcast``.
-        payload: what this rank gives: of one dimension, its length a multiple of the number of ranks.
+    ``payload`` is what this rank gives: of one dimension, its length a multiple of the number of ranks.
     """
     ranks = dist.get_world_size()
     work: dist.Work | None
-    if kind == "all_reduce":
+    if kind is Transfer.ALL_REDUCE:
         work = dist.all_reduce(payload, async_op=True)
-    elif kind == "all_gather":
+    elif kind is Transfer.ALL_GATHER:
         work = dist.all_gather(list(payload.new_empty(ranks, len(payload))), payload, async_op=True)
-    elif kind == "reduce_scatter":
+    elif kind is Transfer.REDUCE_SCATTER:
         work = dist.reduce_scatter(payload.new_empty(len(payload) // ranks), list(payload.chunk(ranks)), async_op=True)
-    elif kind == "all_to_all":
+    elif kind is Transfer.ALL_TO_ALL:
         work = dist.all_to_all_single(torch.empty_like(payload), payload, async_op=True)
     else:
-        assert kind == "broadcast", kind
         work = dist.broadcast(payload, src=0, async_op=True)
     assert work is not None
     return work
@@ -51,17 +53,27 @@ def payload_of(payload_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(max(1, -(-payload_bytes // 4 // ranks)) * ranks, device=device)
 
 
-def time_transfers(kind: str, payload_bytes: int, device: torch.device, *, repetitions: int) -> list[float]:
-    """Seconds of each repetition on this rank; all ranks call it alike. One more, not timed, comes first."""
+def time_transfer(kind: Transfer, payload_bytes: int, device: torch.device) -> float:
+    """Seconds of one transfer on this rank, after one that is not timed; all ranks call it alike."""
     payload = payload_of(payload_bytes, device)
-    found = []
-    for _ in range(repetitions + 1):
-        wait_for_all(device)
-        begin_seconds = time.perf_counter()
-        start_transfer(kind, payload).wait()
-        wait_for_device(device)
-        found.append(time.perf_counter() - begin_seconds)
-    return found[1:]
+    for _ in range(2):
+        seconds = time_call(lambda: start_transfer(kind, payload).wait(), device)
+    return seconds
+
+
+def time_step(wrapped: nn.Module, backward: Backward, device: torch.device) -> float:
+    """The seconds of one step from empty gradients on this rank, from when all are ready for it."""
+    wrapped.zero_grad(set_to_none=True)
+    return time_call(lambda: backward(wrapped), device)
+
+
+def time_call(call: Callable[[], object], device: torch.device) -> float:
+    """The seconds of anything on this rank, from when all are ready for it."""
+    wait_for_all(device)
+    begin_seconds = time.perf_counter()
+    call()
+    wait_for_device(device)
+    return time.perf_counter() - begin_seconds
 
 
 def wait_for_all(device: torch.device) -> None:
@@ -77,91 +89,61 @@ def wait_for_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-Backward = Callable[[nn.Module], object]
-"""Takes a model through forward, loss and backward."""
-
-_SETTLING_STEPS = 2
-"""Torch deals the buckets out anew after the first backward."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepSample:
-    """One step, in seconds from its start: each bucket full, and the end of backward."""
-
-    ready_seconds: tuple[float, ...]
-    compute_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class BesideSample:
-    """One step of the bare model with transfers beside it: its seconds, and those of all transfers, which began with it."""
-
-    compute_seconds: float
-    transfers_seconds: float
-
-
 class SilentParallel:
     """The model in torch's wrapper, sending nothing.
 
     Making one writes the first rank's parameters and buffers into all ranks' models, as data-parallel training does.
-
-    Args:
-        model: the same on all ranks.
-        bucket_bytes: as ``bucket_cap_mb`` of torch's wrapper; ``None`` for its default.
-        backward: the step.
+    ``bucket_bytes`` is ``bucket_cap_mb`` of torch's wrapper, ``None`` for its default.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int | None, backward: Backward) -> None:
         self.device = next(model.parameters()).device
-        self._hook = _HookOfTheMoment(_give_back)
         self._model = model
         self._backward = backward
         self._wrapped = wrap(model, bucket_bytes)
-        switch = Switch(self._wrapped.process_group)
-        switch.answer = self._hook
-        self._wrapped.register_comm_hook(switch, reduce_bucket)
+        # Torch's reducer holds the switch where no garbage collector sees it: what answers must not know the wrapper.
+        self._switch = Switch(self._wrapped.process_group)
+        self._wrapped.register_comm_hook(self._switch, reduce_bucket)
         for _ in range(_SETTLING_STEPS):
             self.step()
 
-    def step(self) -> StepSample:
-        """One step from empty gradients, begun by all ranks together."""
+    def step(self) -> list[float]:
+        """One step from empty gradients, begun by all ranks together: seconds until each bucket is full, and until the end."""
         clock = _Clock(self.device)
 
-        def note(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        def note(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             clock.mark()
-            return _give_back(bucket)
+            return finished(bucket.buffer(), bucket.buffer().device)
 
-        empty_gradients(self._model)
-        self._hook.reduce = note
+        self._model.zero_grad(set_to_none=True)
+        self._switch.answer = note
         wait_for_all(self.device)
         clock.mark()
         self._backward(self._wrapped)
         clock.mark()
-        *ready_seconds, compute_seconds = clock.seconds()
-        return StepSample(tuple(ready_seconds), compute_seconds)
+        return clock.seconds()
 
     def buckets(self) -> list[KeptBucket]:
         """The buckets of a step with this rank's own gradients, in the order in which backward fills them."""
         found = []
 
-        def keep(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        def keep(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             found.append(KeptBucket(bucket))
-            return _give_back(bucket)
+            return finished(bucket.buffer(), bucket.buffer().device)
 
-        empty_gradients(self._model)
-        self._hook.reduce = keep
+        self._model.zero_grad(set_to_none=True)
+        self._switch.answer = keep
         self._backward(self._wrapped)
         return found
 
-    def step_beside(self, payload_bytes: int, transfers: int) -> BesideSample:
-        """A step of the model without its wrapper, while all-reduces are under way, one after the other.
+    def step_beside(self, payload_bytes: int, transfers: int) -> tuple[float, float]:
+        """A step of the model without its wrapper, while so many all-reduces are under way, one after the other.
 
-        Args:
-            payload_bytes: of each all-reduce.
-            transfers: how many: enough to last as long as the step, or none.
+        Returns:
+            Seconds of the step, and of all transfers, which begin with it.
         """
         payloads = [payload_of(payload_bytes, self.device) for _ in range(transfers)]
-        empty_gradients(self._model)
+        self._model.zero_grad(set_to_none=True)
         wait_for_all(self.device)
         begin_seconds = time.perf_counter()
         finish = _send_beside(payloads, self.device)
@@ -172,18 +154,7 @@ class SilentParallel:
             compute_seconds = time.perf_counter() - begin_seconds
         finally:
             finish()
-        return BesideSample(compute_seconds, time.perf_counter() - begin_seconds)
-
-
-class _HookOfTheMoment:
-    """Answers for the buckets. Torch's reducer holds it where no garbage collector sees it, so it knows no wrapper."""
-
-    def __init__(self, hook: Hook) -> None:
-        self.reduce = hook
-
-
-def _give_back(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return finished(bucket.buffer(), [bucket.buffer().device])
+        return compute_seconds, time.perf_counter() - begin_seconds
 
 
 def wrap(model: nn.Module, bucket_bytes: int | None) -> DistributedDataParallel:
@@ -191,31 +162,10 @@ def wrap(model: nn.Module, bucket_bytes: int | None) -> DistributedDataParallel:
     return DistributedDataParallel(model, bucket_cap_mb=None if bucket_bytes is None else bucket_bytes / 2**20)
 
 
-def time_step(wrapped: nn.Module, backward: Backward, device: torch.device) -> float:
-    """The seconds of one step from empty gradients on this rank, from when all are ready for it."""
-    empty_gradients(wrapped)
-    return time_call(lambda: backward(wrapped), device)
-
-
-def time_call(call: Callable[[], object], device: torch.device) -> float:
-    """The seconds of anything on this rank, from when all are ready for it."""
-    wait_for_all(device)
-    begin_seconds = time.perf_counter()
-    call()
-    wait_for_device(device)
-    return time.perf_counter() - begin_seconds
-
-
-def empty_gradients(model: nn.Module) -> None:
-    """No parameter has a gradient."""
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
 def _send_beside(payloads: Sequence[torch.Tensor], device: torch.device) -> Callable[[], None]:
     """Begin all-reduces beside what comes next; what is returned waits for all of them."""
     if device.type == "cuda":
-        works = [start_transfer("all_reduce", payload) for payload in payloads]
+        works = [start_transfer(Transfer.ALL_REDUCE, payload) for payload in payloads]
 
         def wait() -> None:
             for work in works:
@@ -226,7 +176,7 @@ def _send_beside(payloads: Sequence[torch.Tensor], device: torch.device) -> Call
 
     def send() -> None:
         for payload in payloads:
-            start_transfer("all_reduce", payload).wait()
+            start_transfer(Transfer.ALL_REDUCE, payload).wait()
 
     sender = threading.Thread(target=send, name="transfers")
     sender.start()
@@ -234,7 +184,7 @@ def _send_beside(payloads: Sequence[torch.Tensor], device: torch.device) -> Call
 
 
 class _Clock:
-    """Marks in time: on a GPU they are set on its stream, and read when it has come by."""
+    """Marks in time. On a GPU they are events on its stream, read once the stream has passed them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

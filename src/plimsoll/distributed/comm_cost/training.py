@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -15,17 +14,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 from plimsoll.analysis.probe.keeping import put_weights, seed_everything, take_weights
-from plimsoll.analysis.probe.step import Blocks, MakeOptimizer, Trainer
-from plimsoll.analysis.probe.stream import Call
+from plimsoll.analysis.probe.step import Blocks, Trainer
 from plimsoll.artifacts.traffic import UNCOMPRESSED
-from plimsoll.distributed.comm_cost.metering import Metering, slowest
+from plimsoll.distributed.comm_cost.metering import REPETITIONS, Metering
 from plimsoll.distributed.comm_cost.timed_step import time_call, time_step, wrap
 from plimsoll.distributed.gradient_compression.compress import compress_gradients
-from plimsoll.session.rendezvous.exchange import exchange
-from plimsoll.session.rendezvous.world import World
 from plimsoll.tracing.fsdp2 import reshard, scattering
 from plimsoll.tracing.local_tensors import dense_parts
-from plimsoll.tracing.recorder.calling import Loss, scalar_loss
+from plimsoll.tracing.recorder.calling import scalar_loss
 
 
 class SilentScatter(DefaultAllocMixin, ReduceScatter):
@@ -44,7 +40,6 @@ class SilentScatter(DefaultAllocMixin, ReduceScatter):
         return None
 
 
-_TOPIC = "gradient traffic: training"
 _WARM_STEPS = 1
 _TIMED_STEPS = 2
 """In each turn of a method: a turn begins with connections of its own."""
@@ -58,27 +53,8 @@ class GradientError:
     cosine: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationTraining:
-    """What is trained, with what, and how often: ``orders`` runs of ``steps`` steps with each method.
-
-    ``calls`` are this rank's own batches, one per step; ``held_out`` are the same on all ranks.
-    """
-
-    calls: Sequence[Call]
-    held_out: Sequence[Call]
-    loss: Loss | None
-    make_optimizer: MakeOptimizer
-    steps: int
-    orders: int
-
-
 class Parallel:
-    """The model in torch's wrapper, or sharded as it came, sending its gradients for real, in one way or another.
-
-    Args:
-        metering: the model, the ranks, the step.
-    """
+    """The model in torch's wrapper, or sharded as it came, sending its gradients for real, with one method or another."""
 
     def __init__(self, metering: Metering) -> None:
         self._metering = metering
@@ -87,12 +63,12 @@ class Parallel:
         for _ in range(_WARM_STEPS + 1):
             self._time()
 
-    def measured_rounds(self, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
+    def measured_rounds(self) -> tuple[dict[str, list[float]], list[float]]:
         """Seconds of forward and backward with every method, in turns, and of a step that sends no gradients after each.
 
         One figure per turn, the slowest rank's.
         """
-        metering = self._metering
+        metering, rounds = self._metering, self._metering.measure_rounds
         alone: list[float] = []
         found: dict[str, list[float]] = {method: [] for method in metering.methods}
         for number in range(rounds):
@@ -103,9 +79,8 @@ class Parallel:
                     for _ in range(_WARM_STEPS):
                         self._time()
                     seconds = [self._time() for _ in range(_TIMED_STEPS)]
-                rows = slowest(metering.world, [seconds])
-                found[method].append(statistics.median(rows[0]))
-                alone.append(slowest(metering.world, [[self._time_alone()]])[0][0])
+                found[method].append(statistics.median(metering.slowest([seconds])[0]))
+                alone.append(metering.slowest([[self._time_alone()]])[0][0])
         return found, alone
 
     def sent_bytes(self) -> dict[str, int]:
@@ -116,13 +91,14 @@ class Parallel:
                 found[method] = handle.step_bytes
         return found
 
-    def optimizer_seconds(self, make_optimizer: MakeOptimizer, repetitions: int) -> float:
+    def optimizer_seconds(self) -> float:
         """What a step of the optimizer takes, once its state exists; the weights are put back."""
+        metering = self._metering
         self._time()
-        optimizer = make_optimizer([each for each in self._metering.model.parameters() if each.requires_grad])
-        taken = [time_call(optimizer.step, self._metering.device) for _ in range(repetitions + 1)]
-        put_weights(self._metering.model, self._start)
-        return statistics.median(row[0] for row in slowest(self._metering.world, [[each] for each in taken[1:]]))
+        optimizer = self._optimizer()
+        taken = [time_call(optimizer.step, metering.device) for _ in range(REPETITIONS + 1)]
+        put_weights(metering.model, self._start)
+        return statistics.median(metering.slowest([taken[1:]])[0])
 
     def gradient_errors(self) -> dict[str, GradientError]:
         """The first gradient with every method beside the uncompressed one, from the same batch and random state."""
@@ -130,38 +106,42 @@ class Parallel:
         exact = self._gradient(UNCOMPRESSED)
         for method in self._metering.methods:
             if method != UNCOMPRESSED:
-                found[method] = _compare(self._metering.world, exact, self._gradient(method))
+                found[method] = _compare(self._metering, exact, self._gradient(method))
         return found
 
-    def held_out_losses(self, training: ValidationTraining, method: str, order: int) -> list[float | None]:
+    def held_out_losses(self, method: str, order: int) -> list[float | None]:
         """Train from the start and evaluate; the losses of all held-out batches, the same on all ranks."""
         metering, world = self._metering, self._metering.world
         place = world.ranks.index(world.rank)
         put_weights(metering.model, self._start)
-        optimizer = training.make_optimizer([each for each in metering.model.parameters() if each.requires_grad])
-        trainer = Trainer(metering.model, training.loss, Blocks(metering.model, ()))
-        picks = torch.randperm(len(training.calls), generator=torch.Generator().manual_seed(metering.seed + order))
+        optimizer = self._optimizer()
+        trainer = Trainer(metering.model, metering.loss, Blocks(metering.model, ()))
+        picks = torch.randperm(len(metering.calls), generator=torch.Generator().manual_seed(metering.seed + order))
         seed_everything(metering.seed + 1000 * order + place)
         with self._sending(method):
-            for number in range(training.steps):
-                metering.report(f"{method}, order {order + 1}: step {number + 1}", number / training.steps)
+            for number in range(metering.validate_steps):
+                metering.report(f"{method}, order {order + 1}: step {number + 1}", number / metering.validate_steps)
                 optimizer.zero_grad(set_to_none=True)
-                call = trainer.own(training.calls[int(picks[number % len(picks)])])
-                scalar_loss(self._wrapped(*call.args, **call.kwargs), training.loss).backward()
+                call = trainer.own(metering.calls[int(picks[number % len(picks)])])
+                scalar_loss(self._wrapped(*call.args, **call.kwargs), metering.loss).backward()
                 optimizer.step()
-        share = list(training.held_out[place :: world.size])
-        if len(share) * world.size < len(training.held_out):
-            share.append(training.held_out[0])  # not asked for: where parameters are gathered, all ranks take part
+        share = list(metering.held_out[place :: world.size])
+        if len(share) * world.size < len(metering.held_out):
+            share.append(metering.held_out[0])  # not asked for: where parameters are gathered, all ranks take part
         losses = trainer.evaluate(share)
         reshard(metering.model)
         put_weights(metering.model, self._start)
-        return _in_turns(world, losses, len(training.held_out))
+        told = metering.ask_all(losses)  # of batches dealt out in turns
+        return [told[i % world.size][i // world.size] for i in range(len(metering.held_out))]
 
     def agreed(self, methods: Sequence[str]) -> list[str]:
         """What the first rank names, on all ranks: they are about to train with each of them together."""
-        told = exchange(self._metering.world, _TOPIC, json.dumps(list(methods)).encode())
-        named: list[str] = json.loads(told[0])
+        named: list[str] = self._metering.ask_all(list(methods))[0]
         return named
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        metering = self._metering
+        return metering.make_optimizer([each for each in metering.model.parameters() if each.requires_grad])
 
     def _gradient(self, method: str) -> list[torch.Tensor]:
         with self._sending(method):
@@ -192,7 +172,7 @@ class Parallel:
             yield
 
 
-def _compare(world: World, exact: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> GradientError:
+def _compare(metering: Metering, exact: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> GradientError:
     """Of all ranks' parts together; whole gradients, which all ranks have alike, come to the same."""
     sums = (
         sum(float(one.square().sum()) for one in exact),
@@ -200,16 +180,9 @@ def _compare(world: World, exact: Sequence[torch.Tensor], other: Sequence[torch.
         sum(float((one - two).square().sum()) for one, two in zip(exact, other, strict=True)),
         sum(float((one * two).sum()) for one, two in zip(exact, other, strict=True)),
     )
-    told = [json.loads(message) for message in exchange(world, _TOPIC, json.dumps(sums).encode())]
-    square, other_square, apart, product = (math.fsum(each) for each in zip(*told, strict=True))
+    square, other_square, apart, product = (math.fsum(each) for each in zip(*metering.ask_all(sums), strict=True))
     norm = math.sqrt(square)
     return GradientError(
         relative=math.sqrt(apart) / norm if norm else 0.0,
         cosine=product / (norm * math.sqrt(other_square)) if norm and other_square else 0.0,
     )
-
-
-def _in_turns(world: World, losses: Sequence[float | None], count: int) -> list[float | None]:
-    """Every rank's losses (of batches dealt out in turns) in the order of the batches."""
-    told = [json.loads(message) for message in exchange(world, _TOPIC, json.dumps(losses).encode())]
-    return [told[i % world.size][i // world.size] for i in range(count)]

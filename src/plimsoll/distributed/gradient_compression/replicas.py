@@ -59,7 +59,7 @@ class Replicas:
             self._group = self._own_group = _twin_of(model.process_group)
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradient-compression")
         self._switch = switch
-        switch.answer = self
+        switch.answer = self.reduce
 
     def reduce(self, bucket: GradBucket) -> Reduced:
         """Average a bucket, now or soon."""

@@ -6,7 +6,7 @@ import pytest
 
 from plimsoll.artifacts.traffic import TrafficRuling
 from plimsoll.artifacts.verdict import IntervalEstimate, Outcome
-from plimsoll.distributed.comm_cost.judging import differences, judge_all, judge_method, validate
+from plimsoll.distributed.comm_cost.findings import differences, judge_all, judge_method, validate
 from traffic_samples import make_method, make_validation
 
 FAST = IntervalEstimate(value=0.2, low=0.15, high=0.25)
