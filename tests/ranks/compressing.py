@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from launching import Refusal, refused
 from plimsoll.distributed import CompressionHandle, compress_gradients
-from plimsoll.distributed.gradient_compression import meaning
+from plimsoll.distributed.gradient_compression import averaging
 from ranks.small_models import llama
 
 EVERYTHING: dict[str, Any] = {"exclude": (), "min_elements": 0, "min_ratio": 0}
@@ -555,14 +555,14 @@ def broken(setting: Replicas) -> dict[str, str]:
     with compress_gradients(model, "sign:16", **EVERYTHING):
         for _ in range(2):  # DDP has one bucket at first
             step(model, next(given))
-        calls, offer = itertools.count(), meaning.offer
+        calls, offer = itertools.count(), averaging.offer
 
         def fail_at_first(*arguments: Any) -> Any:
             if next(calls) <= dist.get_rank():
                 raise ValueError("the cause")
             return offer(*arguments)
 
-        with unittest.mock.patch.object(meaning, "offer", fail_at_first):
+        with unittest.mock.patch.object(averaging, "offer", fail_at_first):
             first = refused(lambda: step(model, next(given))).found
         return {"first": first, "next": refused(lambda: step(model, next(given))).found}
 

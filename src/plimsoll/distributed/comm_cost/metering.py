@@ -37,10 +37,10 @@ from plimsoll.distributed.comm_cost.timed_step import (
     wait_for_all,
     wait_for_device,
 )
+from plimsoll.distributed.gradient_compression.averaging import Averages, average_whole
 from plimsoll.distributed.gradient_compression.counters import Tally
-from plimsoll.distributed.gradient_compression.meaning import BucketMean, average_whole
 from plimsoll.distributed.gradient_compression.method import CompressionSettings, parse_method
-from plimsoll.distributed.gradient_compression.rounds import mean_round
+from plimsoll.distributed.gradient_compression.rounds import round_of
 from plimsoll.distributed.gradient_compression.shards import ShardUnit
 from plimsoll.distributed.gradient_compression.slots import GradientPart, GradientSlot, make_slots
 from plimsoll.session.rendezvous.exchange import exchange
@@ -170,7 +170,7 @@ def compression_hook(model: nn.Module, method: str, group: CountingGroup, seed: 
     parts = [GradientPart(name=name, shape=tuple(each.shape), dtype=each.dtype) for name, each in trained]
     slots = make_slots(parts, settings, ranks=group.size(), form="mean")
     slot_of: dict[torch.Tensor, GradientSlot] = dict(zip((parameter for _, parameter in trained), slots, strict=True))
-    mean = BucketMean(settings, mean_round(settings), Tally())
+    mean = Averages(settings, round_of(settings, "mean"), Tally())
 
     def hook(bucket: KeptBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()

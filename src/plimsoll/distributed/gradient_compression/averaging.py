@@ -1,8 +1,8 @@
-"""Averages the gradients of one bucket over ranks: some compressed, the others in one plain all-reduce.
+"""Averages gradients over ranks: those that are due are compressed, the others are reduced as torch would.
 
 DDP puts parameters into buckets as it likes; here a bucket is taken apart again. The plain part, which also carries which
 gradients are not finite, is all-reduced first. Where nothing is compressed, that is one all-reduce of the bucket as it lies
-in memory, and its bits are those of DDP without a hook.
+in memory, and its bits are those of DDP without a hook. Under FSDP2 every rank gets its own shards of the mean instead.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.distributed as dist
 from plimsoll.distributed.gradient_compression.counters import Tally
 from plimsoll.distributed.gradient_compression.feedback import Offer, offer, settle, with_velocity
 from plimsoll.distributed.gradient_compression.method import CompressionSettings
-from plimsoll.distributed.gradient_compression.rounds import Round
+from plimsoll.distributed.gradient_compression.rounds import Round, reduce_rows
 from plimsoll.distributed.gradient_compression.slots import GradientSlot
 
 
-class BucketMean:
-    """Averages gradients over the ranks of a group."""
+class Averages:
+    """Averages gradients over the ranks of a group; ``round_`` is ``None`` where nothing is compressed."""
 
     def __init__(self, settings: CompressionSettings, round_: Round | None, tally: Tally) -> None:
         self._settings = settings
@@ -46,22 +46,73 @@ class BucketMean:
             group: whose ranks are averaged over.
             step: which step of training this belongs to, for the counts.
         """
-        due = [(slot, each) for slot, each in zip(slots, gradients, strict=True) if slot.is_due(self._settings)]
-        plain = [(slot, each) for slot, each in zip(slots, gradients, strict=True) if not slot.is_due(self._settings)]
+        pairs = list(zip(slots, gradients, strict=True))
+        due = [(slot, each) for slot, each in pairs if slot.is_due(self._settings)]
+        plain = [(slot, each) for slot, each in pairs if not slot.is_due(self._settings)]
         if due:
+            assert self._round is not None, "some parameter is compressed"
             offers = [offer(slot, each.reshape(-1), self._settings.momentum) for slot, each in due]
             is_void, is_nonfinite = self._plain(plain, offers, flat, group)
-            self._compressed(due, offers, is_void, group)
+            outcomes = self._round.reduce(offers, group)
+            for flag, (_, gradient), offered, outcome in zip(is_void, due, offers, outcomes, strict=True):
+                gradient.copy_(settle(offered, outcome, flag).view(gradient.shape))
         else:
             average_whole(flat, group)
             is_nonfinite = ~flat.isfinite().all()
         if self._settings.momentum:
             for slot, each in plain:
-                velocity = with_velocity(slot, each.reshape(-1), self._settings.momentum)
-                each.copy_(velocity.view(each.shape))
-        self._tally.add(slots, self._settings, is_nonfinite, step)
-        for slot in slots:
-            slot.reductions += 1
+                each.copy_(self._with_momentum(slot, each.reshape(-1)).view(each.shape))
+        self._count(slots, is_nonfinite, step)
+
+    @torch.no_grad()
+    def scatter(
+        self,
+        slots: Sequence[GradientSlot],
+        output: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        step: int,
+    ) -> None:
+        """Put the mean of this rank's row into ``output``.
+
+        Args:
+            slots: of the module's parameters, in the order of their columns.
+            output: ``(elements of a row,)``.
+            rows: ``(ranks, elements of a row)``.
+            group: whose ranks take part.
+            step: which step of training this belongs to, for the counts.
+        """
+        widths = [slot.shape[1] for slot in slots]
+        pieces, shards = rows.split(widths, dim=1), output.split(widths)
+        due = [i for i, slot in enumerate(slots) if slot.is_due(self._settings)]
+        plain = [i for i, slot in enumerate(slots) if not slot.is_due(self._settings)]
+        is_nonfinite = torch.zeros((), dtype=torch.bool, device=rows.device)
+        if len(plain) == len(slots):
+            # As it lies in memory: the bits are those of the reduce-scatter that this stands in for.
+            reduce_rows(output, rows, group, dist.ReduceOp.AVG)
+            is_nonfinite = ~output.isfinite().all()
+            for slot, shard in zip(slots, shards, strict=True):
+                shard.copy_(self._with_momentum(slot, shard))
+        elif plain:
+            message = torch.cat([pieces[i] for i in plain], dim=1).mul_(1 / group.size())
+            averaged = message.new_empty(message.shape[1])
+            reduce_rows(averaged, message, group)
+            for i, mean in zip(plain, averaged.split([widths[i] for i in plain]), strict=True):
+                shards[i].copy_(self._with_momentum(slots[i], mean))
+            is_nonfinite = ~averaged.isfinite().all()
+        if due and self._round is not None:
+            for i in due:
+                _spread_velocity(slots[i], group)
+            offers = [offer(slots[i], pieces[i], self._settings.momentum) for i in due]
+            # Each rank has its own shard only: what is void somewhere has to be void everywhere.
+            is_void = torch.stack([each.is_not_finite for each in offers])
+            dist.all_reduce(is_void, group=group)
+            outcomes = self._round.reduce(offers, group)
+            for flag, i, each, outcome in zip(is_void, due, offers, outcomes, strict=True):
+                shards[i].copy_(settle(each, outcome, flag, group.rank()))
+            is_nonfinite = is_nonfinite | (is_void > 0).any()
+        self._count(slots, is_nonfinite, step)
 
     def _plain(
         self,
@@ -79,17 +130,21 @@ class BucketMean:
             each.copy_(mean.view(each.shape))
         return is_void, (is_void > 0).any() | ~message.isfinite().all()
 
-    def _compressed(
-        self,
-        due: Sequence[tuple[GradientSlot, torch.Tensor]],
-        offers: Sequence[Offer],
-        is_void: torch.Tensor,
-        group: dist.ProcessGroup,
-    ) -> None:
-        assert self._round is not None, "some parameter is compressed"
-        outcomes = self._round.reduce(offers, group)
-        for i, ((_, gradient), offered, outcome) in enumerate(zip(due, offers, outcomes, strict=True)):
-            gradient.copy_(settle(offered, outcome, is_void[i]).view(gradient.shape))
+    def _with_momentum(self, slot: GradientSlot, mean: torch.Tensor) -> torch.Tensor:
+        return with_velocity(slot, mean, self._settings.momentum) if self._settings.momentum else mean
+
+    def _count(self, slots: Sequence[GradientSlot], is_nonfinite: torch.Tensor, step: int) -> None:
+        self._tally.add(slots, self._settings, is_nonfinite, step)
+        for slot in slots:
+            slot.reductions += 1
+
+
+def _spread_velocity(slot: GradientSlot, group: dist.ProcessGroup) -> None:
+    """After warm-up: momentum of this rank's shard of the mean becomes momentum of its own gradients, of the same mean."""
+    if slot.velocity is not None and slot.velocity.dim() == 1:
+        rows = slot.velocity.new_zeros(slot.shape)
+        rows[group.rank()] = slot.velocity * group.size()
+        slot.velocity = rows
 
 
 def average_whole(message: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -5,35 +5,31 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from plimsoll.distributed.gradient_compression.averaging import Averages
 from plimsoll.distributed.gradient_compression.counters import Tally
-from plimsoll.distributed.gradient_compression.handle import CompressionAttachment, CompressionHandle
-from plimsoll.distributed.gradient_compression.meaning import BucketMean
+from plimsoll.distributed.gradient_compression.handle import CompressionHandle
 from plimsoll.distributed.gradient_compression.method import EXCLUDED, CompressionSettings, Method, parse_method
 from plimsoll.distributed.gradient_compression.replicas import Replicas, free_switch_of, parts_of_replicas
-from plimsoll.distributed.gradient_compression.rounds import Round, mean_round
+from plimsoll.distributed.gradient_compression.rounds import round_of
 from plimsoll.distributed.gradient_compression.shards import (
-    Scatter,
-    ShardReplicas,
     Shards,
-    ShardUnit,
     check_default,
     check_free,
-    parts_to_average,
-    parts_to_scatter,
-    scatter_round,
+    parts_of_shards,
     units_of,
 )
 from plimsoll.distributed.gradient_compression.slots import GradientSlot, make_slots
+from plimsoll.distributed.gradient_compression.wire_bytes import Form
 from plimsoll.errors import InvalidModel, InvalidOption, RanksDiffer
 from plimsoll.session.rendezvous.exchange import exchange, together
-from plimsoll.session.rendezvous.world import World, current_world
+from plimsoll.session.rendezvous.world import current_world
 
 _TOPIC = "gradient compression"
 
@@ -114,13 +110,11 @@ def _compress_replicas(
             next="leave replicate_group= out",
         )
     group = model.process_group
-    world = current_world(dist.get_process_group_ranks(group))
-    with _together(world):
-        slots = make_slots(parts_of_replicas(model), settings, ranks=group.size(), form="mean")
+    with _agreeing(settings, group) as slots:
+        slots += make_slots(parts_of_replicas(model), settings, ranks=group.size(), form="mean")
         switch = free_switch_of(model)
-    _agree(settings, slots, world)
     tally = Tally()
-    attachment = Replicas(model, switch, slots, BucketMean(settings, _mean_round(settings), tally))
+    attachment = Replicas(model, switch, slots, Averages(settings, round_of(settings, "mean"), tally))
     return CompressionHandle(settings, slots, tally, attachment, rank=group.rank(), layout="replicas")
 
 
@@ -130,35 +124,24 @@ def _compress_shards(
     units = units_of(model)
     if not units:
         raise InvalidModel("No sharded parameter is trained.", why="there are no gradients", next="unfreeze some")
-    tally = Tally()
-    attachment: CompressionAttachment
-    if replicate_group is not None:
-        group, layout = replicate_group, "replicas of shards"
-        world = current_world(dist.get_process_group_ranks(group))
-        with _together(world):
-            check_free(units)
-            parts = [parts_to_average(unit, unit.reduce_dtype) for unit in units]
-            slots = make_slots(itertools.chain(*parts), settings, ranks=group.size(), form="mean")
-        _agree(settings, slots, world)
-        mean = BucketMean(settings, _mean_round(settings), tally)
-        attachment = ShardReplicas(units, _by_unit(slots, units), mean, group)
-    else:
-        group, layout = units[0].parameters[0].device_mesh.get_group(), "shards"
-        world = current_world(dist.get_process_group_ranks(group))
-        with _together(world):
+    form: Form = "mean"
+    group, layout = replicate_group, "replicas of shards"
+    if group is None:
+        form, layout = "shard", "shards"
+        group = units[0].parameters[0].device_mesh.get_group()
+    with _agreeing(settings, group) as slots:
+        if form == "shard":
             check_scatters(settings.method)
-            check_free(units)
+        check_free(units)
+        if form == "shard":
             check_default(units)
-            parts = [parts_to_scatter(unit, unit.reduce_dtype) for unit in units]
-            slots = make_slots(itertools.chain(*parts), settings, ranks=group.size(), form="shard")
-        _agree(settings, slots, world)
-        round_ = None if settings.method.kind == "none" else scatter_round(settings)
-        attachment = Shards(units, _by_unit(slots, units), Scatter(settings, round_, tally))
+        parts = itertools.chain.from_iterable(parts_of_shards(unit, form) for unit in units)
+        slots += make_slots(parts, settings, ranks=group.size(), form=form)
+    tally, remaining = Tally(), iter(slots)
+    of_units = [list(itertools.islice(remaining, len(unit.parameters))) for unit in units]
+    averages = Averages(settings, round_of(settings, form), tally)
+    attachment = Shards(units, of_units, averages, replicate_group)
     return CompressionHandle(settings, slots, tally, attachment, rank=group.rank(), layout=layout)
-
-
-def _mean_round(settings: CompressionSettings) -> Round | None:
-    return None if settings.method.kind == "none" else mean_round(settings)
 
 
 def check_scatters(method: Method) -> None:
@@ -176,20 +159,19 @@ def check_scatters(method: Method) -> None:
         )
 
 
-def _by_unit(slots: Sequence[GradientSlot], units: Sequence[ShardUnit]) -> list[list[GradientSlot]]:
-    remaining = iter(slots)
-    return [list(itertools.islice(remaining, len(unit.parameters))) for unit in units]
+@contextlib.contextmanager
+def _agreeing(settings: CompressionSettings, group: dist.ProcessGroup) -> Iterator[list[GradientSlot]]:
+    """Around what fills the list of slots: where one rank is refused, none begins; else all compress in the same way.
 
-
-def _together(world: World | None) -> contextlib.AbstractContextManager[None]:
-    """What one rank is refused, none begins: the others would wait for it in their next collective."""
-    return contextlib.nullcontext() if world is None else together(world, _TOPIC)
-
-
-def _agree(settings: CompressionSettings, slots: Sequence[GradientSlot], world: World | None) -> None:
-    """Go on only if all ranks compress the same parameters in the same way: they could not read each other otherwise."""
+    Without this, a rank would wait for the others in its next collective, or could not read what they send.
+    """
+    world = current_world(dist.get_process_group_ranks(group))
+    slots: list[GradientSlot] = []
     if world is None:
+        yield slots
         return
+    with together(world, _TOPIC):
+        yield slots
     mine = {
         **settings.as_text(),
         "parameters": [[slot.name, list(slot.shape), str(slot.dtype), slot.reason] for slot in slots],

@@ -2,12 +2,16 @@
 
 A row is what one rank sends to another about one parameter, in float32. The length of its payload follows from the
 number of elements alone, so all ranks know it without asking. Payloads are whole multiples of 4 bytes.
+
+An encoder has ``payload_bytes`` of one row of so many elements of a gradient of some dtype. ``encode`` turns ``(rows,
+elements)`` float32 into ``(rows, payload_bytes)`` uint8, and ``decode`` turns them back. What is lost is the caller's to keep:
+it decodes its own payload and takes the difference.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
@@ -18,22 +22,6 @@ _ALIGNMENT = 4
 _INDEX_BYTES = torch.int32.itemsize
 _SCALE_BYTES = torch.float32.itemsize
 _MOST_INT8 = 127
-
-
-class Encoder(Protocol):
-    """What is lost is the caller's to keep: it decodes its own payload and takes the difference."""
-
-    def payload_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        """Bytes of one row of so many elements of a gradient of ``dtype``."""
-        ...
-
-    def encode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``(rows, elements)`` float32 as ``(rows, payload_bytes)`` uint8."""
-        ...
-
-    def decode(self, payloads: torch.Tensor, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """``(rows, payload_bytes)`` uint8 as ``(rows, elements)`` float32."""
-        ...
 
 
 def encoder_of(method: Method) -> Encoder:
@@ -140,6 +128,9 @@ class Int8Encoder:
         codes = from_bytes(payloads[:, :elements], torch.int8).float()
         steps = from_bytes(payloads[:, _aligned(elements) :], torch.float32)
         return codes * steps.repeat_interleave(self.block, dim=1)[:, :elements]
+
+
+Encoder: TypeAlias = TopKEncoder | SignEncoder | Int8Encoder
 
 
 def narrow(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

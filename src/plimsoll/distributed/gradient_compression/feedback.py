@@ -53,7 +53,7 @@ class FeedbackOutcome:
     Attributes:
         mean: of what all ranks sent, flat; sharded, of this rank's shard.
         sent: what this rank sent, of the offer's shape.
-        kept: other state of the slot, by name, as it is from now on.
+        kept: other state of the slot, by the name of its field, as it is from now on.
     """
 
     mean: torch.Tensor
@@ -62,13 +62,7 @@ class FeedbackOutcome:
 
 
 def offer(slot: GradientSlot, gradient: torch.Tensor, momentum: float) -> Offer:
-    """Add what waits to a gradient.
-
-    Args:
-        slot: of the parameter.
-        gradient: of the slot's number of elements, in any shape and dtype.
-        momentum: 0 for none.
-    """
+    """Add what waits to a gradient of any shape and dtype; ``momentum`` is 0 for none."""
     local = gradient.float()
     is_finite = local.isfinite().all()
     is_used = (local != 0).any() & is_finite
@@ -94,11 +88,8 @@ def settle(
 ) -> torch.Tensor:
     """Keep what was not sent, and return the mean: NaN where any rank's gradient was not finite.
 
-    Args:
-        offered: what this rank offered.
-        outcome: what came of it.
-        is_not_finite: one number, above 0 where any rank's gradient was not; nothing is changed then.
-        row: of this rank's shard, which the mean is of; ``None`` where every rank has the whole mean.
+    ``is_not_finite`` is one number, above 0 where any rank's gradient was not; nothing is changed then. ``row`` is that of
+    this rank's shard, which the mean is of; ``None`` where every rank has the whole mean.
     """
     slot = offered.slot
     is_void = is_not_finite > 0
@@ -115,12 +106,8 @@ def settle(
     if offered.velocity is not None:
         masked = torch.where(outcome.sent != 0, 0.0, offered.velocity)
         slot.velocity = torch.where(is_void, _or_zeros(slot.velocity, masked), masked)
-    if "factor" in outcome.kept:
-        factor = outcome.kept["factor"]
-        slot.factor = torch.where(is_void, _or_zeros(slot.factor, factor), factor)
-    if "owned" in outcome.kept:
-        owned = outcome.kept["owned"]
-        slot.owned = torch.where(is_void, _or_zeros(slot.owned, owned), owned)
+    for kind, kept in outcome.kept.items():
+        setattr(slot, kind, torch.where(is_void, _or_zeros(getattr(slot, kind), kept), kept))
     return torch.where(is_void, torch.nan, mean)
 
 

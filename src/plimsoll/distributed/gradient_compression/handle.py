@@ -7,29 +7,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from plimsoll.distributed.gradient_compression.counters import Counters, Tally
 from plimsoll.distributed.gradient_compression.method import CompressionSettings
+from plimsoll.distributed.gradient_compression.replicas import Replicas
+from plimsoll.distributed.gradient_compression.shards import Shards
 from plimsoll.distributed.gradient_compression.slots import STATE, GradientSlot
 from plimsoll.errors import CompressionMismatch, InvalidOption
 from plimsoll.units import format_bytes
 
 _SCHEMA_VERSION = 1
-
-
-class CompressionAttachment(Protocol):
-    """What was put into the model."""
-
-    def restore(self, step: int) -> None:
-        """Count steps from here on."""
-        ...
-
-    def detach(self) -> None:
-        """Take it out again."""
-        ...
 
 
 class CompressionHandle:
@@ -40,7 +30,7 @@ class CompressionHandle:
         settings: CompressionSettings,
         slots: Sequence[GradientSlot],
         tally: Tally,
-        attachment: CompressionAttachment,
+        attachment: Replicas | Shards,
         *,
         rank: int,
         layout: str,
@@ -48,7 +38,7 @@ class CompressionHandle:
         self._settings = settings
         self._slots = list(slots)
         self._tally = tally
-        self._attachment: CompressionAttachment | None = attachment
+        self._attachment: Replicas | Shards | None = attachment
         self._rank = rank
         self._layout = layout
 

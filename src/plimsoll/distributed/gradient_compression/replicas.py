@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from plimsoll.distributed.gradient_compression.meaning import BucketMean, average_whole
+from plimsoll.distributed.gradient_compression.averaging import Averages, average_whole
 from plimsoll.distributed.gradient_compression.slots import GradientPart, GradientSlot
 from plimsoll.distributed.gradient_compression.switch import Reduced, Switch, reduce_bucket
 from plimsoll.errors import InvalidOption, RankFailed
@@ -38,11 +38,11 @@ class Replicas:
     """The buckets of one model, while compression is on; ``switch`` is that of ``free_switch_of``."""
 
     def __init__(
-        self, model: DistributedDataParallel, switch: Switch | None, slots: list[GradientSlot], mean: BucketMean
+        self, model: DistributedDataParallel, switch: Switch | None, slots: list[GradientSlot], averages: Averages
     ) -> None:
         trained = [each for each in model.module.parameters() if each.requires_grad]
         self._slots = dict(zip(trained, slots, strict=True))
-        self._mean = mean
+        self._averages = averages
         self._step = 0
         self._failure: str | None = None
         self._group = model.process_group
@@ -80,7 +80,7 @@ class Replicas:
                     with torch.no_grad():
                         average_whole(flat, self._group)
                 else:
-                    self._mean.reduce(slots, gradients, flat, group=self._group, step=step)
+                    self._averages.reduce(slots, gradients, flat, group=self._group, step=step)
             except BaseException as error:
                 self._failure = f"{type(error).__name__}: {error}"
                 raise

@@ -1,6 +1,6 @@
-"""Compressed forms of all-reduce: every rank offers a gradient, every rank gets the mean; PowerSGD is torch's own.
+"""Compressed forms of all-reduce and reduce-scatter: every rank offers a gradient, and gets the mean or its shard of it.
 
-Places that randomk sends are drawn from a seed that all ranks share, so they need not be sent.
+PowerSGD is torch's own. Places that randomk sends are drawn from a seed that all ranks share, so they need not be sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plimsoll.distributed.gradient_compression.encoders import Encoder, encoder_
 from plimsoll.distributed.gradient_compression.feedback import FeedbackOutcome, Offer
 from plimsoll.distributed.gradient_compression.method import CompressionSettings
 from plimsoll.distributed.gradient_compression.slots import GradientSlot
-from plimsoll.distributed.gradient_compression.wire_bytes import factors_of
+from plimsoll.distributed.gradient_compression.wire_bytes import Form, factors_of
 
 _NAMES = vars(dist)
 # torch 2.13 renamed both and warns of the old names; 2.9 has only these.
@@ -81,39 +81,52 @@ def draw_places(generator: torch.Generator, elements: int, sent: int) -> torch.T
 
 
 class Round(Protocol):
-    """One compressed reduction of several parameters."""
+    """One compressed reduction of several parameters, an all-reduce or a reduce-scatter."""
 
     def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[FeedbackOutcome]:
         """What came of each offer; the same call on every rank of the group."""
         ...
 
 
-def mean_round(settings: CompressionSettings) -> Round:
-    """The compressed all-reduce of a method."""
+def round_of(settings: CompressionSettings, form: Form) -> Round | None:
+    """The compressed reduction of a method; ``None`` where the method is none."""
     method = settings.method
+    if method.kind == "none":
+        return None
     if method.kind == "powersgd":
         return LowRankMean(method.rank, settings.seed)
     if method.kind == "randomk":
-        return SharedPlacesMean(settings)
-    if method.kind == "int8":
+        return SharedPlaces(settings, form)
+    if method.kind == "int8" and form == "mean":
         return TwoPassMean(encoder_of(method))
-    return GatherMean(encoder_of(method))
+    return Payloads(encoder_of(method), form)
+
+
+def _rows_of(values: torch.Tensor, form: Form) -> torch.Tensor:
+    """One row for every rank that gets its own part of the mean, else one row for all."""
+    return values if form == "shard" else values.view(1, -1)
 
 
 @dataclass(frozen=True, slots=True)
-class GatherMean:
-    """Every rank gets everyone's payload, in one all-gather. What a rank sends grows with the number of ranks."""
+class Payloads:
+    """Every rank gets everyone's payload of the rows that it averages.
+
+    For the whole mean that is one all-gather, and what a rank sends grows with the number of ranks. For shards it is one
+    all-to-all.
+    """
 
     encoder: Encoder
+    form: Form
 
     def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[FeedbackOutcome]:
-        ranks = group.size()
-        mine = [self.encoder.encode(each.values.view(1, -1), each.slot.dtype) for each in offers]
-        gathered = gather_rows(torch.cat(mine, dim=1), group)
+        rows = [_rows_of(each.values, self.form) for each in offers]
+        mine = [self.encoder.encode(row, each.slot.dtype) for row, each in zip(rows, offers, strict=True)]
+        pass_on = exchange_rows if self.form == "shard" else gather_rows
+        received = columns_of(pass_on(torch.cat(mine, dim=1), group), mine)
         outcomes = []
-        for each, own, theirs in zip(offers, mine, columns_of(gathered, mine), strict=True):
-            elements, dtype = each.slot.elements, each.slot.dtype
-            mean = average(self.encoder, theirs, elements, dtype, ranks)
+        for each, row, own, theirs in zip(offers, rows, mine, received, strict=True):
+            elements, dtype = row.shape[1], each.slot.dtype
+            mean = average(self.encoder, theirs, elements, dtype, group.size())
             sent = self.encoder.decode(own, elements, dtype).view_as(each.values)
             outcomes.append(FeedbackOutcome(mean=mean, sent=sent, kept={}))
         return outcomes
@@ -156,33 +169,37 @@ class TwoPassMean:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPlacesMean:
-    """All ranks send the same places, so a plain all-reduce of the values adds up; the places need not be sent."""
+class SharedPlaces:
+    """All ranks send the same places of a row, so a plain reduction of the values adds up; the places need not be sent."""
 
     settings: CompressionSettings
+    form: Form
 
     def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[FeedbackOutcome]:
-        places, values = [], []
-        for each in offers:
-            slot = each.slot
-            sent = self.settings.method.elements_sent(slot.elements)
-            drawn = draw_places(generator_for(self.settings.seed, slot), slot.elements, sent).to(each.values.device)
-            places.append(drawn)
-            values.append(narrow(each.values.view(-1)[drawn], slot.dtype))
-        total = torch.cat(values).mul_(1 / group.size())
-        dist.all_reduce(total, group=group)
+        offered, places, values = [_rows_of(each.values, self.form) for each in offers], [], []
+        for each, rows in zip(offers, offered, strict=True):
+            count, elements = rows.shape
+            sent = self.settings.method.elements_sent(elements)
+            generators = [generator_for(self.settings.seed, each.slot, row) for row in range(count)]
+            drawn = torch.stack([draw_places(generator, elements, sent) for generator in generators])
+            places.append(drawn.to(rows.device))
+            values.append(narrow(rows.gather(1, places[-1]), each.slot.dtype))
+        message = torch.cat(values, dim=1).mul_(1 / group.size())
+        own, total = 0, message.view(-1)
+        if self.form == "shard":
+            own, total = group.rank(), message.new_empty(message.shape[1])
+            reduce_rows(total, message, group)
+        else:
+            dist.all_reduce(total, group=group)
         outcomes = []
-        for each, drawn, value, averaged in zip(
-            offers, places, values, total.split([len(each) for each in values]), strict=True
+        widths = [each.shape[1] for each in values]
+        for each, rows, drawn, value, averaged in zip(
+            offers, offered, places, values, total.split(widths), strict=True
         ):
-            empty = torch.zeros_like(each.values.view(-1))
-            outcomes.append(
-                FeedbackOutcome(
-                    mean=empty.index_copy(0, drawn, averaged.float()),
-                    sent=empty.index_copy(0, drawn, value.float()).view_as(each.values),
-                    kept={},
-                )
-            )
+            empty = torch.zeros_like(rows)
+            mean = empty[own].index_copy(0, drawn[own], averaged.float())
+            sent_values = empty.scatter(1, drawn, value.float()).view_as(each.values)
+            outcomes.append(FeedbackOutcome(mean=mean, sent=sent_values, kept={}))
         return outcomes
 
 

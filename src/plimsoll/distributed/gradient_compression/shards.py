@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,160 +15,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
-from plimsoll.distributed.gradient_compression.counters import Tally
-from plimsoll.distributed.gradient_compression.encoders import Encoder, encoder_of, narrow
-from plimsoll.distributed.gradient_compression.feedback import FeedbackOutcome, Offer, offer, settle, with_velocity
-from plimsoll.distributed.gradient_compression.meaning import BucketMean
-from plimsoll.distributed.gradient_compression.method import CompressionSettings
+from plimsoll.distributed.gradient_compression.averaging import Averages, average_whole
 from plimsoll.distributed.gradient_compression.replicas import twice
-from plimsoll.distributed.gradient_compression.rounds import (
-    average,
-    columns_of,
-    draw_places,
-    exchange_rows,
-    generator_for,
-    reduce_rows,
-)
+from plimsoll.distributed.gradient_compression.rounds import reduce_rows
 from plimsoll.distributed.gradient_compression.slots import GradientPart, GradientSlot
+from plimsoll.distributed.gradient_compression.wire_bytes import Form
 from plimsoll.errors import InvalidModel, InvalidOption
-
-
-class ScatterRound(Protocol):
-    """One compressed reduce-scatter of several parameters."""
-
-    def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[FeedbackOutcome]:
-        """What came of each offer; the mean is that of this rank's row."""
-        ...
-
-
-def scatter_round(settings: CompressionSettings) -> ScatterRound:
-    """The compressed reduce-scatter of a method."""
-    if settings.method.kind == "randomk":
-        return _SharedPlacesScatter(settings)
-    return _PayloadScatter(encoder_of(settings.method))
-
-
-@dataclass(frozen=True, slots=True)
-class _PayloadScatter:
-    """Every row goes to its rank as a payload; the rank decodes all that came and averages."""
-
-    encoder: Encoder
-
-    def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[FeedbackOutcome]:
-        mine = [self.encoder.encode(each.values, each.slot.dtype) for each in offers]
-        received = exchange_rows(torch.cat(mine, dim=1), group)
-        outcomes = []
-        for each, own, theirs in zip(offers, mine, columns_of(received, mine), strict=True):
-            ranks, chunk = each.slot.shape
-            mean = average(self.encoder, theirs, chunk, each.slot.dtype, ranks)
-            outcomes.append(FeedbackOutcome(mean=mean, sent=self.encoder.decode(own, chunk, each.slot.dtype), kept={}))
-        return outcomes
-
-
-@dataclass(frozen=True, slots=True)
-class _SharedPlacesScatter:
-    """All ranks send the same places of a row, so a plain reduce-scatter of the values adds up."""
-
-    settings: CompressionSettings
-
-    def reduce(self, offers: Sequence[Offer], group: dist.ProcessGroup) -> list[FeedbackOutcome]:
-        places, values = [], []
-        for each in offers:
-            ranks, chunk = each.slot.shape
-            sent = self.settings.method.elements_sent(chunk)
-            drawn = torch.stack(
-                [draw_places(generator_for(self.settings.seed, each.slot, row), chunk, sent) for row in range(ranks)]
-            )
-            places.append(drawn.to(each.values.device))
-            values.append(narrow(each.values.gather(1, places[-1]), each.slot.dtype))
-        rows = torch.cat(values, dim=1).mul_(1 / group.size())
-        total = rows.new_empty(rows.shape[1])
-        reduce_rows(total, rows, group)
-        own, outcomes = group.rank(), []
-        for each, drawn, value, averaged in zip(
-            offers, places, values, total.split([each.shape[1] for each in values]), strict=True
-        ):
-            empty = torch.zeros_like(each.values)
-            outcomes.append(
-                FeedbackOutcome(
-                    mean=empty[own].index_copy(0, drawn[own], averaged.float()),
-                    sent=empty.scatter(1, drawn, value.float()),
-                    kept={},
-                )
-            )
-        return outcomes
-
-
-class Scatter:
-    """Averages the unsharded gradients of a module and gives every rank its shards."""
-
-    def __init__(self, settings: CompressionSettings, round_: ScatterRound | None, tally: Tally) -> None:
-        self._settings = settings
-        self._round = round_
-        self._tally = tally
-
-    @torch.no_grad()
-    def reduce(
-        self,
-        slots: Sequence[GradientSlot],
-        output: torch.Tensor,
-        rows: torch.Tensor,
-        *,
-        group: dist.ProcessGroup,
-        step: int,
-    ) -> None:
-        """Put the mean of this rank's row into ``output``.
-
-        Args:
-            slots: of the module's parameters, in the order of their columns.
-            output: ``(elements of a row,)``.
-            rows: ``(ranks, elements of a row)``.
-            group: whose ranks take part.
-            step: which step of training this belongs to, for the counts.
-        """
-        widths = [slot.shape[1] for slot in slots]
-        pieces, shards = rows.split(widths, dim=1), output.split(widths)
-        due = [i for i, slot in enumerate(slots) if slot.is_due(self._settings)]
-        plain = [i for i, slot in enumerate(slots) if not slot.is_due(self._settings)]
-        is_nonfinite = torch.zeros((), dtype=torch.bool, device=rows.device)
-        if len(plain) == len(slots):
-            # As it lies in memory: the bits are those of the reduce-scatter that this stands in for.
-            reduce_rows(output, rows, group, dist.ReduceOp.AVG)
-            is_nonfinite = ~output.isfinite().all()
-            for slot, shard in zip(slots, shards, strict=True):
-                shard.copy_(self._with_momentum(slot, shard))
-        elif plain:
-            message = torch.cat([pieces[i] for i in plain], dim=1).mul_(1 / group.size())
-            averaged = message.new_empty(message.shape[1])
-            reduce_rows(averaged, message, group)
-            for i, mean in zip(plain, averaged.split([widths[i] for i in plain]), strict=True):
-                shards[i].copy_(self._with_momentum(slots[i], mean))
-            is_nonfinite = ~averaged.isfinite().all()
-        if due and self._round is not None:
-            for i in due:
-                _spread_velocity(slots[i], group)
-            offers = [offer(slots[i], pieces[i], self._settings.momentum) for i in due]
-            # Each rank has its own shard only: what is void somewhere has to be void everywhere.
-            is_void = torch.stack([each.is_not_finite for each in offers])
-            dist.all_reduce(is_void, group=group)
-            outcomes = self._round.reduce(offers, group)
-            for flag, i, each, outcome in zip(is_void, due, offers, outcomes, strict=True):
-                shards[i].copy_(settle(each, outcome, flag, group.rank()))
-            is_nonfinite = is_nonfinite | (is_void > 0).any()
-        self._tally.add(slots, self._settings, is_nonfinite, step)
-        for slot in slots:
-            slot.reductions += 1
-
-    def _with_momentum(self, slot: GradientSlot, mean: torch.Tensor) -> torch.Tensor:
-        return with_velocity(slot, mean, self._settings.momentum) if self._settings.momentum else mean
-
-
-def _spread_velocity(slot: GradientSlot, group: dist.ProcessGroup) -> None:
-    """After warm-up: momentum of this rank's shard of the mean becomes momentum of its own gradients, of the same mean."""
-    if slot.velocity is not None and slot.velocity.dim() == 1:
-        rows = slot.velocity.new_zeros(slot.shape)
-        rows[group.rank()] = slot.velocity * group.size()
-        slot.velocity = rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,57 +102,47 @@ def _own_parameters(module: nn.Module, seen: set[nn.Parameter]) -> Iterator[tupl
     yield from visit(module, "")
 
 
-def parts_to_scatter(unit: ShardUnit, dtype: torch.dtype | None) -> list[GradientPart]:
-    """A unit's parameters as a reduce-scatter has them: one row per rank."""
+def parts_of_shards(unit: ShardUnit, form: Form) -> list[GradientPart]:
+    """A unit's parameters as they are reduced: in a reduce-scatter one row per rank, else this rank's shards."""
     return [
-        GradientPart(name=name, shape=(unit.ranks, math.prod(shape)), dtype=dtype or parameter.dtype)
-        for name, parameter, shape in zip(unit.names, unit.parameters, unit.shard_shapes, strict=True)
-    ]
-
-
-def parts_to_average(unit: ShardUnit, dtype: torch.dtype | None) -> list[GradientPart]:
-    """A unit's parameters as an all-reduce among replicas has them: this rank's shards."""
-    return [
-        GradientPart(name=name, shape=shape, dtype=dtype or parameter.dtype)
+        GradientPart(
+            name=name,
+            shape=(unit.ranks, math.prod(shape)) if form == "shard" else shape,
+            dtype=unit.reduce_dtype or parameter.dtype,
+        )
         for name, parameter, shape in zip(unit.names, unit.parameters, unit.shard_shapes, strict=True)
     ]
 
 
 class Shards:
-    """The units of one model, while their reduce-scatters are compressed."""
+    """The units of one model, while their reduce-scatters are compressed; or, with a group, the all-reduces among its ranks.
 
-    def __init__(self, units: Sequence[ShardUnit], slots: Sequence[Sequence[GradientSlot]], scatter: Scatter) -> None:
-        self._comms = [_CompressedReduceScatter(each, scatter) for each in slots]
-        self._modules = [unit.module for unit in units]
-        self._before = [_group_of(module)._reduce_scatter_comm for module in self._modules]
-        for module, comm in zip(self._modules, self._comms, strict=True):
-            module.set_custom_reduce_scatter(comm)
-
-    def restore(self, step: int) -> None:
-        """Count steps from here on."""
-        for comm in self._comms:
-            comm.step = step
-
-    def detach(self) -> None:
-        """Put back the reduce-scatters that were there."""
-        for module, comm in zip(self._modules, self._before, strict=True):
-            module.set_custom_reduce_scatter(comm)
-
-
-class ShardReplicas:
-    """The units of one model, while the all-reduces between replicas of their shards are ours."""
+    A group has the ranks that hold the same shards. ``slots`` are those of each unit.
+    """
 
     def __init__(
         self,
         units: Sequence[ShardUnit],
         slots: Sequence[Sequence[GradientSlot]],
-        mean: BucketMean,
-        group: dist.ProcessGroup,
+        averages: Averages,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        self._modules = [unit.module for unit in units]
-        self._hooks = [_AverageShards(each, mean, group) for each in slots]
-        for module, hook in zip(self._modules, self._hooks, strict=True):
-            module.set_all_reduce_hook(hook)
+        self._hooks: list[_CompressedReduceScatter | _AverageShards] = []
+        self._undo: list[Callable[[], None]] = []
+        for unit, each in zip(units, slots, strict=True):
+            module = unit.module
+            if group is None:
+                comm = _CompressedReduceScatter(each, averages)
+                self._hooks.append(comm)
+                before = _group_of(module)._reduce_scatter_comm
+                self._undo.append(functools.partial(module.set_custom_reduce_scatter, before))
+                module.set_custom_reduce_scatter(comm)
+            else:
+                hook = _AverageShards(each, averages, group)
+                self._hooks.append(hook)
+                undo: Callable[..., None] = module.set_all_reduce_hook
+                self._undo.append(functools.partial(undo, None))  # what it is before anybody sets one
+                module.set_all_reduce_hook(hook)
 
     def restore(self, step: int) -> None:
         """Count steps from here on."""
@@ -308,17 +150,17 @@ class ShardReplicas:
             hook.step = step
 
     def detach(self) -> None:
-        """Take the hooks away; FSDP2 has none by default."""
-        for module in self._modules:
-            module.set_all_reduce_hook(None)  # type: ignore[arg-type]  # what it is before anybody sets one
+        """Put back what was there."""
+        for undo in self._undo:
+            undo()
 
 
 class _CompressedReduceScatter(DefaultAllocMixin, ReduceScatter):
     """What FSDP2 calls in the place of its reduce-scatter, in its own stream."""
 
-    def __init__(self, slots: Sequence[GradientSlot], scatter: Scatter) -> None:
+    def __init__(self, slots: Sequence[GradientSlot], averages: Averages) -> None:
         self._slots = slots
-        self._scatter = scatter
+        self._averages = averages
         self.step = 0
 
     def __call__(
@@ -337,7 +179,7 @@ class _CompressedReduceScatter(DefaultAllocMixin, ReduceScatter):
             return None
         _check_op(op)
         rows = input_tensor.view(group.size(), -1)
-        self._scatter.reduce(self._slots, output_tensor, rows, group=group, step=step)
+        self._averages.scatter(self._slots, output_tensor, rows, group=group, step=step)
         if op == dist.ReduceOp.SUM:
             output_tensor.mul_(group.size())
         return None
@@ -346,23 +188,22 @@ class _CompressedReduceScatter(DefaultAllocMixin, ReduceScatter):
 class _AverageShards:
     """What FSDP2 calls after its reduce-scatter."""
 
-    def __init__(self, slots: Sequence[GradientSlot], mean: BucketMean, group: dist.ProcessGroup) -> None:
+    def __init__(self, slots: Sequence[GradientSlot], averages: Averages, group: dist.ProcessGroup) -> None:
         self._slots = slots
-        self._mean = mean
+        self._averages = averages
         self._group = group
         self.step = 0
 
     def __call__(self, reduced: torch.Tensor) -> None:
         step, self.step = self.step, self.step + 1
         if reduced.numel() != sum(slot.elements for slot in self._slots):
-            reduced.mul_(1 / self._group.size())
-            dist.all_reduce(reduced, group=self._group)
+            average_whole(reduced, self._group)
             return
         gradients = [
             piece.view(slot.shape)
             for slot, piece in zip(self._slots, reduced.split([slot.elements for slot in self._slots]), strict=True)
         ]
-        self._mean.reduce(self._slots, gradients, reduced, group=self._group, step=step)
+        self._averages.reduce(self._slots, gradients, reduced, group=self._group, step=step)
 
 
 def _check_op(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> None:

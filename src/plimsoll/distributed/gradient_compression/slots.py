@@ -75,8 +75,7 @@ class GradientSlot:
     @property
     def state_bytes(self) -> int:
         """What it holds on this rank between steps."""
-        kept = (self.residual, self.velocity, self.factor, self.owned)
-        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+        return sum(kept.nbytes for kind in STATE if (kept := getattr(self, kind)) is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,15 +53,7 @@ def dense_bytes(elements: int, dtype: torch.dtype, ranks: int, form: Form) -> in
 
 
 def compressed_bytes(method: Method, shape: Sequence[int], dtype: torch.dtype, ranks: int, form: Form) -> int:
-    """Sent by one rank for a gradient that is compressed.
-
-    Args:
-        method: not ``none``.
-        shape: of the parameter; sharded, of the ``(ranks, elements)`` that its shards are padded to.
-        dtype: of the gradient.
-        ranks: that take part.
-        form: what comes out.
-    """
+    """Sent by one rank for a gradient that is compressed; sharded, ``shape`` is ``(ranks, elements of a padded shard)``."""
     elements = math.prod(shape)
     chunk = -(-elements // ranks)
     if method.kind == "powersgd":

@@ -36,13 +36,7 @@ class RankPlan:
 
 
 class RankPlanner:
-    """Plans of one rank.
-
-    Args:
-        steps: its stages.
-        actions: what it does in a step, in order.
-        beside_bytes: what it holds all the time besides its stages.
-    """
+    """Plans of one rank, from its stages and what it does in a step; ``beside_bytes`` are held all the time besides them."""
 
     def __init__(self, steps: Mapping[int, StageStep], actions: Sequence[Action], beside_bytes: int) -> None:
         self._steps = dict(steps)
@@ -54,11 +48,7 @@ class RankPlanner:
         return self._at(0.0)
 
     def solve(self, budget_bytes: int, excess_bytes: int = 0) -> RankPlan:
-        """The plans for a budget.
-
-        Args:
-            budget_bytes: for everything on the rank.
-            excess_bytes: what was measured beyond predictions; taken off.
+        """The plans for a budget for everything on the rank, less what was measured beyond predictions.
 
         Raises:
             BudgetBelowFloor: names the stage in whose action the smallest peak lies.
@@ -135,12 +125,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageAgreement:
-    """The ranks of a job, seen from one of them. Without others everything is as this rank has it.
-
-    Args:
-        world: ``None`` for one rank.
-        timeout_seconds: how long to wait for the others.
-    """
+    """The ranks of a job, seen from one of them. Without others (``world`` is ``None``) everything is as this rank has it."""
 
     def __init__(self, world: World | None, timeout_seconds: float) -> None:
         self.world = world
@@ -171,19 +156,13 @@ class StageAgreement:
         return together(self.world, _TOPIC, timeout_seconds=self._timeout_seconds)
 
     def adopt(self, mine: Standing, made: RankPlan) -> tuple[dict[int, Plan], dict[int, ActionSeconds]]:
-        """The plans of the first replica, and the seconds of every stage that some rank runs.
-
-        Args:
-            mine: this rank's standing.
-            made: its own plans.
-        """
-        seconds = {index: _Seconds.of(found) for index, found in made.seconds.items()}
-        offers = self._exchange("plans", _Offer(stages=mine.stages, seconds=seconds, plans=made.plans))
+        """The plans of the first replica, and the seconds of every stage that some rank runs."""
+        offers = self._exchange("plans", _Offer(stages=mine.stages, seconds=made.seconds, plans=made.plans))
         first = next(offer for offer in offers if offer.stages == mine.stages)
         everyones: dict[int, ActionSeconds] = {}
         for offer in offers:
             for index, found in offer.seconds.items():
-                everyones.setdefault(index, found.as_stage())
+                everyones.setdefault(index, found)
         return first.plans, everyones
 
     def _exchange(self, what: str, mine: _T) -> Sequence[_T]:
@@ -195,33 +174,9 @@ class StageAgreement:
         return [msgspec.json.decode(message, type=type(mine)) for message in messages]
 
 
-class _Seconds(msgspec.Struct, frozen=True, kw_only=True):
-    forward: float
-    input_gradient: float
-    weight_gradient: float
-    recompute: float
-
-    @classmethod
-    def of(cls, stage: ActionSeconds) -> _Seconds:
-        return cls(
-            forward=stage.forward_seconds,
-            input_gradient=stage.input_gradient_seconds,
-            weight_gradient=stage.weight_gradient_seconds,
-            recompute=stage.recompute_seconds,
-        )
-
-    def as_stage(self) -> ActionSeconds:
-        return ActionSeconds(
-            forward_seconds=self.forward,
-            input_gradient_seconds=self.input_gradient,
-            weight_gradient_seconds=self.weight_gradient,
-            recompute_seconds=self.recompute,
-        )
-
-
 class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[int, ...]
-    seconds: dict[int, _Seconds]
+    seconds: dict[int, ActionSeconds]
     plans: dict[int, Plan]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plimsoll.estimator.pipeline_schedule.orders import Orders
-from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds, BubbleGrowth, bubble_growth
+from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds, bubble_growth
 from plimsoll.units import format_bytes, format_seconds
 
 
@@ -34,16 +34,6 @@ class AddedSeconds:
             f"recomputation on all ranks adds {format_seconds(self.predicted_added_seconds)} to come to "
             f"{format_seconds(self.predicted_step_seconds)}; rank {self.critical_rank} works longest, bubbles take "
             f"{self.predicted_bubble_share:.0%}"
-        )
-
-    @classmethod
-    def of(cls, growth: BubbleGrowth) -> AddedSeconds:
-        busy = growth.inside.busy_seconds
-        return cls(
-            predicted_step_seconds=growth.inside.step_seconds,
-            predicted_added_seconds=growth.added_seconds,
-            predicted_bubble_share=growth.inside.bubble_share,
-            critical_rank=busy.index(max(busy)),
         )
 
 
@@ -95,4 +85,11 @@ def added_seconds(orders: Orders, seconds: Mapping[int, ActionSeconds], stage_co
     """The timeline of the pipeline with its stages' recomputation; ``None`` if some stage's seconds are not known."""
     if any(stage not in seconds for stage in range(stage_count)):
         return None
-    return AddedSeconds.of(bubble_growth(orders, [seconds[stage] for stage in range(stage_count)]))
+    growth = bubble_growth(orders, [seconds[stage] for stage in range(stage_count)])
+    busy = growth.inside.busy_seconds
+    return AddedSeconds(
+        predicted_step_seconds=growth.inside.step_seconds,
+        predicted_added_seconds=growth.added_seconds,
+        predicted_bubble_share=growth.inside.bubble_share,
+        critical_rank=busy.index(max(busy)),
+    )

@@ -58,10 +58,7 @@ class RankSchedule:
 
 
 def read_schedule(schedule: object) -> RankSchedule:
-    """Find this rank's stages and everyone's actions.
-
-    Args:
-        schedule: made with its stages, on this rank.
+    """Find this rank's stages and everyone's actions in a schedule that was made with its stages, on this rank.
 
     Raises:
         InvalidModel: no schedule of ``torch.distributed.pipelining``, or one whose order cannot be read.

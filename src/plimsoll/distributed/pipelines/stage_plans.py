@@ -171,12 +171,7 @@ def _read(rank: RankSchedule, directory: Path) -> dict[int, Plan]:
 
 
 def renamed(plan: Plan, module: nn.Module, what: str) -> Plan:
-    """The plan with its regions named as in ``module``.
-
-    Args:
-        plan: for a stage or for the whole model that the stage is of.
-        module: the stage's.
-        what: names it in errors.
+    """The plan, which may be for the whole model, with its regions named as in a stage's module; errors call that ``what``.
 
     Raises:
         PlanMismatch: a region is not there, or cannot be told from another one.

@@ -59,16 +59,10 @@ def trace_stage(
     regions: tuple[str, ...] | None,
     micro_batches: int,
 ) -> TracedStage:
-    """Trace one micro-batch of one stage.
+    """Trace one micro-batch of one stage, called with ``args`` and ``kwargs``.
 
-    Args:
-        index: of the stage.
-        module: the stage's own.
-        args: what it is called with by position,
-        kwargs: and by name.
-        loss: of the last stage, from its output; ``None``: its output's gradient is received.
-        regions: as for ``plimsoll.plan``.
-        micro_batches: of a step; with several, gradients last.
+    ``loss`` is that of the last stage, from its output; ``None``: its output's gradient is received. With several micro-batches
+    in a step gradients last from one to the next.
 
     Raises:
         InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: as ``plimsoll.plan``.
@@ -137,14 +131,10 @@ def _with_received(trace: Trace) -> Trace:
 
 
 class StageStep:
-    """A traced stage among the micro-batches that are in flight.
+    """A traced stage among ``in_flight`` micro-batches, the most that are between forward and the end of backward.
 
-    Args:
-        traced: the stage.
-        in_flight: micro-batches between forward and the end of backward, when they are most.
-        left_bytes: what a finished micro-batch leaves until the step ends.
-        merged_bytes: outputs that are put together at the end of the step.
-        known_choices: of regions of other stages; those of this one are added.
+    A finished micro-batch leaves ``left_bytes`` until the step ends, when outputs of ``merged_bytes`` are put together.
+    ``known_choices`` are of regions of other stages; those of this one are added.
     """
 
     def __init__(
@@ -188,15 +178,15 @@ class StageStep:
         held = held_bytes(simulation)
         waiting_bytes = index.waiting * held
         steady_bytes = index.lasting_bytes + waiting_bytes
-        halves = split_backward(simulation)
+        half_bytes, grown_bytes = split_backward(simulation)
         forward, backward = simulation.curve[: index.handover + 1], simulation.curve[index.handover :]
         return StageMemory(
             lasting_bytes=index.lasting_bytes,
             forward_bytes=max(0, int(forward.max()) - steady_bytes),
             held_bytes=held,
             backward_bytes=max(0, int(backward.max()) - steady_bytes),
-            input_gradient_bytes=max(0, halves.peak_bytes - steady_bytes),
-            between_bytes=held + halves.grown_bytes,
+            input_gradient_bytes=max(0, half_bytes - steady_bytes),
+            between_bytes=held + grown_bytes,
             left_bytes=self._left_bytes,
             merged_bytes=self._merged_bytes,
         )
@@ -214,22 +204,12 @@ class StageStep:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SplitBackward:
-    """A backward in halves: the peak of the first one, and what it leaves for the second beyond what it found."""
+def split_backward(simulation: Simulation) -> tuple[int, int]:
+    """The first half of a backward: its peak bytes, and the bytes that it leaves for the second half beyond what it found.
 
-    peak_bytes: int
-    grown_bytes: int
-
-
-def split_backward(simulation: Simulation) -> SplitBackward:
-    """The first half of a backward: as the whole one, but nothing is let go, and what the second half needs comes besides.
-
+    It is as the whole one, but nothing is let go, and what the second half needs comes besides.
     The second half makes the gradients of weights, from what the ops that read weights have saved (held, where it was rebuilt)
     and from the gradients of what they returned (torch holds those).
-
-    Args:
-        simulation: of a step whose backward is whole.
     """
     index = simulation.index
     calls = [
@@ -253,7 +233,7 @@ def split_backward(simulation: Simulation) -> SplitBackward:
         kept_bytes += found.kept_bytes(seen)
         grown_bytes += found.rebuilt_bytes + found.gradient_bytes
     reach(index.last_wait, kept_bytes + grown_bytes)
-    return SplitBackward(peak_bytes, grown_bytes)
+    return peak_bytes, grown_bytes
 
 
 @dataclass(frozen=True, slots=True)
