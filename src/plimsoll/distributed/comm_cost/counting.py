@@ -36,7 +36,7 @@ class Pass:
 
 
 class CountingGroup(dist.ProcessGroup):
-    """A process group that claims to have so many ranks; ``now`` is its clock, in seconds."""
+    """A process group of one process that claims to have so many; ``now`` is its clock, in seconds."""
 
     def __init__(self, ranks: int, now: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(0, ranks)  # type: ignore[call-arg]  # a group without a store: the stub lacks this form
@@ -75,17 +75,6 @@ class CountingGroup(dist.ProcessGroup):
                 tensor.mul_(self._ranks)
         return self._done(tensors)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        return self.allreduce(tensors, opts)
-
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]  # the form that torch calls
-        """Every rank's part is this one's."""
-        self._note("all_gather", inputs)
-        for parts, given in zip(outputs, inputs, strict=True):
-            for part in parts:
-                part.copy_(given)
-        return self._done([part for parts in outputs for part in parts])
-
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> dist.Work:
         self._note("all_gather", [given])
         output.view(self._ranks, -1).copy_(given.reshape(1, -1).expand(self._ranks, -1))
@@ -93,33 +82,18 @@ class CountingGroup(dist.ProcessGroup):
 
     all_gather_single = _allgather_base  # type: ignore[assignment]  # another name of it since torch 2.13
 
-    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> dist.Work:
-        self._note("reduce_scatter", [given])
-        output.copy_(given.view(self._ranks, -1)[0].view_as(output))
-        if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
-            output.mul_(self._ranks)
-        return self._done([output])
-
-    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]  # the same
-
     def alltoall_base(
         self, output: torch.Tensor, given: torch.Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
     ) -> dist.Work:
         """Every rank sends what this one would send to itself: the first part."""
         self._note("all_to_all", [given])
-        if not list(input_sizes or ()) and not list(output_sizes or ()):
-            first = given.view(self._ranks, -1)[:1]
-            output.view(self._ranks, -1).copy_(first.expand(self._ranks, -1))
-        else:
-            output.copy_(given.reshape(-1)[:1].expand_as(output))
+        assert not input_sizes, "parts are equal"
+        assert not output_sizes, "parts are equal"
+        first = given.view(self._ranks, -1)[:1]
+        output.view(self._ranks, -1).copy_(first.expand(self._ranks, -1))
         return self._done([output])
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]  # the same
-
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]  # the form that torch calls
-        """Every rank has it already."""
-        self._note("broadcast", tensors)
-        return self._done(tensors)
 
 
 class _Done(dist.Work):

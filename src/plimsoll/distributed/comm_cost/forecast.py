@@ -26,12 +26,7 @@ from plimsoll.artifacts.verdict import IntervalEstimate
 
 
 def fit_link(transfer: Transfer, points: Sequence[LinkPoint], ranks: int) -> LinkFit:
-    """Latency and bandwidth with the least relative error; neither is negative.
-
-    Args:
-        transfer: what was timed.
-        points: at least two payloads of different sizes.
-        ranks: that took part.
+    """Latency and bandwidth with the least relative error, from at least two sizes of payloads; neither is negative.
 
     Example:
         >>> points = [LinkPoint(payload_bytes=size, measured_seconds=1e-3 + size / 1e6) for size in (100, 1000, 10000)]
@@ -106,10 +101,8 @@ class _Piece:
 def run_step(buckets: Sequence[BucketWork], tail_seconds: float, sharing: Sharing = Sharing()) -> StepTimeline:
     """The step from its start until the last gradient is there.
 
-    Args:
-        buckets: in the order in which backward fills them; forward belongs to the first.
-        tail_seconds: computing after the last bucket is full.
-        sharing: how the lanes slow each other down.
+    Buckets come in the order in which backward fills them, and forward belongs to the first; ``tail_seconds`` is computing
+    after the last one is full.
 
     Example:
         >>> run_step([BucketWork(2.0, (0.0, 0.0), (1.0,)), BucketWork(2.0, (0.0, 0.0), (1.0,))], 0.0).step_seconds

@@ -39,12 +39,8 @@ class Averages:
     ) -> None:
         """Put the mean over ranks in the place of the gradients.
 
-        Args:
-            slots: of the parameters, in the same order on every rank.
-            gradients: views of ``flat``, one per slot.
-            flat: the bucket's memory.
-            group: whose ranks are averaged over.
-            step: which step of training this belongs to, for the counts.
+        Slots are in the same order on every rank. ``gradients`` are views of the bucket's memory ``flat``, one per slot.
+        ``step`` is the step of training, for the counts.
         """
         pairs = list(zip(slots, gradients, strict=True))
         due = [(slot, each) for slot, each in pairs if slot.is_due(self._settings)]
@@ -74,21 +70,13 @@ class Averages:
         group: dist.ProcessGroup,
         step: int,
     ) -> None:
-        """Put the mean of this rank's row into ``output``.
-
-        Args:
-            slots: of the module's parameters, in the order of their columns.
-            output: ``(elements of a row,)``.
-            rows: ``(ranks, elements of a row)``.
-            group: whose ranks take part.
-            step: which step of training this belongs to, for the counts.
-        """
+        """Put the mean of this rank's row into ``output``. ``rows`` are ``(ranks, elements)``, slots in their order."""
         widths = [slot.shape[1] for slot in slots]
         pieces, shards = rows.split(widths, dim=1), output.split(widths)
         due = [i for i, slot in enumerate(slots) if slot.is_due(self._settings)]
         plain = [i for i, slot in enumerate(slots) if not slot.is_due(self._settings)]
         is_nonfinite = torch.zeros((), dtype=torch.bool, device=rows.device)
-        if len(plain) == len(slots):
+        if not due:
             # As it lies in memory: the bits are those of the reduce-scatter that this stands in for.
             reduce_rows(output, rows, group, dist.ReduceOp.AVG)
             is_nonfinite = ~output.isfinite().all()
@@ -101,7 +89,8 @@ class Averages:
             for i, mean in zip(plain, averaged.split([widths[i] for i in plain]), strict=True):
                 shards[i].copy_(self._with_momentum(slots[i], mean))
             is_nonfinite = ~averaged.isfinite().all()
-        if due and self._round is not None:
+        if due:
+            assert self._round is not None, "some parameter is compressed"
             for i in due:
                 _spread_velocity(slots[i], group)
             offers = [offer(slots[i], pieces[i], self._settings.momentum) for i in due]

@@ -49,11 +49,7 @@ class Tally:
     ) -> None:
         """Count one reduction of some parameters, before their own counts go up.
 
-        Args:
-            slots: of the parameters.
-            settings: what was asked for.
-            is_nonfinite: one truth on the device.
-            step: the step that it belongs to, from 0; a step is counted as not finite once.
+        ``is_nonfinite`` is one truth on the device; a step (from 0) is counted as not finite once.
         """
         for slot in slots:
             self._uncompressed_bytes += slot.dense_bytes

@@ -30,13 +30,10 @@ _MOST_FLOAT16 = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What a rank has to say about a parameter in one step.
+    """What a rank has to send for a parameter in one step: ``values``, zeros where it offers nothing.
 
-    Attributes:
-        values: float32, zeros where the rank offers nothing; of the gradient's shape.
-        waiting: values, or the residual where the rank offers nothing.
-        velocity: after this gradient.
-        is_not_finite: one number, above 0 where the local gradient has NaN or infinity.
+    ``values`` are float32, of the gradient's shape. ``waiting`` is the same, or the residual where the rank offers nothing.
+    ``is_not_finite`` is one number, above 0 where the local gradient has NaN or infinity.
     """
 
     slot: GradientSlot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from plimsoll.errors import InvalidOption
@@ -151,15 +151,7 @@ class CompressionSettings:
 
     def as_text(self) -> dict[str, Any]:
         """Everything that ranks, and a saved state, have to agree on."""
-        return {
-            "method": str(self.method),
-            "exclude": list(self.exclude),
-            "momentum": self.momentum,
-            "warmup_steps": self.warmup_steps,
-            "seed": self.seed,
-            "min_ratio": self.min_ratio,
-            "min_elements": self.min_elements,
-        }
+        return {**asdict(self), "method": str(self.method), "exclude": list(self.exclude)}
 
 
 def _check_between(name: str, value: float, least: float, limit: float, advice: str) -> None:

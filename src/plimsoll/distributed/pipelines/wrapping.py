@@ -7,12 +7,9 @@ from typing import Any
 
 
 class Wrapped:
-    """Stands in for ``owner.name`` on this very object, until ``remove``.
+    """Stands in for the method ``owner.name`` on this very object, whose class is left alone, until ``remove``.
 
-    Args:
-        owner: whose method it is; its class is left alone.
-        name: of the method.
-        run: called with what was there before, then the arguments.
+    ``run`` is called with what was there before, then the arguments.
     """
 
     def __init__(self, owner: object, name: str, run: Callable[..., Any]) -> None:
