@@ -102,14 +102,7 @@ def advise_compression(
     assert dist.group.WORLD is not None, "torch.distributed is initialised"
     groups = tuple(dict.fromkeys((dist.group.WORLD, *find_participants(model).groups)))
     with Conversation(world, _TOPIC, groups=groups, timeout_seconds=_PATIENCE_SECONDS) as conversation:
-        for name, count, least in (
-            ("measure_rounds", measure_rounds, 0),
-            ("validate_steps", validate_steps, 0),
-            ("orders", orders, 1),
-        ):
-            check_count(name, count, least=least)
-        if bucket_bytes is not None:
-            check_count("bucket_bytes", bucket_bytes, least=1)
+        _check_counts(measure_rounds, validate_steps, orders, bucket_bytes)
         loss = explained_loss(loss)
         check_model(model)
         check_trainable(model)
@@ -164,6 +157,14 @@ def _world() -> World:
             next="start several: torchrun --nproc-per-node 2 -m plimsoll compress-gradients TARGET",
         )
     return world
+
+
+def _check_counts(measure_rounds: int, validate_steps: int, orders: int, bucket_bytes: int | None) -> None:
+    check_count("measure_rounds", measure_rounds, least=0)
+    check_count("validate_steps", validate_steps, least=0)
+    check_count("orders", orders, least=1)
+    if bucket_bytes is not None:
+        check_count("bucket_bytes", bucket_bytes, least=1)
 
 
 def _check_shard_options(bucket_bytes: int | None, measure_rounds: int) -> None:
