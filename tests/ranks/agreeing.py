@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,69 +20,38 @@ from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import plimsoll
+from launching import refused
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.plan import Plan
-from plimsoll.errors import PlimsollError, RankError, RankMissing
+from plimsoll.errors import RankMissing
 from plimsoll.session import agreement
-from plimsoll.session.attach import Attachment
 from plimsoll.session.rendezvous import conversation
 from plimsoll.session.rendezvous.exchange import Meeting
 from plimsoll.session.rendezvous.world import find_participants
 from plimsoll.session.task import is_managed
 from plimsoll.ui.cli.app import app
 from plimsoll.ui.cli.ranks import Crew
+from ranks.small_models import blocks
+from steps import Block, mean_square
 
-WIDTH = 16
-ROWS = 64
+ROWS, WIDTH = 64, 16
 
 Outcome = dict[str, Any]
-
-
-class Block(nn.Module):
-    """A residual pair of linear layers."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
-
-
-class Embedded(nn.Module):
-    """Blocks on embedded tokens: a token that does not exist fails inside of the first module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(8, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def stack(width: int = WIDTH) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block(width) for _ in range(3)))
 
 
 def rows(count: int = ROWS) -> torch.Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-def mean_square(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    for block in model:
+        if isinstance(block, Block):
+            fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
-def sharded(model: nn.Module, blocks: Iterator[nn.Module]) -> nn.Module:
-    for block in blocks:
-        fully_shard(block)
-    fully_shard(model)
-    return model
+def has_managed(model: nn.Module) -> bool:
+    return any(is_managed(module) for module in model.modules())
 
 
 def gradients(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
@@ -95,20 +64,12 @@ def gradients(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
 
 def failing(call: Callable[[], object]) -> Outcome:
     """How a call failed: it has to."""
-    start = time.perf_counter()
-    try:
-        call()
-    except PlimsollError as error:
-        ranks = error.ranks if isinstance(error, RankError) else ()
-        return {
-            "kind": type(error).__name__,
-            "found": error.found,
-            "why": error.why,
-            "next": error.next,
-            "ranks": ranks,
-            "seconds": time.perf_counter() - start,
-        }
-    raise AssertionError("it went well")
+    return refused(call)._asdict()
+
+
+def exchanges() -> Any:
+    """Counts the exchanges of this rank."""
+    return mock.patch.object(Meeting, "arrive", wraps=Meeting.arrive)
 
 
 def mine(first: Any, second: Any) -> Any:
@@ -118,24 +79,29 @@ def mine(first: Any, second: Any) -> Any:
 
 def on_two_ranks() -> dict[str, Any]:
     torch.set_num_threads(1)
-    model, batch = stack(), rows()
+    model, batch = blocks(), rows()
     free = plimsoll.plan(model, batch, loss=mean_square, strategy="none")
-    made = uneven_plan(model, batch, free)
+    tight_bytes = (free.baseline_peak_bytes + free.floor_bytes) // 2
+    uneven_bytes = mine(free.baseline_peak_bytes, tight_bytes)  # rank 1 has less memory
+    made = plimsoll.plan(model, batch, uneven_bytes, loss=mean_square)
+    receipt = plimsoll.verify(model, batch, made, loss=mean_square, steps=1)
+    table = plimsoll.compare(model, batch, ["full", "auto"], budget=uneven_bytes, loss=mean_square, steps=1)
+    floor_bytes = mine(free.baseline_peak_bytes, free.floor_bytes // 2)
     return {
-        "uneven": summary(made),
+        "uneven": to_json(made),
+        "verified": to_json(receipt),
+        "compared": to_json(table),
         "applied": applied(model, batch, made),
         "facts": differing_facts(model, batch),
-        "plans": different_plans(model, free, made),
-        "below_floor": below_floor(model, batch, free),
+        "plans": failing(lambda: plimsoll.apply(model, mine(free, made))) | {"is_left": has_managed(model)},
+        "below_floor": failing(lambda: plimsoll.plan(model, batch, floor_bytes, loss=mean_square)),
         "missing": missing(model, batch),
         "alone": alone(model, batch),
         "loss": failing_loss(),
-        "verified": verified(model, batch, made),
         "own": failing(lambda: plimsoll.verify(model, batch, loss=mean_square)),
         "one process": of_one_process(free),
         "explained alone": explained_alone(model, batch),
         "left out": left_out(),
-        "compared": compared(model, batch, free),
         "attached": attached(free),
         "accumulated": accumulated(free),
         "attach_floor": attach_floor(),
@@ -144,33 +110,12 @@ def on_two_ranks() -> dict[str, Any]:
     }
 
 
-def uneven_plan(model: nn.Module, batch: torch.Tensor, free: Plan) -> Plan:
-    """Rank 1 has less memory."""
-    budget_bytes = mine(free.baseline_peak_bytes, tight_bytes(free))
-    return plimsoll.plan(model, batch, budget_bytes, loss=mean_square)
-
-
-def tight_bytes(free: Plan) -> int:
-    return (free.baseline_peak_bytes + free.floor_bytes) // 2
-
-
-def summary(plan: Plan) -> Outcome:
-    return {
-        "json": to_json(plan),
-        "budget_bytes": plan.budget_bytes,
-        "budgets": plan.budget_bytes_of_ranks,
-        "predicted_peak_bytes": plan.predicted_peak_bytes,
-        "notes": plan.notes,
-    }
-
-
 def applied(model: nn.Module, batch: torch.Tensor, plan: Plan) -> Outcome:
     expected = gradients(model, batch)
     with plimsoll.apply(model, plan):
-        managed = any(is_managed(module) for module in model.modules())
+        managed = has_managed(model)
         equal = all(map(torch.equal, expected, gradients(model, batch)))
-    left = any(is_managed(module) for module in model.modules())
-    return {"is_managed": managed, "is_equal": equal, "is_left": left}
+    return {"is_managed": managed, "is_equal": equal, "is_left": has_managed(model)}
 
 
 def differing_facts(model: nn.Module, batch: torch.Tensor) -> dict[str, Outcome]:
@@ -180,7 +125,7 @@ def differing_facts(model: nn.Module, batch: torch.Tensor) -> dict[str, Outcome]
         return lambda: plimsoll.plan(model, batch, loss=mean_square, **{"strategy": "none", **options})
 
     found = {
-        "model": failing(plan(model=mine(model, nn.Sequential(*list(stack())[:2])))),
+        "model": failing(plan(model=mine(model, blocks(count=2)))),
         "batch": failing(plan(batch=rows(mine(ROWS, ROWS // 2)))),
         "strategy": failing(plan(strategy=mine("none", "full"))),
     }
@@ -193,63 +138,27 @@ def differing_facts(model: nn.Module, batch: torch.Tensor) -> dict[str, Outcome]
     return found
 
 
-def different_plans(model: nn.Module, one: Plan, other: Plan) -> Outcome:
-    outcome = failing(lambda: plimsoll.apply(model, mine(one, other)))
-    return {**outcome, "is_left": any(is_managed(module) for module in model.modules())}
-
-
-def below_floor(model: nn.Module, batch: torch.Tensor, free: Plan) -> Outcome:
-    budget_bytes = mine(free.baseline_peak_bytes, free.floor_bytes // 2)
-    return failing(lambda: plimsoll.plan(model, batch, budget_bytes, loss=mean_square))
-
-
 def missing(model: nn.Module, batch: torch.Tensor) -> Outcome:
     time.sleep(mine(0.0, 1.0))
     outcome = failing(lambda: plimsoll.plan(model, batch, loss=mean_square, strategy="none", timeout_seconds=0.3))
-    return {**outcome, "is_fine_after": failing_facts_again(model, batch)}
-
-
-def failing_facts_again(model: nn.Module, batch: torch.Tensor) -> str:
-    """What was missed leaves nothing behind: the next call gets as far as the next difference."""
-    return failing(lambda: plimsoll.plan(model, rows(mine(8, 4)), loss=mean_square, strategy="none"))["kind"]
+    # What was missed leaves nothing behind: the next call gets as far as the next difference.
+    again = failing(lambda: plimsoll.plan(model, rows(mine(8, 4)), loss=mean_square, strategy="none"))
+    return {**outcome, "is_fine_after": again["kind"]}
 
 
 def alone(model: nn.Module, batch: torch.Tensor) -> tuple[int, int]:
     """Rank 0 plans for itself: nobody has to come, and nothing is exchanged; then for all."""
-    with counted() as count:
+    with exchanges() as by_itself:
         if dist.get_rank() == 0:
             plimsoll.plan(model, batch, loss=mean_square, strategy="none", ranks=(0,))
-    by_itself = next(count) - 1
-    with counted() as count:
+    with exchanges() as for_all:
         plimsoll.plan(model, batch, loss=mean_square, strategy="none")
-    return by_itself, next(count) - 1
-
-
-class counted:  # noqa: N801 - reads as what it does
-    """Counts the exchanges of this rank."""
-
-    def __init__(self) -> None:
-        self._count = itertools.count(1)
-        self._patch = pytest.MonkeyPatch()
-
-    def __enter__(self) -> Iterator[int]:
-        arrive = Meeting.arrive
-
-        def counting(*args: Any) -> Meeting:
-            next(self._count)
-            return arrive(*args)
-
-        self._patch.setattr(Meeting, "arrive", counting)
-        return self._count
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.undo()
+    return by_itself.call_count, for_all.call_count
 
 
 def failing_loss() -> Outcome:
     """The loss of rank 1 fails under FSDP2: the others' collectives find their partner, and the group stays whole."""
-    model = stack()
-    sharded(model, iter(model))
+    model = sharded(blocks())
 
     def loss(output: torch.Tensor) -> torch.Tensor:
         if dist.get_rank() == 1:
@@ -262,22 +171,10 @@ def failing_loss() -> Outcome:
     return {**outcome, "sum": whole.item(), "gradients": len(gradients(model, rows()))}
 
 
-def verified(model: nn.Module, batch: torch.Tensor, plan: Plan) -> Outcome:
-    receipt = plimsoll.verify(model, batch, plan, loss=mean_square, steps=1)
-    return {
-        "json": to_json(receipt),
-        "verdict": receipt.verdict.value,
-        "budget_bytes": receipt.budget_bytes,
-        "notes": receipt.notes,
-    }
-
-
 def of_one_process(plan: Plan) -> dict[str, Outcome]:
     """What one process does by itself, asked of models that ranks train together: nothing is exchanged."""
-    sharded_model = stack()
-    sharded(sharded_model, iter(sharded_model))
-    replicated, batch = DistributedDataParallel(stack()), rows()
-    with counted() as count:
+    sharded_model, replicated, batch = sharded(blocks()), DistributedDataParallel(blocks()), rows()
+    with exchanges() as made:
         found = {
             "fit": failing(lambda: plimsoll.fit(replicated, batch, "1GiB", loss=mean_square)),
             "advise": failing(lambda: plimsoll.advise(replicated, batch, loss=mean_square)),
@@ -285,36 +182,18 @@ def of_one_process(plan: Plan) -> dict[str, Outcome]:
             "probe": failing(lambda: plimsoll.probe(sharded_model, batch, plan, steps=1, loss=mean_square)),
             "diagnose": failing(lambda: plimsoll.diagnose(replicated, batch, plan, loss=mean_square)),
         }
-    exchanges = next(count) - 1
-    return {name: {**outcome, "exchanges": exchanges} for name, outcome in found.items()}
+    return {name: {**outcome, "exchanges": made.call_count} for name, outcome in found.items()}
 
 
 def left_out() -> Outcome:
     """A rank by itself cannot run a step of a model of which it has a shard."""
-    model = stack()
-    sharded(model, iter(model))
+    model = sharded(blocks())
     return failing(lambda: plimsoll.plan(model, rows(), loss=mean_square, strategy="none", ranks=(dist.get_rank(),)))
 
 
 def explained_alone(model: nn.Module, batch: torch.Tensor) -> bool:
     """A model that is not wrapped is this process's own: one rank may ask about it, and no other has to come."""
     return dist.get_rank() == 1 or plimsoll.explain(model, batch, loss=mean_square).peak.bytes > 0
-
-
-def compared(model: nn.Module, batch: torch.Tensor, free: Plan) -> Outcome:
-    table = plimsoll.compare(
-        model,
-        batch,
-        ["full", "auto"],
-        budget=mine(free.baseline_peak_bytes, tight_bytes(free)),
-        loss=mean_square,
-        steps=1,
-    )
-    return {
-        "json": to_json(table),
-        "rows": [row.strategy for row in table.rows],
-        "equal": [row.is_bit_equal for row in table.rows],
-    }
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
@@ -325,21 +204,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tenso
 
 def attached(free: Plan) -> Outcome:
     """Replicated training from the first step on: both ranks calibrate, grow together, and one of them alone does not."""
-    model = DistributedDataParallel(stack())
-    twin = DistributedDataParallel(stack())
+    model, twin = DistributedDataParallel(blocks()), DistributedDataParallel(blocks())
     optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin))
     roomy_bytes = 2 * free.baseline_peak_bytes
     handle = plimsoll.attach(model, mine(roomy_bytes, roomy_bytes - free.baseline_peak_bytes // 4))
     plans: list[str] = []
     told: list[int] = []
-    said: list[str] = []
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(conversation, "_GATHERING_SECONDS", 0.5)
         for count in (ROWS, ROWS, ROWS, ROWS, ROWS + 32, ROWS + 32, ROWS + 32, mine(ROWS, ROWS + 64), ROWS):
-            with counted() as exchanges:
+            with exchanges() as made:
                 train(model, optimizer, rows(count))
-            told.append(next(exchanges) - 1)
+            told.append(made.call_count)
             assert handle.plan is not None
             plans.append(to_json(handle.plan))
             train(twin, other, rows(count))
@@ -351,7 +228,7 @@ def attached(free: Plan) -> Outcome:
 
 def accumulated(free: Plan) -> Outcome:
     """The optimizer steps after the plan is there: its state is taken off the budget on all ranks, in one more exchange."""
-    model = stack()
+    model = blocks()
     optimizer = torch.optim.AdamW(model.parameters())
     handle = plimsoll.attach(model, 2 * free.baseline_peak_bytes)
     plans: list[str] = []
@@ -361,44 +238,40 @@ def accumulated(free: Plan) -> Outcome:
             optimizer.step()
         assert handle.plan is not None
         plans.append(to_json(handle.plan))
-    outcome = {"plans": plans, "counted_bytes": _counted_bytes(handle)}
+    counted_bytes = handle._counted_state_bytes
     handle.remove()
-    return outcome
-
-
-def _counted_bytes(handle: Attachment) -> int:
-    return handle._counted_state_bytes
+    return {"plans": plans, "counted_bytes": counted_bytes}
 
 
 def attach_floor() -> Outcome:
     """Rank 1's budget cannot be met: both stop in the first call, and the model is nobody's."""
-    model = stack()
+    model = blocks()
     handle = plimsoll.attach(model, mine("1GiB", "20KiB"))
     outcome = failing(lambda: model(rows()))
-    managed = any(is_managed(module) for module in model.modules())
-    return {**outcome, "is_left": managed or bool(model._forward_pre_hooks), "plan": handle.plan is None}
+    is_left = has_managed(model) or bool(model._forward_pre_hooks)
+    return {**outcome, "is_left": is_left, "plan": handle.plan is None}
 
 
 def attached_alone() -> Outcome:
     """Rank 1 never calls attach: rank 0 misses it there, and both train on, unmanaged."""
-    model = DistributedDataParallel(stack())
+    model = DistributedDataParallel(blocks())
     outcome: Outcome = {}
     if dist.get_rank() == 0:
         outcome = failing(lambda: plimsoll.attach(model, "1GiB", timeout_seconds=0.3))
-    is_left = bool(model._forward_pre_hooks) or any(is_managed(module) for module in model.modules())
+    is_left = bool(model._forward_pre_hooks) or has_managed(model)
     return {**outcome, "is_left": is_left, "gradients": len(gradients(model, rows()))}
 
 
 def step() -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """A target that wraps its model in the process group that is there."""
-    return DistributedDataParallel(stack()), rows(), mean_square
+    return DistributedDataParallel(blocks()), rows(), mean_square
 
 
 def broken_step() -> tuple[nn.Module, torch.Tensor]:
     """A target that does not load on rank 1."""
     if dist.get_rank() == 1:
         raise FileNotFoundError("no data on this rank")
-    return stack(), rows()
+    return blocks(), rows()
 
 
 def commands(free: Plan) -> dict[str, Outcome]:
@@ -432,10 +305,8 @@ def on_four_ranks() -> dict[str, Any]:
     rank = dist.get_rank()
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found: dict[str, Any] = {"participants": participants(), "pairs": pairs(rank), "parting": parting(rank)}
-    model = Embedded()
-    for block in model.blocks:
-        fully_shard(block, mesh=grid)
-    fully_shard(model, mesh=grid)
+    # A token that does not exist fails inside of the first module.
+    model = sharded(nn.Sequential(nn.Embedding(8, WIDTH), *blocks(count=2)), mesh=grid)
     tokens = torch.full((4, 8), 9 if rank == 2 else 1)
     found["forward"] = failing(lambda: plimsoll.plan(model, tokens, loss=mean_square, strategy="full"))
     return found
@@ -446,12 +317,12 @@ def participants() -> dict[str, tuple[int, ...]]:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     pair = dist.new_subgroups(2)[0]
     models = {
-        "plain": stack(),
-        "replicated in pairs": DistributedDataParallel(stack(), process_group=pair),
-        "hybrid": fully_shard(stack(), mesh=grid),
-        "one row": fully_shard(stack(), mesh=grid["shard"]),
+        "plain": blocks(),
+        "replicated in pairs": DistributedDataParallel(blocks(), process_group=pair),
+        "hybrid": fully_shard(blocks(), mesh=grid),
+        "one row": fully_shard(blocks(), mesh=grid["shard"]),
         "a row and a column": nn.Sequential(
-            fully_shard(stack(), mesh=grid["shard"]), fully_shard(stack(), mesh=grid["replicate"])
+            fully_shard(blocks(), mesh=grid["shard"]), fully_shard(blocks(), mesh=grid["replicate"])
         ),
     }
     found = {name: find_participants(model).world for name, model in models.items()}
@@ -461,7 +332,7 @@ def participants() -> dict[str, tuple[int, ...]]:
 def pairs(rank: int) -> str:
     """Two pairs of ranks plan two models at the same time."""
     pair = dist.new_subgroups(2)[0]
-    model = DistributedDataParallel(stack(WIDTH if rank < 2 else WIDTH // 2), process_group=pair)
+    model = DistributedDataParallel(blocks(WIDTH if rank < 2 else WIDTH // 2), process_group=pair)
     batch = torch.ones(ROWS, WIDTH if rank < 2 else WIDTH // 2)
     return to_json(plimsoll.plan(model, batch, loss=mean_square, strategy="full"))
 
