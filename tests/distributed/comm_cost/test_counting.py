@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,25 +17,16 @@ from plimsoll.distributed.gradient_compression.method import CompressionSettings
 from plimsoll.distributed.gradient_compression.slots import GradientPart, make_slots
 
 
-class Bucket:
+def bucket_of(model: nn.Module) -> Any:
     """What a hook is given, of a model's own gradients."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.parameters())
-        self._buffer = torch.cat([parameter.grad.flatten() for parameter in self._parameters])
-
-    def parameters(self) -> list[torch.Tensor]:
-        return self._parameters
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        sizes = [parameter.numel() for parameter in self._parameters]
-        return [
-            part.view(parameter.shape)
-            for part, parameter in zip(self._buffer.split(sizes), self._parameters, strict=True)
-        ]
+    parameters = list(model.parameters())
+    buffer = torch.cat([parameter.grad.flatten() for parameter in parameters])
+    parts = buffer.split([parameter.numel() for parameter in parameters])
+    return SimpleNamespace(
+        parameters=lambda: parameters,
+        buffer=lambda: buffer,
+        gradients=lambda: [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)],
+    )
 
 
 @pytest.fixture
@@ -48,7 +42,7 @@ def model() -> nn.Module:
 def test_what_passes_is_what_the_mechanism_says_that_it_sends(model: nn.Module, method: str, ranks: int):
     group = CountingGroup(ranks)
     hook = compression_hook(model, method, group, seed=0)
-    (found,) = pass_through(hook, [KeptBucket(Bucket(model))], group)
+    (found,) = pass_through(hook, [KeptBucket(bucket_of(model))], group)
     counted = sum(Transfer(kind).wire_bytes(payload, ranks) for kind, payload in found.transfers)
     settings = CompressionSettings(method=parse_method(method))
     parts = [GradientPart(name=name, shape=tuple(p.shape), dtype=p.dtype) for name, p in model.named_parameters()]
@@ -58,7 +52,7 @@ def test_what_passes_is_what_the_mechanism_says_that_it_sends(model: nn.Module, 
 
 
 def test_uncompressed_gradients_are_all_reduced_once_and_stay_the_mean_of_equal_ones(model: nn.Module):
-    group, bucket = CountingGroup(4), KeptBucket(Bucket(model))
+    group, bucket = CountingGroup(4), KeptBucket(bucket_of(model))
     before = bucket.buffer().clone()
     (found,) = pass_through(compression_hook(model, "none", group, seed=0), [bucket], group)
     assert found.transfers == (("all_reduce", bucket.gradient_bytes),)
@@ -67,7 +61,7 @@ def test_uncompressed_gradients_are_all_reduced_once_and_stay_the_mean_of_equal_
 
 
 def test_a_bucket_can_be_filled_again_after_a_hook_wrote_to_it(model: nn.Module):
-    bucket = KeptBucket(Bucket(model))
+    bucket = KeptBucket(bucket_of(model))
     before = [gradient.clone() for gradient in bucket.gradients()]
     bucket.buffer().zero_()
     bucket.fill()

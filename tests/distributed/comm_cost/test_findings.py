@@ -12,6 +12,7 @@ from traffic_samples import make_method, make_validation
 FAST = IntervalEstimate(value=0.2, low=0.15, high=0.25)
 UNCLEAR = IntervalEstimate(value=0.05, low=-0.05, high=0.15)
 SLOW = IntervalEstimate(value=-0.2, low=-0.3, high=-0.1)
+NONE = make_method("none", saved=0.0, ruling=TrafficRuling.UNDECIDED)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_time_and_held_out_loss_decide(saved: IntervalEstimate, outcome: Outcome
 
 def test_the_fastest_of_the_methods_that_are_worth_it_is_the_best():
     methods = [
-        make_method("none", saved=0.0, ruling=TrafficRuling.UNDECIDED),
+        NONE,
         make_method("int8", saved=0.1, ruling=TrafficRuling.KEEP),
         make_method("powersgd:4", saved=0.2, ruling=TrafficRuling.KEEP),
         make_method("topk:1%", saved=0.3, ruling=TrafficRuling.REFUSE),
@@ -46,12 +47,7 @@ def test_the_fastest_of_the_methods_that_are_worth_it_is_the_best():
 
 
 def test_what_is_undecided_says_what_is_missing():
-    ruling, _, best, missing = judge_all(
-        [
-            make_method("none", saved=0.0, ruling=TrafficRuling.UNDECIDED),
-            make_method("int8", saved=0.1, ruling=TrafficRuling.UNDECIDED),
-        ]
-    )
+    ruling, _, best, missing = judge_all([NONE, make_method("int8", saved=0.1, ruling=TrafficRuling.UNDECIDED)])
     assert ruling is TrafficRuling.UNDECIDED
     assert best is None
     assert any("--validate" in each for each in missing)
@@ -61,19 +57,16 @@ def test_a_validation_that_could_not_be_judged_is_no_missing_one_and_says_what_i
     validation = make_validation(Outcome.NOT_MEASURED)
     assert validation.found in judge_method("int8", FAST, validation)[1]
     method = make_method("int8", saved=0.1, ruling=TrafficRuling.UNDECIDED, validation=validation)
-    *_, missing = judge_all([make_method("none", saved=0.0, ruling=TrafficRuling.UNDECIDED), method])
+    *_, missing = judge_all([NONE, method])
     assert len(missing) == 1
     assert "three held-out batches" in missing[0]
 
 
 def test_where_all_are_refused_the_fastest_one_is_named():
-    _, reason, best, _ = judge_all(
-        [
-            make_method("none", saved=0.0, ruling=TrafficRuling.UNDECIDED),
-            make_method("int8", saved=-0.5, ruling=TrafficRuling.REFUSE),
-            make_method("sign", saved=-0.1, ruling=TrafficRuling.REFUSE),
-        ]
-    )
+    slow = [
+        make_method(name, saved=-lost, ruling=TrafficRuling.REFUSE) for name, lost in (("int8", 0.5), ("sign", 0.1))
+    ]
+    _, reason, best, _ = judge_all([NONE, *slow])
     assert best is None
     assert "sign" in reason
 

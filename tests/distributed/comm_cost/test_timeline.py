@@ -35,16 +35,12 @@ def test_transfers_wait_for_each_other():
     assert run_step([transfer_only(1.0, 5.0), transfer_only(1.0, 5.0)], 0.0).step_seconds == 11.0
 
 
-def test_encoding_shares_the_processor_with_backward():
+@pytest.mark.parametrize(("sharing", "seconds"), [(Sharing(), 7.5), (Sharing(processor=1.0), 6.5)])
+def test_encoding_shares_the_processor_with_backward_unless_it_has_its_own(sharing: Sharing, seconds: float):
     # Bucket 0 is full at 2; its second of encoding takes two, as does backward's first second beside it.
     # 4-5: a transfer beside backward's last second; 5-6 encoding, 6-7 transfer, 7-7.5 decoding.
     buckets = [BucketWork(2.0, (1.0, 0.0), (1.0,)), BucketWork(2.0, (1.0, 0.5), (1.0,))]
-    assert run_step(buckets, 0.0).step_seconds == pytest.approx(7.5)
-
-
-def test_encoding_on_a_processor_of_its_own_takes_nothing_from_backward():
-    buckets = [BucketWork(2.0, (1.0, 0.0), (1.0,)), BucketWork(2.0, (1.0, 0.5), (1.0,))]
-    assert run_step(buckets, 0.0, Sharing(processor=1.0)).step_seconds == pytest.approx(6.5)
+    assert run_step(buckets, 0.0, sharing).step_seconds == pytest.approx(seconds)
 
 
 def test_a_transfer_that_takes_half_of_the_processor_makes_both_last_twice_as_long():

@@ -138,20 +138,8 @@ def test_every_place_is_drawn_equally_often():
 
 
 def test_places_depend_on_seed_parameter_step_and_row_and_on_nothing_else():
-    slots = [
-        GradientSlot(
-            name="w",
-            number=number,
-            shape=(1000,),
-            dtype=torch.float32,
-            ranks=2,
-            form="mean",
-            reason="",
-            reductions=step,
-        )
-        for number in (0, 1)
-        for step in (0, 1)
-    ]
+    of = {"name": "w", "shape": (1000,), "dtype": torch.float32, "ranks": 2, "form": "mean", "reason": ""}
+    slots = [GradientSlot(number=number, reductions=step, **of) for number in (0, 1) for step in (0, 1)]
     keys = [(seed, slot, row) for seed in (0, 1) for slot in slots for row in (0, 1)]
     drawn = [tuple(draw_places(generator_for(*key), 1000, 20).tolist()) for key in keys]
     assert len(set(drawn)) == len(keys)

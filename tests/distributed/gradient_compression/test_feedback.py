@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,12 +19,16 @@ from plimsoll.errors import InvalidOption
 FINE, VOID = torch.zeros(()), torch.ones(())
 
 
-def slot_of(elements: int) -> GradientSlot:
-    settings_ = CompressionSettings(method=parse_method("topk:10%"), exclude=(), min_elements=0, min_ratio=0)
-    [slot] = make_slots(
-        [GradientPart(name="w", shape=(elements,), dtype=torch.float32)], settings_, ranks=1, form="mean"
-    )
-    return slot
+def slots_of(
+    parts: list[GradientPart], method: str, ranks: int = 1, form: Form = "mean", **how: Any
+) -> list[GradientSlot]:
+    return make_slots(parts, CompressionSettings(method=parse_method(method), **how), ranks=ranks, form=form)
+
+
+def slot_of(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, **how: Any) -> GradientSlot:
+    """Of a parameter that is compressed, whether it pays or not."""
+    part = GradientPart(name="w", shape=shape, dtype=dtype)
+    return slots_of([part], "topk:10%", exclude=(), min_elements=0, min_ratio=0, **how)[0]
 
 
 def reduce_alone(
@@ -41,7 +47,7 @@ def reduce_alone(
 @given(elements=st.integers(1, 60), seed=st.integers(0, 2**31), share=st.sampled_from((1, 10, 40)))
 def test_what_was_sent_and_what_stays_add_up_to_the_gradients_exactly(elements: int, seed: int, share: int):
     # Whole numbers, so that sums in float32 are exact in any order.
-    generator, slot = torch.Generator().manual_seed(seed), slot_of(elements)
+    generator, slot = torch.Generator().manual_seed(seed), slot_of((elements,))
     given_, sent = torch.zeros(elements), torch.zeros(elements)
     for _ in range(20):
         gradient = torch.randint(-50, 51, (elements,), generator=generator).float()
@@ -54,7 +60,7 @@ def test_what_was_sent_and_what_stays_add_up_to_the_gradients_exactly(elements: 
 @settings(max_examples=15, deadline=None)
 @given(elements=st.integers(1, 60), seed=st.integers(0, 2**31))
 def test_what_was_sent_and_what_stays_add_up_to_the_gradients_up_to_rounding(method: str, elements: int, seed: int):
-    generator, slot = torch.Generator().manual_seed(seed), slot_of(elements)
+    generator, slot = torch.Generator().manual_seed(seed), slot_of((elements,))
     given_, sent = torch.zeros(elements, dtype=torch.float64), torch.zeros(elements, dtype=torch.float64)
     for _ in range(20):
         gradient = torch.randn(elements, generator=generator)
@@ -63,22 +69,24 @@ def test_what_was_sent_and_what_stays_add_up_to_the_gradients_up_to_rounding(met
     torch.testing.assert_close(sent + slot.residual, given_, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_gradient_that_is_not_finite_is_passed_on_as_nan_and_leaves_no_trace(value: float):
-    slot = slot_of(40)
+@pytest.mark.parametrize(
+    ("value", "void"), [(float("nan"), FINE), (float("inf"), FINE), (float("-inf"), FINE), (1.0, VOID), (0.0, FINE)]
+)
+def test_a_gradient_that_is_not_finite_on_some_rank_or_missing_here_leaves_no_trace(value: float, void: torch.Tensor):
+    slot = slot_of((40,))
     reduce_alone(slot, torch.randn(40), "topk:10%", momentum=0.9)
     residual, velocity = slot.residual.clone(), slot.velocity.clone()
-    gradient = torch.randn(40)
+    gradient = torch.randn(40) if value else torch.zeros(40)  # of a rank without one
     gradient[7] = value
-    assert reduce_alone(slot, gradient, "topk:10%", momentum=0.9).isnan().all()
+    passed_on = reduce_alone(slot, gradient, "topk:10%", momentum=0.9, void=void)
+    assert passed_on.isnan().all() if value else not passed_on.any()
     assert torch.equal(slot.residual, residual)
     assert torch.equal(slot.velocity, velocity)
 
 
 @pytest.mark.parametrize(("shape", "form", "row"), [((4,), "mean", None), ((2, 4), "shard", 1)])
 def test_a_mean_beyond_float16_is_cut_and_what_was_cut_off_waits(shape: tuple[int, ...], form: Form, row: int | None):
-    settings_ = CompressionSettings(method=parse_method("sign:4"), exclude=(), min_elements=0, min_ratio=0)
-    [slot] = make_slots([GradientPart(name="w", shape=shape, dtype=torch.float16)], settings_, ranks=2, form=form)
+    slot = slot_of(shape, torch.float16, ranks=2, form=form)
     slot.residual = torch.full(shape, 60000.0)
     offered = offer(slot, torch.full(shape, 10000.0, dtype=torch.float16), 0.0)
     mean = offered.values if row is None else offered.values[row]
@@ -92,25 +100,8 @@ def test_a_mean_beyond_float16_is_cut_and_what_was_cut_off_waits(shape: tuple[in
         assert not slot.residual[0].any()
 
 
-def test_a_gradient_that_is_not_finite_on_another_rank_leaves_no_trace_here():
-    slot = slot_of(40)
-    reduce_alone(slot, torch.randn(40), "topk:10%")
-    residual = slot.residual.clone()
-    assert reduce_alone(slot, torch.randn(40), "topk:10%", void=VOID).isnan().all()
-    assert torch.equal(slot.residual, residual)
-
-
-def test_a_rank_without_a_gradient_sends_nothing_and_keeps_what_it_has():
-    slot = slot_of(40)
-    reduce_alone(slot, torch.randn(40), "topk:10%", momentum=0.9)
-    residual, velocity = slot.residual.clone(), slot.velocity.clone()
-    assert not reduce_alone(slot, torch.zeros(40), "topk:10%", momentum=0.9).any()
-    assert torch.equal(slot.residual, residual)
-    assert torch.equal(slot.velocity, velocity)
-
-
 def test_momentum_correction_follows_deep_gradient_compression():
-    generator, slot, momentum = torch.Generator().manual_seed(0), slot_of(50), 0.9
+    generator, slot, momentum = torch.Generator().manual_seed(0), slot_of((50,)), 0.9
     u, v = torch.zeros(50), torch.zeros(50)
     for _ in range(12):
         gradient = torch.randn(50, generator=generator)
@@ -126,7 +117,7 @@ def test_momentum_correction_follows_deep_gradient_compression():
 
 
 def test_parameters_that_are_not_compressed_get_the_momentum_of_sgd():
-    slot, weight = slot_of(10), torch.zeros(10, requires_grad=True)
+    slot, weight = slot_of((10,)), torch.zeros(10, requires_grad=True)
     optimizer, generator = torch.optim.SGD([weight], lr=1.0, momentum=0.9), torch.Generator().manual_seed(0)
     moved = torch.zeros(10)
     for _ in range(5):
@@ -140,19 +131,21 @@ def test_parameters_that_are_not_compressed_get_the_momentum_of_sgd():
 
 
 def parts() -> list[GradientPart]:
-    return [
-        GradientPart(name="embed.weight", shape=(100, 64), dtype=torch.float32),
-        GradientPart(name="mlp.weight", shape=(64, 64), dtype=torch.float32),
-        GradientPart(name="mlp.bias", shape=(2000,), dtype=torch.float32),
-        GradientPart(name="small.weight", shape=(8, 8), dtype=torch.float32),
-        GradientPart(name="double.weight", shape=(64, 64), dtype=torch.float64),
-        GradientPart(name="nothing", shape=(0, 4), dtype=torch.float32),
-        GradientPart(name="huge.weight", shape=(2**16, 2**15), dtype=torch.float32),
-    ]
+    shapes = {
+        "embed.weight": (100, 64),
+        "mlp.weight": (64, 64),
+        "mlp.bias": (2000,),
+        "small.weight": (8, 8),
+        "double.weight": (64, 64),
+        "nothing": (0, 4),
+        "huge.weight": (2**16, 2**15),
+    }
+    kinds = {"double.weight": torch.float64}
+    return [GradientPart(name=n, shape=shape, dtype=kinds.get(n, torch.float32)) for n, shape in shapes.items()]
 
 
 def test_every_parameter_that_is_not_compressed_says_why():
-    slots = make_slots(parts(), CompressionSettings(method=parse_method("topk:1%")), ranks=2, form="mean")
+    slots = slots_of(parts(), "topk:1%", ranks=2)
     assert [slot.reason for slot in slots] == [
         "excluded by '*embed*'",
         "",
@@ -166,21 +159,15 @@ def test_every_parameter_that_is_not_compressed_says_why():
 
 def test_what_would_save_too_little_is_not_compressed():
     # Everyone's top elements go to everyone: on 200 ranks that is more than an all-reduce of all elements.
-    few, many = (
-        make_slots(parts(), CompressionSettings(method=parse_method("topk:1%")), ranks=n, form="mean")[1]
-        for n in (2, 200)
-    )
+    few, many = (slots_of(parts(), "topk:1%", ranks=n)[1] for n in (2, 200))
     assert few.is_compressed
     assert many.reason.startswith("would save too little")
-    dense = make_slots(parts(), CompressionSettings(method=parse_method("topk:100%")), ranks=2, form="mean")[1]
-    assert not dense.is_compressed
+    assert not slots_of(parts(), "topk:100%", ranks=2)[1].is_compressed
 
 
 def test_a_pattern_that_matches_nothing_is_refused_unless_it_is_a_default():
     with pytest.raises(InvalidOption) as caught:
-        make_slots(
-            parts(), CompressionSettings(method=parse_method("sign"), exclude=("*.attn.*",)), ranks=2, form="mean"
-        )
+        slots_of(parts(), "sign", ranks=2, exclude=("*.attn.*",))
     assert "'*.attn.*' matches no parameter" in caught.value.found
     assert "embed.weight" in caught.value.why
-    make_slots(parts()[1:2], CompressionSettings(method=parse_method("sign"), exclude=EXCLUDED), ranks=2, form="mean")
+    slots_of(parts()[1:2], "sign", ranks=2, exclude=EXCLUDED)

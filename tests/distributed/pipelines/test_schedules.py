@@ -30,6 +30,7 @@ from plimsoll.distributed.pipelines.wrapping import Wrapped
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidModel, InvalidOption, PlanMismatch, RanksDiffer
 from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind, check_orders
 from samples import make_plan, make_region
+from steps import Block, Stack
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +59,8 @@ def test_the_first_stage_runs_backward_whole_where_others_split_it():
     found = read_schedule(ScheduleInterleavedZeroBubble([stage(0)], 4, loss_fn=torch.sum))
     check_orders(found.orders, 2)
     assert {action.work for action in found.orders[0]} == {ActionKind.FORWARD, ActionKind.BACKWARD}
-    assert {action.work for action in found.orders[1]} == {
-        ActionKind.FORWARD,
-        ActionKind.INPUT_GRADIENT,
-        ActionKind.WEIGHT_GRADIENT,
-    }
+    split = {ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT}
+    assert {action.work for action in found.orders[1]} == split
 
 
 @pytest.mark.parametrize("kind", [ScheduleZBVZeroBubble, ScheduleDualPipeV])
@@ -110,7 +108,7 @@ def alone(module: nn.Module) -> ScheduleGPipe:
 
 
 def test_evaluation_between_steps_leaves_their_measurements():
-    schedule = alone(nn.Sequential(_Block(), _Block()))
+    schedule = alone(Stack(2, 16))
     batch = torch.ones(8, 16)
     with plimsoll.distributed.attach_schedule(schedule, "1GiB", ranks=[0]) as handle:
         for _ in range(3):
@@ -123,7 +121,7 @@ def test_evaluation_between_steps_leaves_their_measurements():
 
 
 def test_steps_that_cannot_be_measured_settle_with_a_warning():
-    schedule = alone(nn.Sequential(_Block(), _Block()))
+    schedule = alone(Stack(2, 16))
     batch = torch.ones(8, 16)
     with torch.profiler.profile(), plimsoll.distributed.attach_schedule(schedule, "1GiB", ranks=[0]) as handle:
         for _ in range(5):
@@ -135,7 +133,7 @@ def test_steps_that_cannot_be_measured_settle_with_a_warning():
 
 
 def test_a_first_step_that_is_refused_leaves_no_plan_and_a_report():
-    schedule = alone(nn.Sequential(_Block(), _Block()))
+    schedule = alone(Stack(2, 16))
     handle = plimsoll.distributed.attach_schedule(schedule, "4KiB", ranks=[0])
     with pytest.raises(BudgetBelowFloor):
         schedule.step(torch.ones(8, 16), target=torch.ones(8, 16))
@@ -159,22 +157,13 @@ def test_removing_a_wrapper_restores_the_method_or_steps_aside():
     assert "is_set" not in vars(lock)
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
 @pytest.fixture(scope="module")
 def steps() -> dict[int, StageStep]:
     """Two stages of one rank."""
     known: Any = {}
     found = {}
     for index in (0, 2):
-        module = nn.Sequential(*(_Block() for _ in range(2)))
+        module = nn.Sequential(*(Block(16) for _ in range(2)))
         hidden = torch.ones(32, 16, requires_grad=True)
         traced = trace_stage(index, module, (hidden,), {}, loss=None, regions=None, micro_batches=4)
         found[index] = StageStep(traced, 2, left_bytes=0, merged_bytes=0, known_choices=known)
