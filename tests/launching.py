@@ -22,6 +22,7 @@ class Refusal(NamedTuple):
 
     kind: str
     found: str
+    why: str = ""
     next: str = ""
     ranks: tuple[int, ...] = ()
     seconds: float = 0.0
@@ -44,7 +45,7 @@ def refused(call: Callable[[], object]) -> Refusal:
         call()
     except PlimsollError as error:
         ranks = error.ranks if isinstance(error, RankError) else ()
-        return Refusal(type(error).__name__, error.found, error.next, ranks, time.perf_counter() - start)
+        return Refusal(type(error).__name__, error.found, error.why, error.next, ranks, time.perf_counter() - start)
     except Exception as error:  # noqa: BLE001 - a rank tells what it met, also where it is no error of ours
         return Refusal(type(error).__name__, str(error), seconds=time.perf_counter() - start)
     raise AssertionError("nothing was refused")

@@ -1,4 +1,4 @@
-"""A model and an optimizer in; proof that a block of code left every bit and every attribute of them as it was."""
+"""Checks that a block of code leaves every bit and every attribute of a model and its optimizer as they were."""
 
 from __future__ import annotations
 
@@ -53,15 +53,17 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     if optimizer is not None:
         leaves, layout = tree_flatten([optimizer.state_dict(), len(optimizer.state)])
         found["optimizer layout"] = str(layout)
-        found.update({f"optimizer {i}": leaf.clone() if _is_tensor(leaf) else leaf for i, leaf in enumerate(leaves)})
+        found.update(
+            {
+                f"optimizer {i}": leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+                for i, leaf in enumerate(leaves)
+            }
+        )
     return found
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if _is_tensor(one) or _is_tensor(other):
-        return _is_tensor(one) and _is_tensor(other) and one.dtype == other.dtype and torch.equal(one, other)
+    tensors = [isinstance(thing, torch.Tensor) for thing in (one, other)]
+    if any(tensors):
+        return all(tensors) and one.dtype == other.dtype and torch.equal(one, other)
     return bool(one == other)
-
-
-def _is_tensor(thing: object) -> bool:
-    return isinstance(thing, torch.Tensor)

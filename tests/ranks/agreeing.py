@@ -78,7 +78,6 @@ def mine(first: Any, second: Any) -> Any:
 
 
 def on_two_ranks() -> dict[str, Any]:
-    torch.set_num_threads(1)
     model, batch = blocks(), rows()
     free = plimsoll.plan(model, batch, loss=mean_square, strategy="none")
     tight_bytes = (free.baseline_peak_bytes + free.floor_bytes) // 2
@@ -301,7 +300,6 @@ def command(here: Path, *arguments: str) -> Outcome:
 
 
 def on_four_ranks() -> dict[str, Any]:
-    torch.set_num_threads(1)
     rank = dist.get_rank()
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found: dict[str, Any] = {"participants": participants(), "pairs": pairs(rank), "parting": parting(rank)}

@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
@@ -26,15 +27,16 @@ from torch.distributed.pipelining import pipeline as cut
 from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+from launching import refused
 from plimsoll.artifacts.plan import Plan
 from plimsoll.distributed.pipelines.pipeline_stages import attach_schedule, received_buffers
 from plimsoll.distributed.pipelines.schedules import read_schedule
 from plimsoll.distributed.pipelines.stage_plans import apply_stages
-from plimsoll.errors import PlimsollError
 from plimsoll.planning.strategies import find_extremes
 from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
+from steps import Block
 
 HIDDEN, SEQUENCE, VOCABULARY, MICRO_BATCH = 32, 32, 64, 2
 LAYERS = 4
@@ -72,23 +74,10 @@ class Gpt2Part(nn.Module):
         return hidden if self.head is None else self.head(hidden)
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(HIDDEN),
-            nn.Linear(HIDDEN, 4 * HIDDEN),
-            nn.Linear(4 * HIDDEN, HIDDEN),
-        )
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
-
-
 def split_stages(count: int) -> Any:
     """A small model that torch's ``pipeline()`` traces and cuts between its blocks: stages are graph modules."""
     torch.manual_seed(0)
-    blocks = [_Block() for _ in range(2 * count)]
+    blocks = [Block(HIDDEN, dropout=0.0) for _ in range(2 * count)]
     model = nn.Sequential(nn.Embedding(VOCABULARY, HIDDEN), *blocks, nn.Linear(HIDDEN, VOCABULARY, bias=False))
     cuts = {str(2 * index + 1): SplitPoint.BEGINNING for index in range(1, count)}
     return cut(model, (torch.zeros(MICRO_BATCH, SEQUENCE, dtype=torch.long),), split_spec=cuts)
@@ -147,6 +136,10 @@ class Pipeline:
         )
         return [*losses, *(p.grad for part in self.parts for p in part.parameters() if p.grad is not None)]
 
+    def attributes(self) -> list[list[str]]:
+        """Of the schedule and of every module."""
+        return [list(vars(each)) for each in (self.schedule, *(m for part in self.parts for m in part.modules()))]
+
     def zero(self) -> None:
         for part in self.parts:
             part.zero_grad()
@@ -174,16 +167,8 @@ def counted_transfers() -> Iterator[list[int]]:
     """How many tensors go between ranks."""
     counts: list[int] = []
     original = dist.batch_isend_irecv
-
-    def counting(ops: list[dist.P2POp]) -> list[dist.Work]:
-        counts.append(len(ops))
-        return original(ops)
-
-    dist.batch_isend_irecv = counting
-    try:
+    with mock.patch.object(dist, "batch_isend_irecv", lambda ops: counts.append(len(ops)) or original(ops)):
         yield counts
-    finally:
-        dist.batch_isend_irecv = original
 
 
 def everything(cases: list[tuple[str, str, float]]) -> dict[str, Any]:
@@ -201,11 +186,11 @@ def _refused() -> dict[str, Any]:
     pipeline = Pipeline("split", "gpipe", micro_batches=2)
     found = {}
     with attach_schedule(pipeline.schedule, "1GiB"):
-        found["twice"] = _raised(lambda: attach_schedule(pipeline.schedule, "1GiB"))
+        found["twice"] = refused(lambda: attach_schedule(pipeline.schedule, "1GiB"))
     before = dict(vars(pipeline.schedule))
     budget = "4KiB" if dist.get_rank() == 1 else "1GiB"
     attach_schedule(pipeline.schedule, budget)
-    found["below floor"] = _raised(lambda: pipeline.step(0))
+    found["below floor"] = refused(lambda: pipeline.step(0))
     found["untouched"] = vars(pipeline.schedule).keys() == before.keys() and not any(
         p.grad is not None for part in pipeline.parts for p in part.parameters()
     )
@@ -252,18 +237,10 @@ def _saved_plans() -> dict[str, Any]:
         "same": same,
         "dropped": dropped,
         "names": [region.name for region in handle.plans[rank].regions],
-        "too few": _raised(lambda: apply_stages(pipeline.schedule, {rank: few} if rank == 0 else {rank: whole})),
-        "other": _raised(lambda: apply_stages(pipeline.schedule, {rank: other})),
+        "too few": refused(lambda: apply_stages(pipeline.schedule, {rank: few} if rank == 0 else {rank: whole})),
+        "other": refused(lambda: apply_stages(pipeline.schedule, {rank: other})),
         "managed": any("forward" in vars(module) for module in stage.modules()),
     }
-
-
-def _raised(run: Callable[[], object]) -> tuple[str, str]:
-    try:
-        run()
-    except PlimsollError as error:
-        return type(error).__name__, error.found
-    raise AssertionError("it went well")
 
 
 def _plainly(pipeline: Pipeline, seed: int) -> tuple[list[torch.Tensor], list[int]]:
@@ -281,10 +258,7 @@ def _under_budget(family: str, name: str, share: float) -> dict[str, Any]:
     plain.zero()
     expected = [_plainly(plain, seed) for seed in range(4)]  # not in between: the steps under a budget are measured
     budget = int(share * unmanaged)
-    before = [
-        dict(vars(managed.schedule)),
-        *(dict(vars(module)) for part in managed.parts for module in part.modules()),
-    ]
+    before = managed.attributes()
     handle = attach_schedule(managed.schedule, budget)
     same = []
     for seed, (gradients, transfers) in enumerate(expected):
@@ -295,11 +269,10 @@ def _under_budget(family: str, name: str, share: float) -> dict[str, Any]:
     measured = measured_peak(managed, 5)
     managed.zero()
     handle.remove()
-    left = [dict(vars(managed.schedule)), *(dict(vars(module)) for part in managed.parts for module in part.modules())]
     return {
         "same": same,
         "same_after_removal": equal(plain.step(6), managed.step(6)),
-        "restored": [a.keys() for a in before] == [a.keys() for a in left],
+        "restored": managed.attributes() == before,
         "budget": budget,
         "unmanaged": unmanaged,
         "predicted": report.predicted_peak_bytes,

@@ -22,29 +22,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
 import plimsoll
+from plimsoll.tracing.local_tensors import dense_parts
+from steps import Block, mean_square
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "04_resume_after_a_crash.py"
 PLANS = ("same plan", "another plan", "no plan")
-
-
-class Block(nn.Module):
-    """A block that tensor parallelism can divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 32)
-        self.down = nn.Linear(32, 16)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.drop(self.down(torch.nn.functional.gelu(self.up(x))))
-        return out
 
 
 @dataclass
@@ -58,7 +45,7 @@ class Run:
         """Losses of this rank. Batches come from the random stream, like dropout."""
         losses = []
         for _ in steps:
-            loss = squares(self.model(torch.randn(8, 16)))
+            loss = mean_square(self.model(torch.randn(8, 16)))
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -68,14 +55,14 @@ class Run:
     def bits(self) -> dict[str, Any]:
         """Every value of the state dicts that this rank holds, by name."""
         flat, shape = tree_flatten(get_state_dict(self.model, self.optimizer))
-        values = [local_of(value).tolist() if isinstance(value, torch.Tensor) else value for value in flat]
+        values = [dense_parts(value)[0].tolist() if isinstance(value, torch.Tensor) else value for value in flat]
         return {"names": str(shape), "values": values}
 
 
 def build(layout: str, seed: int) -> Run:
     """Two blocks in a layout; the seed makes the weights, and with the rank the random stream."""
     torch.manual_seed(seed)
-    model: Any = nn.Sequential(Block(), Block())
+    model: Any = nn.Sequential(Block(16), Block(16))
     if layout == "ddp":
         model = DistributedDataParallel(model)
     for block in model if layout in ("fsdp", "tp") else ():
@@ -93,17 +80,8 @@ def build(layout: str, seed: int) -> Run:
     return Run(model, torch.optim.AdamW(groups, lr=1e-2))
 
 
-def local_of(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def squares(output: torch.Tensor) -> torch.Tensor:
-    return output.pow(2).mean()
-
-
 def plan_for(run: Run, regions: list[str] | None = None) -> Any:
-    return plimsoll.plan(run.model, torch.randn(8, 16), strategy="full", loss=squares, regions=regions)
+    return plimsoll.plan(run.model, torch.randn(8, 16), strategy="full", loss=mean_square, regions=regions)
 
 
 def resumed(layout: str, directory: Path) -> dict[str, Any]:
@@ -134,12 +112,14 @@ def is_transparent(layout: str) -> bool:
     run.train(range(1))
     before = run.bits()
     with plimsoll.apply(run.model, plan_for(run)):
-        squares(run.model(torch.randn(8, 16))).backward()
+        mean_square(run.model(torch.randn(8, 16))).backward()
         run.optimizer.zero_grad()
         managed = [run.model]
         if layout == "plain":
             managed += [copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))]
-        weights = [{name: local_of(value).tolist() for name, value in model.state_dict().items()} for model in managed]
+        weights = [
+            {name: dense_parts(value)[0].tolist() for name, value in model.state_dict().items()} for model in managed
+        ]
         return run.bits() == before and all(each == weights[0] for each in weights)
 
 

@@ -19,11 +19,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import plimsoll
+from launching import Refusal, refused
 from plimsoll.errors import RanksDiffer
 from plimsoll.session.manage import agree_on_service
+from ranks.small_models import llama
 
 LAYERS = 2
 SEQUENCE = 32
@@ -49,7 +50,9 @@ def everything() -> dict[str, Any]:
         "experts under a budget": _equal_under(routed, ids, loss=_routed_loss, budget=of_routed["budget"]),
         "offloaded": _equal_under(split, _text(), strategy="offload", allow=("recompute", "offload")),
         "misfit": _misfit_on_one_rank(split),
-        "disagreement": _disagreement(),
+        "disagreement": refused(
+            lambda: agree_on_service("blocks.0", (0, 1), f"recipe {'all_reduce ' * dist.get_rank()}")
+        ),
         "written in place": _written_in_place(mesh),
     }
 
@@ -70,17 +73,7 @@ class _Collectives(TorchDispatchMode):
 
 
 def _llama(styles: dict[str, ParallelStyle], mesh: Any) -> nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=88,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=VOCABULARY,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config)
+    model = llama(intermediate_size=88, num_attention_heads=4, num_key_value_heads=4)
     return parallelize_module(model, mesh, styles) if styles else model
 
 
@@ -148,7 +141,6 @@ def _full(model: nn.Module, batch: Any, *, loss: Any = None, allow: tuple[str, .
         "inspected": (handle.inspected_tensors, len(handle.faults)),
         "engines": sorted({str(outcome.engine) for outcome in outcomes}),
         "shares": [outcome.dropped_bytes / max(1, outcome.activation_bytes) for outcome in outcomes],
-        "reasons": sorted({outcome.reason for outcome in outcomes}),
         "collectives": (without.count, managed.count),
         "obstacles": sorted({d.reason for region in plan.regions for d in region.decisions if "recipe" in d.reason}),
     }
@@ -265,15 +257,7 @@ def _misfit_on_one_rank(model: nn.Module) -> str:
     return found
 
 
-def _disagreement() -> str:
-    try:
-        agree_on_service("blocks.0", (0, 1), f"recipe {'all_reduce ' * dist.get_rank()}")
-    except RanksDiffer as error:
-        return str(error)
-    return ""
-
-
-def _written_in_place(mesh: Any) -> str:
+def _written_in_place(mesh: Any) -> Refusal:
     """A DTensor that a recipe starts from is written between forward and backward."""
     kept: list[torch.Tensor] = []
 
@@ -288,11 +272,7 @@ def _written_in_place(mesh: Any) -> str:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Squares(), nn.Linear(8, 8))
-    styles: dict[str, ParallelStyle] = {
-        "0": ColwiseParallel(use_local_output=False),
-        "2": RowwiseParallel(),
-    }
-    model = parallelize_module(model, mesh, styles)
+    model = parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()})
     model[1].scale = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Shard(0)], run_check=False))
     x = torch.randn(4, 8)
     plan = plimsoll.plan(model, x, strategy="full", regions=["1"], loss=torch.sum)
@@ -301,8 +281,4 @@ def _written_in_place(mesh: Any) -> str:
         loss = model(x).sum()
         with torch.no_grad():
             kept[-1].add_(1.0)
-        try:
-            loss.backward()
-        except plimsoll.errors.SavedTensorModified as error:
-            return error.found
-    return ""
+        return refused(loss.backward)

@@ -1,13 +1,16 @@
-"""Small models that several scenarios put on ranks, and a target of the command line that knows nothing of ranks."""
+"""Small models that several scenarios put on ranks, and targets of the command line that know nothing of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
+from plimsoll.ui.cli.app import app
 from steps import Block
 
 
@@ -28,3 +31,18 @@ def blocks(width: int = 16, count: int = 3) -> nn.Sequential:
 def step() -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """Three blocks and a loss."""
     return blocks(), torch.ones(32, 16), torch.sum
+
+
+def regression() -> tuple[nn.Module, list[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+    """A target with a stream of batches."""
+    random = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    return model, [torch.randn(4, 64, generator=random) for _ in range(30)], lambda output: output.square().mean()
+
+
+def ask_for_traffic(path: str) -> dict[str, Any]:
+    """``compress-gradients`` on every rank at once: exit code and text of a short measurement."""
+    options = ["--methods", "topk:1%", "--steps", "1", "--validate", "2", "--orders", "1", "--output", path]
+    result = CliRunner().invoke(app, ["compress-gradients", "ranks.small_models:regression", *options])
+    return {"code": result.exit_code, "stdout": result.stdout, "stderr": result.stderr}

@@ -85,7 +85,7 @@ def test_messages_may_be_large(told: Told):
 
 
 def test_a_straggler_is_named_on_all_ranks_and_on_itself(told: Told):
-    for kind, found, _, ranks, seconds in (rank["straggler"] for rank in told):
+    for kind, found, _, _, ranks, seconds in (rank["straggler"] for rank in told):
         assert (kind, found) == ("RankMissing", "Rank 1 did not come to 'late' within 0.2 s.")
         assert ranks == (1,)
         assert seconds < 2

@@ -7,8 +7,8 @@ import pytest
 from launching import Told, on_ranks
 from ranks.compressing import METHODS, SHARD_METHODS
 
-two = on_ranks(2, "ranks.compressing:on_two_ranks")
-four = on_ranks(4, "ranks.compressing:on_four_ranks")
+two = on_ranks(2, "ranks.compressing_layouts:on_two_ranks")
+four = on_ranks(4, "ranks.compressing_layouts:on_four_ranks")
 
 BOTH = [*(("ddp", method) for method in METHODS), *(("fsdp2", method) for method in SHARD_METHODS)]
 

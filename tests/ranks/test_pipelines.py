@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from launching import launch
+from launching import Told, launch, on_ranks
 
 ON_TWO = [("llama", "1f1b", 0.85), ("gpt2", "zbv", 0.85), ("split", "1f1b", 0.92)]
 NAMES = [f"{family} {name}" for family, name, _ in ON_TWO]
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    return launch(2, "ranks.pipeline_scenarios:everything", ON_TWO)
+two_ranks = on_ranks(2, "ranks.pipeline_scenarios:everything", ON_TWO)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_and_transfers_are_those_without_a_plan(two_ranks: list[dict[str, Any]], name: str):
+def test_gradients_and_transfers_are_those_without_a_plan(two_ranks: Told, name: str):
     for rank in two_ranks:
         assert rank[name]["same"] == [True] * 4, "while calibrating and after"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_rank_keeps_to_its_budget_by_recomputing(two_ranks: list[dict[str, Any]], name: str):
+def test_every_rank_keeps_to_its_budget_by_recomputing(two_ranks: Told, name: str):
     for rank in two_ranks:
         found = rank[name]
         assert not found["calibrating"]
@@ -32,20 +28,20 @@ def test_every_rank_keeps_to_its_budget_by_recomputing(two_ranks: list[dict[str,
         assert sum(found["extra"]) > 0
 
 
-def test_peaks_of_whole_backwards_are_predicted_within_two_percent(two_ranks: list[dict[str, Any]]):
+def test_peaks_of_whole_backwards_are_predicted_within_two_percent(two_ranks: Told):
     for rank in two_ranks:
         found = rank["llama 1f1b"]
         assert found["predicted"] == pytest.approx(found["measured"], rel=0.02)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_removing_a_budget_leaves_schedule_and_stages_as_they_were(two_ranks: list[dict[str, Any]], name: str):
+def test_removing_a_budget_leaves_schedule_and_stages_as_they_were(two_ranks: Told, name: str):
     for rank in two_ranks:
         assert rank[name]["restored"]
         assert rank[name]["same_after_removal"]
 
 
-def test_the_report_says_what_recomputation_does_to_the_step(two_ranks: list[dict[str, Any]]):
+def test_the_report_says_what_recomputation_does_to_the_step(two_ranks: Told):
     text = two_ranks[1]["gpt2 zbv"]["text"]
     assert "ScheduleZBVZeroBubble, pipeline rank 1: settled" in text
     assert "stage 1 " in text
@@ -53,7 +49,7 @@ def test_the_report_says_what_recomputation_does_to_the_step(two_ranks: list[dic
     assert "recomputation on all ranks adds" in text
 
 
-def test_a_budget_below_the_floor_of_one_stage_stops_all_ranks_before_the_step(two_ranks: list[dict[str, Any]]):
+def test_a_budget_below_the_floor_of_one_stage_stops_all_ranks_before_the_step(two_ranks: Told):
     first, second = (rank["refused"] for rank in two_ranks)
     assert second["below floor"][0] == "BudgetBelowFloor"
     assert "smallest reachable peak of stage 1" in second["below floor"][1]
@@ -63,13 +59,13 @@ def test_a_budget_below_the_floor_of_one_stage_stops_all_ranks_before_the_step(t
     assert second["untouched"]
 
 
-def test_a_schedule_takes_one_budget_and_evaluation_none(two_ranks: list[dict[str, Any]]):
+def test_a_schedule_takes_one_budget_and_evaluation_none(two_ranks: Told):
     for rank in two_ranks:
         assert rank["refused"]["twice"][0] == "InvalidModel"
         assert rank["refused"]["plans after eval"] == 0
 
 
-def test_a_saved_plan_finds_its_blocks_in_a_stage_with_shorter_names(two_ranks: list[dict[str, Any]]):
+def test_a_saved_plan_finds_its_blocks_in_a_stage_with_shorter_names(two_ranks: Told):
     for number, rank in enumerate(two_ranks):
         found = rank["saved"]
         assert found["same"]
@@ -77,7 +73,7 @@ def test_a_saved_plan_finds_its_blocks_in_a_stage_with_shorter_names(two_ranks: 
         assert found["names"] == [f"h.{2 * number}", f"h.{2 * number + 1}"]
 
 
-def test_a_plan_for_fewer_micro_batches_or_another_stage_is_refused_on_all_ranks(two_ranks: list[dict[str, Any]]):
+def test_a_plan_for_fewer_micro_batches_or_another_stage_is_refused_on_all_ranks(two_ranks: Told):
     first, second = (rank["saved"] for rank in two_ranks)
     assert first["too few"][0] == "PlanMismatch"
     assert "the schedule has 2" in first["too few"][1]

@@ -8,38 +8,35 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from launching import launch
+from launching import Told, launch
 from ranks.resuming import EXAMPLE, PLANS
 
 LAYOUTS = ("plain", "ddp", "fsdp")
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return launch(2, "ranks.resuming:everything", str(tmp_path_factory.mktemp("runs")))
 
 
 @pytest.fixture(scope="module")
-def told_alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def told_alone(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return launch(1, "ranks.resuming:alone", str(tmp_path_factory.mktemp("run")))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_run_goes_on_bit_for_bit_under_any_plan(
-    told: list[dict[str, Any]], told_alone: list[dict[str, Any]], layout: str, plan: str
-):
+def test_a_run_goes_on_bit_for_bit_under_any_plan(told: Told, told_alone: Told, layout: str, plan: str):
     for rank in told_alone if layout == "plain" else told:
         assert rank["resumed"][layout][plan] == (4, True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_saving_draws_no_random_number_and_the_plans_that_are_compared_differ(
-    told: list[dict[str, Any]], told_alone: list[dict[str, Any]], layout: str
+    told: Told, told_alone: Told, layout: str
 ):
     for rank in told_alone if layout == "plain" else told:
         found = rank["resumed"][layout]
@@ -49,7 +46,7 @@ def test_saving_draws_no_random_number_and_the_plans_that_are_compared_differ(
 
 
 @pytest.mark.parametrize("layout", ["plain", "ddp", "fsdp", "tp"])
-def test_a_plan_changes_no_name_and_no_value(told: list[dict[str, Any]], layout: str):
+def test_a_plan_changes_no_name_and_no_value(told: Told, layout: str):
     assert [rank["transparent"][layout] for rank in told] == [True, True]
 
 

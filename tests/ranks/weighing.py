@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from launching import refused
 from plimsoll.analysis.probe.keeping import trainable_copy
 from plimsoll.analysis.probe.stream import Call
 from plimsoll.artifacts.base import to_json
@@ -23,10 +23,10 @@ from plimsoll.distributed.comm_cost.findings import TrafficFindings, validate_me
 from plimsoll.distributed.comm_cost.metering import Metering, meter_traffic
 from plimsoll.distributed.comm_cost.training import Parallel
 from plimsoll.distributed.gradient_compression.shards import units_of
-from plimsoll.errors import PlimsollError
 from plimsoll.session.rendezvous.world import current_world
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.ui.demo.corpus import VOCABULARY, read_corpus
+from ranks.small_models import llama
 
 BATCHES, BATCH, SEQUENCE = 24, 2, 32
 VALIDATE_STEPS = 6
@@ -34,7 +34,7 @@ VALIDATE_STEPS = 6
 
 def everything() -> dict[str, Any]:
     """All scenarios of one launch, in the same order on every rank."""
-    model, batches = make_model(), make_batches()
+    model, batches = llama_of_bytes(), make_batches()
     before = _state(model)
     traffic = advise_compression(
         model,
@@ -48,32 +48,30 @@ def everything() -> dict[str, Any]:
     return {
         "traffic": to_json(traffic),
         "trained": trained,
-        "untouched": all(_same(*pair) for pair in zip(before, _state(model), strict=True)),
+        "untouched": _is_as_before(model, before),
         "hooks_left": _hooks_left(model),
         "wrappers_left": _wrappers_left(model),
         "sharded": _weigh_sharded(sharded, batches),
-        "twice": _found(lambda: advise_compression(model, batches, methods=["topk:0%"])),
-        "no_list": _found(lambda: advise_compression(model, batches, methods=5)),
-        "seed": _found(lambda: advise_compression(model, batches, seed=-1)),
-        "unknown": _found(lambda: advise_compression(model, batches, methods=["zip"])),
-        "nothing": _found(lambda: advise_compression(model, batches, methods=["none"])),
-        "no_held_out": _found(lambda: advise_compression(model, batches[0], validate_steps=5)),
-        "wrapped": _found(lambda: advise_compression(DistributedDataParallel(make_model()), batches)),
-        "unused": _found(lambda: advise_compression(_Unused(), batches)),
-        "sparse": _found(lambda: advise_compression(_Unused(is_sparse=True), batches)),
-        "sharded_powersgd": _found(lambda: advise_compression(sharded, batches, methods=["sign", "powersgd:2"])),
-        "sharded_few_rounds": _found(lambda: advise_compression(sharded, batches, measure_rounds=2)),
-        "sharded_buckets": _found(lambda: advise_compression(sharded, batches, bucket_bytes=1024)),
-        "other_methods": _found(lambda: advise_compression(model, batches, methods=["int8", "sign"][: 1 + _rank()])),
-        "other_model": _found(lambda: advise_compression(make_model(width=32 + 32 * _rank()), batches)),
-        "one_rank_fails": _found(lambda: _one_rank_fails(model, batches)),
+        "twice": refused(lambda: advise_compression(model, batches, methods=["topk:0%"])),
+        "no_list": refused(lambda: advise_compression(model, batches, methods=5)),
+        "seed": refused(lambda: advise_compression(model, batches, seed=-1)),
+        "unknown": refused(lambda: advise_compression(model, batches, methods=["zip"])),
+        "nothing": refused(lambda: advise_compression(model, batches, methods=["none"])),
+        "no_held_out": refused(lambda: advise_compression(model, batches[0], validate_steps=5)),
+        "wrapped": refused(lambda: advise_compression(DistributedDataParallel(llama_of_bytes()), batches)),
+        "unused": refused(lambda: advise_compression(_Unused(), batches)),
+        "sparse": refused(lambda: advise_compression(_Unused(is_sparse=True), batches)),
+        "sharded_powersgd": refused(lambda: advise_compression(sharded, batches, methods=["sign", "powersgd:2"])),
+        "sharded_few_rounds": refused(lambda: advise_compression(sharded, batches, measure_rounds=2)),
+        "sharded_buckets": refused(lambda: advise_compression(sharded, batches, bucket_bytes=1024)),
+        "other_methods": refused(
+            lambda: advise_compression(model, batches, methods=["int8", "sign"][: 1 + dist.get_rank()])
+        ),
+        "other_model": refused(lambda: advise_compression(llama_of_bytes(width=32 + 32 * dist.get_rank()), batches)),
+        "one_rank_fails": refused(lambda: _one_rank_fails(model, batches)),
         "fails_in_exchange": _fails_later(model, batches, calls=60),
         "fails_later": _fails_later(sharded, batches, calls=12),  # the last: it closes the connections of the ranks
     }
-
-
-def _rank() -> int:
-    return dist.get_rank()
 
 
 def make_sharded(model: nn.Module) -> nn.Module:
@@ -92,13 +90,13 @@ def _weigh_sharded(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> 
     with torch.no_grad():
         model(**batches[0])  # leaves parameters of the root gathered, as an evaluation does
     traffic = advise_compression(model, batches[:21], methods=["topk:1%", "int8"], measure_rounds=3)
-    after = _state(model)
+    is_untouched = _is_as_before(model, before)
     comms = {type(unit.module._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm) for unit in units_of(model)}
     for parameter in model.parameters():
         parameter.grad = None
     return {
         "traffic": to_json(traffic),
-        "untouched": all(_same(*pair) for pair in zip(before, after, strict=True)),
+        "untouched": is_untouched,
         "comms": {each.__name__ for each in comms},
         "orders": _trained_sharded(model, batches),
     }
@@ -106,22 +104,27 @@ def _weigh_sharded(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> 
 
 def _trained_sharded(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> list[list[float | None]]:
     """Held-out losses after training with everything sent in four ways: by FSDP2, again, compressed, with one bit each."""
-    world = current_world()
-    assert world is not None
-    calls = [Call((), batch) for batch in batches]
-    metering = Metering(
-        world=world,
-        model=model,
-        methods=("none",),
-        calls=calls[dist.get_rank() : 16 : dist.get_world_size()],
-        held_out=calls[16:21],
-        loss=None,
-        make_optimizer=torch.optim.AdamW,
-        validate_steps=VALIDATE_STEPS // 2,
-    )
+    metering = _metering(model, batches[:21], ("none",), validate_steps=VALIDATE_STEPS // 2)
     with trainable_copy(model):
         parallel = Parallel(metering)
         return [parallel.held_out_losses(method, 0) for method in ("none", "none", "topk:100%", "sign:1024")]
+
+
+def _metering(
+    model: nn.Module, batches: list[dict[str, torch.Tensor]], methods: tuple[str, ...], **how: int
+) -> Metering:
+    """Training on the first sixteen batches, in turns, held against the others."""
+    calls = [Call((), batch) for batch in batches]
+    return Metering(
+        world=current_world(),
+        model=model,
+        methods=methods,
+        calls=calls[dist.get_rank() : 16 : dist.get_world_size()],
+        held_out=calls[16:],
+        loss=None,
+        make_optimizer=torch.optim.AdamW,
+        **how,
+    )
 
 
 class _Unused(nn.Module):
@@ -146,35 +149,21 @@ def _fails_later(model: nn.Module, batches: list[dict[str, torch.Tensor]], *, ca
     def loss(output: Any) -> torch.Tensor:
         nonlocal made
         made += 1
-        if made == calls and _rank() == 1:
+        if made == calls and dist.get_rank() == 1:
             raise ArithmeticError("these were enough")
         return output.loss
 
     began_seconds = time.perf_counter()
-    found = _found(lambda: advise_compression(model, batches, methods=["int8"], loss=loss))
+    found = refused(lambda: advise_compression(model, batches, methods=["int8"], loss=loss))
     return {
         "found": found,
         "seconds": time.perf_counter() - began_seconds,
-        "untouched": all(_same(*pair) for pair in zip(before, _state(model), strict=True)),
+        "untouched": _is_as_before(model, before),
     }
 
 
-def make_model(width: int = 32) -> nn.Module:
-    """A small transformers Llama."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=SEQUENCE,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
+def llama_of_bytes(width: int = 32) -> nn.Module:
+    return llama(vocab_size=VOCABULARY, hidden_size=width, intermediate_size=64, max_position_embeddings=SEQUENCE)
 
 
 def make_batches() -> list[dict[str, torch.Tensor]]:
@@ -186,20 +175,8 @@ def make_batches() -> list[dict[str, torch.Tensor]]:
 
 def _validated(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     """Training with methods that are said to save half of the step: here no link is slow enough for that to be measured."""
-    world = current_world()
-    assert world is not None
-    calls = [Call((), batch) for batch in batches]
-    metering = Metering(
-        world=world,
-        model=model,
-        methods=("none", "topk:100%", "sign:1024"),
-        calls=calls[dist.get_rank() : 16 : dist.get_world_size()],
-        held_out=calls[16:],
-        loss=None,
-        make_optimizer=torch.optim.AdamW,
-        validate_steps=VALIDATE_STEPS,
-        orders=2,
-    )
+    methods = ("none", "topk:100%", "sign:1024")
+    metering = _metering(model, batches, methods, validate_steps=VALIDATE_STEPS, orders=2)
     rounds = {"none": [1.0, 1.1, 0.9], "topk:100%": [0.5, 0.4, 0.6], "sign:1024": [0.5, 0.4, 0.6]}
     with trainable_copy(model):
         figures = meter_traffic(metering)
@@ -207,10 +184,7 @@ def _validated(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict
         found = TrafficFindings(metering=metering, figures=figures, errors={}, rounds=rounds)
         found = replace(found, validations=validate_methods(found, parallel))
         orders = [parallel.held_out_losses("none", order) for order in (0, 1, 0)]
-    return {
-        "orders": orders,
-        "traffic": to_json(found.traffic(optimizer="AdamW", data="text")),
-    }
+    return {"orders": orders, "traffic": to_json(found.traffic(optimizer="AdamW", data="text"))}
 
 
 def _one_rank_fails(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> object:
@@ -226,8 +200,9 @@ def _state(model: nn.Module) -> list[torch.Tensor | None]:
     return [*values, *gradients, torch.get_rng_state()]
 
 
-def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
+def _is_as_before(model: nn.Module, before: list[torch.Tensor | None]) -> bool:
+    pairs = zip(before, _state(model), strict=True)
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
 
 def _wrappers_left(model: nn.Module) -> int:
@@ -239,7 +214,7 @@ def _hooks_left(model: nn.Module) -> int:
     """A backward of the bare model after it was looked at: the gradients are this rank's own."""
     batch = make_batches()[dist.get_rank()]
     model(**batch).loss.backward()
-    twin = make_model()
+    twin = llama_of_bytes()
     twin(**batch).loss.backward()
     differing = sum(
         not torch.equal(mine.grad, theirs.grad)
@@ -248,13 +223,3 @@ def _hooks_left(model: nn.Module) -> int:
     for parameter in model.parameters():
         parameter.grad = None
     return differing
-
-
-def _found(call: Callable[[], object]) -> tuple[str, str]:
-    try:
-        call()
-    except PlimsollError as error:
-        return type(error).__name__, error.found
-    except Exception as error:  # noqa: BLE001 - a rank tells what it met
-        return type(error).__name__, str(error)
-    return "", ""

@@ -7,6 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -251,8 +252,10 @@ def test_what_shows_in_the_first_call_is_refused_there_and_the_model_let_go():
 def test_an_exception_in_the_first_forward_only_delays_the_plan():
     plain, managed = twins(optimizer=torch.optim.SGD)
     expected = plain.steps((ROWS,) * 3)
+    calls_of_the_tracer = [None] * 3
     with plimsoll.attach(managed.model, BUDGET) as attachment:
-        trap = managed.model.blocks[1].register_forward_pre_hook(Trap(after=4))
+        springs = mock.Mock(side_effect=[*calls_of_the_tracer, RuntimeError("trap")])
+        trap = managed.model.blocks[1].register_forward_pre_hook(springs)
         with pytest.raises(RuntimeError, match="trap"):
             managed.steps((ROWS,))
         trap.remove()
@@ -260,19 +263,6 @@ def test_an_exception_in_the_first_forward_only_delays_the_plan():
         found = managed.steps((ROWS,) * 3)
         assert not attachment.is_calibrating
     assert_same(expected, found)
-
-
-class Trap:
-    """Raises from the given call on; the calls before are those of the tracer."""
-
-    def __init__(self, after: int) -> None:
-        self.calls = 0
-        self.after = after
-
-    def __call__(self, *_: Any) -> None:
-        self.calls += 1
-        if self.calls >= self.after:
-            raise RuntimeError("trap")
 
 
 def test_forwards_without_backward_do_not_count_as_a_step():

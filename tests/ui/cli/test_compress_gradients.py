@@ -83,7 +83,7 @@ Told = tuple[list[dict[str, Any]], Path]
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     path = tmp_path_factory.mktemp("traffic") / "traffic.json"
-    return launch(2, "ranks.traffic_command:ask", str(path)), path
+    return launch(2, "ranks.small_models:ask_for_traffic", str(path)), path
 
 
 def test_one_rank_prints_for_all(told: Told):
