@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import plimsoll
+from launching import refused
 from plimsoll.artifacts.plan import Plan
-from plimsoll.errors import InvalidModel, PlimsollError
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.decisions import decide
@@ -27,25 +29,16 @@ from plimsoll.planning.strategies import strategy_choices
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.trace import trace
+from ranks import small_models
 from samples import make_plan
 
 BATCH, SEQUENCE = 4, 32
 Batch = dict[str, torch.Tensor]
 
 
-def llama() -> nn.Module:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=160,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            use_cache=False,
-        )
-    )
+llama = functools.partial(
+    small_models.llama, vocab_size=256, hidden_size=64, intermediate_size=160, num_attention_heads=4
+)
 
 
 def gpt2() -> nn.Module:
@@ -56,10 +49,10 @@ def gpt2() -> nn.Module:
     )
 
 
-def text(rank: int) -> Batch:
+def text() -> Batch:
     """Bytes of Python's own source, others on every rank."""
     source = Path(contextlib.__file__).read_bytes()
-    ids = torch.tensor(list(source[4096 * rank :][: BATCH * SEQUENCE])).reshape(BATCH, SEQUENCE)
+    ids = torch.tensor(list(source[4096 * dist.get_rank() :][: BATCH * SEQUENCE])).reshape(BATCH, SEQUENCE)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -118,10 +111,9 @@ def quick_plan(
 
 def agreed(plan: Plan) -> Plan:
     """The first rank's plan, as ``plimsoll.plan`` gives it to all; what each predicts for itself may differ by a few bytes."""
-    plans: list[Any] = [plan]
+    plans = [plan]
     dist.broadcast_object_list(plans)
-    made: Plan = plans[0]
-    return made
+    return plans[0]
 
 
 def train_step(model: nn.Module, batch: Batch) -> None:
@@ -139,6 +131,14 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
+
+
+def trained(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    """What one step makes of the gradients, which are let go."""
+    train_step(model, batch)
+    found = gradients(model)
+    model.zero_grad(set_to_none=True)
+    return found
 
 
 def local_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -159,10 +159,8 @@ def traffic(model: nn.Module, batch: Batch) -> list[str]:
 
 def reducer_bytes(model: nn.Module) -> int:
     """What the reducer itself says that its buckets hold."""
-    if not isinstance(model, DistributedDataParallel):
-        return 0
-    sizes = model._get_ddp_logging_data()["bucket_sizes"]
-    return sum(int(size) for size in sizes.split(", "))
+    is_replicated = isinstance(model, DistributedDataParallel)
+    return sum(map(int, model._get_ddp_logging_data()["bucket_sizes"].split(", "))) if is_replicated else 0
 
 
 def measured_peak(model: nn.Module, batch: Batch) -> int:
@@ -178,9 +176,8 @@ def measured_peak(model: nn.Module, batch: Batch) -> int:
 
 def step_peak(model: nn.Module, batch: Batch, step: Callable[[], None], state: Sequence[torch.Tensor] = ()) -> int:
     """The peak of one step, and of what is there before it."""
-    static_bytes = storage_bytes([*model.parameters(), *model.buffers(), *batch.values(), *state]) + reducer_bytes(
-        model
-    )
+    there = [*model.parameters(), *model.buffers(), *batch.values(), *state]
+    static_bytes = storage_bytes(there) + reducer_bytes(model)
     with PeakMeter("cpu") as meter:
         step()
     model.zero_grad(set_to_none=True)
@@ -196,20 +193,11 @@ def nothing_changed(model: nn.Module) -> Iterator[None]:
     assert are_equal(before, local_parameters(model))
     assert not gradients(model)
     assert torch.equal(random, torch.get_rng_state())
-    assert_idle(model)
-
-
-def assert_idle(model: nn.Module) -> None:
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            assert state._training_state == TrainingState.IDLE
-            for group in state._fsdp_param_groups:
-                assert group._training_state == TrainingState.IDLE
-                assert group.is_sharded
+    for state in (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)):
+        assert state._training_state == TrainingState.IDLE
+        for group in state._fsdp_param_groups:
+            assert group._training_state == TrainingState.IDLE
+            assert group.is_sharded
 
 
 def study(make: Callable[[], nn.Module], shares: Sequence[float]) -> dict[str, Any]:
@@ -217,13 +205,11 @@ def study(make: Callable[[], nn.Module], shares: Sequence[float]) -> dict[str, A
 
     ``shares``: where the budgets lie between the peak of recomputing all (0) and the peak without a plan (1).
     """
-    batch = text(dist.get_rank())
-    model = make()
+    batch, model = text(), make()
     with nothing_changed(model):
         full = quick_plan(model, batch)
     peak_bytes = measured_peak(model, batch)
-    train_step(model, batch)
-    expected, sent = gradients(model), traffic(model, batch)
+    expected, sent = trained(model, batch), traffic(model, batch)
     model.zero_grad(set_to_none=True)
     found = {
         "predicted": full.baseline_peak_bytes,
@@ -245,11 +231,9 @@ def under(
 ) -> dict[str, Any]:
     """What a plan does to real steps of a model."""
     with plimsoll.apply(model, agreed(plan)) as handle:
-        train_step(model, batch)
-        recording = are_equal(expected, gradients(model))
+        recording = are_equal(expected, trained(model, batch))
         peak_bytes = measured_peak(model, batch)
-        train_step(model, batch)
-        steady = are_equal(expected, gradients(model))
+        steady = are_equal(expected, trained(model, batch))
         is_alike = traffic(model, batch) == sent
         dropped_bytes = sum(outcome.dropped_bytes for outcome in handle.outcomes())
     model.zero_grad(set_to_none=True)
@@ -283,36 +267,35 @@ def habits() -> dict[str, Any]:
         "fsdp_accumulation": accumulates_like_without(LAYOUTS["fsdp2"], without_reduction),
         "waiting": a_waiting_gradient_survives_planning(),
         "failure": a_failed_step_leaves_the_model_ready(),
-        "flat": flat_parameters_are_refused(),
+        "flat": refused(lambda: trace(FullyShardedDataParallel(llama(), device_id=torch.device("cpu")), text())),
         "boundaries": {str(reshard): dropped_boundaries(reshard) for reshard in (True, False)},
         "receipts": {name: receipt_of(LAYOUTS[name]) for name in ("fsdp2", "ddp, views")},
         "optimizer": {name: step_with_optimizer(LAYOUTS[name]) for name in ("fsdp2", "ddp")},
     }
 
 
-REDUCERS: dict[str, dict[str, bool]] = {
+REDUCERS = {
     "static graph": {"static_graph": True},
     "unused": {"find_unused_parameters": True},
     "views": {"gradient_as_bucket_view": True},
 }
+_LOGGED = ("bucket_sizes", "rebuilt_bucket_sizes", "has_rebuilt_buckets", "num_buckets_reduced", "iteration")
 
 
 def reducer_is_not_taught(options: dict[str, bool]) -> dict[str, Any]:
     """Two models train alike; one of them is planned before the first step and after it."""
-    batch = text(dist.get_rank())
+    batch = text()
     models = [DistributedDataParallel(llama(), bucket_cap_mb=0.1, **options) for _ in range(2)]
-    told, is_equal, planned = [], [], []
+    told, is_equal = [], []
     for step in range(4):
         if step < 2:
             models[0].zero_grad(set_to_none=True)
             with nothing_changed(models[0]):
                 quick_plan(models[0], batch)
-            planned.append([parameter.is_leaf and parameter.grad is None for parameter in models[0].parameters()])
         for model in models:
             train_step(model, batch)
         is_equal.append(are_equal(gradients(models[0]), gradients(models[1])))
-        logs = [model._get_ddp_logging_data() for model in models]
-        told.append([{key: log.get(key) for key in _LOGGED} for log in logs])
+        told.append([{key: log.get(key) for key in _LOGGED} for log in (m._get_ddp_logging_data() for m in models)])
         for model in models:
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -320,11 +303,8 @@ def reducer_is_not_taught(options: dict[str, bool]) -> dict[str, Any]:
     return {"is_equal": all(is_equal), "is_told_the_same": all(one == other for one, other in told), "log": told[-1][0]}
 
 
-_LOGGED = ("bucket_sizes", "rebuilt_bucket_sizes", "has_rebuilt_buckets", "num_buckets_reduced", "iteration")
-
-
 def ddp_is_named_like_the_model_inside() -> dict[str, Any]:
-    batch = text(dist.get_rank())
+    batch = text()
     bare, wrapped = llama(), DistributedDataParallel(llama())
     one, other = (quick_plan(model, batch) for model in (bare, wrapped))
     with plimsoll.apply(wrapped, agreed(one)):
@@ -360,8 +340,7 @@ def accumulate(model: nn.Module, batch: Batch, quiet: Quiet) -> dict[str, torch.
 
 
 def accumulates_like_without(make: Callable[[], nn.Module], quiet: Quiet) -> bool:
-    batch = text(dist.get_rank())
-    model = make()
+    batch, model = text(), make()
     expected = accumulate(model, batch, quiet)
     model.zero_grad(set_to_none=True)
     with plimsoll.apply(model, agreed(quick_plan(model, batch))):
@@ -370,7 +349,7 @@ def accumulates_like_without(make: Callable[[], nn.Module], quiet: Quiet) -> boo
 
 def a_waiting_gradient_survives_planning() -> bool:
     """A plan is made between two micro-batches, while FSDP2 holds what the first one left unreduced."""
-    batch = text(dist.get_rank())
+    batch = text()
     model = sharded(llama(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     expected = accumulate(model, batch, without_reduction)
     torch.manual_seed(1)
@@ -384,90 +363,47 @@ def a_waiting_gradient_survives_planning() -> bool:
 
 def a_failed_step_leaves_the_model_ready() -> list[str]:
     """The traced step fails in forward, in the loss and in backward; each time training goes on as if nothing was."""
-    batch = text(dist.get_rank())
-    model = sharded(llama())
-    train_step(model, batch)
-    expected = gradients(model)
-    model.zero_grad(set_to_none=True)
+    batch, model = text(), sharded(llama())
+    expected = trained(model, batch)
+    mlp = model.model.layers[1].mlp
+    places = {
+        "in the second block": mlp.register_forward_pre_hook,
+        "in the loss": contextlib.nullcontext,
+        "in backward of the second block": lambda fail: mlp.register_forward_hook(
+            lambda module, args, output: output.register_hook(fail) and None
+        ),
+    }
     found = []
-    for fails in (_failing_forward, _failing_loss, _failing_backward):
-        with nothing_changed(model), fails(model) as loss:
-            try:
-                trace(model, batch, loss=loss, repeats=1)
-            except (PlimsollError, _Broken) as error:
-                found.append(str(error).splitlines()[0])
-        train_step(model, batch)
-        assert are_equal(expected, gradients(model))
-        model.zero_grad(set_to_none=True)
+    for where, install in places.items():
+        fail = functools.partial(_break, where)
+        loss = fail if where == "in the loss" else None
+        with nothing_changed(model), install(fail):
+            found.append(refused(lambda loss=loss: trace(model, batch, loss=loss, repeats=1)).found)
+        assert are_equal(expected, trained(model, batch))
     return found
 
 
 class _Broken(Exception):
-    """What the tests' own code raises."""
+    """What no code but the tests' own raises."""
 
 
-@contextlib.contextmanager
-def _failing_forward(model: nn.Module) -> Iterator[None]:
-    def fail(*_: Any) -> None:
-        raise _Broken("in the second block")
-
-    hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
-    try:
-        yield None
-    finally:
-        hook.remove()
-
-
-@contextlib.contextmanager
-def _failing_loss(model: nn.Module) -> Iterator[Callable[[Any], torch.Tensor]]:
-    def loss(output: Any) -> torch.Tensor:
-        raise _Broken("in the loss")
-
-    yield loss
-
-
-@contextlib.contextmanager
-def _failing_backward(model: nn.Module) -> Iterator[Callable[[Any], torch.Tensor]]:
-    def fail(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        output.register_hook(_fail_in_backward)
-
-    hook = model.model.layers[1].mlp.register_forward_hook(fail)
-    try:
-        yield None
-    finally:
-        hook.remove()
-
-
-def _fail_in_backward(gradient: torch.Tensor) -> None:
-    raise _Broken("in backward of the second block")
-
-
-def flat_parameters_are_refused() -> str:
-    try:
-        trace(FullyShardedDataParallel(llama(), device_id=torch.device("cpu")), text(dist.get_rank()))
-    except InvalidModel as error:
-        return error.found
-    raise AssertionError("FSDP1 was traced")
+def _break(where: str, *_: Any) -> None:
+    raise _Broken(where)
 
 
 def dropped_boundaries(reshard: bool) -> dict[str, Any]:
     """Pairs of blocks that hold one input between them, where that can be."""
-    batch = text(dist.get_rank())
-    model = sharded(llama(), reshard_after_forward=reshard)
-    train_step(model, batch)
-    expected = gradients(model)
-    model.zero_grad(set_to_none=True)
+    batch, model = text(), sharded(llama(), reshard_after_forward=reshard)
+    expected = trained(model, batch)
     plan = quick_plan(model, batch, "every:2")
     with plimsoll.apply(model, agreed(plan)):
         train_step(model, batch)
-        train_step(model, batch)
-        is_equal = are_equal(expected, gradients(model))
+        is_equal = are_equal(expected, trained(model, batch))
     return {"dropped": [region.is_boundary_dropped for region in plan.regions], "is_equal": is_equal}
 
 
 def receipt_of(make: Callable[[], nn.Module]) -> dict[str, Any]:
-    batch = text(dist.get_rank())
-    model = make()
+    batch, model = text(), make()
     plan = agreed(quick_plan(model, batch))
     with nothing_changed(model):
         receipt = plimsoll.verify(model, batch, plan, steps=1)
@@ -481,8 +417,7 @@ def receipt_of(make: Callable[[], nn.Module]) -> dict[str, Any]:
 
 def step_with_optimizer(make: Callable[[], nn.Module]) -> dict[str, Any]:
     """Forward, backward and a step of AdamW, whose state is there."""
-    batch = text(dist.get_rank())
-    model = make()
+    batch, model = text(), make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plan = quick_plan(model, batch, "full", optimizer)
     for _ in range(3):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from launching import launch
+from launching import Told, launch, on_ranks
 
 WITHIN = 0.02
 BUDGETED = "fsdp2"
@@ -24,16 +22,11 @@ WITHIN_A_BUFFER = 0.10
 """Under plans gloo's threads decide when a gathered buffer ends: a step may count one more or less than the traced one."""
 
 
-@pytest.fixture(scope="module")
-def pair() -> list[dict[str, Any]]:
-    """What each of two ranks found."""
-    return launch(
-        2, "ranks.sharding_scenarios:on_a_pair", {name: (0.5,) if name == BUDGETED else () for name in PAIRED}
-    )
+pair = on_ranks(2, "ranks.sharding_scenarios:on_a_pair", {name: (0.5,) if name == BUDGETED else () for name in PAIRED})
 
 
 @pytest.fixture(scope="module")
-def studies(pair: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def studies(pair: Told) -> dict[str, Told]:
     """What every rank found, by layout."""
     four = launch(4, "ranks.sharding_scenarios:studies", dict.fromkeys(FOURFOLD, ()))
     by_name = {name: [rank["studies"][name] for rank in pair] for name in PAIRED}
@@ -41,7 +34,7 @@ def studies(pair: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def habits(pair: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def habits(pair: Told) -> Told:
     """What every rank found out about planning and training."""
     return [rank["habits"] for rank in pair]
 
@@ -108,7 +101,8 @@ def test_a_step_that_fails_while_it_is_traced_leaves_the_sharded_model_ready(hab
 
 def test_flat_parameters_of_fsdp1_are_refused_by_name(habits):
     for rank in habits:
-        assert "FSDP1" in rank["flat"]
+        assert rank["flat"].kind == "InvalidModel"
+        assert "FSDP1" in rank["flat"].found
 
 
 def test_no_boundary_is_dropped_where_parameters_are_gone_by_then(habits):
