@@ -182,25 +182,30 @@ def compare_model(both: Sequence[Checkout], model: str, size: str, rounds: int) 
         same = all(answers[0][0][key] == answers[1][0][key] for key in ("decisions", "peak", "step", "floor"))
         rows.append(f"| {model} | planning for {_PROFILE}, {share:.0%} | {ratio} | {_yes(same)} | | |")
     on_device = both[1].ask("plan", strategy="none")
+    rows.append(compare_steps(both, model, "every block recomputed", both[1].ask("plan", strategy="full"), rounds))
     for share in _SHARES:
         budget = int(on_device["floor"] + share * (on_device["baseline"] - on_device["floor"]))
         made = both[1].ask("plan", budget=f"{budget}B")
-        if "refused" in made:
-            rows.append(f"| {model} | step at {share:.0%}, {budget / 2**20:.1f} MiB | {made['refused']} | | | |")
-            continue
-        receipts = [checkout.ask("verify", plan=made["plan"]) for checkout in both]
-        for checkout in both:
-            checkout.ask("apply", plan=made["plan"])
-            checkout.ask("step", count=2)
-        ratio, answers = ratio_in_turns(both, rounds, "step", count=20 if size == "tiny" else 1)
-        for checkout in both:
-            checkout.ask("remove")
-        same_bits = len({answer["gradients"] for each in answers for answer in each}) == 1
-        peaks = " / ".join(f"{receipt['peak'] / 2**20:.2f}" for receipt in receipts)
-        verdicts = " / ".join(receipt["verdict"] for receipt in receipts)
-        what = f"step at {share:.0%}, {budget / 2**20:.1f} MiB"
-        rows.append(f"| {model} | {what} | {ratio} | {_yes(same_bits)} | {peaks} | {verdicts} |")
+        rows.append(compare_steps(both, model, f"step at {share:.0%}, {budget / 2**20:.1f} MiB", made, rounds))
     return rows
+
+
+def compare_steps(both: Sequence[Checkout], model: str, what: str, made: dict[str, Any], rounds: int) -> str:
+    """A row of the table: one plan, carried out by both."""
+    if "refused" in made:
+        return f"| {model} | {what} | {made['refused']} | | | |"
+    receipts = [checkout.ask("verify", plan=made["plan"]) for checkout in both]
+    for checkout in both:
+        checkout.ask("apply", plan=made["plan"])
+        checkout.ask("step", count=2)
+    count = max(1, round(0.2 / both[1].ask("step", count=1)["seconds"]))
+    ratio, answers = ratio_in_turns(both, rounds, "step", count=count)
+    for checkout in both:
+        checkout.ask("remove")
+    same_bits = len({answer["gradients"] for each in answers for answer in each}) == 1
+    peaks = " / ".join(f"{receipt['peak'] / 2**20:.2f}" for receipt in receipts)
+    verdicts = " / ".join(receipt["verdict"] for receipt in receipts)
+    return f"| {model} | {what} | {ratio} | {_yes(same_bits)} | {peaks} | {verdicts} |"
 
 
 def _yes(value: object) -> str:
