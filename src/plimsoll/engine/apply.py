@@ -52,15 +52,16 @@ class Handle:
         self._root_hooks: list[Any] = []
         if self.regions:
             self._root_hooks = [
-                model.register_forward_pre_hook(CallHook(lambda *_: self.begin_step()), prepend=True),
-                model.register_forward_hook(CallHook(lambda *_: shared.links.clear()), always_call=True),
+                model.register_forward_pre_hook(_RootHook(self.begin_step), prepend=True),
+                model.register_forward_hook(_RootHook(shared.links.clear), always_call=True),
             ]
         for region in self.regions.values():
             region.install()
 
     def remove(self) -> None:
         """Undo everything: the model is as it was before ``apply``. Calling it twice is harmless."""
-        self.pause()
+        for region in self.regions.values():
+            region.remove()
         for hook in self._root_hooks:
             hook.remove()
         self._root_hooks = []
@@ -148,21 +149,21 @@ class Handle:
             region.calls = 0
 
 
-class CallHook:
+class _RootHook:
     """Runs something when the model is called. Copies and pickles of the model get a hook that does nothing."""
 
-    def __init__(self, run: Callable[..., None] | None = None) -> None:
+    def __init__(self, run: Callable[[], None] | None = None) -> None:
         self._run = run
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *_: Any) -> None:
         if self._run is not None:
-            self._run(*arguments)
+            self._run()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CallHook:
-        return CallHook()
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RootHook:
+        return _RootHook()
 
-    def __reduce__(self) -> tuple[type[CallHook], tuple[()]]:
-        return (CallHook, ())
+    def __reduce__(self) -> tuple[type[_RootHook], tuple[()]]:
+        return (_RootHook, ())
 
 
 def apply_plan(

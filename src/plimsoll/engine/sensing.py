@@ -229,11 +229,14 @@ class NoiseTracker:
             if node is None or node in self._known or node.name() == _ACCUMULATE:
                 continue
             self._known.add(node)
-            if node._sequence_nr() < self._first_node:
+            if not self._is_inside(node):
                 self._handles.append(node.register_prehook(_Hook(self._leave, node)))
                 continue
             pending.extend(following for following, _ in node.next_functions)
             yield node
+
+    def _is_inside(self, node: Any) -> bool:
+        return bool(node._sequence_nr() >= self._first_node)
 
     def _try_values(self, node: Any, gradients: Gradients) -> None:
         """Before a node runs: run it as it is, then with noise in each value that it reads."""

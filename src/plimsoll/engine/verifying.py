@@ -113,13 +113,14 @@ class VerifyingRecorder(OpRecorder):
     def _remember(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Note the contents of what the op made or wrote; memory of others is not watched."""
         written = {self.values[value].storage for value in op.writes} - self._outside
-        for tensor in _plain_tensors((out, args, kwargs)) if written else ():
-            storage = self.table.find(tensor)
-            if storage in written:
-                written.discard(storage)
-                self._contents[storage] = storage_fingerprint(tensor)
-            if self.values[self.current[storage]].is_undefined:
-                self._contents.pop(storage, None)
+        for tensor in tree_leaves((out, args, kwargs)):
+            if written and isinstance(tensor, torch.Tensor) and is_plain(tensor):
+                storage = self.table.find(tensor)
+                if storage in written:
+                    written.discard(storage)
+                    self._contents[storage] = storage_fingerprint(tensor)
+                if self.values[self.current[storage]].is_undefined:
+                    self._contents.pop(storage, None)
 
     def _await(self, op: RecordedOp) -> None:
         """What a collective fills changes until it is waited for; then all of it is written."""
@@ -134,7 +135,7 @@ class VerifyingRecorder(OpRecorder):
     ) -> dict[int, torch.Tensor]:
         targets = [args[i] for i in signature.written_positions if i < len(args)]
         targets += [kwargs[name] for name in signature.written_names if name in kwargs]
-        return {self.table.add(tensor): tensor for tensor in _plain_tensors(targets)}
+        return {self.table.add(t): t for t in tree_leaves(targets) if isinstance(t, torch.Tensor) and is_plain(t)}
 
     def _refuse_undefined_reads(self, op: RecordedOp, written: dict[int, torch.Tensor]) -> None:
         for read in op.reads:
@@ -146,12 +147,13 @@ class VerifyingRecorder(OpRecorder):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], written: dict[int, torch.Tensor]
     ) -> dict[int, tuple[torch.Tensor, int]]:
         prints: dict[int, tuple[torch.Tensor, int]] = {}
-        for tensor in _plain_tensors((args, kwargs)):
-            storage = self.table.find(tensor)
-            if storage not in written and storage not in prints:
-                prints[storage] = (tensor, storage_fingerprint(tensor))
-                if self._contents.get(storage, prints[storage][1]) != prints[storage][1]:
-                    self.has_hidden_writes = True
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and is_plain(tensor):
+                storage = self.table.find(tensor)
+                if storage not in written and storage not in prints:
+                    prints[storage] = (tensor, storage_fingerprint(tensor))
+                    if self._contents.get(storage, prints[storage][1]) != prints[storage][1]:
+                        self.has_hidden_writes = True
         return prints
 
     def _base(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -182,10 +184,11 @@ class VerifyingRecorder(OpRecorder):
         if op.obstacle or (op.is_random and state is None):
             op.obstacle = op.obstacle or "draws random numbers at a point that cannot be restored later"
             return
-        replaced = dict(bases)
-        for tensor in _plain_tensors((args, kwargs)):
-            if self.table.find(tensor) in changed:
-                replaced[self.table.find(tensor)] = _whole(tensor, tensor.untyped_storage().clone())
+        scratch: dict[int, torch.Tensor] = {}
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and is_plain(tensor) and self.table.find(tensor) in changed:
+                scratch[self.table.find(tensor)] = _whole(tensor, tensor.untyped_storage().clone())
+        replaced = {**bases, **scratch}
 
         def substitute(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and is_plain(value):
@@ -223,7 +226,9 @@ class VerifyingRecorder(OpRecorder):
     def _compare_writes(
         self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], bases: dict[int, torch.Tensor]
     ) -> None:
-        live = {self.table.find(tensor): tensor for tensor in _plain_tensors((args, kwargs))}
+        live = {
+            self.table.find(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and is_plain(t)
+        }
         for storage, base in bases.items():
             is_same = same_bits(_whole(live[storage], live[storage].untyped_storage()), base)
             if is_same:
@@ -231,10 +236,6 @@ class VerifyingRecorder(OpRecorder):
                 self._shadows.pop(storage, None)
             elif storage not in self._undefined:
                 op.obstacle = NOT_EXACT
-
-
-def _plain_tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
 
 
 def _soil(out: Any, byte: int) -> None:

@@ -81,10 +81,6 @@ class Agreement:
     def __init__(self, conversation: Conversation | None, topic: str) -> None:
         self._conversation = conversation
         self._topic = topic
-        self.ranks = (0,) if conversation is None else conversation.world.ranks
-        """All that take part, as torch numbers them."""
-        self.rank = 0 if conversation is None else conversation.world.rank
-        self.size = len(self.ranks)
         self._below_floor: BudgetBelowFloor | None = None
         self._solver = 0
         self._delayed: DelayedLoss | None = None
@@ -103,7 +99,7 @@ class Agreement:
         known = self._below_floor
         if error is None or known is None or known not in (error, error.__cause__):
             self._conversation.__exit__(kind, error, trace)
-        elif self._solver != self.rank:
+        elif self._solver != self._conversation.world.rank:
             assert isinstance(error, PlimsollError)
             raise RankFailed(
                 f"Rank {self._solver} failed in {self._topic!r}: {error.found}",
@@ -111,6 +107,21 @@ class Agreement:
                 next=error.next,
                 ranks=(self._solver,),
             ) from error
+
+    @property
+    def size(self) -> int:
+        """How many ranks take part."""
+        return 1 if self._conversation is None else self._conversation.world.size
+
+    @property
+    def rank(self) -> int:
+        """This rank, as torch numbers it."""
+        return 0 if self._conversation is None else self._conversation.world.rank
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All that take part."""
+        return (0,) if self._conversation is None else self._conversation.world.ranks
 
     def all_of(self, what: str, value: T, kind: type[T], *, more_seconds: float = 0.0) -> list[T]:
         """Everyone's value, in the order of ``ranks``; a value is made of what msgspec knows.

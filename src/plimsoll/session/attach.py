@@ -25,10 +25,11 @@ from torch import nn
 
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
-from plimsoll.engine.apply import CallHook, Handle
+from plimsoll.engine.apply import Handle
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.agreement import Agreement, agreement_for, described
 from plimsoll.session.calibration import (
+    CallHook,
     MeasuredStep,
     OptimizerWatch,
     as_batch,
@@ -154,8 +155,8 @@ class Attachment:
                 self._calibrate(args, kwargs, batch_bytes)
         elif batch_bytes > self._largest_bytes:
             self._grow(args, kwargs, batch_bytes)
-        elif self._watch is not None and self._watch.has_stepped and not self._has_counted_state:
-            self._count_state()  # an optimizer has made its first step since the plan was made
+        elif self._has_new_state():
+            self._count_state()
 
     def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_bytes: int) -> None:
         """What every rank does in every call until the plan for the budget is there."""
@@ -290,6 +291,10 @@ class Attachment:
                 "that stay)",
                 next=error.next,
             ) from error
+
+    def _has_new_state(self) -> bool:
+        """Whether an optimizer has made its first step since the plan was made."""
+        return self._watch is not None and self._watch.has_stepped and not self._has_counted_state
 
     def _count_state(self) -> None:
         """Take optimizer state that has come up off the budget, where all ranks have seen their optimizer step."""

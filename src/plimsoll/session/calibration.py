@@ -145,8 +145,7 @@ def unseen_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan) -> int:
     if any.
     """
     state_bytes = max(watch.bytes_after, planned_state_bytes(plan))
-    before_optimizer = [point.bytes for point in plan.timeline if not point.moment.startswith(Phase.OPTIMIZER)]
-    over_bytes = step.step_peak_bytes + state_bytes - max(before_optimizer, default=plan.predicted_peak_bytes)
+    over_bytes = step.step_peak_bytes + state_bytes - _predicted_before_optimizer(plan)
     left_bytes = max(0, step.left_bytes - (watch.bytes_after - watch.bytes_before))
     return max(0, over_bytes + left_bytes)
 
@@ -156,12 +155,34 @@ def planned_state_bytes(plan: Plan) -> int:
     return plan.classes.get(Category.OPTIMIZER_STATE, 0)
 
 
+def _predicted_before_optimizer(plan: Plan) -> int:
+    peaks = [point.bytes for point in plan.timeline if not point.moment.startswith(Phase.OPTIMIZER)]
+    return max(peaks, default=plan.predicted_peak_bytes)
+
+
 def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     if optimizer is None:
         return 0
     tensors = output_tensors(list(optimizer.state.values()))
     devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
     return sum(storage_bytes(tensors, device) for device in {device.type for device in devices})
+
+
+class CallHook:
+    """Calls a method of an attachment. Copies and pickles of the model get a hook that does nothing."""
+
+    def __init__(self, run: Callable[..., None] | None = None) -> None:
+        self._run = run
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._run is not None:
+            self._run(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallHook:
+        return CallHook()
+
+    def __reduce__(self) -> tuple[type[CallHook], tuple[()]]:
+        return (CallHook, ())
 
 
 def as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,7 +205,11 @@ def refuse_optimizer_above(budget_bytes: int, optimizer_peak_bytes: int) -> None
 
 
 def stand_in_loss(output: Any) -> torch.Tensor:
-    """The model's own loss; else a sum of what it returns, since the user's loss is not known in its first call."""
+    """The model's own loss; else a sum of what it returns, since the user's loss is not known in its first call.
+
+    Raises:
+        InvalidLoss: nothing that it returns can be trained.
+    """
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
         return own

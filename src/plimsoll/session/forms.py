@@ -18,7 +18,6 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from plimsoll.artifacts.costs import Costs
@@ -251,7 +250,9 @@ class _FormMaker:
             decode_seconds=self._copy_seconds(value.bytes, speed.in_cpu_seconds_per_byte),
             link_bytes=value.bytes,
         )
-        return msgspec.structs.replace(entry, forms=(*entry.forms, form))
+        return ValueForms(
+            value=entry.value, sensitivity=entry.sensitivity, forms=(*entry.forms, form), refused=entry.refused
+        )
 
     def _copy_seconds(self, bytes_: int, cpu_seconds_per_byte: float) -> float:
         """What one transfer takes of the processor: nothing of a GPU, whose copy engines do it."""

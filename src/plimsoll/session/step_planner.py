@@ -97,7 +97,7 @@ class StepPlanner:
         return confirmed(
             solved,
             functools.partial(self.run, step()),
-            lambda excess, scale: self.solve(self.budget_bytes, strategy, excess_bytes=excess, error_scale=scale),
+            functools.partial(self._solve_again, strategy),
             max_error=self.options.most_error(strategy),
             progress=progress,
         )
@@ -135,6 +135,9 @@ class StepPlanner:
         if self.options.wants_forms and not planner.index.forms.regions:
             notes = (*notes, "Nothing is compressed or offloaded although it was allowed: everything fits as it is.")
         return msgspec.structs.replace(self.options.written_into(made), notes=notes)
+
+    def _solve_again(self, strategy: str, excess_bytes: int, error_scale: float) -> Plan:
+        return self.solve(self.budget_bytes, strategy, excess_bytes=excess_bytes, error_scale=error_scale)
 
     def run(self, step: TrainingStep, plan: Plan) -> TrialRun:
         """Run a plan and measure it."""

@@ -134,7 +134,11 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def detached(batch: Any) -> Any:
-    """The batch in its own form, cut from the graph that made it: a trial backward must not run into it."""
+    """The batch in its own form, cut from the graph that made it: a trial backward must not run into it.
+
+    Raises:
+        InvalidBatch: neither a tensor, nor a tuple, nor a mapping.
+    """
     if isinstance(batch, torch.Tensor):
         return _detached(batch)
     args, kwargs = tree_map_only(torch.Tensor, _detached, split_batch(batch))

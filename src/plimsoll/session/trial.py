@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import torch
@@ -62,18 +63,24 @@ def run_trial(step: TrainingStep, plan: Plan, gradients: Gradients | None = None
     return TrialRun(max(recording.peak_bytes, steady.peak_bytes) + absent_bytes, error)
 
 
+class Resolving(Protocol):
+    """Solves again with so many bytes taken off the budget, and with errors expected so many times larger."""
+
+    def __call__(self, excess_bytes: int, error_scale: float, /) -> Plan:
+        """A plan, or ``BudgetBelowFloor`` where nothing fits any more."""
+        ...
+
+
 def confirmed(
     plan: Plan,
     run: Callable[[Plan], TrialRun],
-    resolve: Callable[[int, float], Plan],
+    resolve: Resolving,
     *,
     max_error: float | None,
     progress: Progress,
 ) -> Plan:
     """Run the plan and solve again with what was measured, until it keeps to its budget and to its error (``None``:
     any).
-
-    ``resolve`` solves with so many bytes taken off the budget, and with errors expected so many times larger.
     """
     excess_bytes, scale = 0, 1.0
     best: Plan | None = None

@@ -35,6 +35,10 @@ class Gathered:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._parameters = [(names.get(id(part.sharded_param)) or _name_of(part), part) for part in _parameters(model)]
 
+    def __bool__(self) -> bool:
+        """Whether anything is sharded at all."""
+        return bool(self._parameters)
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and memory of every parameter that has been gathered before; a storage of 0 bytes is not filled now."""
         for name, part in self._parameters:

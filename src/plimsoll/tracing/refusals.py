@@ -28,8 +28,11 @@ _WITHOUT_FAKE = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 
 
 def check_traceable(model: nn.Module) -> None:
-    """Refuse a model that has no training step: nothing to train, no shapes yet, sharded by FSDP1, or gradients
-    switched off.
+    """Refuse a model that has no training step.
+
+    Raises:
+        InvalidModel: no parameters, parameters without a shape, nothing to train, sharded by FSDP1.
+        TracingFailed: gradients are switched off.
     """
     parameters = list(model.parameters())
     name = type(model).__name__

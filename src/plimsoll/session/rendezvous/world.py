@@ -44,6 +44,11 @@ class World:
         """How many ranks take part."""
         return len(self.ranks)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks for all."""
+        return self.rank == self.ranks[0]
+
 
 def current_world(ranks: Iterable[int] | None = None) -> World | None:
     """The ranks that train together, by default all; ``None`` where this process is on its own.

@@ -19,7 +19,11 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def split_batch(batch: Any) -> Call:
-    """Positional and keyword arguments: a tensor is one argument, a tuple is positional, a mapping is keywords."""
+    """Positional and keyword arguments: a tensor is one argument, a tuple is positional, a mapping is keywords.
+
+    Raises:
+        InvalidBatch: anything else.
+    """
     if isinstance(batch, torch.Tensor):
         return (batch,), {}
     if isinstance(batch, tuple):
@@ -46,8 +50,10 @@ def check_devices(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def scalar_loss(output: Any, loss: Loss | None) -> torch.Tensor:
-    """The scalar to call backward on: ``loss(output)``, else ``output.loss``, else the output itself. It depends on
-    parameters.
+    """The scalar to call backward on: ``loss(output)``, else ``output.loss``, else the output itself.
+
+    Raises:
+        InvalidLoss: there is no scalar that depends on parameters.
     """
     if loss is not None:
         value = loss(output)
