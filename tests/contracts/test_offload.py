@@ -18,13 +18,13 @@ import torch
 
 import plimsoll
 import steps
+from engine.offload.simulated import SimulatedLink
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.engine.apply import apply_plan
 from plimsoll.engine.offload import disk as disk_link
 from plimsoll.engine.offload import disk_file
 from plimsoll.engine.offload.disk_file import is_in_memory
-from plimsoll.engine.offload.simulated import SimulatedLink
 from plimsoll.errors import OffloadFailed
 
 ROWS, WIDTH = 256, 64
@@ -193,12 +193,12 @@ def test_a_fault_ends_in_offload_failed_and_the_same_step_succeeds_once_it_is_go
 def test_a_slow_link_only_makes_the_step_slower(offload):
     now = 0.0
 
-    def sleep(seconds):
+    def carry(nbytes):
         nonlocal now
-        now += seconds
+        now += nbytes / 50e6
 
     plain, managed = Trainer(), Trainer()
-    with apply_plan(managed.model, offload, link=SimulatedLink(50e6, clock=lambda: now, sleep=sleep)):
+    with apply_plan(managed.model, offload, link=SimulatedLink(carry=carry)):
         for index in range(2):
             start = now
             assert equal(plain.step(index), managed.step(index))

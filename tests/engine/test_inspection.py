@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from contracts.harness import manage
+from engine.offload.simulated import SimulatedLink
 from plimsoll.artifacts.fault import Cause
 from plimsoll.artifacts.receipt import Engine
 from plimsoll.engine.hooks import Cell
-from plimsoll.engine.offload.simulated import SimulatedLink
 from plimsoll.engine.reference_copy import PIECE_BYTES, ReferenceCopy
 from plimsoll.engine.replay import CallReplay
 from plimsoll.tracing.recorder.storages import same_bits
@@ -219,7 +219,7 @@ def test_a_full_link_leaves_the_call_uninspected_with_a_warning(monkeypatch: pyt
     ids=lambda t: f"{tuple(t.shape)}-{t.dtype}",
 )
 def test_a_reference_copy_knows_the_tensor_and_brings_it_back(tensor: torch.Tensor):
-    with SimulatedLink(1e12) as link:
+    with SimulatedLink() as link:
         copy = ReferenceCopy(tensor, link)
         assert copy.compare(tensor) is None
         back = copy.bring_back()
@@ -234,7 +234,7 @@ def test_a_reference_copy_counts_elements_with_other_bits_and_how_far_they_are()
     other[299, 7] = -0.0
     other[150, 3] += 0.5
     tensor[150, 4] = other[150, 4] = float("nan")
-    with SimulatedLink(1e12) as link:
+    with SimulatedLink() as link:
         difference = ReferenceCopy(tensor, link).compare(other)
     assert difference.differing_elements == 3
     assert difference.elements == tensor.numel()
@@ -243,6 +243,6 @@ def test_a_reference_copy_counts_elements_with_other_bits_and_how_far_they_are()
 
 def test_a_reference_copy_sees_another_layout():
     tensor = torch.randn(4, 4)
-    with SimulatedLink(1e12) as link:
+    with SimulatedLink() as link:
         difference = ReferenceCopy(tensor, link).compare(tensor.t().contiguous().t())
     assert difference.differing_elements == 0

@@ -14,6 +14,7 @@ from torch import nn
 
 from contracts.harness import Block, Stack, batch, differences, manage, plain_step, train, weigh
 from engine.models import Lined, Through, region_plan, step_on
+from engine.offload.simulated import SimulatedLink
 from plimsoll.artifacts.decision import Decision, Engine
 from plimsoll.artifacts.plan import ValueDecision
 from plimsoll.engine import stored_forms as runtime_packed
@@ -21,7 +22,6 @@ from plimsoll.engine.apply import apply_plan
 from plimsoll.engine.codecs.protocol import Codec, Payload
 from plimsoll.engine.codecs.registry import find_codec
 from plimsoll.engine.offload.disk import DiskLink
-from plimsoll.engine.offload.simulated import SimulatedLink
 from plimsoll.engine.stored_forms import Packer, Refused, Sent
 from plimsoll.errors import ReplayMismatch, SavedTensorModified
 from plimsoll.session.training_step import relative_error
@@ -101,13 +101,13 @@ def log(monkeypatch):
 
 @pytest.fixture(params=["simulated", "disk"])
 def link(request, tmp_path):
-    with SimulatedLink(1e12) if request.param == "simulated" else DiskLink(str(tmp_path)) as link:
+    with SimulatedLink() if request.param == "simulated" else DiskLink(str(tmp_path)) as link:
         yield link
 
 
 @pytest.fixture
 def simulated():
-    return SimulatedLink(1e12)
+    return SimulatedLink()
 
 
 class Pool(nn.Module):
@@ -594,7 +594,7 @@ def test_a_plan_for_one_link_runs_over_another(log):
     plain, model = spacious(), spacious()
     region = compressing("blocks.0", "up::addmm#0", "disk", held=0, decision=Decision.OFFLOAD)
     plan = make_plan(regions=(region, compressing("blocks.1", "up::addmm#0", "zeros")), link="disk")
-    with apply_plan(model, plan, link=SimulatedLink(1e12)):
+    with apply_plan(model, plan, link=SimulatedLink()):
         assert differences([gradients_of(plain)], [gradients_of(model)]) == []
     assert log.count("disk", Sent) == 1
 

@@ -14,12 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from contracts.harness import Block, Stack, batch, differences, manage, train, weigh
 from engine.models import Births, Through, region_plan, step_on
+from engine.offload.simulated import SimulatedLink
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import ValueDecision
 from plimsoll.engine.apply import apply_plan
 from plimsoll.engine.codecs.registry import find_codec
 from plimsoll.engine.offload.disk import DiskLink
-from plimsoll.engine.offload.simulated import SimulatedLink
 from plimsoll.errors import OffloadFailed
 from plimsoll.tracing.meters.memory import PeakMeter
 from samples import make_plan
@@ -61,7 +61,7 @@ class SpyLink:
 
     def __init__(self, diary, **settings):
         self.name = "spied"
-        self.inner = SimulatedLink(1e12, **settings)
+        self.inner = SimulatedLink(**settings)
         self.count = 0
         self.sources = []
         self._diary = diary
@@ -194,7 +194,7 @@ def test_a_region_without_gradients_in_front_is_read_all_the_same():
     for subject in (model, plain):
         subject.entrance.requires_grad_(False)
         subject.blocks[0].requires_grad_(False)
-    with manage(model, packs={"": "simulated"}, link=SimulatedLink(1e12)):
+    with manage(model, packs={"": "simulated"}, link=SimulatedLink()):
         found = train(model, STEP, 2)
     assert differences(train(plain, STEP, 2), found) == []
 
@@ -255,7 +255,7 @@ def test_a_transfer_that_fails_ends_the_step_leaks_nothing_and_the_next_step_is_
     before, settings = FAULTS[fault]
     plain, model = build(), build()
     expected = train(plain, STEP, 1)
-    link = SimulatedLink(1e12, **settings)
+    link = SimulatedLink(**settings)
     with manage(model, packs={"up::": "simulated"}, link=link):
         for _ in range(before):
             weigh(model(big(3))).backward()
@@ -274,7 +274,7 @@ def test_a_transfer_that_fails_ends_the_step_leaks_nothing_and_the_next_step_is_
 def test_a_copy_in_that_fails_ends_the_step_and_the_next_one_is_right():
     plain, model = build(), build()
     expected = train(plain, STEP, 1)
-    link = SimulatedLink(1e12, fail_load={1, 2, 3, 4})
+    link = SimulatedLink(fail_load={1, 2, 3, 4})
     with manage(model, packs={"up::": "simulated"}, link=link):
         for _ in range(4):
             loss = weigh(model(big()))
@@ -290,7 +290,7 @@ def test_a_copy_in_that_fails_ends_the_step_and_the_next_one_is_right():
 def test_the_same_graph_may_be_tried_again_when_a_copy_in_has_failed():
     plain, model = build(), build()
     expected = train(plain, STEP, 1)[0]
-    with manage(model, packs={"up::": "simulated"}, link=SimulatedLink(1e12, fail_load={1})):
+    with manage(model, packs={"up::": "simulated"}, link=SimulatedLink(fail_load={1})):
         loss = weigh(model(big()))
         with pytest.raises(OffloadFailed):
             loss.backward(retain_graph=True)
@@ -303,9 +303,7 @@ def test_the_same_graph_may_be_tried_again_when_a_copy_in_has_failed():
 def test_a_failed_copy_out_that_nobody_settles_is_read_from_its_source():
     plain, model = build(), build()
     expected = train(plain, STEP, 2)
-    with manage(
-        model, packs={"": "simulated"}, link=SimulatedLink(1e12, fail_settle=lambda index: index >= 18)
-    ) as handle:
+    with manage(model, packs={"": "simulated"}, link=SimulatedLink(fail_settle=range(18, 99))) as handle:
         handle._shared.transfers.leave = lambda output: None
         assert differences(expected, train(model, STEP, 2)) == []
 

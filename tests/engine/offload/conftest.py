@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from engine.offload.simulated import SimulatedLink
 from plimsoll.engine.offload.disk import DiskLink
 from plimsoll.engine.offload.protocol import Link
-from plimsoll.engine.offload.simulated import SimulatedLink
 
 LINKS: dict[str, Callable[[str], Link]] = {
     "disk": lambda directory: DiskLink(directory),
-    "simulated": lambda directory: SimulatedLink(bytes_per_second=1e12),
+    "simulated": lambda directory: SimulatedLink(),
 }
 
 

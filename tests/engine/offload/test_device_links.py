@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from engine.offload.fake_device import FakeDevice, FakeStream, Program, SleepyDevice
+from engine.offload.simulated import SimulatedLink
 from plimsoll.engine.offload.device_links import BounceLink, PinnedLink
 from plimsoll.engine.offload.disk import DiskLink
 from plimsoll.engine.offload.pinned_memory import SMALLEST_BYTES, rounded_up
-from plimsoll.engine.offload.simulated import SimulatedLink
 from plimsoll.errors import OffloadFailed
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -223,7 +223,7 @@ def test_a_bounce_link_goes_by_the_name_of_the_link_behind_it_and_closes_it(disk
 
 
 def test_host_copies_on_their_way_out_are_bounded():
-    inner = SimulatedLink(1e12)
+    inner = SimulatedLink()
     link = BounceLink(inner, CPU, most_waiting_bytes=1000)
     tickets = [link.store(torch.zeros(400, dtype=torch.uint8)) for _ in range(10)]
     assert link.waiting_bytes == 800
@@ -233,7 +233,7 @@ def test_host_copies_on_their_way_out_are_bounded():
 
 
 def test_a_failure_on_the_way_out_of_a_bounce_reaches_its_own_ticket_and_keeps_the_source():
-    link = BounceLink(SimulatedLink(1e12, fail_settle={0}), CPU, most_waiting_bytes=10)
+    link = BounceLink(SimulatedLink(fail_settle={0}), CPU, most_waiting_bytes=10)
     source = torch.arange(100)
     failing = link.store(source)
     other = link.store(torch.arange(3))

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.offload.simulated import SimulatedLink
 from plimsoll.engine.offload import measure
 from plimsoll.engine.offload.device_links import BounceLink
 from plimsoll.engine.offload.disk import DiskLink
 from plimsoll.engine.offload.measure import measure_link
 from plimsoll.engine.offload.open import default_link_name, open_link
-from plimsoll.engine.offload.simulated import SimulatedLink
 from plimsoll.errors import OffloadFailed
 from plimsoll.units import MIB
 
@@ -59,11 +59,11 @@ def test_every_device_has_a_default(device: str, name: str):
 def test_a_simulated_link_measures_as_what_it_simulates(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
 
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
+    def carry(nbytes: int) -> None:
+        now[0] += 0.002 + nbytes / 50e6
 
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
-    link = SimulatedLink(50e6, latency_seconds=0.002, clock=lambda: now[0], sleep=sleep)
+    link = SimulatedLink(carry=carry)
     speed = measure_link(link, CPU, nbytes=4 * MIB)
     assert speed.out_bytes_per_second == pytest.approx(50e6, rel=0.001)
     assert speed.in_bytes_per_second == pytest.approx(50e6, rel=0.001)

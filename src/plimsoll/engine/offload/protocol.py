@@ -51,7 +51,7 @@ class Link(Protocol):
     """Somewhere else to keep bytes."""
 
     name: str
-    """``disk``, ``host`` or ``simulated``."""
+    """``disk`` or ``host``."""
 
     @property
     def copy_cpu_seconds(self) -> CopyCpuSeconds:
