@@ -72,6 +72,23 @@ class ChromeBuilder:
         return path
 
 
+def recomputing_traces(directory: Path) -> tuple[str, str]:
+    """``baseline.json`` and ``with-plan.json``: of one step, and of the same that recomputes two products of 20 µs."""
+
+    def trace(recomputed: int) -> ChromeBuilder:
+        built = ChromeBuilder()
+        built.op("aten::mm", 10, 14, sequence=5)
+        built.launch(12, 20, 40, "gemm")
+        built.node("MmBackward0", 15, 90, sequence=5)
+        for index in range(recomputed):
+            built.op("aten::mm", 20 + 5 * index, 24 + 5 * index, thread=BACKWARD, sequence=7 + index)
+            built.launch(21 + 5 * index, 40 + 20 * index, 60 + 20 * index, "gemm", thread=BACKWARD)
+        built.step(0, 0, 40 + 20 * recomputed)
+        return built
+
+    return str(trace(0).write(directory / "baseline.json")), str(trace(2).write(directory / "with-plan.json"))
+
+
 GLOBAL_PID = (1 << 56) | (PID << 24)
 _TIMES = "start INTEGER NOT NULL, end INTEGER NOT NULL, "
 _ON_DEVICE = f"{_TIMES}deviceId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, "

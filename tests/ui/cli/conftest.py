@@ -1,46 +1,57 @@
-"""What all tests of the command line share: a runner, verbs that answer at once, a target that loads at once."""
+"""What all tests of the command line share: a way to run commands, and verbs that answer at once."""
 
 from __future__ import annotations
 
-import sys
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from typer.testing import CliRunner
 
 import plimsoll
 from fakes import FakeVerbs
-
-TARGET_SOURCE = """
-import torch
+from plimsoll.ui.cli.app import app
 
 
-def step():
-    return torch.nn.Linear(2, 2), torch.zeros(1, 2), lambda output: output.sum()
+class Ran(NamedTuple):
+    """What a command wrote."""
+
+    out: str
+    err: str
+
+    @property
+    def words(self) -> str:
+        """Its output, whatever the width of the terminal."""
+        return " ".join(self.out.split())
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out)
 
 
-def wrong():
-    return 3
-
-
-def broken():
-    raise OSError("the data set is gone")
-
-
-def leaves():
-    raise SystemExit(3)
-
-
-number = 3
-"""
+@pytest.fixture(scope="session")
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of traces: estimates of one model share them."""
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("TERM", "dumb")
-    return CliRunner()
+def run(tmp_path: Path, _cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Runs a command in a directory of its own: it ends with ``code``, and never with a traceback."""
+    for name, value in {"NO_COLOR": "1", "COLUMNS": "100", "TERM": "dumb", "PLIMSOLL_CACHE_DIR": str(_cache)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*arguments: str, code: int = 0) -> Ran:
+        result = CliRunner().invoke(app, list(arguments), prog_name="plimsoll")
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        assert result.exit_code == code, result.output
+        assert "Traceback" not in result.output
+        return Ran(result.stdout, result.stderr)
+
+    return invoke
 
 
 @pytest.fixture
@@ -49,13 +60,3 @@ def verbs(monkeypatch: pytest.MonkeyPatch) -> FakeVerbs:
     for name in ("plan", "verify", "compare", "apply"):
         monkeypatch.setattr(plimsoll, name, getattr(fake, name), raising=False)
     return fake
-
-
-@pytest.fixture
-def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A target in a module of the working directory."""
-    (tmp_path / "sample_target.py").write_text(TARGET_SOURCE)
-    (tmp_path / "no_import.py").write_text("raise ValueError('missing key')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "sample_target", raising=False)
-    return "sample_target:step"

@@ -1,0 +1,198 @@
+"""Whatever a command cannot do: its exit code, what was found, why and what to do next, in words and as JSON."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from analysis.diagnose.builders import recomputing_traces
+from fakes import FakeVerbs
+from plimsoll.errors import BudgetBelowFloor, ReplayMismatch
+from samples import make_comparison, make_plan, make_receipt
+
+pytest.importorskip("transformers")
+
+TINY = "estimate llama-tiny --batch 1 --seq 256 --device H100"
+FIT = "fit steps:stack --device-profile H100-SXM --most-batch 16 --optimizer none"
+PROBE = "probe targets:stream --strategy full --steps 4"
+REFUSED = {
+    "plan nonsense": "'nonsense' is no target.",
+    "plan targets:": "'targets:' is no target.",
+    "plan targets:nothing": "targets:nothing does not exist.",
+    "plan targets:number": "targets:number cannot be called",
+    "plan targets:wrong": "targets:wrong returned an object of type int.",
+    "plan targets:broken": "targets:broken failed.",
+    "plan targets:leaves": "targets:leaves failed.",
+    "plan no_import:step": "no_import does not import.",
+    "plan no_such_module:step": "InvalidTarget: no_such_module does not import.",
+    "plan missing.json": "missing.json cannot be read as JSON.",
+    "plan empty.json": "empty.json is no configuration of a model.",
+    "plan unknown.json": "knows no model_type 'perpetuum-mobile'",
+    "plan targets:linear --batch 4": "--batch would have no effect on targets:linear.",
+    "plan targets:linear --seq 4 --device cuda": "--seq and --device would have no effect",
+    "plan vit-tiny --seq 4": "--seq would have no effect on ViTForImageClassification.",
+    "plan llama-tiny --device abacus": "There is no device 'abacus' here.",
+    **{
+        f"{command} targets:broken --strategy nonsense": "'nonsense' is not a strategy."
+        for command in ("plan", "verify", "compare", "explain", "probe", "diagnose")
+    },
+    "plan steps:stack -b 24G": "InvalidBudget",
+    "plan steps:stack -b 900TiB": "BudgetAboveDevice",
+    "plan steps:stack --regions layers.*": "InvalidRegions",
+    "plan steps:stack -s best": "InvalidStrategy",
+    "plan steps:stack --device-profile H900": "UnknownDevice",
+    "plan steps:stack -o no/such/place.json": "PlanFileError",
+    "plan targets:without_loss": "InvalidLoss",
+    "plan targets:broken_loss": "InvalidLoss",
+    "plan targets:refused": "InvalidBatch",
+    "plan targets:checkpointed": "already checkpoints",
+    "show nothing.json": "PlanFileError",
+    "show cut.json": "not whole JSON",
+    "verify targets:own --allow compress": "--allow would have no effect",
+    "verify targets:own --plan plan.json --budget 1GiB": "--budget would have no effect",
+    "advise targets:layers --budget 24G": "two readings",
+    "advise targets:layers --allow magic": "is not understood",
+    "advise targets:layers --max-error 5 --allow recompute,compress": "is not a share",
+    "advise targets:layers --receipt missing.json": "cannot be read",
+    "advise targets:layers --receipt receipt.json": "of another model: ffffffffffffffff, not Sequential-",
+    "advise targets:layers --device-profile Z9000": "Z9000",
+    "explain targets:own --strategy int8": "cannot be replayed",
+    "explain targets:own --strategy evry:2": "closest: every:2",
+    "explain targets:own --strategy full --plan plan.json": "exclude each other",
+    "explain targets:own --plan missing.json": "cannot be read",
+    "explain receipt.json": "holds a receipt, not a plan",
+    "explain plan.json --strategy full": "would have no effect on a saved plan",
+    f"{FIT} --budget 24G": "two readings",
+    f"{FIT} --budget 1MiB --seq 8": "no effect",
+    f"{FIT} --budget 1MiB --global-batch 4 --accumulation 2": "contradict",
+    f"{TINY} --layout tp=3": "attention heads",
+    f"{TINY} --layout pp=9,micro-batches=9": "4 blocks",
+    f"{TINY} --layout sp": "InvalidLayout",
+    f"{TINY} --device H1000": "try 'H100",
+    f"{TINY} --optimizer adamv": "adamw",
+    f"{TINY} --precision fp8": "unsupported",
+    f"{TINY} --budget 24G": "two readings",
+    f"{TINY} --strategy everything": "everything",
+    f"{TINY} --plans plans": "There are no plans to save.",
+    "probe targets:empty --strategy full --steps 4": "returned a stream without batches.",
+    f"{PROBE} --held-out 30": "30 of 30 batches cannot be set apart.",
+    "probe targets:once --strategy full --steps 9": "The stream of batches ended after 5.",
+    f"{PROBE} --optimizer none": "A probe trains, and --optimizer none does not.",
+    f"{PROBE} --run .": "is not empty, and holds no probe.",
+    f"{PROBE} --target-loss nan": "target_loss=nan is no loss",
+    "probe targets:stream --plan absent.json": "absent.json cannot be read.",
+    "probe targets:stream --plan absent.json --budget 1GiB": "--budget would have no effect beside --plan.",
+    "diagnose baseline.json absent.json": "cannot be read",
+    "diagnose absent.json.gz": "alone cannot be diagnosed",
+    "diagnose report.nsys-rep": "alone cannot be diagnosed",
+    "diagnose baseline.json with-plan.json --budget 1GiB": "--budget would have no effect",
+    "diagnose baseline.json with-plan.json --steps 5 --batch 2": "--batch and --steps would have no effect",
+    "diagnose steps:stack --plan plan.json -s full": "--strategy would have no effect beside --plan",
+    "diagnose nothing": "is no target",
+    "compress-gradients llama-tiny": "one rank only",
+    "demo --budget 24G": "two readings",
+    "report nowhere.json -o page.html": "PlanFileError: nowhere.json cannot be read",
+    "report foreign.json -o page.html": "PlanFileError: foreign.json is JSON, but no plan",
+    "report plan.json other.json -o page.html": "PlanMismatch: plan.json and other.json are about different",
+    "report plan.json -o nowhere/page.html": "PlanFileError: nowhere/page.html cannot be written",
+    "report plan.json": "neither --output nor --timeline was given",
+    "report plan.json -o plan.json": "plan.json would be lost",
+    "report plan.json --timeline ./plan.json": "plan.json would be lost",
+    "report plan.json -o same --timeline same": "cannot both be same",
+    "report receipt.json --timeline trace.json": "InvalidReport: There is no timeline to write",
+    "report receipt.json -o page.html --timeline trace.json": "no timeline",
+}
+BELOW_FLOOR = {
+    "plan steps:stack -b 100KiB": "BudgetBelowFloor",
+    "verify steps:stack -b 100KiB": "BudgetBelowFloor",
+    "plan steps:stack -s none -b 515KiB": "strategy 'none' peaks at",
+}
+WITHOUT_JSON = ("show", "report", "demo")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Files of every kind, good ones and others, in the directory where commands run."""
+    make_plan().save(tmp_path / "plan.json")
+    make_receipt().save(tmp_path / "receipt.json")
+    make_comparison().save(tmp_path / "comparison.json")
+    make_receipt(model="Other", fingerprint="e" * 16).save(tmp_path / "other.json")
+    recomputing_traces(tmp_path)
+    for name, text in {
+        "foreign.json": '{"some": "thing"}',
+        "cut.json": '{"plimsoll": "plan", "schema',
+        "empty.json": "{}",
+        "unknown.json": '{"model_type": "perpetuum-mobile"}',
+        "no_import.py": "raise ValueError('missing key')",
+    }.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "code"),
+    [*((*row, 2) for row in REFUSED.items()), *((*row, 3) for row in BELOW_FLOOR.items())],
+    ids=[*REFUSED, *BELOW_FLOOR],
+)
+def test_what_cannot_be_done_is_said_and_leaves_every_file_as_it_was(
+    command: str, words: str, code: int, run, files: Path
+):
+    def contents() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in files.rglob("*") if path.suffix != ".pyc" and path.is_file()}
+
+    before = contents()
+    said = run(*command.split(), code=code).err
+    assert words in " ".join(said.split())
+    assert "  why   " in said
+    assert "  next  " in said
+    if not command.startswith(WITHOUT_JSON):
+        fields = run(*command.split(), "--json", code=code).json
+        assert (fields["plimsoll"], fields["exit_code"]) == ("error", code)
+        parts = f"{fields['error']}: {fields['found']} why {fields['why']} next {fields['next']}"
+        assert " ".join(parts.split()) in " ".join(said.split())
+    assert contents() == before
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BudgetBelowFloor("too little.", why="it is so", next="more"), 3),
+        (ReplayMismatch("another value.", why="an op changed", next="report it"), 4),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_have_exit_codes_and_no_traceback(error: BaseException, code: int, run, verbs: FakeVerbs):
+    verbs.error = error
+    said = run("plan", "targets:linear", code=code).err
+    assert code == 130 or all(part in said for part in (f"{type(error).__name__}: ", "  why   ", "  next  "))
+
+
+def test_our_own_mistakes_keep_their_traceback(run, verbs: FakeVerbs):
+    verbs.error = AssertionError("ours")
+    with pytest.raises(AssertionError, match="ours"):
+        run("plan", "targets:linear")
+
+
+def test_missing_transformers_is_said_clearly(run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "needs transformers" in run("plan", "llama-tiny", code=2).err
+
+
+def test_a_number_out_of_range_is_refused_by_the_option_itself(run):
+    assert "greater than or equal to 1" in " ".join(run("probe", "targets:stream", "--steps", "0", code=2).err.split())
+
+
+def test_both_models_are_shown_where_they_differ(run, files: Path):
+    said = run("report", "plan.json", "other.json", "-o", "page.html", code=2).err
+    assert "TinyModel, fingerprint ffffffffffffffff" in said
+    assert "Other, fingerprint eeeeeeeeeeeeeeee" in said
+
+
+def test_a_single_rank_is_told_how_to_start_several(run):
+    assert "torchrun --nproc-per-node 2" in run("compress-gradients", "llama-tiny", code=2).err
+
+
+def test_a_budget_with_two_readings_is_told_both(run):
+    assert "24GiB" in run("plan", "targets:linear", "--budget", "24G", "--json", code=2).json["next"]
