@@ -19,6 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import plimsoll
 from launching import refused
+from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.plan import Plan
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
@@ -49,10 +50,10 @@ def gpt2() -> nn.Module:
     )
 
 
-def text() -> Batch:
+def text(sequence: int = SEQUENCE) -> Batch:
     """Bytes of Python's own source, others on every rank."""
     source = Path(contextlib.__file__).read_bytes()
-    ids = torch.tensor(list(source[4096 * dist.get_rank() :][: BATCH * SEQUENCE])).reshape(BATCH, SEQUENCE)
+    ids = torch.tensor(list(source[4096 * dist.get_rank() :][: BATCH * sequence])).reshape(BATCH, sequence)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -271,6 +272,7 @@ def habits() -> dict[str, Any]:
         "boundaries": {str(reshard): dropped_boundaries(reshard) for reshard in (True, False)},
         "receipts": {name: receipt_of(LAYOUTS[name]) for name in ("fsdp2", "ddp, views")},
         "optimizer": {name: step_with_optimizer(LAYOUTS[name]) for name in ("fsdp2", "ddp")},
+        "lengths": {name: attached_to_other_lengths(LAYOUTS[name]) for name in ("fsdp2", "ddp")},
     }
 
 
@@ -432,3 +434,18 @@ def step_with_optimizer(make: Callable[[], nn.Module]) -> dict[str, Any]:
 
     measured_bytes = min(step_peak(model, batch, step, state) for _ in range(3))
     return {"predicted": plan.baseline_peak_bytes, "measured": measured_bytes}
+
+
+def attached_to_other_lengths(make: Callable[[], nn.Module]) -> dict[str, Any]:
+    """The second rank's batches are twice as long; the first one has less memory to spare beside its own."""
+    short = dist.get_rank() == 0
+    batch, model = text(SEQUENCE if short else 2 * SEQUENCE), make()
+    unmanaged_bytes = measured_peak(model, batch)
+    budget_bytes = int(unmanaged_bytes * (0.8 if short else 0.85))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with plimsoll.attach(model, budget_bytes) as handle:
+        for _ in range(3):
+            train_step(model, batch)
+            optimizer.step()
+        measured_bytes = measured_peak(model, batch)
+    return {"plan": to_json(handle.plan), "budget": budget_bytes, "measured": measured_bytes}

@@ -7,7 +7,8 @@ starts this over.
 
 On several ranks all of this is agreed, in the calls in which every rank calibrates. Later calls exchange nothing, unless
 something happens: a larger batch, or an optimizer's first step. The rank that sees it waits a few seconds for the others to
-see it too, in the same call. If all do, and their batches have one shape, they start over together; if not, the plan stays.
+see it too, in the same call. If all do, they start over together; if not, the plan stays. Batches may have another length on
+every rank, unless ranks share the work on one: each traces its own, and the plan keeps every rank within its budget.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ from plimsoll.session.manage import manage_together
 from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.step_planner import StepPlanner, trace_and_cost
-from plimsoll.session.task import TrainingTask, check_model, detached, is_profiled
+from plimsoll.session.task import BATCH, TrainingTask, check_model, detached, is_profiled
 from plimsoll.session.tightest_rank import planner_for
 from plimsoll.session.trial import error_scale
+from plimsoll.tracing.fsdp2 import splits_activations
 from plimsoll.tracing.recorder.calling import call_tensors
 from plimsoll.tracing.recorder.fingerprint import fingerprint
 from plimsoll.units import format_bytes
@@ -160,7 +162,7 @@ class Attachment:
 
     def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_bytes: int) -> None:
         """What every rank does in every call until the plan for the budget is there."""
-        facts = self._task(args, kwargs).facts()
+        facts = self._facts(args, kwargs)
         if self._planner is None:
             self._agreement.same("the first batch", facts)
             self._begin(args, kwargs, batch_bytes)
@@ -182,8 +184,8 @@ class Attachment:
             self._measure(args, kwargs)
 
     def _grow(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_bytes: int) -> None:
-        """A larger batch than ever: start over, if all ranks have one, of the same shape."""
-        facts = self._task(args, kwargs).facts()
+        """A larger batch than ever: start over, if all ranks have one."""
+        facts = self._facts(args, kwargs)
         told = self._agreement.gathered(f"larger batch in call {self._calls}", str(facts), str)
         if told is None or len(set(told)) > 1:
             self._stay(batch_bytes)
@@ -197,7 +199,7 @@ class Attachment:
         warnings.warn(
             f"plimsoll: the batch of this rank ({format_bytes(batch_bytes)}) is larger than any before it, and not so on "
             "all ranks alike: the plan at work stays, and may take more than the budget. Pad batches to the same shape, or "
-            "train on the largest one first",
+            "train on every rank's largest one first",
             stacklevel=6,
         )
 
@@ -220,6 +222,11 @@ class Attachment:
         self._run(self._solve(floor_bytes))
         self._is_calibrating, self._tries, self._has_counted_state = True, 0, False
         self._measure(args, kwargs)
+
+    def _facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
+        """What has to be the same on all ranks: the batch too where ranks share the work on one."""
+        facts = self._task(args, kwargs).facts()
+        return facts if splits_activations(self.model) else {what: it for what, it in facts.items() if what != BATCH}
 
     def _task(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
         """The step of this very call, whose loss is not known."""
@@ -271,7 +278,7 @@ class Attachment:
             refuse_optimizer_above(
                 self._planner.own_budget_bytes, measured.optimizer_peak_bytes + self._watch.bytes_before
             )
-            self._excess_bytes = unseen_bytes(measured, self._watch, self.plan)
+            self._excess_bytes = unseen_bytes(measured, self._watch, self._planner.own(self.plan))
         self._run(self._solve_for_budget(0))
         self._is_calibrating = False
 
@@ -280,7 +287,7 @@ class Attachment:
         assert self._planner is not None
         self._excess_bytes += more_bytes
         self._counted_state_bytes += more_bytes
-        excess_bytes = self._planner.most_excess_bytes(self._excess_bytes)
+        excess_bytes = self._planner.excess_bytes(self._excess_bytes)
         try:
             return self._solve(self._planner.budget_bytes, excess_bytes)
         except BudgetBelowFloor as error:
@@ -352,9 +359,9 @@ def attach(
     the plan that is cheapest under the budget. Evaluation (``model.eval()`` or no gradients) is left alone. A batch that
     is larger than every one before it is traced and calibrated anew.
 
-    On several ranks (torchrun) all attach alike, and every rank runs the identical plan. The first batches have to have one
-    shape. A later batch that is larger on all ranks, and of one shape, is planned for anew; one that is larger on some ranks
-    only is run under the plan that is there, with a warning.
+    On several ranks (torchrun) all attach alike, and every rank runs the identical plan. Their batches may have other lengths;
+    only tensor parallel ranks, which share one batch, have to have the same. A later batch that is larger on all ranks is
+    planned for anew; one that is larger on some ranks only is run under the plan that is there, with a warning.
 
     Args:
         model: the model as it will be trained.

@@ -139,22 +139,28 @@ class StepPlanner:
     def _solve_again(self, strategy: str, excess_bytes: int, error_scale: float) -> Plan:
         return self.solve(self.budget_bytes, strategy, excess_bytes=excess_bytes, error_scale=error_scale)
 
+    def own(self, plan: Plan) -> Plan:
+        """The plan as this process would run it: with the peak and the timeline of its own step."""
+        return plan
+
     def run(self, step: TrainingStep, plan: Plan) -> TrialRun:
         """Run a plan and measure it."""
         return run_trial(step, plan, self.gradients)
 
-    def most_excess_bytes(self, own_excess_bytes: int) -> int:
+    def excess_bytes(self, own_excess_bytes: int) -> int:
         """What has to be taken off the budget for a step that takes so much more than its plan says."""
         return own_excess_bytes
 
     @functools.cached_property
+    def _index(self) -> StepIndex:
+        forms = None if self._sensed is None else self._sensed.forms
+        return StepIndex(self.trace, self.costs, forms, may_recompute=self.options.may_recompute)
+
+    @functools.cached_property
     def _planner(self) -> Planner:
-        options, sensed = self.options, self._sensed
-        if sensed is None:
-            index = StepIndex(self.trace, self.costs, may_recompute=options.may_recompute)
-            return Planner(index, overrides=options.overrides_without_forms)
-        index = StepIndex(self.trace, self.costs, sensed.forms, may_recompute=options.may_recompute)
-        return Planner(index, overrides=options.overrides, limits=options.limits())
+        if self._sensed is None:
+            return Planner(self._index, overrides=self.options.overrides_without_forms)
+        return Planner(self._index, overrides=self.options.overrides, limits=self.options.limits())
 
     def _sense(self, step: TrainingStep) -> Sensed:
         return sense_forms(step, self.trace, self.costs, self.extremes.lowest, self.options)

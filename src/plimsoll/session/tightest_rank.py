@@ -1,12 +1,14 @@
 """How several ranks plan one step together: the tightest rank plans for all.
 
 That is the rank whose budget lies lowest beside what its step takes without a plan. A plan knows one budget, that rank's. What
-another rank takes beyond its own budget is therefore said as so many bytes beyond that one.
+another rank takes beyond its own budget is therefore said as so many bytes beyond that one. Ranks may have batches of
+different shapes: each simulates the plan on its own step, and where one exceeds its budget the tightest solves again.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import msgspec
@@ -14,6 +16,9 @@ import msgspec
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Trace
+from plimsoll.planning.describe import classes_at_peak, describe_timeline
+from plimsoll.planning.replay_schedule import Unreachable
+from plimsoll.planning.simulate import choices_of, run_choices
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.forms import Sensed
 from plimsoll.session.options import PlanOptions
@@ -57,6 +62,7 @@ class SharedPlanner(StepPlanner):
     ) -> None:
         super().__init__(*traced, options, budget_bytes)
         self._agreement = agreement
+        self._own_excess_bytes = 0
         room_bytes = 0 if budget_bytes is None else budget_bytes - self.extremes.unmanaged_peak_bytes
         rooms = agreement.all_of("room", _Room(room_bytes=room_bytes, budget_bytes=budget_bytes), _Room)
         by_rank = dict(zip(agreement.ranks, rooms, strict=True))
@@ -69,10 +75,33 @@ class SharedPlanner(StepPlanner):
         """Whether every rank's step keeps to its budget without a plan."""
         return self._agreement.every("budgets", holds=super().fits_unmanaged())
 
-    def solve(self, budget_bytes: int | None, strategy: str = "auto", **how: Any) -> Plan:
-        """As `StepPlanner.solve`, on the tightest rank; on the others its plan."""
-        solve = functools.partial(super().solve, budget_bytes, strategy, **how)
-        return self._agreement.made_by(self._tightest, f"solving {strategy}", lambda: self._signed(solve()))
+    def solve(self, budget_bytes: int | None, strategy: str = "auto", *, excess_bytes: int = 0, **how: Any) -> Plan:
+        """As `StepPlanner.solve`, on the tightest rank; on the others its plan. For the budget, one that all ranks keep to."""
+        for attempt in itertools.count():
+            make = functools.partial(self._made, budget_bytes, strategy, excess_bytes=excess_bytes, **how)
+            made = self._agreement.made_by(self._tightest, f"solving {strategy}", make)
+            if strategy != "auto" or budget_bytes is None or budget_bytes != self.budget_bytes:
+                break
+            taken_bytes = self.own(made).predicted_peak_bytes + self._own_excess_bytes
+            over = self._agreement.all_of("predicted peaks", taken_bytes - (self.own_budget_bytes or taken_bytes), int)
+            if max(over) <= 0 or not made.status.is_usable:
+                break
+            # What another rank exceeds may shrink more slowly than this rank's peak, so steps grow.
+            excess_bytes = budget_bytes - made.predicted_peak_bytes + (max(over) << attempt)
+        return made
+
+    def own(self, plan: Plan) -> Plan:
+        """The plan with the peak, the timeline and the classes of this rank's own step."""
+        try:
+            own = run_choices(self._index, choices_of(self._index, plan.regions))
+        except Unreachable:  # this rank's step is another one: regions that lack a recipe keep everything
+            own = run_choices(self._index, choices_of(self._index, ()))
+        return msgspec.structs.replace(
+            plan,
+            predicted_peak_bytes=own.peak_bytes,
+            timeline=describe_timeline(own),
+            classes=classes_at_peak(own),
+        )
 
     def run(self, step: TrainingStep, plan: Plan) -> TrialRun:
         """Run a plan on all ranks: the largest error, and a peak as far over the budget as the worst one is."""
@@ -89,18 +118,19 @@ class SharedPlanner(StepPlanner):
             f"{format_bytes(tightest.peak_bytes)}{of}",
         )
 
-    def most_excess_bytes(self, own_excess_bytes: int) -> int:
-        """What has to be taken off the tightest rank's budget, so that every rank's excess fits under its own."""
-        spare_bytes = self.own_budget_bytes or 0
-        most_bytes = max(self._agreement.all_of("excess", own_excess_bytes - spare_bytes, int))
-        return (self.budget_bytes or 0) + most_bytes
+    def excess_bytes(self, own_excess_bytes: int) -> int:
+        """What has to be taken off the tightest rank's budget; each rank's own is held against its own from now on."""
+        self._own_excess_bytes = own_excess_bytes
+        told = self._agreement.all_of("excess", own_excess_bytes, int)
+        return told[self._agreement.ranks.index(self._tightest)]
 
     def _sense(self, step: TrainingStep) -> Sensed:
         with self._agreement.stepping():
             return super()._sense(step)
 
-    def _signed(self, plan: Plan) -> Plan:
-        """The plan with who made it and for whom."""
+    def _made(self, budget_bytes: int | None, strategy: str, **how: Any) -> Plan:
+        """The plan of this rank, with who made it and for whom."""
+        plan = super().solve(budget_bytes, strategy, **how)
         note = f"planned by rank {self._tightest}, which has the least room of {self._agreement.size} ranks"
         budgets = self._uneven_budget_bytes
         return msgspec.structs.replace(plan, notes=(*plan.notes, note), budget_bytes_of_ranks=budgets)

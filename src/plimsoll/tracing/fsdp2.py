@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from plimsoll.tracing.local_tensors import is_sharded
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -58,6 +60,15 @@ def has_flat_parameters(model: nn.Module) -> bool:
 def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The sharded parameters, also of modules whose parameters are gathered right now; empty without FSDP2."""
     return [part.sharded_param for part in _parameters(model)]
+
+
+def splits_activations(model: nn.Module) -> bool:
+    """Whether ranks share the work on one batch (tensor parallelism), and do not only gather parameters for their own."""
+    parts = _parameters(model)
+    gathered = {*(part.sharded_param for part in parts), *(getattr(part, "_unsharded_param", None) for part in parts)}
+    return any(part.is_dtensor for part in parts) or any(
+        is_sharded(parameter) for parameter in model.parameters() if parameter not in gathered
+    )
 
 
 def waiting_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
