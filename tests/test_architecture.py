@@ -135,6 +135,45 @@ def test_plans_can_be_solved_and_shown_without_torch():
     assert not broken
 
 
+PRIVATE_BY_NAME_ALONE = (
+    *("torch._ops", "torch._subclasses", "torch._dynamo", "torch._functorch", "torch.ops.", "torch._foreach"),
+    *("torch.utils._pytree", "torch.utils._python_dispatch", "torch.distributed._functional_collectives"),
+)
+"""What torch's own guides tell writers of extensions to use."""
+
+
+def private_names_of_torch(path: Path) -> Iterator[str]:
+    """Dotted private names that a file takes from torch, by import, as an attribute or as a text."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    known = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    found = set(known.values())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"\w+(\.\w+)+", name := ast.unparse(node)):
+            root, _, rest = name.partition(".")
+            found |= {f"{known[root]}.{rest}"} if root in known else set()
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"torch(\.\w+)+", str(node.value)):
+            found.add(node.value)
+    for name in found:
+        is_private = name.startswith("torch._C.") or re.search(r"\._(?!_)\w*$", name)
+        if is_private and not name.startswith(PRIVATE_BY_NAME_ALONE):
+            yield name
+
+
+def test_a_private_name_of_torch_is_used_in_one_file_which_says_where_it_was_seen():
+    users = {path: set(private_names_of_torch(path)) for path in FILES}
+    counts = Counter(name for names in users.values() for name in names)
+    assert [name for name, count in counts.items() if count > 1] == []
+    assert [
+        show(path)
+        for path, names in users.items()
+        if names
+        if not re.search(r"[Ss]een in torch 2\.\d", path.read_text())
+    ] == []
+
+
 def test_the_demo_uses_the_public_surface_alone():
     allowed = {"ui.demo", "units", "artifacts", *plimsoll.__all__}
     for path in FILES:

@@ -20,6 +20,7 @@
     ├── PlanMismatch           a plan for another model, dtype or shape
     ├── PlanNotUsable          a plan that has no decisions to apply
     ├── TracingFailed          the step cannot be traced
+    ├── UnsupportedTorch       a torch that lacks what Plimsoll stands on
     ├── InvalidReport          nothing to report, or not to that place
     ├── InvalidCodec           a codec's name or parameters that are not known
     ├── InvalidTrace           no profiler trace, or two that do not belong together
@@ -131,6 +132,10 @@ class PlanNotUsable(PlimsollError):
 
 class TracingFailed(PlimsollError):
     """The training step cannot be traced."""
+
+
+class UnsupportedTorch(PlimsollError):
+    """This torch lacks a private name that Plimsoll stands on."""
 
 
 class InvalidReport(PlimsollError):

@@ -25,6 +25,14 @@ from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.engine.hooks import OpenCall
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.tracing.local_tensors import is_pending, is_sharded, layout_key, local_of
+from plimsoll.tracing.torch_internals import (
+    FAKE_MODE,
+    are_saved_hooks_enabled,
+    get_dispatch_mode,
+    is_in_forward_ad,
+    peek_functorch,
+    top_saved_hooks,
+)
 
 NO_OFFSET = -1
 """The offset of saved tensors that do not lie on one storage (sparse ones)."""
@@ -34,11 +42,11 @@ _SCALARS = (bool, int, float, complex, str)
 def is_somebody_elses_call() -> bool:
     """Whether saved tensors are not ours to manage: other hooks are active or forbidden, or a transform is at work."""
     return (
-        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]  # missing in the stub
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        top_saved_hooks(True) is not None
+        or not are_saved_hooks_enabled()
+        or peek_functorch() is not None
+        or is_in_forward_ad()
+        or get_dispatch_mode(FAKE_MODE) is not None
     )
 
 

@@ -26,6 +26,7 @@ from plimsoll.tracing.recorder.collectives import is_routing, peers_of
 from plimsoll.tracing.recorder.graph import LocalIds, SlotRecord, build_region_graph, default_order
 from plimsoll.tracing.recorder.recorder import Ref
 from plimsoll.tracing.recorder.storages import Geometry, has_lazy_bits, is_plain
+from plimsoll.tracing.torch_internals import sequence_number
 
 SMALL_BUFFER_BYTES = 1 << 20
 """Buffers up to this size are copied per call; larger ones are held and must not change before backward."""
@@ -152,7 +153,7 @@ def _watch(
     recorder.mark_outside()
     saved = _RecordedCall(recorder)
     reads = _HostReads()
-    before = torch._C._autograd._get_sequence_nr()
+    before = sequence_number()
     try:
         with (
             torch.compiler.set_stance("force_eager"),
@@ -165,7 +166,7 @@ def _watch(
     except BaseException:
         saved.keep_all()
         raise
-    nodes = torch._C._autograd._get_sequence_nr() - before
+    nodes = sequence_number() - before
     return _Watched(recorder, saved, sources, inputs, input_values, versions, output, before, nodes, reads.count)
 
 

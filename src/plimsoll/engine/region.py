@@ -26,6 +26,7 @@ from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.record import record_call
 from plimsoll.tracing.local_tensors import version_of
 from plimsoll.tracing.recorder.calling import call_tensors
+from plimsoll.tracing.torch_internals import sequence_number
 
 MAX_SIGNATURES = 8
 """More than this many signatures of one region are not recorded: the region is re-run as a whole."""
@@ -196,11 +197,11 @@ class ManagedRegion:
         pack = call.pack_random if plan.state_points else call.pack
         inputs = call_tensors(args, kwargs) if plan.needs_inputs else ()
         versions = [version_of(tensor) for tensor in inputs]
-        before = torch._C._autograd._get_sequence_nr()
+        before = sequence_number()
         try:
             with saved_tensors_hooks(pack, unpack):
                 output = self._original(*args, **kwargs)
-            nodes = torch._C._autograd._get_sequence_nr() - before
+            nodes = sequence_number() - before
             shared.transfers.leave(output)
         except BaseException:
             call.keep_all()

@@ -22,6 +22,7 @@ from plimsoll.engine.stored_forms import check_reader_of_sign
 from plimsoll.errors import ReplayMismatch
 from plimsoll.planning.replay_schedule import BOUNDARY
 from plimsoll.tracing.local_tensors import version_of
+from plimsoll.tracing.torch_internals import below_autograd, current_graph_task, is_profiled
 
 
 class Examiner(Protocol):
@@ -161,7 +162,7 @@ class CallReplay:
     def run(self, slot: int, leaves: tuple[Readable, ...]) -> Any:
         """Run what the slot needs and has not run yet in this backward."""
         code = self._code
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if task != self._task or task == -1:  # -1: read from outside of any backward, so nothing can be assumed
             self._start(task)
         position = self._position
@@ -227,7 +228,7 @@ class CallReplay:
 
     def _run(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
         """Run a recipe; a profiler that is on sees it under its region's name."""
-        if not profiler._is_profiler_enabled:
+        if not is_profiled():
             return self._run_below(segment, leaves, env)
         with profiler.record_function(f"plimsoll.recompute: {self.recipes.plan.name}"):
             return self._run_below(segment, leaves, env)
@@ -235,7 +236,7 @@ class CallReplay:
     def _run_below(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
         """Run below autograd and outside of autocast, as the ops were recorded."""
         device_type = self.recipes.plan.device_type
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             if torch.is_grad_enabled():  # a backward that makes a graph: the ops were verified without
                 with torch.no_grad():
                     return self._run_below(segment, leaves, env)

@@ -20,6 +20,7 @@ import torch
 from plimsoll.artifacts.region import Origin
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.tracing.recorder.storages import INTEGER_OF_SIZE, Geometry, same_bits
+from plimsoll.tracing.torch_internals import at_end_of_backward, below_autograd, current_graph_task
 
 SAMPLE_SIZE = 16
 
@@ -37,10 +38,10 @@ class DeferredChecks:
 
     def add(self, flag: torch.Tensor, fail: Failure) -> None:
         """Note a flag (true: the bits differ); ``fail`` raises if it turns out to be set."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if task != self._task:  # the first of this backward; flags of one that failed half-way are forgotten
             self._flags, self._failures, self._task = [], [], task
-            torch.autograd.Variable._execution_engine.queue_callback(self._settle)
+            at_end_of_backward(self._settle)
         self._flags.append(flag)
         self._failures.append(fail)
 
@@ -82,12 +83,12 @@ class Sampler:
         """Elements of the sentinel slots of the ``number``-th call, as integers: bits are compared, not values."""
         if not self._sentinels or number % self._policy.every:
             return {}
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return {slot: self._sample(slot, tensors[slot]).clone() for slot in self._sentinels}
 
     def check(self, slot: int, sample: torch.Tensor, value: torch.Tensor, fail: Callable[[int], None]) -> None:
         """Call ``fail`` with the slot if a rebuilt tensor differs from its sample in any bit (on a GPU: when backward ends)."""
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             again = self._sample(slot, value)
             if must_defer(value.device.type):
                 self._policy.deferred.add((sample != again).any(), functools.partial(fail, slot))
@@ -106,7 +107,7 @@ class Sampler:
 
 def must_defer(device_type: str) -> bool:
     """Whether comparing on the spot would make the host wait for the device."""
-    return device_type != "cpu" and torch._C._current_graph_task_id() != -1
+    return device_type != "cpu" and current_graph_task() != -1
 
 
 def sample_geometry(geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype] | None:

@@ -30,6 +30,7 @@ from plimsoll.engine.hooks import Cell, restore
 from plimsoll.engine.stored_forms import whole_storage
 from plimsoll.tracing.local_tensors import is_sharded
 from plimsoll.tracing.recorder.calling import output_tensors
+from plimsoll.tracing.torch_internals import below_autograd, current_autograd_node
 
 REFERENCE_CODEC = "int8"
 """What values are read through to see how gradients react."""
@@ -134,7 +135,7 @@ class Sensor:
                 return cell.show(value)
             if tracker is not None and is_trying:
                 return tracker.read(value_name, value)
-            node = torch._C._current_autograd_node()
+            node = current_autograd_node()
             if tracker is not None and not can_run_again(node):
                 tracker.give_up(value_name)
             self.seen[key][value_name].readers.add("" if node is None else node.name())
@@ -152,7 +153,7 @@ class Sensor:
         self._early.clear()
 
     def _try(self, tensor: torch.Tensor, key: RegionKey) -> Seen:
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        with torch.no_grad(), below_autograd():
             whole = whole_storage(tensor)
             seen = Seen(whole.dtype, whole.numel())
             if key not in self._sampled:

@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 
+from plimsoll.tracing.torch_internals import current_graph_task
+
 
 @dataclass(slots=True)
 class Between:
@@ -45,14 +47,14 @@ class Halves:
         if between is None or between.tensor is None:
             return None
         tensor = between.tensor
-        if between.task != torch._C._current_graph_task_id():
+        if between.task != current_graph_task():
             between.tensor = None
         return tensor
 
     def hold(self, cell: ReadTwice, value: torch.Tensor) -> None:
         """A slot was rebuilt: hold it if the second half will want it; if this is the second half, remember for next time."""
         between = cell.between
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if between is None:
             cell.between = Between(task, value if cell.index in self.read_twice else None)
         elif between.task != task:

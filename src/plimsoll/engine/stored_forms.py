@@ -21,6 +21,7 @@ from plimsoll.engine.offload.protocol import Link, Ticket
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.errors import ReplayMismatch, SavedTensorModified
 from plimsoll.tracing.local_tensors import Shell
+from plimsoll.tracing.torch_internals import below_autograd, current_autograd_node
 
 READS_SIGN_ONLY = frozenset({"ReluBackward0"})
 """Autograd nodes that look at a saved tensor only to see where it is positive."""
@@ -197,7 +198,7 @@ class RegionPacker:
             # Stochastic rounding must differ from call to call, and be the same when a run is repeated.
             seed = zlib.crc32(f"{plan.name}/{plan.call}/{packing.value}/{number}".encode())
             try:
-                with torch._C._AutoDispatchBelowAutograd():
+                with below_autograd():
                     one = self._packer.pack(source, packing.form, seed=seed, most_bytes=packing.most_bytes)
             except BaseException:
                 call.close()  # the tensors that are still there are freed with the error
@@ -243,7 +244,7 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_reader_of_sign(names: Mapping[int, str], slot: int) -> None:
     """Refuse to hand a value of which only the sign is left to an autograd node that reads more."""
-    node = torch._C._current_autograd_node()
+    node = current_autograd_node()
     if slot in names and (node is None or node.name() not in READS_SIGN_ONLY):
         reader = "nothing that is known" if node is None else node.name()
         raise ReplayMismatch(

@@ -28,6 +28,7 @@ from plimsoll.engine.replay_rng import RandomPoints
 from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, Signature
 from plimsoll.tracing.recorder.storages import Geometry, is_plain, same_bits, storage_fingerprint
+from plimsoll.tracing.torch_internals import below_autograd
 
 NOT_EXACT = "gives other bits when it is run again"
 _POISON = 0xA5
@@ -201,7 +202,7 @@ class VerifyingRecorder(OpRecorder):
         again_args, again_kwargs = tree_map(substitute, args), tree_map(substitute, kwargs)
         _soil(out, (37 * op.id + 11) % 256)
         try:
-            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():  # as recipes run it
+            with torch.no_grad(), below_autograd():  # as recipes run it
                 again = op.func(*again_args, **again_kwargs)
         except Exception as error:  # noqa: BLE001 - whatever the second run raises, forward itself has succeeded
             op.obstacle = f"raises {type(error).__name__} when it is run again"

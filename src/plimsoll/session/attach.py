@@ -43,12 +43,13 @@ from plimsoll.session.manage import manage_together
 from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.step_planner import StepPlanner, trace_and_cost
-from plimsoll.session.task import BATCH, TrainingTask, check_model, detached, is_profiled
+from plimsoll.session.task import BATCH, TrainingTask, check_model, detached
 from plimsoll.session.tightest_rank import planner_for
 from plimsoll.session.trial import error_scale
 from plimsoll.tracing.fsdp2 import splits_activations
 from plimsoll.tracing.recorder.calling import call_tensors
 from plimsoll.tracing.recorder.fingerprint import fingerprint
+from plimsoll.tracing.torch_internals import is_profiled
 from plimsoll.units import format_bytes
 
 _MOST_TRIES = 3

@@ -19,10 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.errors import BudgetBelowFloor, InvalidLoss
-from plimsoll.session.task import is_profiled
 from plimsoll.tracing.ddp import bucket_bytes, inner_module
 from plimsoll.tracing.meters.memory import MeasurementLost, PeakMeter, storage_bytes
 from plimsoll.tracing.recorder.calling import output_tensors
+from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
 from plimsoll.units import format_bytes
 
 _BEFORE_OPTIMIZER = "start"
@@ -102,7 +102,7 @@ class MeasuredStep:
         meter = self._meter
         if meter is None:
             return False
-        if self._device.type == "cpu" and (is_profiled() or not torch._C._autograd._profiler_enabled()):
+        if self._device.type == "cpu" and (is_profiled() or not is_profiler_on()):
             self._meter = None  # somebody else's profiler has taken over; stopping ours would stop theirs
             return False
         try:

@@ -24,6 +24,7 @@ from plimsoll.errors import (
 from plimsoll.session.training_step import Context, TrainingStep
 from plimsoll.tracing.recorder.calling import Loss, split_batch
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
+from plimsoll.tracing.torch_internals import is_profiled
 
 BATCH = "batch, mode and loss"
 """The name of the fact that ranks have the same batches, modes and losses."""
@@ -107,11 +108,6 @@ def check_model(model: object, optimizer: object = None) -> None:
             why="its state and the memory of its step are found by running it",
             next="pass the optimizer itself, or leave it out to budget forward, backward and gradients",
         )
-
-
-def is_profiled() -> bool:
-    """Whether a profiler of the user runs (our own meters do not raise this flag)."""
-    return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def refuse_profiler(model: nn.Module) -> None:

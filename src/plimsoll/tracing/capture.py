@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.checkpoint import CheckpointFunction
 
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Phase, TraceParameter
@@ -29,9 +28,17 @@ from plimsoll.tracing.recorder.calling import Call, Loss, ModuleStack, call_tens
 from plimsoll.tracing.recorder.graph import SlotRecord
 from plimsoll.tracing.recorder.storages import Geometry, is_plain
 from plimsoll.tracing.refusals import explain_backward, explain_forward
+from plimsoll.tracing.torch_internals import (
+    internal,
+    pop_saved_hooks,
+    push_saved_hooks,
+    sequence_number,
+    top_saved_hooks,
+)
 from plimsoll.tracing.tracer import StepTracer, gradient_storages, listed_parameters, register_statics
 
-_REENTRANT_CHECKPOINT = CheckpointFunction._backward_cls
+# The class of its backward nodes; seen in torch 2.9, 2.11 and 2.13.
+_REENTRANT_CHECKPOINT = internal("torch.utils.checkpoint.CheckpointFunction._backward_cls")
 
 
 class SlotBook:
@@ -50,11 +57,11 @@ class SlotBook:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Note what autograd saves; pushed past ``saved_tensors_hooks``, which may be switched off for the model's own."""
-        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        push_saved_hooks(self.pack, self.unpack)
         try:
             yield
         finally:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            pop_saved_hooks()
 
     def pack(self, tensor: torch.Tensor) -> _Placeholder:
         """Note the slot; hold the tensor only if a placeholder could not stand for it. Of a DTensor: the local shard."""
@@ -244,14 +251,14 @@ class StepCapture:
             stack.enter_context(self._stack.watch(self._model))
             stack.enter_context(self._outside.entered())
             stack.enter_context(self.tracer)
-            first = torch._C._autograd._get_sequence_nr()
+            first = sequence_number()
             log = run_step(self.tracer, self._model, call, self._loss, lambda output: self._forward_ended(first))
         self._progress(1.0)
         log.regions, log.outside = self._logs, self._outside.records
         return log
 
     def _forward_ended(self, first_node: int) -> None:
-        self._sequence = (first_node, torch._C._autograd._get_sequence_nr())
+        self._sequence = (first_node, sequence_number())
 
     def _backward_at(self, node: int) -> None:
         first, last = self._sequence
@@ -322,7 +329,7 @@ class StepCapture:
             name=name,
             call=call,
             start=tracer.tick,
-            sequence_start=torch._C._autograd._get_sequence_nr(),
+            sequence_start=sequence_number(),
             book=SlotBook(tracer, self._is_parameter, holds_all=self._holds_saved),
             leaves=leaves,
             value_reads=-tracer.value_reads,
@@ -334,7 +341,7 @@ class StepCapture:
         if any(isinstance(tensor.grad_fn, _REENTRANT_CHECKPOINT) for tensor in tensors):
             raise self._already_checkpointed(log.name)
         log.end = tracer.tick
-        log.sequence_end = torch._C._autograd._get_sequence_nr()
+        log.sequence_end = sequence_number()
         log.value_reads += tracer.value_reads
         log.outputs = [tracer.value_of(tensor) for tensor in tensors]
         log.latest = {record.storage: tracer.current.get(record.storage, -1) for record in log.book.records}
@@ -345,5 +352,5 @@ class StepCapture:
 
 def _is_on_top(book: SlotBook) -> bool:
     """Whether what autograd saves now goes to ``book``."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top = top_saved_hooks(True)
     return top is not None and top[0] == book.pack

@@ -3,8 +3,9 @@
 FSDP2 keeps one storage per gathered parameter for good. It is filled before a module's forward and backward and emptied
 (``resize_(0)``) after them, so it lives several times in a step and is not alive in between. Whether it is shows in its size.
 
-Source: torch.distributed.fsdp._fully_shard (2.13); which storages these are is not told in public, so this file alone reads
-FSDP2's own objects. Importing it takes most of a second; where nobody has, no model is sharded.
+Source: torch.distributed.fsdp._fully_shard; which storages these are is not told in public, so this file alone reads FSDP2's
+own objects. Seen in torch 2.9 and 2.11 (one group of parameters per module, no way to reset a failed step) and 2.13 (several
+groups, ``reset_iter_state``). Importing it takes most of a second; where nobody has, no model is sharded.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from plimsoll.tracing.local_tensors import is_sharded
+from plimsoll.tracing.torch_internals import is_at_least, lacking
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -97,9 +98,28 @@ def emptied_after_forward(model: nn.Module, modules: Mapping[str, nn.Module]) ->
 
 def release_gathered(model: nn.Module) -> None:
     """Make FSDP2 ready for a new step after one whose backward did not finish."""
-    for module in _sharded_modules(model):
-        if module._get_fsdp_state()._is_root:
+    for state, module in {module._get_fsdp_state(): module for module in _sharded_modules(model)}.items():
+        if state._is_root and is_at_least(2, 13):
             module.reset_iter_state()
+        elif state._is_root:
+            _reset(state)
+
+
+def _reset(root: Any) -> None:
+    """What ``reset_iter_state`` does, for a torch that has none."""
+    comm, context = root._comm_ctx, root._state_ctx
+    comm.all_gather_state = comm.reduce_scatter_state = None
+    comm.post_forward_order.clear()
+    for state in context.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+        for group in _groups_of(state):
+            group.finalize_backward()  # waits for what is under way
+            group._partial_reduce_output = None
+            group._training_state = state._training_state
+            group._to_sharded()
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
 
 
 def reshard(model: nn.Module) -> None:
@@ -109,7 +129,7 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def scattering(model: nn.Module, scatter: ReduceScatter) -> Iterator[None]:
+def scattering(model: nn.Module, scatter: Any) -> Iterator[None]:
     """Reduce gradients by ``scatter`` in every module, each of one group of parameters, for the length of the block."""
     groups = _groups(model)
     before = [group._reduce_scatter_comm for group in groups]
@@ -166,7 +186,21 @@ def _states(model: nn.Module) -> list[FSDPState]:
 
 
 def _groups(model: nn.Module) -> list[FSDPParamGroup]:
-    return [group for state in _states(model) for group in state._fsdp_param_groups]
+    return [group for state in _states(model) for group in _groups_of(state)]
+
+
+def groups_of(module: FSDPModule) -> list[FSDPParamGroup]:
+    """Where FSDP2 keeps the parameters and the hooks of one module that ``fully_shard`` was called on."""
+    return _groups_of(module._get_fsdp_state())
+
+
+def _groups_of(state: FSDPState) -> list[FSDPParamGroup]:
+    fields = vars(state)
+    if "_fsdp_param_groups" in fields:
+        return list(fields["_fsdp_param_groups"])
+    if "_fsdp_param_group" not in fields:
+        raise lacking("FSDPState._fsdp_param_groups")
+    return [group] if (group := fields["_fsdp_param_group"]) is not None else []
 
 
 def _parameters(model: nn.Module) -> list[FSDPParam]:

@@ -25,6 +25,7 @@ import torch
 from torch.library import Library
 
 from plimsoll.artifacts.trace import runs_gpu_kernels as runs_gpu_kernels
+from plimsoll.tracing.torch_internals import AUTOCAST_CPU, below_autograd, dispatch_keys, excluding_keys
 
 _ATEN = torch.ops.aten
 _NARROW_DTYPES = (torch.float16, torch.bfloat16)
@@ -83,14 +84,14 @@ def _in_float32(name: str) -> Callable[..., Any]:
     """The op called ``name`` with its floating-point tensors cast up, as autocast does it."""
     packet, _, overload = name.partition(".")
     op = getattr(getattr(_ATEN, packet), overload or "default")
-    below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    below = dispatch_keys(AUTOCAST_CPU)
 
     def cast(value: Any) -> Any:
         is_narrow = isinstance(value, torch.Tensor) and value.dtype in _NARROW_DTYPES
         return value.float() if is_narrow else value
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(below):
+        with excluding_keys(below):
             return op(*map(cast, args), **{key: cast(value) for key, value in kwargs.items()})
 
     return kernel
@@ -175,7 +176,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, shape: list[int], eps: float | None
     ) -> torch.Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             out, reciprocal = _ATEN._fused_rms_norm.default(x, shape, weight, eps)
         ctx.save_for_backward(x, weight, reciprocal)
         ctx.shape = shape

@@ -34,6 +34,7 @@ from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.tracing.recorder.untouched import private_copy, untouched
 from plimsoll.tracing.refusals import check_traceable, refuse_shards
 from plimsoll.tracing.regions import find_regions
+from plimsoll.tracing.torch_internals import current_autograd_node
 from plimsoll.tracing.tracer import StepTracer, register_statics
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
@@ -220,7 +221,7 @@ class _Watcher:
     def _note(self) -> None:
         """Note whether the op recomputes: forward that runs within backward makes a graph, backward itself does not."""
         tracer = self._tracer
-        node: object = torch._C._current_autograd_node()  # the stub forgets that outside of backward there is none
+        node: object = current_autograd_node()  # the stub forgets that outside of backward there is none
         is_again = tracer.phase is Phase.BACKWARD and torch.is_grad_enabled() and node is not None
         (self._again.add if is_again else self._again.discard)(tracer.tick)
 

@@ -23,6 +23,7 @@ from plimsoll.tracing.recorder.calling import Call, call_tensors
 from plimsoll.tracing.recorder.collectives import WITHOUT_ALIASES
 from plimsoll.tracing.recorder.opkey import dtype_name, op_spec
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, RecordedValue, Signature
+from plimsoll.tracing.torch_internals import current_autograd_node
 
 BUFFER = "buffer of "
 """The names of storages that only carry other tensors through a collective begin like this."""
@@ -162,7 +163,7 @@ class StepTracer(OpRecorder):
             self.specs[op.cost_key] = op_spec(op.func, args, kwargs, out)
         if self._clock is not None:
             self.timings.setdefault(op.cost_key, []).append(self._seconds)
-        node: Any = torch._C._current_autograd_node()  # the stub forgets that forward has none
+        node: Any = current_autograd_node()  # the stub forgets that forward has none
         context = OpContext(
             self.phase, -1 if node is None else node._sequence_nr(), "" if node is None else node.name()
         )

@@ -37,6 +37,7 @@ from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.tracing.recorder.calling import Loss, scalar_loss
 from plimsoll.tracing.recorder.opkey import cost_key
 from plimsoll.tracing.recorder.untouched import private_copy, untouched
+from plimsoll.tracing.torch_internals import current_autograd_node, sequence_number
 
 _MARK = "_is_torch_compile"
 _UNKNOWN = "Unknown"
@@ -137,10 +138,10 @@ class _Job:
 
         def run(*inputs: Any) -> Any:
             self._forward.append([])
-            first = torch._C._autograd._get_sequence_nr()
+            first = sequence_number()
             with _Watch(self._note_forward):
                 out = graph.forward(*inputs)
-            self._nodes.append((first, torch._C._autograd._get_sequence_nr()))
+            self._nodes.append((first, sequence_number()))
             return out
 
         return run
@@ -151,7 +152,7 @@ class _Job:
 
     def _note_backward(self, key: str) -> None:
         self.check_time()
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
         if 0 <= number < 2**63:  # accumulating into .grad belongs to what came before
             place = bisect.bisect_right(self._nodes, (number, 2**63)) - 1

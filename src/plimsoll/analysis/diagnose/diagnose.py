@@ -24,11 +24,12 @@ from plimsoll.errors import InvalidModel, InvalidOption, InvalidTrace, PlanFileE
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.session.manage import check_plan, manage, refuse_other_model, refuse_other_signature
 from plimsoll.session.rendezvous.world import refuse_several_ranks
-from plimsoll.session.task import TrainingTask, check_model, is_profiled
+from plimsoll.session.task import TrainingTask, check_model
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.meters.timing import one_thread, time_in_turns
 from plimsoll.tracing.recorder.calling import Loss, check_devices
 from plimsoll.tracing.recorder.untouched import untouched
+from plimsoll.tracing.torch_internals import is_profiled
 
 _BASELINE, _PLAN = "baseline", "plan"
 _NOISY_SHARE = 0.05

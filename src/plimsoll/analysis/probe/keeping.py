@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from plimsoll.analysis.probe.evidence import ArmLog
 from plimsoll.artifacts.base import to_json
@@ -27,6 +26,7 @@ from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import ProbeRunMismatch, ProbeRunUnusable
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.recorder.untouched import untouched
+from plimsoll.tracing.torch_internals import preserving_versions
 
 _IDENTITY = "run.json"
 _VERDICT = "verdict.json"
@@ -100,7 +100,7 @@ def trainable_copy(model: nn.Module) -> Iterator[Weights]:
     # Now, while all are there: a step of a sharded model that fails may leave gathered ones in their places.
     parameters = _parameters(model)
     tensors = [*parameters, *model.buffers()]
-    with own_randomness(), _unsafe_preserve_version_counter(tuple(tensors)), untouched(model):
+    with own_randomness(), preserving_versions(tuple(tensors)), untouched(model):
         original = take_weights(model)
         try:
             yield original

@@ -15,6 +15,7 @@ from plimsoll.artifacts.receipt import Intermediate, Mismatch, finite
 from plimsoll.errors import InvalidRegions
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.storages import same_contents
+from plimsoll.tracing.torch_internals import current_graph_task
 
 Key = tuple[str, int, bool]
 """Module, which of its calls, and whether it is the gradient."""
@@ -91,7 +92,7 @@ def _copying_hook(name: str, found: Found) -> Callable[[nn.Module, Any, Any], No
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
         tensors = output_tensors(output)
-        if torch._C._current_graph_task_id() != -1 or not tensors:
+        if current_graph_task() != -1 or not tensors:
             return
         call, tensor = next(calls), tensors[0]
         found[name, call, False] = tensor.detach().clone()

@@ -23,6 +23,7 @@ from plimsoll.analysis.verify.saved_tensors import Hook
 from plimsoll.artifacts.fault import Cause, Fault
 from plimsoll.tracing.recorder.calling import ModuleStack
 from plimsoll.tracing.recorder.storages import content_fingerprint, is_plain
+from plimsoll.tracing.torch_internals import current_graph_task
 
 _UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Ops whose results are not defined."""
@@ -85,7 +86,7 @@ class RepeatedOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if task != -1 and not torch.is_grad_enabled() and not (self._unpacking and self._stack.path):
             self._task = -1  # backward's own ops stand between one recomputation and the next
             return func(*args, **kwargs)

@@ -20,11 +20,11 @@ import torch.utils.checkpoint as checkpointing
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 
 from plimsoll.artifacts.fault import Cause, Fault
 from plimsoll.tracing.recorder.calling import ModuleStack
 from plimsoll.tracing.recorder.storages import content_fingerprint, is_plain
+from plimsoll.tracing.torch_internals import current_autograd_node, pop_saved_hooks, push_saved_hooks, without_modes
 
 Hook = Callable[[Any], Any]
 Wrap = Callable[[Hook, Hook], tuple[Hook, Hook]]
@@ -66,10 +66,10 @@ def watched(wrap: Wrap) -> Iterator[Counter[str]]:
         name = _name_of(self)
         if name:
             found[name] += 1
-        torch._C._autograd._push_saved_tensors_default_hooks(*wrap(self.pack_hook, self.unpack_hook))
+        push_saved_hooks(*wrap(self.pack_hook, self.unpack_hook))
 
     def leave(self: saved_tensors_hooks, *_: object) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_saved_hooks()
 
     with _patched(enter, leave, Counted):
         yield found
@@ -146,7 +146,7 @@ class SavedTensorWatch:
             return None
         path = self.stack.path
         index = self._counts[path] = self._counts.get(path, -1) + 1
-        with _disable_current_modes():  # selective checkpointing would cache the checksum's ops
+        with without_modes():  # selective checkpointing would cache the checksum's ops
             checksum = content_fingerprint(tensor)
             storage = StorageWeakRef(tensor.untyped_storage())
         return _Note(path, index, tuple(tensor.shape), tensor.dtype, checksum, storage)
@@ -158,7 +158,7 @@ class SavedTensorWatch:
         is_alike = tuple(value.shape) == note.shape and value.dtype is note.dtype
         if is_alike and content_fingerprint(value) == note.fingerprint:
             return
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         self.faults.append(
             Fault(
                 step=1,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 
 Hook = Callable[[Any], torch.futures.Future[torch.Tensor]]
 """Takes torch's ``GradBucket``, or what can be asked the same questions."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from plimsoll.artifacts.traffic import Transfer

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 from plimsoll.analysis.probe.keeping import put_weights, seed_everything, take_weights
 from plimsoll.analysis.probe.step import Blocks, Trainer
@@ -19,12 +17,13 @@ from plimsoll.artifacts.traffic import UNCOMPRESSED
 from plimsoll.distributed.comm_cost.metering import REPETITIONS, Metering
 from plimsoll.distributed.comm_cost.timed_step import time_call, time_step, wrap
 from plimsoll.distributed.gradient_compression.compress import compress_gradients
+from plimsoll.distributed.gradient_compression.shards import OwnReduceScatter
 from plimsoll.tracing.fsdp2 import reshard, scattering
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.recorder.calling import scalar_loss
 
 
-class SilentScatter(DefaultAllocMixin, ReduceScatter):
+class SilentScatter(OwnReduceScatter):
     """Every rank keeps its own part of its own gradients: finite numbers of the right shape, and no more than that."""
 
     def __call__(

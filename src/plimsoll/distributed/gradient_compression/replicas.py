@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from plimsoll.distributed.gradient_compression.averaging import Averages, average_whole

@@ -272,7 +272,7 @@ class LowRankMean:
         matrices = [piece.view(_matrix_of(each.slot)) for piece, each in zip(pieces, ordered, strict=True)]
         factors = [self._right_factor(each.slot, flat.device) for each in ordered]
         state = self._state(ordered, factors, group)
-        powerSGD_hook(state, _Bucket(flat, matrices)).wait()
+        powerSGD_hook(state, _Bucket(flat, matrices)).wait()  # type: ignore[arg-type]  # it is asked the same questions
         right_factors = state.q_memory_dict[_BUCKET]
         # The callbacks of torch's hook hold the group, and a thread of the group lets go of them after the result is there.
         # A group that is destroyed meanwhile ends on its own thread, which aborts the process.

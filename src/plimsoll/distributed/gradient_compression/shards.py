@@ -1,4 +1,7 @@
-"""Compresses the gradients of a model under FSDP2, in place of the reduce-scatter of each of its modules."""
+"""Compresses the gradients of a model under FSDP2, in place of the reduce-scatter of each of its modules.
+
+FSDP2's own class of a reduce-scatter is private: seen in torch 2.9, 2.11 and 2.13.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 from plimsoll.distributed.gradient_compression.averaging import Averages, average_whole
@@ -21,6 +23,17 @@ from plimsoll.distributed.gradient_compression.rounds import reduce_rows
 from plimsoll.distributed.gradient_compression.slots import GradientPart, GradientSlot
 from plimsoll.distributed.gradient_compression.wire_bytes import Form
 from plimsoll.errors import InvalidModel, InvalidOption
+from plimsoll.tracing.fsdp2 import groups_of
+from plimsoll.tracing.torch_internals import internal
+
+_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+_DefaultReduceScatter = internal(f"{_COLLECTIVES}.DefaultReduceScatter")
+_DefaultAllocMixin: Any = internal(f"{_COLLECTIVES}.DefaultAllocMixin")
+_ReduceScatter: Any = internal("torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter")
+
+
+class OwnReduceScatter(_DefaultAllocMixin, _ReduceScatter):
+    """A reduce-scatter that FSDP2 can be given in place of its own; its memory is allocated as for that one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +168,7 @@ class Shards:
             undo()
 
 
-class _CompressedReduceScatter(DefaultAllocMixin, ReduceScatter):
+class _CompressedReduceScatter(OwnReduceScatter):
     """What FSDP2 calls in the place of its reduce-scatter, in its own stream."""
 
     def __init__(self, slots: Sequence[GradientSlot], averages: Averages) -> None:
@@ -235,7 +248,7 @@ def check_default(units: Sequence[ShardUnit]) -> None:
     """Refuse a model whose reduce-scatter is not torch's own."""
     for unit in units:
         comm = _group_of(unit.module)._reduce_scatter_comm
-        if type(comm) is not DefaultReduceScatter:
+        if type(comm) is not _DefaultReduceScatter:
             raise InvalidOption(
                 f"The model has a reduce-scatter of its own already: {type(comm).__name__}.",
                 why="FSDP2 has one per module, and compression would take its place",
@@ -243,9 +256,9 @@ def check_default(units: Sequence[ShardUnit]) -> None:
             )
 
 
-def _group_of(module: FSDPModule) -> torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup:
+def _group_of(module: FSDPModule) -> Any:
     """Where FSDP2 keeps its hooks. They can be set in public but only be read here, and what was there has to come back."""
-    groups = module._get_fsdp_state()._fsdp_param_groups
+    groups = groups_of(module)
     if len(groups) != 1:
         raise InvalidModel(
             f"A module of the model has {len(groups)} groups of sharded parameters.",

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 
 Reduced: TypeAlias = torch.futures.Future[torch.Tensor]
 """The bucket's memory, once it is averaged."""

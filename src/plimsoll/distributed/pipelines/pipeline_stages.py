@@ -15,14 +15,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.distributed.pipelines.rank_plans import TIMEOUT_SECONDS, RankPlan, RankPlanner, StageAgreement, Standing
 from plimsoll.distributed.pipelines.schedule_report import ScheduleReport, StageReport, added_seconds
-from plimsoll.distributed.pipelines.schedules import RankSchedule, Schedule, read_schedule
+from plimsoll.distributed.pipelines.schedules import (
+    RankSchedule,
+    Schedule,
+    Stage,
+    first_input,
+    initializer,
+    loss_of,
+    read_schedule,
+    trains,
+)
 from plimsoll.distributed.pipelines.stage_steps import KnownChoices, StageStep, bytes_of, trace_stage
 from plimsoll.distributed.pipelines.wrapping import Wrapped, is_wrapped
 from plimsoll.engine.apply import Handle
@@ -80,8 +88,10 @@ class ScheduleAttachment:
         self._measured: MeasuredStep | None = None
         self._watch: OptimizerWatch | None = None
         self._handles: dict[int, Handle] = {}
-        initialize = "_initialize_stage" if isinstance(schedule, PipelineScheduleSingle) else "_initialize_stages"
-        self._wrapped = [Wrapped(schedule, "step", self._step), Wrapped(schedule, initialize, self._initialize)]
+        self._wrapped = [
+            Wrapped(schedule, "step", self._step),
+            Wrapped(schedule, initializer(schedule), self._initialize),
+        ]
         self._hooks = [
             stage.submod.register_forward_pre_hook(
                 _StageHook(index, self._before_forward), with_kwargs=True, prepend=True
@@ -136,7 +146,7 @@ class ScheduleAttachment:
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of ``schedule.step``."""
-        if not self._trains:
+        if not trains(self.schedule):
             self._stop_measuring()  # evaluation is no part of the step before it
             return original(*args, **kwargs)
         self._arguments, self._call = args, kwargs
@@ -158,26 +168,21 @@ class ScheduleAttachment:
                 self.plans = {}
             raise
 
-    @property
-    def _trains(self) -> bool:
-        """Whether a step runs backward: ``eval`` switches that off, and torch refuses it without gradients."""
-        return bool(self.schedule._has_backward) and torch.is_grad_enabled()
-
     def _initialize(self, original: Callable[..., Any], args: Any, kwargs: Any, *more: Any, **named: Any) -> None:
         """In place of what torch calls when a step begins, with its first micro-batch."""
         original(args, kwargs, *more, **named)
-        if not self._trains or self._planner is not None:
+        if not trains(self.schedule) or self._planner is not None:
             return
         for index, stage in self._rank.stages.items():
             if index not in self._steps and not self._errors:
-                self._begin_stage(index, args if stage.is_first else stage._retrieve_recv_activations(0), kwargs or {})
+                self._begin_stage(index, args if stage.is_first else first_input(stage), kwargs or {})
         self._drop_hooks()
         self._agree_at_first()
         self._measure()  # not before: tracing has a meter of its own, and on a CPU there is only one
 
     def _before_forward(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A stage is about to run; where torch infers shapes, that is before anything else of the step."""
-        if self._trains and not self._is_tracing and index not in self._steps and not self._errors:
+        if trains(self.schedule) and not self._is_tracing and index not in self._steps and not self._errors:
             self._begin_stage(index, args, kwargs)
 
     def _begin_stage(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -216,8 +221,7 @@ class ScheduleAttachment:
         target = self._call.get("target")
         if isinstance(target, torch.Tensor):
             target = torch.tensor_split(target, self._rank.micro_batches)[0]
-        value: torch.Tensor = self.schedule._compute_loss(output, target, self._call.get("loss_kwargs"))
-        return value
+        return loss_of(self.schedule, output, target, self._call.get("loss_kwargs"))
 
     def _agree_at_first(self) -> None:
         """All stages of all ranks are traced, and no micro-batch has run: refuse together, or go on."""
@@ -383,7 +387,7 @@ class _StageHook:
         return (_StageHook, (self._index,))
 
 
-def received_buffers(stage: _PipelineStageBase) -> list[torch.Tensor]:
+def received_buffers(stage: Stage) -> list[torch.Tensor]:
     """What torch has allocated for the inputs and the gradients of all micro-batches that a stage receives."""
     chunks = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
     return [info.buffer for chunk in chunks for info in chunk if isinstance(info.buffer, torch.Tensor)]
@@ -446,7 +450,7 @@ def attach_schedule(
     optimizers = (
         () if optimizer is None else (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     )
-    if isinstance(schedule, torch.distributed.pipelining.schedules._PipelineSchedule) and is_wrapped(schedule, "step"):
+    if isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti) and is_wrapped(schedule, "step"):
         raise InvalidModel(
             f"This {type(schedule).__name__} has a budget already.",
             why="two attachments cannot decide about the same stages",

@@ -3,6 +3,8 @@
 Schedules of several stages per rank carry a table of their actions. Those of one stage run fixed loops; the table that torch
 2.13 prints for 1F1B counts the last rank's forwards from one, so GPipe's and 1F1B's orders are taken from ``orders``, which is
 tested against what torch runs.
+
+All that is private in torch's schedules and stages is read here: seen in torch 2.9, 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
@@ -19,8 +22,11 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from plimsoll.artifacts.job import Layout, PipelineSchedule
 from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind, Orders, pipeline_orders
+from plimsoll.tracing.torch_internals import lacking
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+Stage = _PipelineStageBase
+_READ = ("_loss_fn", "_has_backward", "_n_microbatches")
 _COMPUTE = re.compile(r"(\d+)([FIBW])(\d+)")
 _LOOPS: dict[type, PipelineSchedule] = {
     ScheduleGPipe: PipelineSchedule.GPIPE,
@@ -36,7 +42,7 @@ class RankSchedule:
     ``keeps_sends``: what was sent is held until the step ends.
     """
 
-    stages: dict[int, _PipelineStageBase]
+    stages: dict[int, Stage]
     orders: Orders
     rank: int
     micro_batches: int
@@ -74,6 +80,10 @@ def read_schedule(schedule: object) -> RankSchedule:
             why="stages, micro-batches and their order are taken from a schedule of torch.distributed.pipelining",
             next="pass the schedule whose step() runs the training, or use plimsoll.attach for a plain model",
         )
+    stages_in = "_stage" if isinstance(schedule, PipelineScheduleSingle) else "_stages"
+    for name in (*_READ, stages_in, initializer(schedule)):
+        if name not in dir(schedule):
+            raise lacking(f"{type(schedule).__name__}.{name}")
     if schedule._loss_fn is None:
         raise InvalidOption(
             f"{type(schedule).__name__} has no loss.",
@@ -96,6 +106,29 @@ def read_schedule(schedule: object) -> RankSchedule:
     )
 
 
+def initializer(schedule: Schedule) -> str:
+    """The name of what a schedule calls when a step begins, with its first micro-batch."""
+    return "_initialize_stage" if isinstance(schedule, PipelineScheduleSingle) else "_initialize_stages"
+
+
+def trains(schedule: Schedule) -> bool:
+    """Whether a step runs backward: ``eval`` switches that off, and torch refuses it without gradients."""
+    return bool(schedule._has_backward) and torch.is_grad_enabled()
+
+
+def loss_of(schedule: Schedule, output: Any, target: Any, options: dict[str, Any] | None) -> torch.Tensor:
+    """The schedule's own loss of one micro-batch."""
+    assert schedule._loss_fn is not None
+    value: torch.Tensor = schedule._loss_fn(output, target, **(options or {}))
+    return value
+
+
+def first_input(stage: Stage) -> tuple[Any, ...]:
+    """The buffers in which a stage receives its first micro-batch."""
+    received: tuple[Any, ...] = stage._retrieve_recv_activations(0)
+    return received
+
+
 def _single(schedule: PipelineScheduleSingle) -> RankSchedule:
     stage = schedule._stage
     kind = next((kind for known, kind in _LOOPS.items() if isinstance(schedule, known)), None)
@@ -111,9 +144,7 @@ def _single(schedule: PipelineScheduleSingle) -> RankSchedule:
     )
 
 
-def _checked(
-    schedule: Schedule, stages: dict[int, _PipelineStageBase], actions: Iterable[Action]
-) -> dict[int, _PipelineStageBase]:
+def _checked(schedule: Schedule, stages: dict[int, Stage], actions: Iterable[Action]) -> dict[int, Stage]:
     if {action.stage for action in actions} != stages.keys():
         raise _unreadable(schedule)
     for index, stage in stages.items():

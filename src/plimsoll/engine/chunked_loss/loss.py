@@ -10,6 +10,7 @@ import torch
 from plimsoll.engine.chunked_loss.function import ChunkedLosses, ChunkedLossPerRow, Head, wide
 from plimsoll.errors import InvalidLoss, InvalidOption
 from plimsoll.planning.what_if.chunked_loss import chunk_rows_for
+from plimsoll.tracing.torch_internals import peek_functorch
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -182,7 +183,7 @@ def _check_options(
 
 def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None) -> None:
     shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, labels {tuple(labels.shape)}"
-    if torch._C._are_functorch_transforms_active():
+    if peek_functorch() is not None:
         raise InvalidLoss(
             "The chunked loss does not work under torch.func transforms.",
             why="its gradients are made by hand, chunk by chunk, and carry no graph",

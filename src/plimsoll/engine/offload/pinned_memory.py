@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from plimsoll.errors import OffloadFailed
+from plimsoll.tracing.torch_internals import free_pinned_memory
 from plimsoll.units import format_bytes
 
 SMALLEST_BYTES = 512
@@ -85,7 +86,7 @@ class CudaCalls:
             return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def release_pinned(self) -> None:
-        torch._C._host_emptyCache()
+        free_pinned_memory()
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(length, dtype=dtype, device=self.device)

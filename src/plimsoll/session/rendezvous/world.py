@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.tracing.fsdp2 import sharded_parameters
+from plimsoll.tracing.torch_internals import internal
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+# The default group's store has no public name; this one was seen in torch 2.9, 2.11 and 2.13.
+_default_store = internal("torch.distributed.distributed_c10d._get_default_store")
 _PREFIX = "plimsoll"
 
 
@@ -80,7 +82,7 @@ def current_world(ranks: Iterable[int] | None = None) -> World | None:
         return None
     # Subgroups have keys of their own: two of them may exchange something under one topic at the same time.
     group = "all" if len(chosen) == size else ",".join(map(str, chosen))
-    return World(rank, chosen, PrefixStore(f"{_PREFIX}/{group}", _get_default_store()))
+    return World(rank, chosen, PrefixStore(f"{_PREFIX}/{group}", _default_store()))
 
 
 def launched_world(timeout_seconds: float) -> World | None:

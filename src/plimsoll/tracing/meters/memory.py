@@ -9,8 +9,9 @@ too low. Memory that libraries take from the system behind torch's allocator (on
 On CUDA the figures come from the caching allocator's statistics, which round every block up to 512 bytes. The meter resets
 the device's peak counters.
 
-While the CPU meter runs no other profiler may. The allocator warns once a second on stderr about the releases that its log
-lacks; start Python with ``TORCH_CPP_LOG_LEVEL=ERROR`` to silence it.
+The log is private to torch: its names were seen in torch 2.9, 2.11 and 2.13. While the CPU meter runs no other profiler may.
+The allocator warns once a second on stderr about the releases that its log lacks; start Python with
+``TORCH_CPP_LOG_LEVEL=ERROR`` to silence it.
 """
 
 from __future__ import annotations
@@ -28,14 +29,19 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
-from torch._C._profiler import RecordScope, _ExtraFields_Allocation
 from torch.autograd.profiler import profile
 from torch.nn.parameter import is_lazy
 
 from plimsoll.errors import PlimsollError
 from plimsoll.tracing.local_tensors import dense_parts, is_wrapper
+from plimsoll.tracing.torch_internals import has_storage, internal, is_profiler_on
 
+_prepare_profiler, _enable_profiler, _disable_profiler = (
+    internal(f"torch._C._autograd.{name}") for name in ("_prepare_profiler", "_enable_profiler", "_disable_profiler")
+)
+_Allocation: Any = internal("torch._C._profiler._ExtraFields_Allocation")
+_MEMORY_ALONE: Any = internal("torch._C._profiler.RecordScope.STATIC_RUNTIME_MODEL")
+"""Nothing of ours runs in this scope, so nothing but memory is logged: a tenth of the time and of the log."""
 _KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 _KINETO_SILENT = "99"
 
@@ -166,9 +172,7 @@ class _CpuMeter:
         os.environ.setdefault(_KINETO_LOG_LEVEL, _KINETO_SILENT)  # read once, when the first profiler starts
         try:
             _prepare_profiler(session.config(create_trace_id=True), self._activities)
-            # Nothing of ours runs in this scope, so nothing but memory is logged: a tenth of the time and of the log.
-            scopes = {RecordScope.STATIC_RUNTIME_MODEL}
-            _enable_profiler(session.config(), self._activities, scopes)  # type: ignore[call-arg]  # the stub lacks it
+            _enable_profiler(session.config(), self._activities, {_MEMORY_ALONE})
         finally:
             if before is None:
                 del os.environ[_KINETO_LOG_LEVEL]
@@ -179,12 +183,12 @@ class _CpuMeter:
         self._marks.append((time.time_ns(), name))
 
     def stop(self) -> tuple[Window, ...]:
-        result = _disable_profiler()
+        events = _disable_profiler().experimental_event_tree() if is_profiler_on() else []
         self._watched.clear()
         found = [
             event
-            for event in _flatten(result.experimental_event_tree())
-            if isinstance(event.extra_fields, _ExtraFields_Allocation) and event.extra_fields.device.type == "cpu"
+            for event in _flatten(events)
+            if isinstance(event.extra_fields, _Allocation) and event.extra_fields.device.type == "cpu"
         ]
         if not found:
             raise MeasurementLost(
@@ -287,7 +291,7 @@ def _with_subclasses(kind: type) -> set[type]:
 def _has_cpu_memory(tensor: torch.Tensor) -> bool:
     if is_lazy(tensor) or is_wrapper(tensor):  # has no memory yet; is made of tensors that are found themselves
         return False
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and torch._C._has_storage(tensor)
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and has_storage(tensor)
 
 
 def _flatten(events: Iterable[Any]) -> Iterator[Any]:

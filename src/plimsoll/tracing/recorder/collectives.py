@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from plimsoll.tracing.recorder.calling import flat_tensors
+from plimsoll.tracing.torch_internals import resolve_group
 
 IS_ROUTING = "decides which token goes where"
 """The obstacle of ops whose results choose tokens, experts or rows."""
@@ -118,7 +119,7 @@ def _group(value: Any) -> torch.distributed.ProcessGroup | None:
     if isinstance(value, torch.ScriptObject):
         group = distributed.ProcessGroup.unbox(value)
     elif isinstance(value, str):
-        group = torch._C._distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]  # GroupName is a str
+        group = resolve_group(value)
     return group if isinstance(group, distributed.ProcessGroup) else None
 
 

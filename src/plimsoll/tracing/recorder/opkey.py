@@ -81,6 +81,18 @@ def _grouped_flops(rows: torch.Tensor, weights: torch.Tensor) -> int:
     return 2 * groups * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
 
 
+def _with_equal_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Attention's arguments as shapes in which every head of keys and values stands as often as queries share it.
+
+    Before 2.13 torch's formulas know no grouped queries; a shape serves them as well as the tensor.
+    """
+    heads = max((arg.shape[1] for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4), default=0)
+    return tuple(
+        torch.Size((arg.shape[0], heads, *arg.shape[2:])) if isinstance(arg, torch.Tensor) and arg.dim() == 4 else arg
+        for arg in args
+    )
+
+
 def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpSpec:
     """Arithmetic (torch's own flop formulas) and bytes moved (every tensor read or written once).
 
@@ -95,7 +107,8 @@ def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if func is torch.ops.aten._grouped_mm.default:
         flops = _grouped_flops(args[0], args[1])
     elif count is not None:
-        flops = int(count(*args, **kwargs, out_val=out))
+        is_attention = op_name(func).startswith("_scaled_dot_product")
+        flops = int(count(*(_with_equal_heads(args) if is_attention else args), **kwargs, out_val=out))
     else:
         flops = sum(math.prod(tensor.shape) for tensor in outputs)
     moved = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in inputs + outputs)

@@ -1,0 +1,108 @@
+"""The private names of torch that Plimsoll stands on, each used elsewhere under the name that it has here.
+
+torch may change a private name in any release. These were seen in torch 2.9, 2.11 and 2.13; a torch that lacks one is refused
+when this file is imported, not in the middle of a training step. What is private to one subject stands in that subject's file:
+FSDP2's objects in ``fsdp2``, the profiler's log in ``meters.memory``, schedules in ``distributed.pipelines.schedules``.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+from plimsoll.errors import UnsupportedTorch
+
+
+def internal(name: str) -> Any:
+    """What torch keeps under a private, dotted name.
+
+    Raises:
+        UnsupportedTorch: this torch has none.
+
+    Example:
+        >>> internal("torch._C._current_graph_task_id")()
+        -1
+    """
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise lacking(name) from error
+
+
+def lacking(name: str) -> UnsupportedTorch:
+    """The error about a private name that this torch does not have."""
+    return UnsupportedTorch(
+        f"torch {torch.__version__} has no {name}.",
+        why="Plimsoll stands on a few private names of torch's; this one was seen in torch 2.9 to 2.13",
+        next="install a torch from 2.9 to 2.13, or a Plimsoll that knows this one",
+    )
+
+
+def is_at_least(*version: int) -> bool:
+    """Whether this torch is of that version or newer; nightly builds of a version count as it."""
+    return tuple(int(part) for part in torch.__version__.split(".")[: len(version)]) >= version
+
+
+current_autograd_node: Callable[[], Any] = internal("torch._C._current_autograd_node")
+"""The node whose backward runs in this thread; ``None`` outside of backward."""
+current_graph_task: Callable[[], int] = internal("torch._C._current_graph_task_id")
+"""The number of the backward that runs in this thread, or -1."""
+sequence_number: Callable[[], int] = internal("torch._C._autograd._get_sequence_nr")
+"""How many autograd nodes this thread has made."""
+below_autograd: Callable[[], AbstractContextManager[None]] = internal("torch._C._AutoDispatchBelowAutograd")
+"""Ops in the block run below autograd, as recipes do."""
+
+push_saved_hooks: Callable[[Any, Any], None] = internal("torch._C._autograd._push_saved_tensors_default_hooks")
+pop_saved_hooks: Callable[[], None] = internal("torch._C._autograd._pop_saved_tensors_default_hooks")
+top_saved_hooks: Callable[[bool], Any] = internal("torch._C._autograd._top_saved_tensors_default_hooks")
+"""The pair that is active, or ``None``; the argument tells it to ignore whether tracing is on."""
+are_saved_hooks_enabled: Callable[[], bool] = internal("torch._C._autograd._saved_tensors_hooks_is_enabled")
+peek_functorch: Callable[[], Any] = internal("torch._C._functorch.peek_interpreter_stack")
+"""The innermost ``torch.func`` transform, or ``None``."""
+get_dispatch_mode: Callable[[Any], Any] = internal("torch._C._get_dispatch_mode")
+FAKE_MODE: Any = internal("torch._C._TorchDispatchModeKey.FAKE")
+is_profiler_on: Callable[[], bool] = internal("torch._C._autograd._profiler_enabled")
+"""Whether any profiler runs, our meters' own among them."""
+has_storage: Callable[[torch.Tensor], bool] = internal("torch._C._has_storage")
+preserving_versions: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = internal(
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter"
+)
+without_modes: Callable[[], AbstractContextManager[Any]] = internal(
+    "torch.utils._python_dispatch._disable_current_modes"
+)
+excluding_keys: Callable[[Any], AbstractContextManager[None]] = internal("torch._C._ExcludeDispatchKeyGuard")
+dispatch_keys: Callable[[Any], Any] = internal("torch._C.DispatchKeySet")
+AUTOCAST_CPU: Any = internal("torch._C.DispatchKey.AutocastCPU")
+at_end_of_backward: Callable[[Callable[[], None]], None] = internal(
+    "torch.autograd.Variable._execution_engine.queue_callback"
+)
+"""Have something called when the backward that runs now ends."""
+resolve_group: Callable[[str], Any] = (
+    internal("torch._C._distributed_c10d._resolve_process_group")
+    if torch.distributed.is_available()
+    else lambda name: None
+)
+"""The process group of a name that functional collectives carry."""
+
+internal("torch.autograd.forward_ad._current_level")
+internal("torch.autograd.profiler._is_profiler_enabled")
+
+
+def is_in_forward_ad() -> bool:
+    """Whether forward-mode differentiation is at work."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of the user runs (our own meters do not raise this flag)."""
+    return bool(profiler._is_profiler_enabled)
+
+
+def free_pinned_memory() -> None:
+    """Give the host allocator's unused pinned memory back; builds for the CPU alone have no such allocator."""
+    internal("torch._C._host_emptyCache")()

@@ -1,0 +1,23 @@
+"""What an op costs, as far as its arguments tell."""
+
+from __future__ import annotations
+
+import torch
+
+from plimsoll.tracing.recorder.opkey import op_spec
+
+_ATEN = torch.ops.aten
+
+
+def heads(count: int) -> torch.Tensor:
+    return torch.empty(2, count, 8, 16, device="meta")
+
+
+def test_grouped_queries_take_the_arithmetic_of_as_many_keys_and_values():
+    forward, backward = _ATEN._scaled_dot_product_flash_attention, _ATEN._scaled_dot_product_flash_attention_backward
+    for op, before, query, after in (
+        (forward.default, (), (heads(8),), (0.0, True)),
+        (backward.default, (heads(8),), (heads(8),), (heads(8), torch.empty(2, 8, 8, device="meta"))),
+    ):
+        grouped, equal = (op_spec(op, (*before, *query, heads(n), heads(n), *after), {}, heads(8)) for n in (2, 8))
+        assert 0 < grouped.flops == equal.flops
