@@ -38,6 +38,18 @@ class Lined(nn.Module):
         return self.function(self.line, *inputs, **named)
 
 
+class UpDown(nn.Module):
+    """Two linear layers that a function uses: ``function(up, down, x)``."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], inner: int = 32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, inner), nn.Linear(inner, 16)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.up, self.down, x)
+
+
 class Only(nn.Module):
     """A model that does nothing but to call its one region, ``block``."""
 

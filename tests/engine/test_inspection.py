@@ -14,9 +14,11 @@ from contracts.harness import manage
 from engine.offload.simulated import SimulatedLink
 from plimsoll.artifacts.fault import Cause
 from plimsoll.artifacts.receipt import Engine
+from plimsoll.engine import inspection
 from plimsoll.engine.hooks import Cell
 from plimsoll.engine.reference_copy import PIECE_BYTES, ReferenceCopy
 from plimsoll.engine.replay import CallReplay
+from plimsoll.errors import OffloadFailed
 from plimsoll.tracing.recorder.storages import same_bits
 from steps import Block, Stack
 
@@ -58,15 +60,6 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_nothing_is_inspected_unless_asked_for():
-    torch.manual_seed(0)
-    model = Stack()
-    with manage(model) as handle:
-        for _ in range(4):
-            gradients(model)
-        assert handle.inspected_calls == 0
-
-
 def test_regions_take_turns_and_clean_training_shows_no_fault():
     torch.manual_seed(0)
     model = Stack()
@@ -79,15 +72,16 @@ def test_regions_take_turns_and_clean_training_shows_no_fault():
         assert handle.faults == ()
 
 
-def test_an_evaluation_in_between_is_no_step():
+@pytest.mark.parametrize(("settings", "inspected"), [({}, 0), ({"verify_every": 2}, 2)])
+def test_nothing_is_inspected_unless_asked_for_and_an_evaluation_in_between_is_no_step(settings, inspected):
     torch.manual_seed(0)
     model = Stack()
-    with manage(model, verify_every=2) as handle:
+    with manage(model, **settings) as handle:
         for _ in range(4):
             gradients(model)
             with torch.no_grad():
                 model(torch.randn(4, 32))
-        assert handle.inspected_calls == 2
+        assert handle.inspected_calls == inspected
 
 
 def test_a_changed_constant_is_named_and_training_goes_on_with_right_gradients():
@@ -168,23 +162,15 @@ def test_a_write_behind_autograds_back_is_named():
         gradients(model)
         torch.manual_seed(3)
         loss = model(torch.randn(16, 32)).square().sum()
-        kept = [cell for cell in _cells() if getattr(cell, "tensor", None) is not None]
-        for cell in kept:
-            cell.tensor.data.add_(1.0)
+        for cell in gc.get_objects():
+            if type(cell) is Cell and getattr(cell, "tensor", None) is not None:
+                cell.tensor.data.add_(1.0)
         with pytest.warns(UserWarning, match="IN_PLACE_WRITE"):
             loss.backward()
         assert handle.faults[0].cause is Cause.IN_PLACE_WRITE
 
 
-def _cells() -> list[object]:
-    """What autograd holds in the places of saved tensors."""
-    return [thing for thing in gc.get_objects() if type(thing) is Cell]
-
-
 def test_a_full_link_leaves_the_call_uninspected_with_a_warning(monkeypatch: pytest.MonkeyPatch):
-    from plimsoll.engine import inspection
-    from plimsoll.errors import OffloadFailed
-
     def full(*args, **kwargs):
         raise OffloadFailed("The disk is full.", why="no space", next="make room")
 

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from contracts.harness import Block, Stack, batch, manage, stack_of, weigh
-from engine.models import Births
+from engine.models import Births, UpDown
 
 pytestmark = pytest.mark.usefixtures("without_the_collector")
 
 
-class Spacious(nn.Module):
+def roomy(up, down, x):
     """Saves many large tensors, returns a small one."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(16, 256)
-        self.down = nn.Linear(256, 16)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)).exp().sigmoid())
+    return x + down(torch.tanh(up(x)).exp().sigmoid())
 
 
-def spacious(count=3):
+def spacious(count=3, function=roomy):
     torch.manual_seed(0)
-    return Stack(*(Spacious() for _ in range(count)))
+    return Stack(*(UpDown(function, 256) for _ in range(count)))
 
 
 WIDE = 64 * 256 * 4
@@ -105,23 +99,20 @@ def test_a_graph_without_backward_is_freed_with_its_output():
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_forward_that_fails_frees_what_it_made(recorded):
-    class Failing(Spacious):
-        def __init__(self):
-            super().__init__()
-            self.is_broken = [False]
+    is_broken = False
 
-        def forward(self, x):
-            y = torch.tanh(self.up(x)).exp()
-            if self.is_broken[0]:
-                raise LookupError
-            return x + self.down(y.sigmoid())
+    def failing(up, down, x):
+        y = torch.tanh(up(x)).exp()
+        if is_broken and up is model.blocks[1].up:
+            raise LookupError
+        return x + down(y.sigmoid())
 
-    model = Stack(Failing(), Failing())
+    model = spacious(2, failing)
     with manage(model):
         if recorded:
             weigh(model(big(0))).backward()
             model.zero_grad()
-        model.blocks[1].is_broken[0] = True
+        is_broken = True
         with Births() as births, contextlib.suppress(LookupError):
             model(big(1))
         assert births.alive_bytes == 0
@@ -173,14 +164,12 @@ def test_dropped_boundaries_do_not_hold_the_input():
 
 
 def test_a_storage_shared_by_kept_slots_is_held_once_and_parameters_are_not_copied():
-    class Shared(Spacious):
-        def forward(self, x):
-            wide = self.up(x)
-            turned = wide.t().exp()
-            return x + self.down((wide * wide.view(-1).view(wide.shape)) * turned.t())
+    def shared(up, down, x):
+        wide = up(x)
+        turned = wide.t().exp()
+        return x + down((wide * wide.view(-1).view(wide.shape)) * turned.t())
 
-    torch.manual_seed(0)
-    model = Stack(Shared(), Shared())
+    model = spacious(2, shared)
     with manage(model, kept=("up",)):
         weigh(model(big(0))).backward()
         model.zero_grad()
@@ -191,8 +180,6 @@ def test_a_storage_shared_by_kept_slots_is_held_once_and_parameters_are_not_copi
 
 
 def test_removing_frees_every_program():
-    import weakref
-
     model = spacious()
     handle = manage(model)
     weigh(model(big(0))).backward()

@@ -9,6 +9,7 @@ from torch import nn
 
 import steps
 from contracts.harness import weigh
+from engine.models import Wrapped
 from engine.watching import CODECS, Watched, gradients_of, watch
 from plimsoll.engine import sensing
 
@@ -18,14 +19,15 @@ WIDTH, ROWS = 64, 128
 class Mlp(nn.Module):
     """A residual pair of linear layers around a function."""
 
-    def __init__(self, function):
+    def __init__(self, function, norm=None):
         super().__init__()
+        self.norm = norm or nn.Identity()
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
         self.function = function
 
     def forward(self, x):
-        return x + self.down(self.function(self.up(x)))
+        return x + self.down(self.function(self.up(self.norm(x))))
 
 
 class SwiGlu(nn.Module):
@@ -37,16 +39,6 @@ class SwiGlu(nn.Module):
 
     def forward(self, x):
         return x + self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.line = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.line(self.norm(x))
 
 
 class Attention(nn.Module):
@@ -61,19 +53,6 @@ class Attention(nn.Module):
         return x + self.out(seen.transpose(1, 2).reshape(x.shape))
 
 
-class Around(nn.Module):
-    """One region between an entrance and a head."""
-
-    def __init__(self, block):
-        super().__init__()
-        self.entrance = nn.Linear(8, WIDTH)
-        self.block = block
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x):
-        return self.head(self.block(self.entrance(x)))
-
-
 BLOCKS = {
     "linear": lambda: Mlp(nn.Identity()),
     "gelu": lambda: Mlp(F.gelu),
@@ -81,7 +60,7 @@ BLOCKS = {
     "tanh": lambda: Mlp(torch.tanh),
     "softmax": lambda: Mlp(lambda x: x.softmax(-1)),
     "silu * up": SwiGlu,
-    "layer norm": Normed,
+    "layer norm": lambda: Mlp(F.gelu, norm=nn.LayerNorm(WIDTH)),
     "attention": Attention,
 }
 
@@ -92,7 +71,7 @@ def step(model):
 
 def around(block) -> Watched:
     torch.manual_seed(0)
-    return watch(Around(block), ["block"], step)
+    return watch(Wrapped(block, WIDTH), ["block"], step)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -141,7 +120,7 @@ class Exponent(torch.autograd.Function):
 
 def test_a_backward_of_the_user_s_own_is_run_once_and_what_it_reads_must_be_exact():
     torch.manual_seed(0)
-    model = Around(Mlp(Exponent.apply))
+    model = Wrapped(Mlp(Exponent.apply), WIDTH)
     gradients_of(model, step)
     Exponent.runs = 0
     watched = watch(model, ["block"], step)
@@ -187,7 +166,7 @@ def test_what_flows_past_a_branch_dilutes_its_noise():
 def test_a_value_whose_noise_reaches_nothing_costs_nothing():
     """A frozen layer's weight gradient is not computed, so what only that would read is not even saved."""
     torch.manual_seed(0)
-    model = Around(Mlp(F.gelu))
+    model = Wrapped(Mlp(F.gelu), WIDTH)
     model.block.down.weight.requires_grad_(False)
     watched = watch(model, ["block"], step)
     assert "gelu#0" not in watched.values("block")

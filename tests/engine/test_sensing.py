@@ -33,6 +33,14 @@ def big(index=0):
     return batch(index, 128, 8)
 
 
+def sensor_of(*codecs, calls=NAMES):
+    return Sensor(codecs, {(name, 0) for name in calls}, wants_sensitivity=True)
+
+
+def sensed(model, sensor):
+    return apply_plan(model, make_plan(regions=tuple(map(region, NAMES))), sensor=sensor)
+
+
 def step(model):
     weigh(model(big())).backward()
 
@@ -60,7 +68,7 @@ def test_a_watched_step_has_the_gradients_of_the_unmanaged_one(each, inner):
 def test_a_watched_step_that_rebuilds_everything_has_them_too(boundaries):
     model = build()
     plain = gradients_of(model, step)
-    sensor = Sensor(("int8", "bits"), {(name, 0) for name in NAMES}, wants_sensitivity=True)
+    sensor = sensor_of("int8", "bits")
     with manage(model, boundaries=boundaries) as handle:
         for each in handle.regions.values():
             each._shared = dataclasses.replace(each._shared, sensor=sensor)
@@ -97,8 +105,8 @@ def test_a_trial_says_what_the_codec_takes_and_loses():
 
 def test_only_sampled_calls_are_tried_but_all_are_seen():
     model = build()
-    sensor = Sensor(("int8",), {("blocks.1", 0)}, wants_sensitivity=True)
-    with apply_plan(model, make_plan(regions=tuple(map(region, NAMES))), sensor=sensor):
+    sensor = sensor_of("int8", calls=["blocks.1"])
+    with sensed(model, sensor):
         gradients_of(model, step)
         sensor.close()
     assert sensor.seen.keys() == {(name, 0) for name in NAMES}
@@ -130,9 +138,9 @@ def test_what_is_not_finite_is_not_taken_by_lossy_codecs():
 def test_a_step_that_fails_leaves_the_model_as_it_was():
     model = build()
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    sensor = Sensor(("int8",), {(name, 0) for name in NAMES}, wants_sensitivity=True)
+    sensor = sensor_of("int8")
     hook = model.head.register_full_backward_pre_hook(lambda *_: 1 / 0)
-    with apply_plan(model, make_plan(regions=tuple(map(region, NAMES))), sensor=sensor):
+    with sensed(model, sensor):
         with pytest.raises(ZeroDivisionError):
             step(model)
         sensor.close()
@@ -145,14 +153,14 @@ def test_a_step_that_fails_leaves_the_model_as_it_was():
 def test_nothing_is_left_on_the_graph_the_model_or_in_memory():
     model = build()
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    sensor = Sensor(("int8",), {(name, 0) for name in NAMES}, wants_sensitivity=True)
+    sensor = sensor_of("int8")
     storages = []
     for block in model.blocks:
         block.up.register_forward_hook(lambda _, __, out: storages.append(StorageWeakRef(out.untyped_storage())))
     gc.collect()
     gc.disable()
     try:
-        with apply_plan(model, make_plan(regions=tuple(map(region, NAMES))), sensor=sensor):
+        with sensed(model, sensor):
             loss = weigh(model(big()))
             trackers = [weakref.ref(tracker) for tracker in sensor._trackers.values()]
             loss.backward(retain_graph=True)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from contracts.harness import Block, Stack, batch, differences, manage, plain_step, train, weigh
-from engine.models import Lined, Through, region_plan, step_on
+from engine.models import Lined, Through, UpDown, region_plan, step_on
 from engine.offload.simulated import SimulatedLink
 from plimsoll.artifacts.decision import Decision, Engine
 from plimsoll.artifacts.plan import ValueDecision
@@ -110,17 +110,10 @@ def simulated():
     return SimulatedLink()
 
 
-class Pool(nn.Module):
+def pool(up, down, x):
     """Saves indices of a pooling, and an activation that is mostly zero."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(16, 64)
-        self.down = nn.Linear(32, 16)
-
-    def forward(self, x):
-        pooled = nn.functional.max_pool1d(torch.relu(self.up(x) - 0.8).unsqueeze(1), 2).squeeze(1)
-        return x + self.down(pooled)
+    pooled = nn.functional.max_pool1d(torch.relu(up(x) - 0.8).unsqueeze(1), 2).squeeze(1)
+    return x + down(torch.cat([pooled, pooled.square()], 1))
 
 
 def first_again(blocks, x):
@@ -131,7 +124,7 @@ def first_again(blocks, x):
 
 
 def mixed_blocks():
-    return Block(nn.Dropout(0.3)), Pool(), Block(nn.Sequential(nn.ReLU(), nn.Dropout(0.2)))
+    return Block(nn.Dropout(0.3)), UpDown(pool, 64), Block(nn.Sequential(nn.ReLU(), nn.Dropout(0.2)))
 
 
 def mixed():
@@ -291,44 +284,27 @@ def test_a_packed_region_input_frees_the_input(exact):
     assert_no_bit_changes(three, retained, packs={"input": "exact"})
 
 
-class Views(nn.Module):
+def under_views(up, down, x):
     """One value that backward reads transposed, sliced, expanded, as other numbers and whole."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(16, 32)
-        self.down = nn.Linear(32, 16)
-
-    def forward(self, x):
-        y = self.up(x).exp()
-        turned = (y.t() * y.t().sin()).t()
-        part = y[:, 4:20] * y[:, :1].expand(-1, 16)
-        return x + self.down(turned).mul(0.1) + part * y.view(-1, 2, 16)[:, 1]
+    y = up(x).exp()
+    turned = (y.t() * y.t().sin()).t()
+    part = y[:, 4:20] * y[:, :1].expand(-1, 16)
+    return x + down(turned).mul(0.1) + part * y.view(-1, 2, 16)[:, 1]
 
 
-@pytest.mark.parametrize("packs", [{"exp": "exact"}, {"up": "exact"}, {"exp": "simulated"}, {"": "simulated"}])
-def test_a_packed_value_under_several_views_changes_no_bit(packs, exact, simulated):
-    assert_no_bit_changes(lambda: Stack(Views(), Views()), retained, packs=packs, link=simulated)
-
-
-class InPlace(nn.Module):
+def written_in_place(up, down, x):
     """Writes in place to copies of what is packed."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(16, 32)
-        self.down = nn.Linear(32, 16)
-
-    def forward(self, x):
-        y = self.up(x).exp()
-        z = torch.cat([y[:, :16], y[:, 16:]], 1).mul_(2)
-        z[:, 3:7] = 1.0
-        return x + self.down(z.add_(y).sigmoid_() * y)
+    y = up(x).exp()
+    z = torch.cat([y[:, :16], y[:, 16:]], 1).mul_(2)
+    z[:, 3:7] = 1.0
+    return x + down(z.add_(y).sigmoid_() * y)
 
 
-@pytest.mark.parametrize("form", ["exact", "simulated"])
-def test_in_place_steps_of_a_replay_leave_the_payload_alone(form, exact, simulated):
-    assert_no_bit_changes(lambda: Stack(InPlace(), InPlace()), retained, packs={"exp": form}, link=simulated)
+@pytest.mark.parametrize("function", [under_views, written_in_place])
+@pytest.mark.parametrize("packs", [{"exp": "exact"}, {"up": "exact"}, {"exp": "simulated"}, {"": "simulated"}])
+def test_a_packed_value_under_several_views_or_beside_writes_in_place_changes_no_bit(function, packs, exact, simulated):
+    build = lambda: Stack(UpDown(function), UpDown(function))  # noqa: E731
+    assert_no_bit_changes(build, retained, packs=packs, link=simulated)
 
 
 def writing(after):
@@ -508,11 +484,8 @@ def test_signs_are_refused_to_a_node_that_reads_more(also):
 
 
 def test_signs_are_refused_to_thresholds_because_those_compare_with_another_number():
-    def threshold():
-        return Lined(lambda line, x: x + nn.functional.threshold(line(x), 0.5, 0.0), width=16)
-
-    model = Stack(threshold(), threshold())
-    with manage(model, packs={"line": "sign"}), pytest.raises(ReplayMismatch):
+    blocks = [Lined(lambda line, x: x + nn.functional.threshold(line(x), 0.5, 0.0), width=16) for _ in range(2)]
+    with manage(model := Stack(*blocks), packs={"line": "sign"}), pytest.raises(ReplayMismatch):
         plain_step(model, 0)
 
 
@@ -610,7 +583,7 @@ def test_codecs_compute_outside_of_autocast(exact):
 
 def test_of_every_value_one_thing_is_held(log, simulated):
     """No value is packed twice in one call, whatever number of slots shows it."""
-    model = Stack(Views(), Views())
+    model = Stack(UpDown(under_views), UpDown(under_views))
     with manage(model, packs={"exp": "simulated"}, link=simulated):
         plain_step(model, 0)
     assert Counter(form for form, _, _ in log.entries) == {"simulated": 2}

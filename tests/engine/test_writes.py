@@ -10,85 +10,9 @@ import torch
 from torch import nn
 
 from contracts.harness import assert_unchanged, batch, manage, plain_step, stack_of, weigh
-from engine.models import Inner, Lined, Wrapped, step_on
+from engine.models import Inner, Lined, Wrapped
 from plimsoll.artifacts.decision import Engine
 from plimsoll.errors import SavedTensorModified
-
-
-def masked_fill(x):
-    scores = x @ x.T
-    scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
-    return scores.softmax(-1) @ x
-
-
-def slices_of_empty(x):
-    out = torch.empty_like(x)
-    half = x.shape[1] // 2
-    out[:, :half] = x[:, :half].exp()
-    out[:, half:] = x[:, half:].sin()
-    return out * x
-
-
-def zeros_then_slices(x):
-    out = torch.zeros_like(x)
-    out[:, 2:5] = x[:, 2:5].exp()
-    return out.sigmoid() * out
-
-
-def chain_of_writes(x):
-    y = x * 2
-    y.add_(1).mul_(x).clamp_(min=-1)
-    y[0] = 0
-    return y.exp()
-
-
-def out_argument(x):
-    with torch.no_grad():
-        out = torch.empty_like(x)
-        torch.exp(x, out=out)
-    return x * out
-
-
-def index_put(x):
-    y = x * 2
-    y[torch.tensor([0, 2])] = x[:2]
-    return y.sigmoid() * y
-
-
-def saved_then_written_by_detached_alias(x):
-    y = x.detach().clone()
-    z = x * y
-    w = y.clone()
-    w.mul_(2)
-    return z * w.exp()
-
-
-def leaky_in_place(x):
-    y = nn.functional.leaky_relu(x * 3, 0.1, inplace=True)
-    return y * nn.functional.relu(x + 1, inplace=True)
-
-
-FUNCTIONS = [
-    masked_fill,
-    slices_of_empty,
-    zeros_then_slices,
-    chain_of_writes,
-    out_argument,
-    index_put,
-    saved_then_written_by_detached_alias,
-    leaky_in_place,
-]
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_writes_to_memory_of_the_region_are_replayed_on_private_copies(function):
-    report = assert_unchanged(stack_of(lambda: Inner(function), count=2), plain_step)
-    assert report.dropped_share > 0.6, report.obstacles
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_backward_may_run_twice_over_replayed_writes(function):
-    assert_unchanged(stack_of(lambda: Inner(function), count=2), step_on(backwards=2))
 
 
 def writes_to_its_input(line, x):
