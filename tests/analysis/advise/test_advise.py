@@ -18,22 +18,17 @@ from plimsoll.session.training_step import TrainingStep
 from plimsoll.units import format_bytes
 from samples import make_receipt
 from searchless import plan_without_search
-from steps import Block, gpt2, llama, mean_square, stack, vit
+from steps import Stack, gpt2, llama, mean_square, stack, vit
 from unchanged import unchanged
 
 
-class Talking(nn.Module):
+class Talking(Stack):
     """Prints a value between its blocks: what comes after is captured on its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Block()
-        self.second = Block()
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
+        x = self.blocks[0](x)
         print("mean", x.mean().item())
-        return self.second(x)
+        return self.blocks[1](x)
 
 
 def checks(advice: Advice) -> dict[str, CheckOutcome]:
@@ -104,7 +99,7 @@ def test_a_vision_model_counts_examples_and_leaves_everything_as_it_was():
 
 
 def test_breaks_leave_a_part_to_the_plan_and_reads_of_values_stop_cuda_graphs(capsys):
-    advice = plimsoll.advise(Talking(), torch.randn(64, 32), "1GiB", loss=mean_square)
+    advice = plimsoll.advise(Talking(2), torch.randn(64, 32), "1GiB", loss=mean_square)
     capsys.readouterr()
     assert advice.compiler.graphs == 2
     assert 0.5 < advice.compiler.op_share < 1
@@ -191,12 +186,12 @@ def test_bad_input_is_refused_before_anything_runs(tmp_path: Path):
     model, batch, loss = stack()
     plan = plan_without_search((model, batch, loss))
     plan.save(tmp_path / "plan.json")
-    with pytest.raises(PlanFileError) as caught:
-        plimsoll.advise(model, batch, loss=loss, receipt=tmp_path / "plan.json")
-    assert "is no receipt" in caught.value.found
-    with pytest.raises(PlanFileError):
-        plimsoll.advise(model, batch, loss=loss, verdict=tmp_path / "missing.json")
-    with pytest.raises(InvalidBudget):
-        plimsoll.advise(model, batch, "24G", loss=loss)
+    for how, error, words in (
+        ({"receipt": tmp_path / "plan.json"}, PlanFileError, "is no receipt"),
+        ({"verdict": tmp_path / "missing.json"}, PlanFileError, "missing.json"),
+        ({"budget": "24G"}, InvalidBudget, "24G"),
+    ):
+        with pytest.raises(error, match=words):
+            plimsoll.advise(model, batch, loss=loss, **how)
     with plimsoll.apply(model, plan), pytest.raises(InvalidModel):
         plimsoll.advise(model, batch, loss=loss)

@@ -144,21 +144,15 @@ def test_a_peak_that_no_plan_reaches_sends_people_elsewhere():
     assert advice.reasons == ("state", "shard it")
 
 
-def points(*pairs: tuple[int, float]) -> list[FrontierPoint]:
-    return [FrontierPoint(peak_bytes=bytes_, step_seconds=seconds) for bytes_, seconds in pairs]
-
-
-def test_the_knee_is_where_memory_gets_dear():
-    knee = find_knee(points((10, 2.0), (20, 1.2), (30, 1.1), (40, 1.0)), 1.0)
-    assert knee is not None
-    assert knee.peak_bytes == 20
-
-
-def test_what_costs_nothing_is_taken_before_any_knee():
-    knee = find_knee(points((10, 1.005), (20, 1.001), (40, 1.0)), 1.0)
-    assert knee is not None
-    assert knee.peak_bytes == 10
-
-
-def test_a_frontier_of_one_point_has_no_knee():
-    assert find_knee(points((10, 1.0)), 1.0) is None
+@pytest.mark.parametrize(
+    ("frontier", "knee_bytes"),
+    [
+        ({10: 2.0, 20: 1.2, 30: 1.1, 40: 1.0}, 20),
+        ({10: 1.005, 20: 1.001, 40: 1.0}, 10),  # what costs nothing is taken before any knee
+        ({10: 1.0}, None),
+    ],
+)
+def test_the_knee_is_where_memory_gets_dear(frontier: dict[int, float], knee_bytes: int | None):
+    points = [FrontierPoint(peak_bytes=size, step_seconds=seconds) for size, seconds in frontier.items()]
+    knee = find_knee(points, 1.0)
+    assert (knee and knee.peak_bytes) == knee_bytes

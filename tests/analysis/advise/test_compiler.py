@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import torch
 import torch._dynamo as dynamo
-from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
 
@@ -19,38 +18,28 @@ from plimsoll.artifacts.advice import BackwardOp, Capture
 from plimsoll.artifacts.costs import Costs, CostSource, OpCost
 from plimsoll.artifacts.trace import OpSpec, Phase, Trace, TraceOp
 from plimsoll.tracing.trace import trace
-from steps import Block, Stack, conv_net, gpt2, llama, mean_square, stack
+from steps import Stack, conv_net, gpt2, llama, mean_square, stack
 from unchanged import unchanged
 
 
-class Chatty(nn.Module):
+class Chatty(Stack):
     """Prints between its blocks, and branches on a value at the end."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Block()
-        self.second = Block()
-        self.third = Block()
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
+        x = self.blocks[0](x)
         print("half way")
-        x = self.second(x)
+        x = self.blocks[1](x)
         if x.mean().item() > 0:
             x = x + 1
-        return self.third(x)
+        return self.blocks[2](x)
 
 
-class Closed(nn.Module):
+class Closed(Stack):
     """Nothing of it may be captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
 
     @torch._dynamo.disable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x)
+        return super().forward(x)
 
 
 class Strict(Chatty):
@@ -59,6 +48,10 @@ class Strict(Chatty):
     @torch._dynamo.error_on_graph_break(True)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
+
+
+def ask(model: Stack) -> Capture:
+    return ask_compiler(model, (torch.randn(4, 32),), {}, loss=mean_square)
 
 
 def test_a_language_model_is_one_graph_with_all_of_its_backward():
@@ -71,7 +64,7 @@ def test_a_language_model_is_one_graph_with_all_of_its_backward():
 
 
 def test_breaks_name_the_line_the_reason_and_what_lies_between_them_is_captured(capsys):
-    capture = ask_compiler(Chatty(), (torch.randn(4, 32),), {}, loss=mean_square)
+    capture = ask(Chatty())
     codes = {entry.code: entry for entry in capture.breaks}
     assert set(codes) == {'print("half way")', "if x.mean().item() > 0:"}
     for code, entry in codes.items():
@@ -91,7 +84,7 @@ def test_a_break_inside_of_a_called_function_is_named_with_that_function():
 
 
 def test_a_model_that_is_closed_to_the_compiler_is_a_result():
-    capture = ask_compiler(Closed(), (torch.randn(4, 32),), {}, loss=mean_square)
+    capture = ask(Closed())
     assert capture.is_asked
     assert capture.graphs == 0
     assert capture.backward
@@ -99,34 +92,28 @@ def test_a_model_that_is_closed_to_the_compiler_is_a_result():
 
 
 def test_a_model_that_fails_under_the_compiler_is_a_result_with_its_reason():
-    capture = ask_compiler(Strict(), (torch.randn(4, 32),), {}, loss=mean_square)
+    capture = ask(Strict())
     assert capture.is_asked
     assert "print" in capture.failure or "builtin" in capture.failure
     assert capture.forward == ()
 
 
-def test_a_limit_of_time_ends_it_and_says_so():
+def test_a_limit_of_time_ends_it_and_one_that_is_switched_off_is_not_asked():
     model, batch, _ = llama()
     with unchanged(model):
         capture = ask_compiler(model, (), batch, limit_seconds=1e-9)
     assert not capture.is_asked
     assert "longer than 1e-09 s" in capture.failure
-
-
-def test_a_compiler_that_is_switched_off_is_not_asked():
     with dynamo.config.patch(disable=True):
-        assert "switched off" in ask_compiler(Stack(), (torch.randn(4, 32),), {}, loss=mean_square).failure
+        assert "switched off" in ask(Stack()).failure
 
 
-def test_model_batch_and_random_state_are_left_as_they_were():
+def test_model_batch_and_random_state_are_left_as_they_were_and_running_statistics_do_not_move():
     model, batch, loss = stack()
     kept = batch.clone()
     with unchanged(model):
         ask_compiler(model, (batch,), {}, loss=loss)
     assert torch.equal(batch, kept)
-
-
-def test_running_statistics_do_not_move():
     model, batch, loss = conv_net()
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     assert ask_compiler(model, (batch,), {}, loss=loss).graphs == 1
@@ -134,10 +121,7 @@ def test_running_statistics_do_not_move():
 
 
 def test_the_compiler_is_left_as_it_was_and_compiled_functions_still_work():
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    compiled = torch.compile(double, backend="eager")
+    compiled = torch.compile(lambda x: x * 2, backend="eager")
     compiled(torch.ones(3))
     seen: list[object] = []
     callback_handler.register_start_callback(seen.append)
@@ -145,7 +129,7 @@ def test_the_compiler_is_left_as_it_was_and_compiled_functions_still_work():
         counted = {name: dict(counter) for name, counter in counters.items()}
         config = dynamo.config.save_config()
         callbacks = [*callback_handler.start_callbacks]
-        ask_compiler(Stack(), (torch.randn(4, 32),), {}, loss=mean_square)
+        ask(Stack())
         assert {name: dict(counter) for name, counter in counters.items()} == counted
         assert dynamo.config.save_config() == config
         assert callback_handler.start_callbacks == callbacks
@@ -156,7 +140,7 @@ def test_the_compiler_is_left_as_it_was_and_compiled_functions_still_work():
 
 def test_it_is_asked_even_where_everything_else_is_to_run_eager():
     with torch.compiler.set_stance("force_eager"):
-        assert ask_compiler(Stack(), (torch.randn(4, 32),), {}, loss=mean_square).graphs == 1
+        assert ask(Stack()).graphs == 1
         compiled = torch.compile(lambda x: x + 1, backend=lambda graph, inputs: pytest.fail("compiled"))
         compiled(torch.ones(2))
 
@@ -260,14 +244,15 @@ def test_dropout_below_a_full_budget_is_warned_of_only_where_there_is_dropout():
     assert "dropout" in random.advice[1]
 
 
-def test_a_failure_captures_nothing_and_keeps_its_reason():
-    failed = Capture(is_asked=True, failure="RuntimeError: no", forward=(("a",),))
-    found = judge_coverage(traced("ab", "ba"), costs(a=1.0, b=1.0), failed)
-    assert (found.is_measured, found.captured_ops) == (True, 0)
-    assert "RuntimeError: no" in found.note
-    assert "eager" in found.advice[0]
-
-
-def test_a_compiler_that_was_not_asked_has_no_share():
-    found = judge_coverage(traced("a", "a"), costs(a=1.0), Capture(is_asked=False, failure="switched off"))
-    assert (found.is_measured, found.note) == (False, "switched off")
+@pytest.mark.parametrize(
+    ("capture", "is_measured", "note", "advice"),
+    [
+        (Capture(is_asked=True, failure="RuntimeError: no", forward=(("a",),)), True, "RuntimeError: no", "eager"),
+        (Capture(is_asked=False, failure="switched off"), False, "switched off", ""),
+    ],
+)
+def test_a_failure_captures_nothing_and_keeps_its_reason(capture: Capture, is_measured: bool, note: str, advice: str):
+    found = judge_coverage(traced("ab", "ba"), costs(a=1.0, b=1.0), capture)
+    assert (found.is_measured, found.captured_ops) == (is_measured, 0)
+    assert note in found.note
+    assert advice in " ".join(found.advice)

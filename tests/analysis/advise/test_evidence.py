@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import msgspec
 import pytest
@@ -66,35 +67,41 @@ def test_without_a_receipt_only_what_the_trace_shows_passes(evidence: StepEviden
         assert "pkg:step" in items[name].next
 
 
-def test_a_receipt_is_evidence_for_time_determinism_and_throughput(evidence: StepEvidence):
-    items = checked(evidence, receipt=make_receipt())
-    for name in ("recompute-profiled", "determinism-tested", "throughput"):
-        assert items[name].outcome is CheckOutcome.PASS
-    assert "421 examples/s" in items["throughput"].evidence  # 48 in 0.114 s
-    assert "+3.6%" in items["recompute-profiled"].evidence
-    assert items["loss-curves"].outcome is CheckOutcome.NOT_CHECKED
+CURVE = tuple(1 / (step + 1) for step in range(100))
+PASS, FAIL, NOT_CHECKED = CheckOutcome.PASS, CheckOutcome.FAIL, CheckOutcome.NOT_CHECKED
+FOUND, NOT_FOUND = FailureSign.FOUND, FailureSign.NOT_FOUND
+KEPT = RegionOutcome(name="blocks.0", call=0, engine=Engine.KEEP, reason="reads a value")
+HIGHER = {"measured_peak_bytes": 2 * make_receipt().predicted_peak_bytes, "budget_bytes": None}
 
 
-def test_a_model_that_differs_from_itself_fails_the_test_of_determinism(evidence: StepEvidence):
-    item = checked(evidence, receipt=make_receipt(is_deterministic=False))["determinism-tested"]
-    assert item.outcome is CheckOutcome.FAIL
-    assert "use_deterministic_algorithms" in item.next
-
-
-@pytest.mark.parametrize(("steps", "outcome"), [(10, CheckOutcome.NOT_CHECKED), (100, CheckOutcome.PASS)])
-def test_a_curve_takes_steps(evidence: StepEvidence, steps: int, outcome: CheckOutcome):
-    curve = tuple(1 / (step + 1) for step in range(steps))
-    receipt = make_receipt(baseline_curve=curve, plan_curve=curve)
-    assert checked(evidence, receipt=receipt)["loss-curves"].outcome is outcome
+@pytest.mark.parametrize(
+    ("changes", "name", "outcome", "words"),
+    [
+        ({}, "recompute-profiled", PASS, "+3.6%"),
+        ({}, "determinism-tested", PASS, ""),
+        ({}, "throughput", PASS, "421 examples/s"),  # 48 in 0.114 s
+        ({}, "loss-curves", NOT_CHECKED, ""),
+        ({"is_deterministic": False}, "determinism-tested", FAIL, "use_deterministic_algorithms"),
+        ({"baseline_curve": CURVE[:10], "plan_curve": CURVE[:10]}, "loss-curves", NOT_CHECKED, ""),
+        ({"baseline_curve": CURVE, "plan_curve": CURVE}, "loss-curves", PASS, ""),
+        ({"plan_losses": (1.25, 9.0)}, "loss-curves", FAIL, "Do not train"),
+    ],
+)
+def test_a_receipt_is_evidence_for_time_determinism_throughput_and_curves_of_many_steps(
+    evidence: StepEvidence, changes: dict[str, Any], name: str, outcome: CheckOutcome, words: str
+):
+    item = checked(evidence, receipt=make_receipt(**changes))[name]
+    assert item.outcome is outcome
+    assert words in item.evidence + item.next
 
 
 @pytest.mark.parametrize(
     ("ruling", "outcome"),
     [
-        (Ruling.GOOD, CheckOutcome.PASS),
-        (Ruling.NET_LOSS, CheckOutcome.FAIL),
-        (Ruling.UNDECIDED, CheckOutcome.NOT_CHECKED),
-        (Ruling.BASELINE_DIVERGED, CheckOutcome.NOT_CHECKED),
+        (Ruling.GOOD, PASS),
+        (Ruling.NET_LOSS, FAIL),
+        (Ruling.UNDECIDED, NOT_CHECKED),
+        (Ruling.BASELINE_DIVERGED, NOT_CHECKED),
     ],
 )
 def test_only_a_verdict_that_says_something_about_the_plan_passes_or_fails(
@@ -105,44 +112,30 @@ def test_only_a_verdict_that_says_something_about_the_plan_passes_or_fails(
     assert "strategy" in item.evidence
 
 
-def test_losses_that_differ_fail_however_few_they_are(evidence: StepEvidence):
-    item = checked(evidence, receipt=make_receipt(plan_losses=(1.25, 9.0)))["loss-curves"]
-    assert item.outcome is CheckOutcome.FAIL
-    assert "Do not train" in item.next
-
-
 def test_a_fake_trace_counts_but_does_not_measure(evidence: StepEvidence):
     fake = msgspec.structs.replace(evidence.trace, is_fake=True)
-    assert checked(evidence, trace=fake)["activations-by-layer"].outcome is CheckOutcome.NOT_CHECKED
+    assert checked(evidence, trace=fake)["activations-by-layer"].outcome is NOT_CHECKED
 
 
-def test_wrong_gradients_are_found_and_named(evidence: StepEvidence):
-    mode = modes(evidence, receipt=make_receipt(gradient_mismatches=(make_mismatch(),)))["non-determinism"]
-    assert mode.sign is FailureSign.FOUND
-    assert "GRADIENTS_DIFFER" in mode.evidence
-    assert modes(evidence, receipt=make_receipt())["non-determinism"].sign is FailureSign.NOT_FOUND
-    assert modes(evidence)["non-determinism"].sign is FailureSign.NOT_CHECKED
-
-
-@pytest.mark.parametrize(("seconds", "sign"), [(0.114, FailureSign.NOT_FOUND), (0.2, FailureSign.FOUND)])
-def test_a_collapse_of_throughput_is_measured(evidence: StepEvidence, seconds: float, sign: FailureSign):
-    mode = modes(evidence, receipt=make_receipt(measured_seconds=seconds))["throughput"]
+@pytest.mark.parametrize(
+    ("changes", "name", "sign", "words"),
+    [
+        (None, "non-determinism", FailureSign.NOT_CHECKED, ""),
+        ({}, "non-determinism", NOT_FOUND, ""),
+        ({"gradient_mismatches": (make_mismatch(),)}, "non-determinism", FOUND, "GRADIENTS_DIFFER"),
+        ({"measured_seconds": 0.114}, "throughput", NOT_FOUND, ""),
+        ({"measured_seconds": 0.2}, "throughput", FOUND, "plimsoll diagnose"),
+        (HIGHER, "less-saved", FOUND, "120.0 MiB"),
+        ({"regions": (KEPT,)}, "less-saved", FOUND, "blocks.0"),
+    ],
+)
+def test_wrong_gradients_lost_throughput_and_less_saved_than_expected_are_found_in_a_receipt(
+    evidence: StepEvidence, changes: dict[str, Any] | None, name: str, sign: FailureSign, words: str
+):
+    mode = modes(evidence, receipt=None if changes is None else make_receipt(**changes))[name]
     assert mode.sign is sign
-    assert ("plimsoll diagnose" in mode.next) is (sign is FailureSign.FOUND)
-
-
-def test_a_peak_above_the_predicted_one_is_less_saved_than_expected(evidence: StepEvidence):
-    receipt = make_receipt(measured_peak_bytes=make_receipt().predicted_peak_bytes * 2, budget_bytes=None)
-    mode = modes(evidence, receipt=receipt)["less-saved"]
-    assert mode.sign is FailureSign.FOUND
-    assert "120.0 MiB" in mode.evidence
-
-
-def test_layers_that_kept_everything_are_less_saved_than_expected(evidence: StepEvidence):
-    kept = RegionOutcome(name="blocks.0", call=0, engine=Engine.KEEP, reason="reads a value")
-    mode = modes(evidence, receipt=make_receipt(regions=(kept,)))["less-saved"]
-    assert mode.sign is FailureSign.FOUND
-    assert "blocks.0" in mode.evidence
+    assert words in mode.evidence + mode.next
+    assert ("plimsoll diagnose" in mode.next) is (name == "throughput" and sign is FOUND)
 
 
 def test_bubbles_are_never_claimed_to_be_known(evidence: StepEvidence):

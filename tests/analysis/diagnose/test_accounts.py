@@ -84,20 +84,14 @@ def test_a_profile_beside_itself_has_no_overhead_of_any_cause(profile: Profile, 
 
 
 def test_layers_are_the_first_numbered_part_that_repeats():
-    paths = [
-        "model.layers.0.mlp",
-        "model.layers.1.mlp.experts.3",
-        "model.embed_tokens",
-        "vision.blocks.0.conv1",
-        "vision.blocks.2",
-    ]
-    assert list(find_layers(paths).values()) == [
-        "model.layers.0",
-        "model.layers.1",
-        "",
-        "vision.blocks.0",
-        "vision.blocks.2",
-    ]
+    layers = {
+        "model.layers.0.mlp": "model.layers.0",
+        "model.layers.1.mlp.experts.3": "model.layers.1",
+        "model.embed_tokens": "",
+        "vision.blocks.0.conv1": "vision.blocks.0",
+        "vision.blocks.2": "vision.blocks.2",
+    }
+    assert list(find_layers([*layers]).values()) == [*layers.values()]
 
 
 def test_bytes_of_inputs_count_lists_of_tensors_and_admit_unknown_types():

@@ -62,14 +62,10 @@ def test_a_broken_trace_is_refused_by_what_is_wrong(kind: str, tmp_path: Path, g
     assert "broken" in str(refusal(other, path))
 
 
-def test_a_truncated_trace_is_refused(tmp_path: Path, good: Path):
-    content = good.read_bytes()
+def test_a_truncated_trace_and_a_missing_one_are_refused(tmp_path: Path, good: Path):
     path = tmp_path / "cut.json"
-    path.write_bytes(content[: len(content) // 2])
+    path.write_bytes(good.read_bytes()[:500])
     assert "is not whole JSON" in refusal(path, good).found
-
-
-def test_a_missing_trace_is_refused(tmp_path: Path, good: Path):
     assert "cannot be read" in refusal(good, tmp_path / "absent.json").found
 
 
@@ -103,15 +99,13 @@ def test_another_model_is_refused_with_numbers(tmp_path: Path, good: Path):
     assert "20 × aten::mm" in error.why
 
 
-def test_another_number_of_steps_is_refused_where_nothing_marks_them(tmp_path: Path):
-    three = forward(steps=3, is_marked=False).write(tmp_path / "three.json")
-    five = forward(steps=5, is_marked=False).write(tmp_path / "five.json")
-    assert "1.67 times as often" in refusal(three, five).found
-
-
-def test_another_number_of_steps_is_fine_where_they_are_marked(tmp_path: Path):
-    three = forward(steps=3).write(tmp_path / "three.json")
-    finding = plimsoll.diagnose(three, forward(steps=5).write(tmp_path / "five.json"))
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_another_number_of_steps_is_fine_where_they_are_marked_and_refused_elsewhere(tmp_path: Path, is_marked: bool):
+    three, five = (forward(steps=steps, is_marked=is_marked).write(tmp_path / f"{steps}.json") for steps in (3, 5))
+    if not is_marked:
+        assert "1.67 times as often" in refusal(three, five).found
+        return
+    finding = plimsoll.diagnose(three, five)
     assert (finding.baseline.steps, finding.plan.steps) == (3, 5)
     assert finding.overhead_seconds == pytest.approx(0.0)
 
@@ -150,13 +144,9 @@ def test_a_list_of_events_and_a_packed_trace_are_read(tmp_path: Path, good: Path
     assert plimsoll.diagnose(good, packed).overhead_seconds == 0.0
 
 
-def test_one_trace_alone_is_refused(good: Path):
-    with pytest.raises(InvalidTrace):
-        plimsoll.diagnose(good, None)  # type: ignore[call-overload]
-    with pytest.raises(InvalidTrace):
-        plimsoll.diagnose(3, 4)  # type: ignore[call-overload]
-
-
-def test_options_of_profiling_are_refused_beside_traces(tmp_path):
+def test_one_trace_alone_and_options_of_profiling_beside_two_are_refused(good: Path):
+    for pair in ((good, None), (3, 4)):
+        with pytest.raises(InvalidTrace):
+            plimsoll.diagnose(*pair)
     with pytest.raises(plimsoll.PlimsollError, match="loss= has no effect on traces"):
-        plimsoll.diagnose(tmp_path / "one.json", tmp_path / "two.json", loss=lambda output: output)
+        plimsoll.diagnose(good, good, loss=lambda output: output)

@@ -63,28 +63,24 @@ def test_recomputed_kernels_are_recompute_arithmetic(compare: Compare, how: str)
     assert finding.plan.attributed_share == finding.plan.phased_share == 1.0
 
 
-def test_the_same_kernel_slower_is_memory(compare: Compare):
-    finding = compare(step(), step(slower=7))
-    assert finding.seconds_of(OverheadCause.MEMORY) == pytest.approx(7 * US)
-
-
-def test_idle_time_before_a_late_launch_is_launch_latency(compare: Compare):
-    finding = compare(step(), step(late=120))
-    assert finding.seconds_of(OverheadCause.LAUNCH) == pytest.approx(120 * US)
-    assert finding.plan.long_gaps == 1
-    assert finding.baseline.long_gaps == 0
-    assert next(sign for sign in finding.signs if sign.name.startswith("gaps")).is_raised
-
-
-def test_idle_time_under_a_wait_is_synchronisation(compare: Compare):
-    finding = compare(step(), step(wait=30))
-    assert finding.seconds_of(OverheadCause.SYNCHRONISATION) == pytest.approx(30 * US)
-
-
-def test_copies_that_nothing_hides_are_copies(compare: Compare):
-    finding = compare(step(), step(copy=25))
-    assert finding.seconds_of(OverheadCause.COPIES) == pytest.approx(25 * US)
-    assert finding.plan.copied_bytes == 4096
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"slower": 7}, OverheadCause.MEMORY),
+        ({"late": 120}, OverheadCause.LAUNCH),
+        ({"wait": 30}, OverheadCause.SYNCHRONISATION),
+        ({"copy": 25}, OverheadCause.COPIES),
+    ],
+)
+def test_slower_kernels_late_launches_waits_and_open_copies_have_causes_of_their_own(
+    compare: Compare, change: dict[str, float], cause: OverheadCause
+):
+    finding = compare(step(), step(**change))
+    assert finding.seconds_of(cause) == pytest.approx(next(iter(change.values())) * US)
+    assert finding.plan.copied_bytes == (4096 if "copy" in change else 0)
+    assert (finding.baseline.long_gaps, finding.plan.long_gaps) == (0, int("late" in change))
+    gaps = next(sign for sign in finding.signs if sign.name.startswith("gaps"))
+    assert gaps.is_raised or "late" not in change
 
 
 def test_a_copy_beside_a_kernel_costs_nothing(compare: Compare):
@@ -104,51 +100,38 @@ def test_two_streams_that_overlap_are_busy_once(compare: Compare):
     assert finding.plan.count == 3
 
 
-def test_work_queued_long_ago_that_does_not_start_is_not_explained(compare: Compare):
-    def trace(gap: float) -> ChromeBuilder:
-        built = ChromeBuilder()
-        built.op("aten::mm", 5, 16, sequence=1)
-        built.launch(6, 20, 40, "gemm")
-        built.launch(8, 40 + gap, 60 + gap, "gemm")
-        built.step(0, 0, 60 + gap)
-        return built
+def queued(*kernels: tuple[str, float], gap: float = 0.0, call: str = "cudaLaunchKernel") -> ChromeBuilder:
+    """One op that launches kernels of these lengths early; before the last one nothing runs for a while."""
+    built = ChromeBuilder()
+    built.op("aten::mm", 5, 16, sequence=1)
+    at = 20.0
+    for index, (name, length) in enumerate(kernels):
+        at += gap if index == len(kernels) - 1 else 0
+        built.launch(6 + index, at, at + length, name, call=call)
+        at += length
+    built.step(0, 0, at)
+    return built
 
-    finding = compare(trace(0), trace(200))
+
+def test_work_queued_long_ago_that_does_not_start_is_not_explained(compare: Compare):
+    finding = compare(*(queued(("gemm", 20), ("gemm", 20), gap=gap) for gap in (0, 200)))
     assert finding.seconds_of(OverheadCause.UNEXPLAINED) == pytest.approx(200 * US)
     assert finding.unexplained_share == pytest.approx(1.0)
 
 
 def test_fused_kernels_that_become_element_wise_ones_are_lost_fusion(compare: Compare):
-    def trace(*kernels: tuple[str, float]) -> ChromeBuilder:
-        built = ChromeBuilder()
-        built.op("aten::mm", 5, 16, sequence=1)
-        at = 20.0
-        for index, (name, length) in enumerate(kernels):
-            built.launch(6 + index, at, at + length, name)
-            at += length
-        built.step(0, 0, at)
-        return built
-
-    fused = trace(("gemm", 20), ("triton_poi_fused_add_mul_0", 10))
-    eager = trace(("gemm", 20), ("vectorized_elementwise_kernel_add", 12), ("vectorized_elementwise_kernel_mul", 13))
+    fused = queued(("gemm", 20), ("triton_poi_fused_add_mul_0", 10))
+    eager = queued(("gemm", 20), ("vectorized_elementwise_kernel_add", 12), ("vectorized_elementwise_kernel_mul", 13))
     finding = compare(fused, eager)
     assert finding.seconds_of(OverheadCause.FUSION) == pytest.approx(15 * US)
     assert compare(eager, eager).seconds_of(OverheadCause.FUSION) == 0.0
 
 
 def test_a_broken_capture_is_a_sign(compare: Compare):
-    def trace(call: str) -> ChromeBuilder:
-        built = ChromeBuilder()
-        built.op("aten::mm", 5, 16, sequence=1)
-        built.launch(6, 20, 40, "gemm", call=call)
-        built.step(0, 0, 40)
-        return built
-
-    sign = next(
-        s for s in compare(trace("cudaGraphLaunch"), trace("cudaLaunchKernel")).signs if s.name == "CUDA graphs"
-    )
+    captured, eager = queued(("gemm", 20), call="cudaGraphLaunch"), queued(("gemm", 20))
+    sign = next(sign for sign in compare(captured, eager).signs if sign.name == "CUDA graphs")
     assert sign.is_raised
-    assert all(s.name != "CUDA graphs" for s in compare(trace("cudaLaunchKernel"), trace("cudaLaunchKernel")).signs)
+    assert all(sign.name != "CUDA graphs" for sign in compare(eager, eager).signs)
 
 
 def test_modules_come_from_ranges_and_from_the_forward_op_of_a_node(compare: Compare):

@@ -167,13 +167,13 @@ def test_a_failed_call_leaves_the_model_as_it_was(tmp_path: Path):
     occupied = tmp_path / "file"
     occupied.write_text("")
     with unchanged(model), unchanged(other):
-        with pytest.raises(PlanMismatch):
-            plimsoll.diagnose(other, batch, plan, loss=loss)
-        with pytest.raises(PlanMismatch):
-            plimsoll.diagnose(model, batch[:3], plan, loss=loss)
-        with pytest.raises(PlanFileError):
-            plimsoll.diagnose(model, batch, plan, loss=loss, keep_traces=occupied)
-        with pytest.raises(InvalidModel):
-            plimsoll.diagnose(nn.Linear(2, 2, device="meta"), batch, plan)
+        for error, subject, rows, how in (
+            (PlanMismatch, other, batch, {}),
+            (PlanMismatch, model, batch[:3], {}),
+            (PlanFileError, model, batch, {"keep_traces": occupied}),
+            (InvalidModel, nn.Linear(2, 2, device="meta"), batch, {}),
+        ):
+            with pytest.raises(error):
+                plimsoll.diagnose(subject, rows, plan, loss=loss, **how)
     with profile(activities=[ProfilerActivity.CPU]), pytest.raises(TracingFailed):
         plimsoll.diagnose(model, batch, plan, loss=loss)

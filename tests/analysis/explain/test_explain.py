@@ -266,19 +266,19 @@ def test_explanations_round_trip_and_read_well(explanation: Explanation, tmp_pat
     assert "everything kept" not in str(alone)
 
 
-def test_what_cannot_be_replayed_is_refused():
-    model, x = Rows(), torch.randn(4, 64)
-    for strategy in ("int8", "offload", "hybrid:2,2", "auto"):
-        with pytest.raises(InvalidStrategy, match="cannot be replayed"):
-            plimsoll.explain(model, x, strategy)
-    with pytest.raises(InvalidStrategy):
-        plimsoll.explain(model, x, "evry:2")
-    with pytest.raises(InvalidStrategy, match="int is not a strategy"):
-        plimsoll.explain(model, x, 3)  # type: ignore[arg-type]
-    with pytest.raises(InvalidOption, match="cannot be called"):
-        plimsoll.explain(model, x, context=torch.autograd.graph.save_on_cpu())  # type: ignore[arg-type]
-    with pytest.raises(InvalidModel):
-        plimsoll.explain("model", x)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        *(({"strategy": each}, InvalidStrategy, "replayed") for each in ("int8", "offload", "hybrid:2,2", "auto")),
+        ({"strategy": "evry:2"}, InvalidStrategy, "evry:2"),
+        ({"strategy": 3}, InvalidStrategy, "int is not a strategy"),
+        ({"context": torch.autograd.graph.save_on_cpu()}, InvalidOption, "cannot be called"),
+        ({"model": "model"}, InvalidModel, ""),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(how: dict[str, Any], error: type[Exception], words: str):
+    with pytest.raises(error, match=words):
+        plimsoll.explain(**({"model": Rows(), "batch": torch.randn(4, 64)} | how))
 
 
 def test_a_saved_plan_explains_the_step_that_it_was_made_for():

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -51,6 +52,12 @@ def without_clock(verdict: Verdict) -> Verdict:
         )
 
     return msgspec.structs.replace(verdict, baseline=timeless(verdict.baseline), plan=timeless(verdict.plan))
+
+
+def interrupted(run: Path) -> None:
+    """A probe whose plan's arm was stopped in its last chunk."""
+    with pytest.raises(KeyboardInterrupt):
+        probe(run, progress=stop_at(15))
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +110,7 @@ def test_a_killed_process_loses_at_most_the_chunk_that_it_was_in(whole: tuple[Pa
 def test_a_damaged_log_is_written_again_from_the_last_whole_chunk(
     damage: bytes, whole: tuple[Path, Verdict], tmp_path: Path
 ):
-    with pytest.raises(KeyboardInterrupt):
-        probe(tmp_path, progress=stop_at(15))
+    interrupted(tmp_path)
     log = tmp_path / "plan.jsonl"
     log.write_bytes(log.read_bytes()[:40] + damage)
     probe(tmp_path)
@@ -112,8 +118,7 @@ def test_a_damaged_log_is_written_again_from_the_last_whole_chunk(
 
 
 def test_a_damaged_state_is_named(tmp_path: Path):
-    with pytest.raises(KeyboardInterrupt):
-        probe(tmp_path, progress=stop_at(15))
+    interrupted(tmp_path)
     state = tmp_path / "plan.pt"
     state.write_bytes(state.read_bytes()[:1000])
     with pytest.raises(ProbeRunUnusable) as caught:
@@ -153,25 +158,20 @@ def test_other_weights_and_plans_are_other_probes(whole: tuple[Path, Verdict]):
 
 
 def test_data_that_has_changed_since_is_refused(tmp_path: Path):
-    with pytest.raises(KeyboardInterrupt):
-        probe(tmp_path, progress=stop_at(15))
+    interrupted(tmp_path)
     batches = make_batches()
     batches[3]["x"][0, 0] += 1
     with pytest.raises(ProbeRunMismatch, match="batches have changed"):
         probe(tmp_path, batches=batches)
 
 
-def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path):
+def test_a_directory_of_somebody_else_is_left_alone_and_one_that_cannot_be_made_is_named(tmp_path: Path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ProbeRunMismatch, match="thesis"):
         probe(tmp_path)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_a_run_directory_that_cannot_be_made_is_an_error_for_people(tmp_path: Path):
-    (tmp_path / "file").write_text("")
     with pytest.raises(ProbeRunUnusable):
-        probe(tmp_path / "file" / "run")
+        probe(tmp_path / "thesis.txt" / "run")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.parametrize("fails_at", [None, 3, 15])
@@ -205,12 +205,15 @@ def test_an_error_in_training_leaves_the_model_alone():
         probe(None, model=model, batches=batches, plan=plan)
 
 
-@pytest.mark.parametrize("changes", [{"steps": 0}, {"steps": -3}, {"chunk_steps": 0}])
-def test_no_steps_are_refused(changes: dict[str, int]):
-    with pytest.raises(InvalidProbe, match="no number of steps"):
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"steps": 0}, InvalidProbe, "no number of steps"),
+        ({"steps": -3}, InvalidProbe, "no number of steps"),
+        ({"chunk_steps": 0}, InvalidProbe, "no number of steps"),
+        ({"model": torch.nn.Linear(2, 2), "batches": [torch.zeros(1, 2)]}, PlanMismatch, "another model"),
+    ],
+)
+def test_no_steps_and_a_plan_for_another_model_are_refused(changes: dict[str, Any], error: type[Exception], words: str):
+    with pytest.raises(error, match=words):
         probe(None, **changes)
-
-
-def test_a_plan_for_another_model_is_refused():
-    with pytest.raises(PlanMismatch, match="another model"):
-        plimsoll.probe(torch.nn.Linear(2, 2), [torch.zeros(1, 2)], make_plan())

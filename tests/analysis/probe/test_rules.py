@@ -61,8 +61,11 @@ def outcomes(findings: Findings) -> dict[str, Outcome]:
     return {rule.name: rule.outcome for rule in findings.rules}
 
 
-def test_two_arms_that_differ_by_noise_alone_are_good():
-    findings = Story().judged()
+@pytest.mark.parametrize("factor", [1.0, 1.05])
+def test_two_arms_that_differ_by_noise_or_a_twentieth_alone_are_good(factor: float):
+    story = Story()
+    story.norms[1] *= factor
+    findings = story.judged()
     assert findings.ruling is Ruling.GOOD, findings.rules
     assert not findings.missing
 
@@ -88,12 +91,6 @@ def test_a_norm_that_moves_by_a_fifth_asks_for_recomputation(factor: float, colu
     assert findings.comparisons[column].shift.value == pytest.approx(factor - 1, abs=0.01)
 
 
-def test_a_norm_that_moves_by_a_twentieth_is_allowed():
-    story = Story()
-    story.norms[1] *= 1.05
-    assert story.judged().ruling is Ruling.GOOD
-
-
 def test_a_shift_that_noise_hides_is_undecided_and_says_what_is_missing():
     story = Story()
     story.norms[1][:, 1] *= np.exp(np.random.default_rng(1).normal(size=STEPS))
@@ -111,20 +108,16 @@ def test_a_gradient_that_points_elsewhere_is_found_though_its_norm_is_right(gain
     assert "blocks.1" in findings.reason
 
 
-def test_spikes_twice_as_often_forbid_compression():
-    story = Story()
+def test_spikes_twice_as_often_forbid_compression_and_a_few_more_are_not_enough_to_tell():
+    story, few = Story(), Story()
     story.norms[0][[30, 90], 0] *= 6
     story.norms[1][np.arange(20, 200, 12), 0] *= 6
     findings = story.judged(is_early=False)
     assert (findings.ruling, findings.decided_by) == (Ruling.NO_COMPRESSION, "spikes")
     assert findings.comparisons[0].plan.spikes == 15
     assert findings.comparisons[0].baseline.spikes == 2
-
-
-def test_a_few_more_spikes_are_not_enough_to_tell():
-    story = Story()
-    story.norms[1][[40, 80], 0] *= 6
-    assert outcomes(story.judged())["spikes"] is Outcome.OPEN
+    few.norms[1][[40, 80], 0] *= 6
+    assert outcomes(few.judged())["spikes"] is Outcome.OPEN
 
 
 def test_a_loss_that_lags_behind_is_a_net_loss():
@@ -135,18 +128,13 @@ def test_a_loss_that_lags_behind_is_a_net_loss():
     assert findings.delay.low > 1.1
 
 
-def test_a_held_out_loss_that_is_worse_is_a_net_loss():
+@pytest.mark.parametrize("worse", [0.3, math.nan])
+def test_a_held_out_loss_that_is_worse_or_no_number_is_a_net_loss(worse: float):
     story = Story()
-    story.held_out[1] = story.held_out[0] + 0.3
+    story.held_out[1] = story.held_out[0] + worse
     findings = story.judged()
     assert (findings.ruling, findings.decided_by) == (Ruling.NET_LOSS, "held-out")
-    assert findings.held_out_difference.value == pytest.approx(0.3)
-
-
-def test_a_held_out_loss_that_is_not_a_number_is_a_net_loss():
-    story = Story()
-    story.held_out[1] = np.full(6, np.nan)
-    assert story.judged().decided_by == "held-out"
+    assert math.isnan(worse) or findings.held_out_difference.value == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("held_out", [np.array([]), np.array([3.0, 3.1])])

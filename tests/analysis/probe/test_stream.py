@@ -35,22 +35,15 @@ def test_a_tenth_is_set_apart_by_default_and_at_most_eight():
     assert Stream(numbered(300), set_apart=None, seed=0).set_apart == 8
 
 
-def test_a_shuffling_loader_gives_every_pass_in_one_order_and_its_held_out_examples_are_never_trained_on():
+def test_a_shuffling_loader_gives_every_pass_in_one_order_trains_on_no_held_out_example_and_moves_no_generator():
     loader = DataLoader(TensorDataset(torch.arange(12.0)), shuffle=True, collate_fn=lambda rows: (rows[0][0][None],))
+    before = torch.get_rng_state()
     stream = Stream(loader, set_apart=4, seed=3)
     held_out = numbers(stream.held_out())
     trained = numbers(stream.draw(16))
     assert trained[:8] == trained[8:]
     assert not set(held_out) & set(trained)
     assert set(held_out) | set(trained) == set(range(12))
-
-
-def test_drawing_changes_nobody_elses_random_numbers():
-    loader = DataLoader(TensorDataset(torch.arange(12.0)), shuffle=True, collate_fn=lambda rows: (rows[0][0][None],))
-    before = torch.get_rng_state()
-    stream = Stream(loader, set_apart=2, seed=0)
-    stream.held_out()
-    stream.draw(20)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -113,12 +106,9 @@ def test_a_stream_that_cannot_be_used_says_so(source: Any, set_apart: int, found
     assert caught.value.found == found
 
 
-def test_held_out_data_without_batches_is_refused():
+def test_held_out_data_without_batches_and_what_is_no_batch_are_refused():
     with pytest.raises(InvalidProbe, match="no batches"):
         held_out_calls([])
     assert len(held_out_calls(itertools.islice(numbered(9), 4))) == 4
-
-
-def test_what_is_no_batch_in_a_stream_is_refused():
     with pytest.raises(InvalidBatch):
         Stream([object()], set_apart=0, seed=0).draw(1)

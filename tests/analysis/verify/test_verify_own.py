@@ -126,9 +126,7 @@ def test_a_model_that_replaces_gradients_on_purpose_raises_no_alarm():
 
 
 def test_an_allowed_error_is_not_held_against_the_slope():
-    def shrinking():
-        return saved_tensors_hooks(lambda t: t.detach() * 0.95, lambda packed: packed)
-
+    shrinking = functools.partial(saved_tensors_hooks, lambda t: t.detach() * 0.95, lambda packed: packed)
     receipt = plimsoll.verify(*step_of_two(), loss=mean_square, context=shrinking, steps=1, max_error="50%")
     assert receipt.slope.disagrees
     assert receipt.verdict is ReceiptVerdict.WITHIN_ERROR
@@ -173,13 +171,14 @@ def test_every_step_runs_in_a_context_of_its_own():
         ({"curve_steps": 1.5}, "curve_steps=1.5"),
         ({"intermediates": 3}, "intermediates=3"),
         ({"intermediates": ["blocks.0", None]}, "names no modules"),
+        ({"intermediates": "layers.*"}, "blocks"),
     ],
 )
 def test_an_option_that_means_nothing_is_refused(checkpointed, options, found):
     model, batch = checkpointed
-    with pytest.raises(InvalidOption) as caught:
+    with pytest.raises(plimsoll.PlimsollError) as caught:
         plimsoll.verify(model, batch, loss=mean_square, steps=1, **options)
-    assert found in caught.value.found
+    assert found in caught.value.found + caught.value.why
 
 
 @pytest.mark.parametrize("options", [{"verify_every": -1}, {"verify_every": "10"}, {"sentinel_every": 0}])
@@ -188,9 +187,6 @@ def test_apply_refuses_numbers_of_steps_that_mean_nothing(options, plan):
     with pytest.raises(InvalidOption, match="is no count"):
         plimsoll.apply(model, plan, **options)
     assert "forward" not in model.blocks[0].__dict__
-
-
-def test_attach_refuses_numbers_of_steps_that_mean_nothing():
     with pytest.raises(InvalidOption, match="verify_every=-1"):
         plimsoll.attach(Stack(1), "1GiB", verify_every=-1)
 
@@ -265,13 +261,6 @@ def test_selective_checkpointing_does_not_meet_the_ops_of_the_watch():
     assert receipt.verdict is ReceiptVerdict.VERIFIED
     assert receipt.compared_tensors > 0
     assert set(seen) == own
-
-
-def test_a_pattern_that_matches_no_module_names_some_that_exist(checkpointed):
-    model, batch = checkpointed
-    with pytest.raises(plimsoll.PlimsollError) as caught:
-        plimsoll.verify(model, batch, loss=mean_square, intermediates="layers.*")
-    assert "blocks" in caught.value.why
 
 
 def test_curves_of_both_runs_agree_and_the_optimizer_is_left_as_it_was():
