@@ -22,11 +22,13 @@ from plimsoll.artifacts.advice import (
 )
 from plimsoll.artifacts.decision import Status
 from plimsoll.units import MIB
+from samples import filled
 
 
 def make_candidate(name: str, *, peak_bytes: int, overhead: float, is_chosen: bool = False) -> Candidate:
     """A recomputing candidate within a budget of 64 MiB."""
-    return Candidate(
+    return filled(
+        Candidate,
         name=name,
         strategy=name,
         allow=("recompute",),
@@ -42,15 +44,11 @@ def make_candidate(name: str, *, peak_bytes: int, overhead: float, is_chosen: bo
 
 def make_advice(**changes: object) -> Advice:
     """Activations are the bottleneck, and recomputation is the answer."""
-    advice = Advice(
-        model="TinyModel",
-        fingerprint="f" * 16,
-        signature="x: float32[2, 8]",
-        device="cpu",
+    advice = filled(
+        Advice,
         cost_source="measured",
         budget_bytes=64 * MIB,
         max_error=0.0,
-        versions={"plimsoll": "0.1.0", "torch": "2.13.0"},
         baseline_seconds=0.1,
         recommendation=Recommendation(
             kind=Kind.MANAGE,
@@ -70,12 +68,7 @@ def make_advice(**changes: object) -> Advice:
             summary="activations hold 70% of the peak",
             remedies=(),
         ),
-        layers=tuple(
-            LayerUse(
-                name=f"model.layers.{i}", call=0, saved_bytes=12 * MIB, forward_seconds=0.01, backward_seconds=0.02
-            )
-            for i in range(4)
-        ),
+        layers=tuple(filled(LayerUse, name=f"model.layers.{i}", saved_bytes=12 * MIB) for i in range(4)),
         candidates=(
             make_candidate("full", peak_bytes=50 * MIB, overhead=0.24),
             make_candidate("auto", peak_bytes=60 * MIB, overhead=0.03, is_chosen=True),
@@ -94,9 +87,7 @@ def make_advice(**changes: object) -> Advice:
         hazards=(CaptureHazard(what="_local_scalar_dense reads a value", where="model.head"),),
         hazards_note="what is on the host cannot be told",
         checklist=(
-            CheckItem(
-                name="layers", title="activations measured by layer", outcome=CheckOutcome.PASS, evidence="4 layers"
-            ),
+            CheckItem(name="layers", title="activations by layer", outcome=CheckOutcome.PASS, evidence="4 layers"),
             CheckItem(
                 name="determinism",
                 title="determinism tested",
@@ -104,9 +95,7 @@ def make_advice(**changes: object) -> Advice:
                 evidence="no receipt was given",
                 next="plimsoll verify TARGET -o receipt.json",
             ),
-            CheckItem(
-                name="attention", title="attention checked", outcome=CheckOutcome.FAIL, evidence="<b>8 MiB</b> saved"
-            ),
+            CheckItem(name="attention", title="attention", outcome=CheckOutcome.FAIL, evidence="<b>8 MiB</b> saved"),
         ),
         failure_modes=(
             FailureMode(

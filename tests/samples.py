@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import enum
+from typing import Any, TypeVar, get_args, get_origin
+
 import msgspec
 
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
-from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Decision, Engine, Status
 from plimsoll.artifacts.plan import FrontierPoint, Holder, Peak, Plan, RegionPlan, TimelinePoint, ValueDecision
 from plimsoll.artifacts.receipt import Mismatch, Receipt, RegionOutcome
 from plimsoll.units import GIB, MIB
+
+Made = TypeVar("Made", bound=msgspec.Struct)
+NAMED: dict[str, Any] = {
+    "model": "TinyModel",
+    "fingerprint": "f" * 16,
+    "signature": "x: float32[2, 8]",
+    "device": "cpu",
+    "cost_device": "cpu",
+    "strategy": "auto",
+    "optimizer": "AdamW",
+    "versions": {"plimsoll": "0.1.0", "torch": "2.13.0"},
+    "steps": 5,
+    "is_deterministic": True,
+    "is_traced": True,
+}
+
+
+def filled(kind: type[Made], /, **given: Any) -> Made:
+    """An artifact with these fields, and something of the right type in every other one that has no default."""
+    for field in msgspec.structs.fields(kind):
+        if field.required and field.name not in given:
+            given[field.name] = NAMED[field.name] if field.name in NAMED else _anything(field.type, field.name)
+    return kind(**given)
+
+
+def _anything(type_: Any, name: str) -> Any:
+    if type(None) in get_args(type_):
+        return None
+    kind = get_origin(type_) or type_
+    if issubclass(kind, enum.Enum):
+        return next(iter(kind))
+    return filled(kind) if issubclass(kind, msgspec.Struct) else {str: name, int: 1, float: 0.1}.get(kind, kind())
 
 
 def make_region(index: int, *, drops: tuple[str, ...] = ("mlp.act",)) -> RegionPlan:
@@ -25,10 +59,10 @@ def make_region(index: int, *, drops: tuple[str, ...] = ("mlp.act",)) -> RegionP
         for name, size in (("attn.out", 4 * MIB), ("mlp.act", 8 * MIB))
     )
     held = sum(d.bytes for d in decisions if d.decision is Decision.KEEP)
-    return RegionPlan(
+    return filled(
+        RegionPlan,
         name=f"model.layers.{index}",
         call=0,
-        kind="block",
         decisions=decisions,
         retained_bytes=held,
         replay_seconds=0.001 * len(drops),
@@ -42,15 +76,9 @@ def make_plan(**changes: object) -> Plan:
         bytes=60 * MIB,
         holders=tuple(Holder(label=f"holder {i}", bytes=(8 - i) * MIB) for i in range(8)),
     )
-    plan = Plan(
+    plan = filled(
+        Plan,
         status=Status.OPTIMAL,
-        strategy="auto",
-        model="TinyModel",
-        fingerprint="f" * 16,
-        signature="x: float32[2, 8]",
-        device="cpu",
-        cost_source=CostSource.MEASURED,
-        cost_device="cpu",
         budget_bytes=64 * MIB,
         floor_bytes=40 * MIB,
         baseline_peak_bytes=100 * MIB,
@@ -86,18 +114,11 @@ def make_plan(**changes: object) -> Plan:
 
 def make_receipt(**changes: object) -> Receipt:
     """A receipt in which everything holds."""
-    receipt = Receipt(
-        model="TinyModel",
-        fingerprint="f" * 16,
-        signature="x: float32[2, 8]",
-        device="cpu",
-        strategy="auto",
+    receipt = filled(
+        Receipt,
         budget_bytes=64 * MIB,
-        versions={"plimsoll": "0.1.0", "torch": "2.13.0"},
-        steps=5,
         compared_gradients=12,
         compared_buffers=2,
-        is_deterministic=True,
         baseline_losses=(1.25, 1.125),
         plan_losses=(1.25, 1.125),
         predicted_baseline_peak_bytes=100 * MIB,
@@ -139,12 +160,8 @@ def make_mismatch(*, difference: float | None = 1e-3, spread: float | None = 0.0
 
 def make_comparison(**changes: object) -> Comparison:
     """Two strategies, the second one not measured."""
-    comparison = Comparison(
-        model="TinyModel",
-        signature="x: float32[2, 8]",
-        device="cpu",
-        versions={"torch": "2.13.0"},
-        steps=5,
+    comparison = filled(
+        Comparison,
         baseline_peak_bytes=2 * GIB,
         measured_baseline_seconds=0.1,
         rows=(

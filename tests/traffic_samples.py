@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from plimsoll.artifacts.traffic import (
     BucketTiming,
     LinkFit,
@@ -16,6 +18,7 @@ from plimsoll.artifacts.traffic import (
 )
 from plimsoll.artifacts.verdict import IntervalEstimate, Outcome
 from plimsoll.distributed.comm_cost.forecast import BucketProgram, ForecastJob, MethodProgram
+from samples import filled
 
 MIB = 2**20
 
@@ -32,18 +35,16 @@ def make_link(transfer: Transfer, *, bytes_per_second: float = 10 * MIB, error: 
 
 def make_step(**changes: object) -> StepTiming:
     """A second of computing; two buckets of 4 MiB, full after 0.5 and 1.0 s."""
-    fields: dict[str, object] = {
-        "measured_compute_seconds": 1.0,
-        "measured_optimizer_seconds": 0.1,
-        "spread": 0.02,
-        "compute_share": 1.0,
-        "transfer_share": 1.0,
-        "processor_share": 1.0,
-        "buckets": tuple(
-            BucketTiming(gradient_bytes=4 * MIB, measured_ready_seconds=seconds) for seconds in (0.5, 1.0)
-        ),
-    }
-    return StepTiming(**(fields | changes))  # type: ignore[arg-type]
+    step = StepTiming(
+        measured_compute_seconds=1.0,
+        measured_optimizer_seconds=0.1,
+        spread=0.02,
+        compute_share=1.0,
+        transfer_share=1.0,
+        processor_share=1.0,
+        buckets=tuple(BucketTiming(gradient_bytes=4 * MIB, measured_ready_seconds=seconds) for seconds in (0.5, 1.0)),
+    )
+    return msgspec.structs.replace(step, **changes)
 
 
 def make_job(*, bytes_per_second: float = 10 * MIB, ranks: int = 2, **changes: object) -> ForecastJob:
@@ -63,16 +64,12 @@ UNCOMPRESSED_PROGRAM = make_program("none", 4 * MIB)
 
 
 def make_validation(outcome: Outcome = Outcome.CLEAR) -> Validation:
-    return Validation(
+    return filled(
+        Validation,
         outcome=outcome,
-        steps=100,
-        orders=2,
-        held_out_batches=8,
         baseline_loss=2.0,
         method_loss=2.001,
         difference=IntervalEstimate(value=0.001, low=-0.002, high=0.004),
-        seed_spread=0.01,
-        allowed=0.02,
         found="+0.0010 (-0.0020 to +0.0040) beside 2.0000, 0.0200 allowed",
     )
 
@@ -106,14 +103,14 @@ def make_sharded_traffic() -> Traffic:
     share, step = IntervalEstimate(value=0.2, low=0.1, high=0.3), IntervalEstimate(value=1.5, low=1.4, high=1.6)
     nothing = IntervalEstimate(value=0.0, low=0.0, high=0.0)
     methods = [
-        MethodTraffic(
+        filled(
+            MethodTraffic,
             method=method,
             wire_bytes=4 * MIB,
             measured_step_seconds=step,
             measured_saved_share=saved,
             gradient_error=error,
             ruling=TrafficRuling.UNDECIDED,
-            reason="as the test says",
         )
         for method, saved, error in (("none", nothing, None), ("int8:256", share, 0.01))
     ]
@@ -122,36 +119,28 @@ def make_sharded_traffic() -> Traffic:
         hidden_share=None,
         links=(),
         step=None,
-        sharded=ShardedStep(
-            units=5, measured_silent_seconds=step, measured_most_saved_share=share, measured_optimizer_seconds=0.1
-        ),
+        sharded=filled(ShardedStep, units=5, measured_silent_seconds=step, measured_most_saved_share=share),
         methods=tuple(methods),
     )
 
 
 def make_traffic(**changes: object) -> Traffic:
-    fields: dict[str, object] = {
-        "ruling": TrafficRuling.KEEP,
-        "reason": "powersgd:4 as the test says",
-        "best": "powersgd:4",
-        "model": "LlamaForCausalLM",
-        "fingerprint": "0" * 16,
-        "device": "cpu",
-        "backend": "gloo",
-        "ranks": 2,
-        "gradient_bytes": 8 * MIB,
-        "bucket_bytes": 4 * MIB,
-        "optimizer": "AdamW(lr=0.001)",
-        "data": "a stream of 30 batches",
-        "seed": 0,
-        "versions": {"torch": "2.13.0"},
-        "hidden_share": 0.5,
-        "links": (make_link(Transfer.ALL_REDUCE),),
-        "step": make_step(),
-        "methods": (
+    traffic = filled(
+        Traffic,
+        ruling=TrafficRuling.KEEP,
+        reason="powersgd:4 as the test says",
+        best="powersgd:4",
+        backend="gloo",
+        ranks=2,
+        gradient_bytes=8 * MIB,
+        bucket_bytes=4 * MIB,
+        hidden_share=0.5,
+        links=(make_link(Transfer.ALL_REDUCE),),
+        step=make_step(),
+        methods=(
             make_method("none", saved=0.0, ruling=TrafficRuling.UNDECIDED),
             make_method("powersgd:4", saved=0.2, ruling=TrafficRuling.KEEP, validation=make_validation()),
         ),
-        "notes": ("a note",),
-    }
-    return Traffic(**(fields | changes))  # type: ignore[arg-type]
+        notes=("a note",),
+    )
+    return msgspec.structs.replace(traffic, **changes)

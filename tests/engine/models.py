@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from contracts.harness import Stack, batch, weigh
 from plimsoll.artifacts.plan import RegionPlan, ValueDecision
+from samples import filled
 
 
 class Inner(nn.Module):
@@ -148,12 +149,4 @@ class Births(TorchDispatchMode):
 
 def region_plan(name: str, *decisions: ValueDecision, call: int = 0, is_boundary_dropped: bool = False) -> RegionPlan:
     """A region that keeps everything but for these decisions."""
-    return RegionPlan(
-        name=name,
-        call=call,
-        kind="block",
-        decisions=decisions,
-        retained_bytes=0,
-        replay_seconds=0.0,
-        is_boundary_dropped=is_boundary_dropped,
-    )
+    return filled(RegionPlan, name=name, call=call, decisions=decisions, is_boundary_dropped=is_boundary_dropped)

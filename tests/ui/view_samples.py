@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from advice_samples import make_advice
-from plimsoll.artifacts.costs import Basis, CostSource
+from plimsoll.artifacts.costs import Basis
 from plimsoll.artifacts.decision import Status
-from plimsoll.artifacts.estimate import BudgetItem, Estimate, StageEstimate, StageSeconds, Throughput
+from plimsoll.artifacts.estimate import BudgetItem, Estimate, StageEstimate, Throughput
 from plimsoll.artifacts.explained import Change, Explanation, RecomputedPart, Unsupported
 from plimsoll.artifacts.fault import Cause, Fault
 from plimsoll.artifacts.fit import Fit, FitChange, FitPoint
@@ -13,7 +13,7 @@ from plimsoll.artifacts.job import Layout, ModelFacts
 from plimsoll.artifacts.plan import Holder, Peak
 from plimsoll.artifacts.receipt import OWN, Intermediate, Slope
 from plimsoll.units import GIB, MIB
-from samples import make_comparison, make_mismatch, make_plan, make_receipt
+from samples import filled, make_comparison, make_mismatch, make_plan, make_receipt
 from traffic_samples import make_sharded_traffic, make_traffic
 from ui.pages.page_samples import make_finding, make_full_comparison, make_full_plan, make_full_receipt, make_verdict
 
@@ -30,16 +30,8 @@ def make_stage(stage: int) -> StageEstimate:
         BudgetItem(name="fragmentation", bytes=GIB, relative_error=0.2, basis=Basis.MODELLED, note="reserved only"),
         BudgetItem(name="NCCL", bytes=None, relative_error=0.0, basis=Basis.UNSUPPORTED, note="no NCCL here"),
     )
-    seconds = StageSeconds(
-        forward_seconds=0.1,
-        backward_seconds=0.2,
-        weight_gradient_seconds=0.1,
-        recompute_seconds=0.05,
-        communication_seconds=0.0,
-        exposed_seconds=0.0,
-        optimizer_seconds=0.01,
-    )
-    return StageEstimate(
+    return filled(
+        StageEstimate,
         stage=stage,
         ranks=2,
         regions=f"model.layers.{4 * stage}–{4 * stage + 3}",
@@ -50,31 +42,20 @@ def make_stage(stage: int) -> StageEstimate:
         unmanaged_bytes=4 * GIB,
         recomputed_bytes=GIB,
         peak=PEAK,
-        seconds=seconds,
         bubble_share=0.3,
     )
 
 
 def make_estimate(stages: int = 4) -> Estimate:
     """A pipeline, or one device."""
-    speed = Throughput(
-        step_seconds=1.5,
-        samples_per_second=5.25,
-        tokens_per_second=40000.0,
-        mfu=0.4,
-        relative_error=0.3,
-        basis=Basis.MODELLED,
-        note="collectives are not hidden",
+    speed = filled(
+        Throughput, tokens_per_second=40000.0, mfu=0.4, relative_error=0.3, note="collectives are not hidden"
     )
-    return Estimate(
+    return filled(
+        Estimate,
         target="tiny",
-        model="TinyModel",
         device="H100-SXM",
         device_bytes=80 * GIB,
-        precision="bf16",
-        optimizer="adamw",
-        strategy="full",
-        budget_bytes=None,
         layout=Layout(pp=stages, dp=2),
         facts=ModelFacts(name="tiny", architecture="TinyModel", batch=2, sequence=512, parameters=10**9),
         stages=tuple(make_stage(stage) for stage in range(stages)),
@@ -87,36 +68,18 @@ def make_estimate(stages: int = 4) -> Estimate:
 def make_fit(*, fits: bool = True) -> Fit:
     """Two points, the second one the best, or none."""
 
-    def point(micro_batch: int, rebuilt_bytes: int) -> FitPoint:
-        return FitPoint(
-            micro_batch=micro_batch,
-            sequence=256,
-            accumulation=2,
-            status=Status.OPTIMAL if fits else Status.INFEASIBLE,
-            unmanaged_peak_bytes=90 * MIB,
-            predicted_peak_bytes=60 * MIB,
-            unmanaged_seconds=0.1,
-            micro_seconds=0.12,
-            optimizer_seconds=0.01,
-            saved_bytes=10 * MIB,
-            rebuilt_bytes=rebuilt_bytes,
-            is_traced=True,
-        )
-
-    return Fit(
-        model="TinyModel",
-        fingerprint="f" * 16,
-        device="cpu",
-        cost_source=CostSource.MEASURED,
-        cost_device="cpu",
+    status = Status.OPTIMAL if fits else Status.INFEASIBLE
+    points = (
+        filled(FitPoint, micro_batch=size, sequence=256, status=status, saved_bytes=10 * MIB, rebuilt_bytes=rebuilt)
+        for size, rebuilt in ((1, 0), (2, 4 * MIB))
+    )
+    return filled(
+        Fit,
         budget_bytes=64 * MIB,
         items_name="tokens",
-        global_batch=None,
-        points=(point(1, 0), point(2, 4 * MIB)),
+        points=tuple(points),
         best=1 if fits else None,
         changes=() if fits else (FitChange(name="ZeRO", does_fit=None, note="not known here"),),
-        seconds_basis=Basis.MODELLED,
-        seconds_error=0.2,
     )
 
 
@@ -130,14 +93,10 @@ def make_explanation(*, is_helped: bool = True) -> Explanation:
         moment="in forward",
         basis="replayed",
     )
-    return Explanation(
-        model="TinyModel",
-        fingerprint="f" * 16,
-        signature="x: float32[2, 8]",
-        device="cpu",
+    return filled(
+        Explanation,
         is_fake=not is_helped,
         setup="every:2" if is_helped else "",
-        optimizer="AdamW",
         verdict="The logits hold the peak.",
         peak=PEAK,
         classes={"activation": 60 * MIB},

@@ -18,6 +18,7 @@ from plimsoll.artifacts.advice import BackwardOp, Capture
 from plimsoll.artifacts.costs import Costs, CostSource, OpCost
 from plimsoll.artifacts.trace import OpSpec, Phase, Trace, TraceOp
 from plimsoll.tracing.trace import trace
+from samples import filled
 from steps import Stack, conv_net, gpt2, llama, mean_square, stack
 from unchanged import unchanged
 
@@ -178,19 +179,8 @@ def traced(forward: str, backward: str) -> Trace:
     ops = [TraceOp(name=key, module="net", phase=Phase.FORWARD, cost_key=key) for key in forward]
     ops += [TraceOp(name=key, module="net", phase=Phase.BACKWARD, cost_key=key) for key in backward]
     ops.append(TraceOp(name="step", module="SGD", phase=Phase.OPTIMIZER, cost_key="step"))
-    return Trace(
-        model="Net",
-        fingerprint="Net-0",
-        signature="",
-        device="cpu",
-        is_fake=False,
-        ops=tuple(ops),
-        specs={key: OpSpec(name=key, flops=1, moved_bytes=1, dtype="f32") for key in forward + backward},
-        storages=(),
-        regions=(),
-        timings={},
-        workspaces={},
-    )
+    specs = {key: OpSpec(name=key, flops=1, moved_bytes=1, dtype="f32") for key in forward + backward}
+    return filled(Trace, ops=tuple(ops), specs=specs)
 
 
 def captured(graphs: list[str], backward: str) -> Capture:

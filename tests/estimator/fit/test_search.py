@@ -12,6 +12,7 @@ from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.fit import FitPoint
 from plimsoll.estimator.fit.polynomial import Shape
 from plimsoll.estimator.fit.search import Outlook, Search, Space
+from samples import filled
 
 MOST_BATCH = 256
 
@@ -41,19 +42,17 @@ class Formula:
         self.solves += rebuilt_bytes > 0
         does_fit = peak_bytes * self.floor_share <= self.budget_bytes
         overhead = self.rebuild_factor * (rebuilt_bytes / peak_bytes) ** 2
-        return FitPoint(
+        return filled(
+            FitPoint,
             micro_batch=shape.batch,
             sequence=shape.sequence,
-            accumulation=1,
             status=Status.OPTIMAL if does_fit else Status.INFEASIBLE,
             unmanaged_peak_bytes=peak_bytes,
             predicted_peak_bytes=min(peak_bytes, self.budget_bytes),
             unmanaged_seconds=self.example_seconds * shape.items,
             micro_seconds=self.example_seconds * shape.items * (1 + overhead),
             optimizer_seconds=self.fixed_seconds,
-            saved_bytes=peak_bytes,
             rebuilt_bytes=rebuilt_bytes,
-            is_traced=True,
         )
 
 

@@ -39,7 +39,7 @@ from plimsoll.artifacts.verdict import (
     Verdict,
 )
 from plimsoll.units import MIB
-from samples import make_comparison, make_mismatch, make_plan, make_receipt
+from samples import filled, make_comparison, make_mismatch, make_plan, make_receipt
 
 HOSTILE = "<script>alert(1)</script>"
 HOSTILE_TAGS = "</script><img src=x onerror=alert(2)>"
@@ -81,20 +81,12 @@ def make_full_plan() -> Plan:
 
 
 def _region(index: int) -> RegionPlan:
-    names = (
-        "attn.qkv",
-        HOSTILE,
-        HOSTILE_QUOTES,
-        "mlp.gate::silu#0",
-        "mlp.up::mm#0",
-        "norm::rsqrt#0",
-        "drop",
-        "residual",
-    )
+    usual = ("mlp.gate::silu#0", "mlp.up::mm#0", "norm::rsqrt#0", "drop", "residual")
+    names = ("attn.qkv", HOSTILE, HOSTILE_QUOTES, *usual)
     decisions = tuple(_decision(name, list(Decision)[(index + place) % 4], place) for place, name in enumerate(names))
-    return RegionPlan(
+    return filled(
+        RegionPlan,
         name=f"blocks.{HOSTILE_TAGS}.{index}",
-        call=0,
         kind=f"kind {index}",
         decisions=decisions,
         retained_bytes=sum(d.held_bytes if d.is_packed else d.bytes for d in decisions),
@@ -172,30 +164,18 @@ def make_full_comparison() -> Comparison:
     return make_comparison(model=MODEL, baseline_peak_bytes=100 * MIB, rows=rows)
 
 
-def make_full_advice() -> Advice:
-    """The usual advice about this model."""
-    return make_advice(model=MODEL)
-
-
 def make_verdict(**changes: object) -> Verdict:
     """A probe of 120 steps that found nothing wrong; the last loss of the plan is not finite."""
     dice = random.Random(3)
     losses = tuple(4 * math.exp(-step / 40) + 1 + 0.05 * dice.random() for step in range(_STEPS))
     norms = tuple(0.5 + dice.lognormvariate(0, 0.4) for _ in range(_STEPS))
-    verdict = Verdict(
+    verdict = filled(
+        Verdict,
         ruling=Ruling.GOOD,
         decided_by="all rules",
         reason="Every rule is clear.",
         model=MODEL,
-        fingerprint="f" * 16,
-        signature="x: float32[2, 8]",
-        device="cpu",
-        strategy="auto",
-        is_lossless=False,
-        optimizer="AdamW",
         data=f"the text of {HOSTILE}",
-        versions={"torch": "2.13.0"},
-        seed=0,
         steps=_STEPS,
         planned_steps=1000,
         confidence=0.95,
@@ -209,11 +189,7 @@ def make_verdict(**changes: object) -> Verdict:
         window=10,
         items="tokens",
         comparisons=tuple(_norms(name) for name in ("whole model", f"blocks.{HOSTILE}", HOSTILE_TAGS, "blocks.2")),
-        gradients=(
-            GradientComparison(
-                block="whole model", samples=40, relative_error=0.003, largest_error=0.01, cosine=None, gain=None
-            ),
-        ),
+        gradients=(filled(GradientComparison, block="whole model"),),
         curves=Curves(
             baseline_losses=losses,
             plan_losses=(*losses[:-1], None),
@@ -227,18 +203,10 @@ def make_verdict(**changes: object) -> Verdict:
 def _norms(block: str) -> NormComparison:
     def summary(scale: float) -> NormSummary:
         quantiles = tuple(scale * (0.2 + share) for share in NORM_QUANTILES)
-        return NormSummary(
-            median=quantiles[3],
-            percentile_95=quantiles[5],
-            largest=scale * 2,
-            spikes=1,
-            kurtosis=0.4,
-            quantiles=quantiles,
-        )
+        return filled(NormSummary, median=quantiles[3], percentile_95=quantiles[5], quantiles=quantiles)
 
-    return NormComparison(
-        block=block, baseline=summary(1.0), plan=summary(1.02), shift=IntervalEstimate(value=0.02, low=-0.01, high=0.05)
-    )
+    shift = IntervalEstimate(value=0.02, low=-0.01, high=0.05)
+    return NormComparison(block=block, baseline=summary(1.0), plan=summary(1.02), shift=shift)
 
 
 def make_finding(**changes: object) -> Finding:
@@ -246,9 +214,9 @@ def make_finding(**changes: object) -> Finding:
 
     def side(source: str, step_seconds: float) -> Side:
         uses = (PhaseUse(phase=WorkPhase.FORWARD, busy_seconds=0.03, count=40.0, read_bytes=9.0 * MIB),)
-        return Side(
+        return filled(
+            Side,
             source=source,
-            steps=5,
             step_seconds=step_seconds,
             busy_seconds=0.8 * step_seconds,
             idle_seconds=0.2 * step_seconds,
@@ -258,13 +226,11 @@ def make_finding(**changes: object) -> Finding:
             attributed_share=0.995,
         )
 
-    finding = Finding(
+    finding = filled(
+        Finding,
         origin=ProfileOrigin.PROFILED,
         unit=WorkUnit.CPU_OPS,
         model=MODEL,
-        strategy="auto",
-        device="cpu",
-        versions={"torch": "2.13.0"},
         baseline=side("plain", 0.1),
         plan=side("managed", 0.112),
         parts=(
@@ -274,16 +240,7 @@ def make_finding(**changes: object) -> Finding:
             OverheadPart(cause=OverheadCause.MEMORY, seconds=-0.001, spread_seconds=0.0005),
             OverheadPart(cause=OverheadCause.UNEXPLAINED, seconds=0.003),
         ),
-        layers=(
-            Layer(
-                name=HOSTILE_TAGS,
-                baseline_count=10,
-                plan_count=14,
-                baseline_seconds=0.02,
-                plan_seconds=0.024,
-                recompute_seconds=0.004,
-            ),
-        ),
+        layers=(filled(Layer, name=HOSTILE_TAGS),),
         signs=(
             WarningSign(name="kernels per layer", is_raised=True, text=f"1.60 × in {HOSTILE}"),
             WarningSign(name="bandwidth", is_raised=None, text="the trace has no shapes"),
@@ -300,5 +257,5 @@ def full_page() -> list[Plan | Receipt | Comparison | Verdict | Finding | Advice
         make_full_comparison(),
         make_verdict(),
         make_finding(),
-        make_full_advice(),
+        make_advice(model=MODEL),
     ]
