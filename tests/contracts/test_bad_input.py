@@ -358,6 +358,9 @@ def test_right_input_leaves_everything_unchanged_too(plan: Plan):
     model, batch, loss = stack()
     optimizer = trained(model, batch, loss)
     kept = copy.deepcopy(batch)
+    stepped: list[torch.Tensor] = []  # by an optimizer that steps in backward
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(stepped.append)
     with unchanged(model, optimizer):
         made = plimsoll.plan(model, batch, "auto", loss=loss, optimizer=optimizer, regions="blocks.*")
         plimsoll.verify(model, batch, made, loss=loss, optimizer=optimizer, steps=1)
@@ -368,3 +371,6 @@ def test_right_input_leaves_everything_unchanged_too(plan: Plan):
         handle.remove()
         handle.remove()
     assert torch.equal(kept, batch)
+    assert not stepped
+    loss(model(batch)).backward()
+    assert len(stepped) == len(list(model.parameters()))

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import plimsoll
 from plimsoll.distributed import CompressionHandle, compress_gradients
 from ranks.small_models import llama
 
@@ -162,12 +163,16 @@ def residuals(setting: Replicas, handle: CompressionHandle) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def train_llama(setting: Replicas, method: str | None, **options: Any) -> tuple[dict[str, torch.Tensor], Any]:
+def train_llama(
+    setting: Replicas, method: str | None, *, is_planned: bool = False, **options: Any
+) -> tuple[dict[str, torch.Tensor], Any]:
     model = setting.llama()
     handle = compress_gradients(model, method, **options) if method else None
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(3):
         ids = torch.randint(128, (2, 16), generator=generator)
+        if is_planned:
+            plimsoll.plan(model, {"input_ids": ids, "labels": ids}, "1GiB", strategy="full")
         model.zero_grad(set_to_none=True)
         model(input_ids=ids, labels=ids).loss.backward()
     gradients = {name.removeprefix("module."): whole_of(p.grad).clone() for name, p in model.named_parameters()}

@@ -83,6 +83,12 @@ def on_four_ranks() -> dict[str, Any]:
         **scenarios(fsdp, SHARD_METHODS),
         "fidelity": fidelity(fsdp, {"none": {}, **cases}),
         "replicas": fidelity(hybrid, {**spread, "powersgd:1000": within}, summed),
+        "planned": {
+            name: error_of(
+                train_llama(each, "sign", is_planned=True, **options)[0], train_llama(each, "sign", **options)[0]
+            )
+            for name, each, options in (("fidelity", fsdp, EVERYTHING), ("replicas", hybrid, within))
+        },
         "replicas as whole": error_of(summed, whole),
         "replicas resumed": resumed(hybrid, "powersgd:2"),
         "replicated": {method: four_replicas(method) for method in METHODS},

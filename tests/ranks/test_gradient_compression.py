@@ -44,6 +44,11 @@ def test_replicas_of_shards_give_the_mean_over_all_ranks(four: Told):
     assert four[0]["replicas as whole"] < 1e-6
 
 
+@pytest.mark.parametrize("layout", ["fidelity", "replicas"])
+def test_planning_between_steps_changes_nothing_of_what_is_sent_or_waits(four: Told, layout: str):
+    assert four[0]["planned"][layout] == 0
+
+
 def test_parameters_that_are_excluded_stay_exact_within_a_bucket_or_a_unit_that_is_compressed(two: Told, four: Told):
     sparse, signs = two[0]["fidelity"]["topk:5%"], (four[0][layout]["sign"] for layout in ("fidelity", "replicas"))
     for found in (sparse, *signs):

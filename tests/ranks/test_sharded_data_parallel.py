@@ -135,3 +135,19 @@ def test_ranks_whose_batches_have_other_lengths_keep_to_their_budgets_under_one_
     one, other = (rank["lengths"][layout] for rank in habits)
     assert one["plan"] == other["plan"]
     assert all(rank["measured"] <= rank["budget"] for rank in (one, other))
+
+
+@pytest.mark.parametrize(
+    ("reduction", "name"),
+    [
+        ("a reduce-scatter", "_CountingScatter"),
+        ("an all-reduce hook", "<lambda>"),
+        ("a communication hook", "_bucket_hook"),
+        ("a parameter's hook", ""),
+    ],
+)
+def test_steps_that_plan_run_beside_what_reduces_gradients_in_the_users_way(habits, reduction, name):
+    for rank in habits:
+        found = rank["beside"][reduction]
+        assert found["planning"] == 0 < found["training"]
+        assert any(name in note and "is not counted" in note for note in found["notes"]) == bool(name)

@@ -97,7 +97,7 @@ class Agreement:
         if self._conversation is None:
             return
         known = self._below_floor
-        if error is None or known is None or known not in (error, error.__cause__):
+        if error is None or known is None or not _is_due_to(error, known):
             self._conversation.__exit__(kind, error, trace)
         elif self._solver != self._conversation.world.rank:
             assert isinstance(error, PlimsollError)
@@ -223,6 +223,10 @@ class Agreement:
         """Go on if all ranks hold the identical plan; else ``RanksDiffer`` on all ranks, with a digest of each."""
         if self._conversation is not None:
             self.same("plans", plan_facts(plan))
+
+
+def _is_due_to(error: BaseException | None, cause: BaseException) -> bool:
+    return error is not None and (error is cause or _is_due_to(error.__cause__, cause))
 
 
 def plan_facts(plan: Plan) -> dict[str, str]:

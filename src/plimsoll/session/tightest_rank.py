@@ -16,6 +16,7 @@ import msgspec
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Trace
+from plimsoll.errors import BudgetBelowFloor
 from plimsoll.planning.describe import classes_at_peak, describe_timeline
 from plimsoll.planning.replay_schedule import Unreachable
 from plimsoll.planning.simulate import choices_of, run_choices
@@ -66,9 +67,10 @@ class SharedPlanner(StepPlanner):
         room_bytes = 0 if budget_bytes is None else budget_bytes - self.extremes.unmanaged_peak_bytes
         rooms = agreement.all_of("room", _Room(room_bytes=room_bytes, budget_bytes=budget_bytes), _Room)
         by_rank = dict(zip(agreement.ranks, rooms, strict=True))
+        self._budgets = {rank: room.budget_bytes for rank, room in by_rank.items()}
         self._tightest = min(by_rank, key=lambda rank: by_rank[rank].room_bytes)  # the first one, without budgets
-        self.budget_bytes = by_rank[self._tightest].budget_bytes
-        budgets = {str(rank): room.budget_bytes for rank, room in by_rank.items() if room.budget_bytes is not None}
+        self.budget_bytes = self._budgets[self._tightest]
+        budgets = {str(rank): budget for rank, budget in self._budgets.items() if budget is not None}
         self._uneven_budget_bytes = budgets if len(set(budgets.values())) > 1 else {}
 
     def fits_unmanaged(self) -> bool:
@@ -77,18 +79,52 @@ class SharedPlanner(StepPlanner):
 
     def solve(self, budget_bytes: int | None, strategy: str = "auto", *, excess_bytes: int = 0, **how: Any) -> Plan:
         """As `StepPlanner.solve`, on the tightest rank; on the others its plan. For the budget, one that all ranks keep to."""
+        is_for_all = strategy == "auto" and budget_bytes is not None and budget_bytes == self.budget_bytes
         for attempt in itertools.count():
             make = functools.partial(self._made, budget_bytes, strategy, excess_bytes=excess_bytes, **how)
-            made = self._agreement.made_by(self._tightest, f"solving {strategy}", make)
-            if strategy != "auto" or budget_bytes is None or budget_bytes != self.budget_bytes:
-                break
-            taken_bytes = self.own(made).predicted_peak_bytes + self._own_excess_bytes
-            over = self._agreement.all_of("predicted peaks", taken_bytes - (self.own_budget_bytes or taken_bytes), int)
-            if max(over) <= 0 or not made.status.is_usable:
-                break
+            try:
+                made = self._agreement.made_by(self._tightest, f"solving {strategy}", make)
+            except BudgetBelowFloor as refusal:
+                if not is_for_all:
+                    raise
+                return self._lowest(refusal, attempt)
+            over = self._over_bytes(made) if is_for_all and made.status.is_usable else [0]
+            if max(over) <= 0:
+                return made
+            assert budget_bytes is not None
             # What another rank exceeds may shrink more slowly than this rank's peak, so steps grow.
             excess_bytes = budget_bytes - made.predicted_peak_bytes + (max(over) << attempt)
-        return made
+        raise AssertionError("the lowest peak ends it")
+
+    def _lowest(self, refusal: BudgetBelowFloor, attempt: int) -> Plan:
+        """The plan with the lowest peak, if every rank keeps to its budget under it; else who does not, and what it needs.
+
+        If it was refused in the first attempt, the tightest rank cannot keep to its own.
+        """
+        made = self._agreement.made_by(
+            self._tightest, "solving for the lowest peak", lambda: self._made(self._planner.floor.peak_bytes, "auto")
+        )
+        over = dict(zip(self._agreement.ranks, self._over_bytes(made), strict=True))
+        rank = max(over, key=lambda rank: over[rank])
+        if over[rank] <= 0 and attempt:
+            return msgspec.structs.replace(made, budget_bytes=self.budget_bytes)
+        if over[rank] <= 0 or rank == self._tightest:
+            raise refusal
+        budget_bytes = self._budgets[rank] or 0
+        need_bytes = budget_bytes + over[rank]
+        raise BudgetBelowFloor(
+            f"budget {format_bytes(budget_bytes)} of rank {rank} is below the smallest peak that its step reaches, "
+            f"{format_bytes(need_bytes)}.",
+            why="all ranks run one plan, and under the one with the lowest peak this rank still takes so much: its batch is "
+            "longer, its shards are larger, or more was measured on top of its trace",
+            next=f'budget "{need_bytes}B" on rank {rank}, or shorter batches there, or a smaller micro-batch',
+        ) from refusal
+
+    def _over_bytes(self, plan: Plan) -> list[int]:
+        """By how much each rank would exceed its budget under a plan, with what it has measured on top of its trace."""
+        taken_bytes = self.own(plan).predicted_peak_bytes + self._own_excess_bytes
+        budget_bytes = taken_bytes if self.own_budget_bytes is None else self.own_budget_bytes
+        return self._agreement.all_of("predicted peaks", taken_bytes - budget_bytes, int)
 
     def own(self, plan: Plan) -> Plan:
         """The plan with the peak, the timeline and the classes of this rank's own step."""

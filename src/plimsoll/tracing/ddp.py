@@ -57,6 +57,11 @@ def reduced_parameters(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
+def own_reductions(model: nn.Module) -> list[str]:
+    """Communication hooks in the place of the reducer's all-reduce, by name (torch 2.9 to 2.13 keep them like this)."""
+    return [hook.__qualname__ for hook, _ in model._comm_hooks] if isinstance(model, DistributedDataParallel) else []
+
+
 class Twins:
     """Parameters of the same memory as those of a wrapped model, without the reducer's hooks.
 

@@ -142,11 +142,27 @@ def scattering(model: nn.Module, scatter: Any) -> Iterator[None]:
             group._reduce_scatter_comm = comm
 
 
+def own_reductions(model: nn.Module) -> list[str]:
+    """What the user (or gradient compression) has put in the place of torch's reduction, by name."""
+    found = dict.fromkeys(thing for group in _groups(model) for thing in _own_of(group) if thing is not None)
+    return [getattr(thing, "__qualname__", type(thing).__name__) for thing in found]
+
+
 class KeptShards:
-    """What FSDP2 holds between steps, set aside: zeros stand in its place until ``put_back``."""
+    """What FSDP2 holds between steps, set aside: zeros stand in its place until ``put_back``.
+
+    So do torch's own reductions in the place of others: these may keep what they have not sent, and count steps.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._reductions = [(group, group._reduce_scatter_comm, group._all_reduce_hook) for group in _groups(model)]
+        for group, _, _ in self._reductions:
+            if _own_of(group)[0] is not None:
+                from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+                group._reduce_scatter_comm = DefaultReduceScatter()
+            group._all_reduce_hook = None
         self._accumulated = [
             (part, _unsharded_gradient(part), part.unsharded_accumulated_grad) for part in _parameters(model)
         ]
@@ -171,6 +187,14 @@ class KeptShards:
             part.unsharded_accumulated_grad = upcast
         for group, output in self._partial:
             group._partial_reduce_output = output
+        for group, scatter, hook in self._reductions:
+            group._reduce_scatter_comm, group._all_reduce_hook = scatter, hook
+
+
+def _own_of(group: FSDPParamGroup) -> tuple[Any, Any]:
+    """A reduce-scatter that is none of torch's, and an all-reduce hook."""
+    scatter = group._reduce_scatter_comm
+    return None if type(scatter).__module__.startswith("torch.") else scatter, group._all_reduce_hook
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.trace import Phase, Trace, WatchedStep
+from plimsoll.tracing import ddp, fsdp2
 from plimsoll.tracing.assemble import assemble
 from plimsoll.tracing.capture import StepCapture, StepLog, run_step
 from plimsoll.tracing.ddp import bucket_bytes, inner_module, unseen_by_reducer
@@ -188,6 +189,11 @@ class _Step:
             timings={key: tuple(samples) for key, samples in timings.items()},
             workspaces={key: size for key, size in workspaces.items() if size > 0},
             parameters=parts.parameters,
+            notes=tuple(
+                f"trial steps run without {name}, which reduces gradients here: what it allocates is not counted, "
+                "only plimsoll.attach measures it"
+                for name in (*ddp.own_reductions(self._wrapped), *fsdp2.own_reductions(self.model))
+            ),
         )
         return found, parts.ids
 

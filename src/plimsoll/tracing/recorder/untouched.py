@@ -22,7 +22,8 @@ from plimsoll.tracing.recorder.storages import is_plain, same_contents
 def untouched(model: nn.Module) -> Iterator[None]:
     """Leave the model as it was: gradients, buffers, training flags and the random state are put back at the end.
 
-    A model under ``fully_shard`` is ready for its next step, also where this one failed on the way. Gradients that exist
+    A model under ``fully_shard`` is ready for its next step, also where this one failed on the way. Hooks on parameters (an
+    optimizer that steps in backward) and reductions that are not torch's own do not run in the block. Gradients that exist
     are replaced by zeros of their shape while the block runs (so that accumulating into them costs what it will cost), and
     are never written.
     """
@@ -30,20 +31,31 @@ def untouched(model: nn.Module) -> Iterator[None]:
     gradients = [parameter.grad for parameter in parameters]
     buffers = KeptBuffers(model)
     shards = KeptShards(model)
+    hooks = [(table, dict(table)) for table in filter(None, map(_hooks_of, parameters))]
     flags = [(module, module.training) for module in model.modules()]
     devices = sorted({parameter.device.index or 0 for parameter in parameters if parameter.is_cuda})
     with torch.random.fork_rng(devices=devices):
         try:
+            for table, _ in hooks:
+                table.clear()
             for parameter in parameters:
                 parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
             yield
         finally:
             shards.put_back()
+            for table, entries in hooks:
+                table.update(entries)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             for module, flag in flags:
                 module.training = flag
             buffers.put_back()
+
+
+def _hooks_of(parameter: torch.Tensor) -> dict[int, Any] | None:
+    """What runs when the gradient is complete: torch 2.9 to 2.13 hold it in this dict, which handles know too."""
+    found: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
+    return found
 
 
 class KeptBuffers:
