@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import plimsoll
 from contracts.harness import Block, Drops, batch, differences, manage, plain_step, stack_of, train
 from engine.models import Through, region_plan, step_on
 from plimsoll.engine.apply import apply_plan
@@ -130,6 +131,58 @@ def test_a_copy_can_be_managed_itself():
             found = train(copied, plain_step, 2)
             assert all(outcome.dropped_bytes for outcome in handle.outcomes())
     assert differences(train(model, plain_step, 2), found) == []
+
+
+def copy_of_parts(model, copier):
+    """A copy made as ``nn.DataParallel`` makes replicas: every module is copied shallowly, and given other weights."""
+    copies = {module: copier(module) for module in model.modules()}
+    for module, made in copies.items():
+        made._modules = {name: copies[child] for name, child in module._modules.items()}
+        made._parameters = {
+            name: parameter if parameter is None else nn.Parameter(parameter.detach() * 2)
+            for name, parameter in module._parameters.items()
+        }
+    return copies[model]
+
+
+@pytest.mark.parametrize("verb", [manage, lambda model: plimsoll.attach(model, "1GiB")], ids=["apply", "attach"])
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda model: copy_of_parts(model, copy.copy),
+        lambda model: copy_of_parts(model, lambda module: module._replicate_for_data_parallel()),
+        lambda model: copy_of_parts(copy.deepcopy(model), copy.copy),
+    ],
+    ids=["shallow", "replica", "shallow copy of a deep copy"],
+)
+def test_a_shallow_copy_runs_its_own_weights_also_after_removal(copied, verb):
+    model, plain = build(), copy_of_parts(build(), copy.copy)
+    handle = verb(model)
+    if verb is manage:
+        train(model, plain_step, 1)
+    made = copied(model)
+    reference = copy_of_parts(copy.deepcopy(model), copy.copy) if verb is manage else plain
+    state = {name: value.clone() for name, value in made.state_dict().items()}
+    reference.load_state_dict(state)
+    expected = train(reference, plain_step, 2)
+    assert differences(expected, train(made, plain_step, 2)) == []
+    if verb is not manage:
+        assert handle.plan is None, "a call of a copy is no training step of the model"
+    handle.remove()
+    made.load_state_dict(state)
+    assert differences(expected, train(made, plain_step, 2)) == []
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_shallow_copy_of_the_whole_model_shares_its_managed_blocks():
+    model, plain = build(), build()
+    with manage(model) as handle:
+        outer = copy.copy(model)
+        expected = train(plain, plain_step, 3)
+        assert differences(expected, train(outer, plain_step, 3)) == []
+        assert all(outcome.dropped_bytes for outcome in handle.outcomes())
+    assert not outer._forward_pre_hooks
+    assert differences(train(plain, plain_step, 3), train(outer, plain_step, 3)) == []
 
 
 def test_a_saved_module_loads_as_a_plain_module_with_the_same_results():

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
+import msgspec
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from contracts.harness import Block, assert_unchanged, batch, manage, plain_step, stack_of, weigh
+import plimsoll
+from contracts.harness import (
+    Block,
+    assert_unchanged,
+    batch,
+    differences,
+    manage,
+    plain_step,
+    stack_of,
+    train,
+    weigh,
+)
 from engine.models import Inner, Through, Tied, step_on
 from plimsoll.artifacts.decision import Engine
+from plimsoll.engine.apply import apply_plan
+from plimsoll.errors import InvalidModel
 
 
 class Attention(nn.Module):
@@ -297,30 +313,128 @@ def test_a_rerun_region_restores_the_generator_like_checkpoint_does():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("when", ["submodule", "block", "model", "after apply"])
+@pytest.mark.parametrize("when", ["submodule", "block", "submodule after apply"])
 def test_compiled_parts_keep_every_bit(backend, when):
     torch._dynamo.reset()
 
     def build():
         model = stack_of(nn.Tanh, count=2)()
-        if when == "submodule":
-            for block in model.blocks:
-                block.inner = torch.compile(block.inner, backend=backend)
+        for block in model.blocks if when == "submodule" else ():
+            block.inner = torch.compile(block.inner, backend=backend)
         if when == "block":
             model.blocks[0].compile(backend=backend)
         return model
 
-    compiled = {}
-
     def step(model, index):
-        subject = model
-        if when == "model" or (when == "after apply" and index > 0):
-            subject = compiled.setdefault(id(model), torch.compile(model, backend=backend))
-        return plain_step(subject, index)
+        if when == "submodule after apply" and index == 1:
+            for block in model.blocks:
+                block.up.compile(backend=backend)
+        return plain_step(model, index)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert_unchanged(build, step, engine=None)
+        assert_unchanged(build, step, steps=5, engine=None)
+
+
+COMPILED = {
+    "the whole model": lambda model: torch.compile(model, backend="aot_eager"),
+    "in place": lambda model: model.compile(backend="aot_eager") or model,
+    "every block": lambda model: [block.compile(backend="aot_eager") for block in model.blocks] and model,
+    "every block's part": lambda model: [block.up.compile(backend="aot_eager") for block in model.blocks] and model,
+    "the step": lambda model: torch.compile(lambda x: model(x), backend="aot_eager"),
+}
+
+
+def attach(model):
+    return plimsoll.attach(model, "1GiB")
+
+
+def plan_of(model):
+    return plimsoll.plan(model, batch(0), strategy="full", loss=weigh)
+
+
+VERBS = {
+    "plan": lambda model, plan: plan_of(model),
+    "apply": apply_plan,
+    "attach": lambda model, plan: attach(model) and plain_step(model, 0),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("how", ["the whole model", "in place", "every block", "every block's part"])
+def test_a_model_that_is_compiled_before_is_refused(how, verb):
+    torch._dynamo.reset()
+    model = stack_of(nn.Tanh)()
+    plan = plan_of(model)
+    compiled = COMPILED[how](model)
+    if how == "the whole model":  # whose names of regions are others, too
+        plan = msgspec.structs.replace(plan, regions=())
+    with pytest.raises(InvalidModel, match=r"compiled by torch\.compile"):
+        VERBS[verb](compiled, plan)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["at once", "after a step"])
+@pytest.mark.parametrize(
+    ("how", "verb"),
+    [
+        *((how, manage) for how in COMPILED if "part" not in how),
+        *((how, attach) for how in COMPILED if "block" not in how),
+    ],
+)
+def test_a_model_that_is_compiled_after_is_refused_when_it_trains(how, verb, first):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = stack_of(nn.Tanh)()
+    expected = train(copy.deepcopy(model), plain_step, 1)
+    handle = verb(model)
+    if not first:
+        plain_step(model, 0)
+    compiled = COMPILED[how](model)
+    with pytest.raises(InvalidModel, match="while a plan is at work"):
+        plain_step(compiled, 1)
+    with torch.no_grad():
+        assert compiled(batch(0)).shape == (5, 4)
+    handle.remove()
+    model.zero_grad()
+    assert differences(expected, train(model, plain_step, 1)) == []
+
+
+TRACERS = {
+    "jit.trace": lambda model: torch.jit.trace(model, batch(1)),
+    "make_fx": lambda model: make_fx(model)(batch(1)),
+    "make_fx with symbols": lambda model: make_fx(model, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
+        batch(1)
+    ),
+    "export": lambda model: torch.export.export(model, (batch(1),), strict=False).module(),
+    "strict export": lambda model: torch.export.export(model, (batch(1),), strict=True).module(),
+    "symbolic_trace": torch.fx.symbolic_trace,
+}
+
+
+@pytest.mark.parametrize("verb", [manage, attach])
+@pytest.mark.parametrize("name", TRACERS)
+def test_tracers_see_the_plain_model_and_leave_training_as_it_was(name, verb):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = stack_of(nn.Tanh, count=2)()
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings(), verb(model):
+        warnings.simplefilter("ignore")
+        for steps in (1, 2):
+            traced = TRACERS[name](model)
+            assert torch.equal(traced(batch(2)), plain(batch(2)))
+            assert differences(train(plain, plain_step, steps), train(model, plain_step, steps)) == []
+
+
+def test_scripting_is_refused_under_a_plan_and_for_copies_made_of_it_then():
+    model = stack_of(nn.Tanh, count=2)()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with manage(model):
+            for subject in (model, copy.deepcopy(model)):
+                with pytest.raises(InvalidModel, match=r"handle\.remove\(\)"):
+                    torch.jit.script(subject)
+        assert torch.equal(torch.jit.script(model)(batch(0)), model(batch(0)))
 
 
 def test_a_compiled_function_inside_a_region_keeps_every_bit():

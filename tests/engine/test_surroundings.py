@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -122,6 +123,23 @@ def test_removing_the_plan_while_a_graph_is_in_flight_leaves_backward_right():
         return loss
 
     assert differences(train(plain, step, 3), train(model, step, 3)) == []
+
+
+def test_threads_that_call_one_model_at_once_get_their_own_gradients():
+    """Their first calls overlap, and so do those that recipes serve."""
+    torch.manual_seed(0)
+    model = stack_of(nn.Tanh)()
+    inputs = [batch(index) for index in range(4)]
+    parameters = list(model.parameters())
+
+    def gradients(x):
+        return torch.autograd.grad(weigh(model(x)), parameters)
+
+    expected = [gradients(x) for x in inputs]
+    with manage(model, boundaries=(1, 2)), ThreadPoolExecutor(len(inputs)) as pool:
+        for _ in range(6):
+            for one, other in zip(expected, pool.map(gradients, inputs), strict=True):
+                assert all(map(torch.equal, one, other))
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -16,6 +15,7 @@ from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import COLLECTIVES, Plan, RegionPlan
 from plimsoll.artifacts.receipt import RegionOutcome
+from plimsoll.engine.copies import ModelHook
 from plimsoll.engine.inspection import Inspector
 from plimsoll.engine.linked_inputs import LinkTable
 from plimsoll.engine.offload.open import open_link
@@ -30,6 +30,7 @@ from plimsoll.engine.stored_forms import Packer
 from plimsoll.errors import PlanMismatch, PlanNotUsable
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import emptied_after_forward
+from plimsoll.tracing.refusals import uncompiled_regions
 
 
 class Handle:
@@ -52,8 +53,8 @@ class Handle:
         self._root_hooks: list[Any] = []
         if self.regions:
             self._root_hooks = [
-                model.register_forward_pre_hook(_RootHook(self.begin_step), prepend=True),
-                model.register_forward_hook(_RootHook(shared.links.clear), always_call=True),
+                model.register_forward_pre_hook(ModelHook(model, lambda *_: self.begin_step()), prepend=True),
+                model.register_forward_hook(ModelHook(model, lambda *_: shared.links.clear()), always_call=True),
             ]
         for region in self.regions.values():
             region.install()
@@ -149,23 +150,6 @@ class Handle:
             region.calls = 0
 
 
-class _RootHook:
-    """Runs something when the model is called. Copies and pickles of the model get a hook that does nothing."""
-
-    def __init__(self, run: Callable[[], None] | None = None) -> None:
-        self._run = run
-
-    def __call__(self, *_: Any) -> None:
-        if self._run is not None:
-            self._run()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _RootHook:
-        return _RootHook()
-
-    def __reduce__(self) -> tuple[type[_RootHook], tuple[()]]:
-        return (_RootHook, ())
-
-
 def apply_plan(
     model: nn.Module,
     plan: Plan,
@@ -189,6 +173,7 @@ def apply_plan(
         PlanNotUsable: the plan's status says that it holds no decisions.
         PlanMismatch: a region of the plan is not in the model, or the model is managed already.
         OffloadFailed: the link cannot be opened.
+        InvalidModel: the model, or every region that the plan manages, is compiled by torch.compile.
     """
     if not plan.status.is_usable:
         raise PlanNotUsable(
@@ -199,6 +184,7 @@ def apply_plan(
     managed = _managed_regions(plan) if sensor is None else _regions(plan)
     for name in {region.name for region in plan.regions}:
         _check_module(model, modules, name, is_managed=name in managed)
+    open_to_us = uncompiled_regions(model, {name: modules[name] for name in managed})
     parameters = list(model.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
     if link is None and plan.link:
@@ -218,10 +204,7 @@ def apply_plan(
         splits_backward=splits_backward,
         repeats_collectives=COLLECTIVES in plan.allow,
     )
-    regions = {name: ManagedRegion(name, modules[name], calls, shared) for name, calls in managed.items()}
-    for made in regions.values():
-        if made.obstacle:
-            warnings.warn(f"plimsoll: region {made.name!r} is left alone: {made.obstacle}", stacklevel=3)
+    regions = {name: ManagedRegion(name, module, managed[name], shared) for name, module in open_to_us.items()}
     return Handle(model, plan, regions, shared)
 
 

@@ -2,7 +2,7 @@
 
 Three questions, in the order in which they can be answered:
 
-1. Before anything: are this call's saved tensors ours to manage? `is_somebody_elses_call`, and `compiled_inside` once.
+1. Before anything: are this call's saved tensors ours to manage? `is_somebody_elses_call`, and `compiled_part` once.
 2. Before forward: is the call like one that was recorded? `SignatureReader.read` gives a key of all that is visible on the
    host; calls with equal keys are expected to run the same ops.
 3. After forward, while every saved tensor is still held: did it do what the recorded call did? `Guard.holds` decides. If it
@@ -13,9 +13,6 @@ What no guard can see, a changed constant inside an op say, is left to the sampl
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,9 +23,8 @@ from plimsoll.engine.hooks import OpenCall
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.tracing.local_tensors import is_pending, is_sharded, layout_key, local_of
 from plimsoll.tracing.torch_internals import (
-    FAKE_MODE,
     are_saved_hooks_enabled,
-    get_dispatch_mode,
+    is_being_traced,
     is_in_forward_ad,
     peek_functorch,
     top_saved_hooks,
@@ -40,43 +36,14 @@ _SCALARS = (bool, int, float, complex, str)
 
 
 def is_somebody_elses_call() -> bool:
-    """Whether saved tensors are not ours to manage: other hooks are active or forbidden, or a transform is at work."""
+    """Whether saved tensors are not ours to manage: other hooks are active or forbidden, a transform or a tracer is at work."""
     return (
         top_saved_hooks(True) is not None
         or not are_saved_hooks_enabled()
         or peek_functorch() is not None
         or is_in_forward_ad()
-        or get_dispatch_mode(FAKE_MODE) is not None
+        or is_being_traced()
     )
-
-
-def compiled_inside(module: nn.Module) -> str:
-    """Why a region with a compiled function in it is left alone: hooks around it would unpack everything at once."""
-    for name, inner in module.named_modules():
-        forward = inner.__dict__.get("forward", type(inner).forward)
-        if (
-            type(inner).__name__ == "OptimizedModule"
-            or inner._compiled_call_impl is not None
-            or any(map(_is_compiled, (forward, *_called_by(forward))))
-        ):
-            return f"{name or 'the module'} is compiled by torch.compile, which decides about its own saved tensors"
-    return ""
-
-
-def _is_compiled(function: Any) -> bool:
-    return getattr(function, "_torchdynamo_orig_callable", None) is not None
-
-
-def _called_by(forward: Any) -> Iterator[Any]:
-    """What a forward may call by name: globals that its code mentions, and what it closes over."""
-    function = inspect.unwrap(getattr(forward, "__func__", forward))
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a cell that is still empty
-            yield cell.cell_contents
 
 
 class SignatureReader:

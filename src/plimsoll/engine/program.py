@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class Shared:
     agree_on_service: Callable[[str, tuple[int, ...], str], None] | None = None
     """Compares with other ranks how a region that repeats collectives is served: region, ranks, service."""
     splits_backward: bool = False
+    recording: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread that records a region; others keep everything meanwhile."""
 
 
 class Program:

@@ -6,7 +6,8 @@ mode, two hooks, a guard. What cannot be recorded is left to the ``fallback``.
 
 from __future__ import annotations
 
-import types
+import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +16,21 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Proxy
+from torch.utils._pytree import tree_leaves
 
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.receipt import RegionOutcome
+from plimsoll.engine.copies import CopiedForward, calling_module
 from plimsoll.engine.fallback import Fallback
-from plimsoll.engine.guards import SignatureReader, compiled_inside, is_somebody_elses_call, is_transparent
+from plimsoll.engine.guards import SignatureReader, is_somebody_elses_call, is_transparent
 from plimsoll.engine.hooks import OpenCall, unpack
 from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.record import record_call
 from plimsoll.tracing.local_tensors import version_of
 from plimsoll.tracing.recorder.calling import call_tensors
+from plimsoll.tracing.refusals import compiled_part, refuse_compiler
 from plimsoll.tracing.torch_internals import sequence_number
 
 MAX_SIGNATURES = 8
@@ -68,7 +73,18 @@ class ManagedRegion:
         self._reader = SignatureReader(module, self._device_type)
         self._fallback = Fallback(name, self._original)
         self._is_removed = False
-        self.obstacle = compiled_inside(module)
+        self.obstacle = compiled_part(module)
+        """The part of it that is compiled by torch.compile."""
+
+    def _is_compiled(self) -> bool:
+        """Whether the region is to be left alone, since hooks around compiled code would unpack everything at once."""
+        self.obstacle = compiled_part(self.module)
+        if self.obstacle:
+            warnings.warn(
+                f"plimsoll: region {self.name!r} is left alone: {self.obstacle} is compiled by torch.compile",
+                stacklevel=6,
+            )
+        return bool(self.obstacle)
 
     def install(self) -> None:
         self.module.forward = self
@@ -77,17 +93,25 @@ class ManagedRegion:
     def remove(self) -> None:
         """Put the module's forward back as it was found; where somebody has wrapped ours, only step aside."""
         self._is_removed = True
-        if self.module.__dict__.get("forward") is not self:
-            return
+        if self.module.__dict__.get("forward") is self:
+            self._leave(self.module)
+
+    def _leave(self, module: nn.Module) -> None:
+        """Give the module, or a copy of it, back the forward that it had."""
         if self._had_own:
-            self.module.forward = self._original
+            module.forward = self._original
         else:
-            self.module.__dict__.pop("forward", None)
+            del module.__dict__["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self.obstacle or self._is_removed:
+        if torch.compiler.is_compiling():
+            refuse_compiler(self.module)
             return self._original(*args, **kwargs)
-        if is_somebody_elses_call():
+        caller = calling_module()
+        if caller is not None and caller is not self.module and caller.__dict__.get("forward") is self:
+            self._leave(caller)  # a shallow copy of the module: it is not managed, and its weights may be others
+            return caller.forward(*args, **kwargs)
+        if not torch.is_grad_enabled() or self.obstacle or self._is_removed or is_somebody_elses_call():
             return self._original(*args, **kwargs)
         plan = self._plans[min(self.calls, len(self._plans) - 1)]
         self.calls += 1
@@ -101,8 +125,13 @@ class ManagedRegion:
             return output
         key = (id(plan), *self._reader.read(args, kwargs))
         service = self.services.get(key)
+        if service is None and self._shared.recording.acquire(blocking=False):
+            try:
+                return self._first(key, plan, args, kwargs)
+            finally:
+                self._shared.recording.release()
         if service is None:
-            return self._first(key, plan, args, kwargs)
+            return self._fallback.run(Engine.KEEP, args, kwargs)
         if service.program is not None:
             return self._steady(service, service.program, args, kwargs)
         return self._whole(service, args, kwargs)
@@ -128,16 +157,17 @@ class ManagedRegion:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the module is not managed: it gets its plain forward back."""
-        return _plain_forward(self._original, memo.get(id(self.module), self.module))
+        if self._had_own:
+            return copy.deepcopy(self._original, memo)
+        return CopiedForward(memo.get(id(self.module), self.module))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled module is not managed either."""
-        return (_plain_forward, (None, self.module))
+        return (CopiedForward, (self.module,))
 
     def _first(self, key: tuple[Any, ...], plan: RegionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(
-            isinstance(t, FakeTensor) or t.is_meta for t in (*call_tensors(args, kwargs), *self.module.parameters())
-        ):
+        leaves = (*tree_leaves((args, kwargs)), *self.module.parameters())
+        if any(isinstance(x, FakeTensor | Proxy) or (isinstance(x, torch.Tensor) and x.is_meta) for x in leaves):
             return self._original(*args, **kwargs)
         fallback, shared = self._fallback, self._shared
         fallback.may_rerun &= is_transparent(args) and is_transparent(kwargs)
@@ -222,6 +252,8 @@ class ManagedRegion:
         call.keep_all()
         if program.plan.collectives:
             raise self._fallback.refusal("this call saves other tensors than the recorded one")
+        if self._is_compiled():  # since it was recorded
+            return
         service.misfits += 1
         if service.misfits > MAX_MISFITS:
             self._give_up(
@@ -236,9 +268,3 @@ def _first_obstacle(program: Program) -> str:
         (name, form), times = next(iter(refused.items()))
         return f"{name} is kept: its codec {form} could not represent the data ({times} times)"
     return next((f"{name} is kept: {obstacle}" for name, obstacle in program.plan.choice.obstacles.items()), "")
-
-
-def _plain_forward(original: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any]:
-    if isinstance(original, types.MethodType):
-        return types.MethodType(original.__func__, module)
-    return types.MethodType(type(module).forward, module)

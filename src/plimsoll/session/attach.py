@@ -27,10 +27,10 @@ from torch import nn
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.apply import Handle
+from plimsoll.engine.copies import ModelHook
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.agreement import Agreement, agreement_for, described
 from plimsoll.session.calibration import (
-    CallHook,
     MeasuredStep,
     OptimizerWatch,
     as_batch,
@@ -49,6 +49,7 @@ from plimsoll.session.trial import error_scale
 from plimsoll.tracing.fsdp2 import splits_activations
 from plimsoll.tracing.recorder.calling import call_tensors
 from plimsoll.tracing.recorder.fingerprint import fingerprint
+from plimsoll.tracing.refusals import refuse_compiled
 from plimsoll.tracing.torch_internals import is_profiled
 from plimsoll.units import format_bytes
 
@@ -100,8 +101,8 @@ class Attachment:
         self._excess_bytes = 0
         self._counted_state_bytes = 0
         self._hooks: list[Any] = [
-            model.register_forward_pre_hook(CallHook(self._before_forward), with_kwargs=True, prepend=True),
-            model.register_forward_hook(CallHook(self._after_forward), always_call=True),
+            model.register_forward_pre_hook(ModelHook(model, self._before_forward), with_kwargs=True, prepend=True),
+            model.register_forward_hook(ModelHook(model, self._after_forward), always_call=True),
         ]
 
     @property
@@ -396,6 +397,7 @@ def attach(
     """
     with agreement_for(model, "attach", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
         check_model(model, optimizer)
+        refuse_compiled(model)
         check_count("verify_every", verify_every, least=0)
         limit = Budget.required(budget)
         options = PlanOptions.read(

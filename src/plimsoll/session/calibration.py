@@ -168,23 +168,6 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     return sum(storage_bytes(tensors, device) for device in {device.type for device in devices})
 
 
-class CallHook:
-    """Calls a method of an attachment. Copies and pickles of the model get a hook that does nothing."""
-
-    def __init__(self, run: Callable[..., None] | None = None) -> None:
-        self._run = run
-
-    def __call__(self, *arguments: Any) -> None:
-        if self._run is not None:
-            self._run(*arguments)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CallHook:
-        return CallHook()
-
-    def __reduce__(self) -> tuple[type[CallHook], tuple[()]]:
-        return (CallHook, ())
-
-
 def as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments of a call as a batch; where some are positional and some are not, by the names of ``forward``."""
     if args and kwargs:

@@ -6,7 +6,10 @@ Out-of-memory errors and interrupts pass as they are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.parameter import UninitializedParameter
 
 from plimsoll.errors import InvalidBatch, InvalidModel, PlimsollError, TracingFailed
+from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import has_flat_parameters, sharded_parameters
 from plimsoll.tracing.local_tensors import is_sharded
 
@@ -79,6 +83,95 @@ def refuse_shards(model: nn.Module) -> None:
             next="plan on the device itself, without device_profile=; or before it is split: "
             'plimsoll.estimate(model, batch, layout="dp=8,zero=3")',
         )
+
+
+def compiled_part(module: nn.Module) -> str:
+    """Which part of a module is compiled by torch.compile (``""``: none): itself, a submodule, or what a forward calls.
+
+    Hooks around compiled code would unpack everything at once, and what it saves is decided in its own backward.
+    """
+    for name, inner in module.named_modules():
+        forward = inner.__dict__.get("forward", type(inner).forward)
+        if is_compiled(inner) or any(map(_is_compiled_function, (forward, *_called_by(forward)))):
+            return name or "the module"
+    return ""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile, or the module's own ``compile()``, was called on this very module."""
+    # Private names, seen in torch 2.9 to 2.13. OptimizedModule goes by its name: importing its home takes seconds.
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
+def _is_compiled_function(function: Any) -> bool:
+    return getattr(function, "_torchdynamo_orig_callable", None) is not None
+
+
+def _called_by(forward: Any) -> Iterator[Any]:
+    """What a forward may call by name: globals that its code mentions, and what it closes over."""
+    function = inspect.unwrap(getattr(forward, "__func__", forward))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            yield cell.cell_contents
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Refuse a model that is compiled as a whole: a plan would decide about nothing.
+
+    Raises:
+        InvalidModel: it is.
+    """
+    if is_compiled(model) or is_compiled(inner_module(model)):
+        raise _compiled(f"{type(model).__name__} is compiled by torch.compile.")
+
+
+def uncompiled_regions(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The regions that a plan can decide about; of each of the others it is said that it is left alone.
+
+    Raises:
+        InvalidModel: none is left, or the model is compiled as a whole.
+    """
+    refuse_compiled(model)
+    compiled = {name: part for name, module in regions.items() if (part := compiled_part(module))}
+    if compiled and len(compiled) == len(regions):
+        raise _compiled(f"{type(model).__name__} is compiled by torch.compile in every one of its regions.")
+    for name, part in compiled.items():
+        warnings.warn(f"plimsoll: region {name!r} is left alone: {part} is compiled by torch.compile", stacklevel=2)
+    return {name: module for name, module in regions.items() if name not in compiled}
+
+
+def refuse_compiler(module: nn.Module) -> None:
+    """Stop torch.compile when it comes upon a managed module while it traces; evaluation and torch.export may go on.
+
+    Raises:
+        InvalidModel: to whoever called the compiled code.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        # What raises while it is traced would run uncompiled instead; after a break, what follows is run as it stands.
+        torch._dynamo.graph_break("Plimsoll: a model under a plan cannot be compiled; call handle.remove() first")
+        raise _compiled(f"{type(module).__name__} was compiled by torch.compile while a plan is at work on it.")
+
+
+def _compiled(found: str) -> InvalidModel:
+    return InvalidModel(
+        found,
+        why="compiled code decides by itself what it saves for backward, so a plan for the eager model would do nothing",
+        next="train it uncompiled under the plan (handle.remove() makes room for torch.compile), or compile parts inside of "
+        "some regions only: those keep everything",
+    )
+
+
+def refused_script() -> InvalidModel:
+    """The error of torch.jit.script on a model with a plan at work, or on a copy that was made of it then."""
+    return InvalidModel(
+        "torch.jit.script cannot compile a model under a plan.",
+        why="it compiles the source of forward and of hooks, and those of a plan are made of objects",
+        next="call handle.remove() first (and copy the model after it); torch.jit.trace and torch.export work under a plan",
+    )
 
 
 def explain_forward(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -65,7 +65,11 @@ are_saved_hooks_enabled: Callable[[], bool] = internal("torch._C._autograd._save
 peek_functorch: Callable[[], Any] = internal("torch._C._functorch.peek_interpreter_stack")
 """The innermost ``torch.func`` transform, or ``None``."""
 get_dispatch_mode: Callable[[Any], Any] = internal("torch._C._get_dispatch_mode")
-FAKE_MODE: Any = internal("torch._C._TorchDispatchModeKey.FAKE")
+count_dispatch_modes: Callable[[], int] = internal("torch._C._len_torch_dispatch_stack")
+TRACING_MODES: tuple[Any, ...] = tuple(
+    internal(f"torch._C._TorchDispatchModeKey.{mode}") for mode in ("FAKE", "PROXY", "FUNCTIONAL")
+)
+get_jit_tracing_state: Callable[[], Any] = internal("torch._C._get_tracing_state")
 is_profiler_on: Callable[[], bool] = internal("torch._C._autograd._profiler_enabled")
 """Whether any profiler runs, our meters' own among them."""
 has_storage: Callable[[torch.Tensor], bool] = internal("torch._C._has_storage")
@@ -96,6 +100,13 @@ internal("torch.autograd.profiler._is_profiler_enabled")
 def is_in_forward_ad() -> bool:
     """Whether forward-mode differentiation is at work."""
     return torch.autograd.forward_ad._current_level >= 0
+
+
+def is_being_traced() -> bool:
+    """Whether ops are written down rather than trained with: by jit.trace, make_fx or export, or with fake tensors."""
+    return get_jit_tracing_state() is not None or (
+        count_dispatch_modes() > 0 and any(get_dispatch_mode(mode) is not None for mode in TRACING_MODES)
+    )
 
 
 def is_profiled() -> bool:

@@ -33,7 +33,7 @@ from plimsoll.tracing.optimizer import trace_optimizer
 from plimsoll.tracing.recorder.calling import Call, Loss, ModuleStack, check_devices, output_tensors, split_batch
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.tracing.recorder.untouched import private_copy, untouched
-from plimsoll.tracing.refusals import check_traceable, refuse_shards
+from plimsoll.tracing.refusals import check_traceable, refuse_shards, uncompiled_regions
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.torch_internals import current_autograd_node
 from plimsoll.tracing.tracer import StepTracer, register_statics
@@ -78,7 +78,7 @@ def trace(
 
     Raises:
         InvalidModel: no parameters, nothing to train, already checkpointed, optimizer of another model; split over ranks,
-            and to be traced without its device.
+            and to be traced without its device; compiled by torch.compile, as a whole or in every region.
         InvalidBatch: the model refuses the batch, or it lies on another device.
         InvalidLoss, InvalidRegions: there is no scalar loss; a pattern matches nothing.
         TracingFailed: gradients are off, or the step depends on values that a fake trace does not have.
@@ -89,7 +89,8 @@ def trace(
         ''
     """
     step = _Step(model, batch, loss, optimizer, device_name)
-    capture = functools.partial(StepCapture, step.model, find_regions(step.model, regions), loss=loss)
+    found = uncompiled_regions(model, find_regions(step.model, regions))
+    capture = functools.partial(StepCapture, step.model, found, loss=loss)
     report = progress or silent
     if step.is_fake:
         refuse_shards(step.model)

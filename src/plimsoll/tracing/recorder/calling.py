@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -97,10 +98,11 @@ def flat_tensors(tree: Any) -> list[torch.Tensor]:
     return []
 
 
-class ModuleStack:
+class ModuleStack(threading.local):
     """Knows which submodule of ``root`` is running, by temporary forward hooks.
 
     ``path`` is relative to ``root`` (``""`` in the root itself). A module that is reached under several names keeps its first.
+    Every thread has a stack of its own: others may call the same modules meanwhile, or be inside of them already.
     """
 
     def __init__(self) -> None:
@@ -134,4 +136,4 @@ class ModuleStack:
         self._stack.append(path)
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._stack.pop()
+        del self._stack[-1:]
