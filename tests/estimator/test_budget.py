@@ -13,7 +13,7 @@ from plimsoll.planning.costing.devices import find_device, known_devices
 from plimsoll.units import MIB
 
 
-def buffers(layout: Layout, device: str = "A100") -> dict[str, int]:
+def buffers(layout: Layout, device: str) -> dict[str, int]:
     """MiB of every communicator."""
     items = framework_items(find_device(device), layout)
     return {item.name[14:-1]: (item.bytes or 0) // MIB for item in items if item.name.startswith("NCCL")}
@@ -51,28 +51,23 @@ def test_workspaces_are_those_that_recorded_training_steps_hold(device: str, byt
     assert (workspaces.bytes, workspaces.basis) == (bytes_, Basis.EXACT)
 
 
-def test_one_rank_has_no_communicator():
-    assert buffers(Layout(micro_batches=4)) == {}
-
-
-def test_groups_of_two_take_less_than_larger_ones():
-    assert buffers(Layout(tp=2)) == {"tp": 544}
-    assert buffers(Layout(tp=4, dp=2)) == {"tp": 688, "dp": 544}
-
-
-def test_sharding_and_context_parallel_ranks_reduce_together():
-    assert buffers(Layout(dp=2, cp=2, zero=3)) == {"cp": 544, "dp and cp": 688}
-
-
-def test_neighbours_in_a_pipeline_cost_more_within_a_node_than_over_the_network():
-    assert buffers(Layout(pp=2)) == {"pp": 447}
-    assert buffers(Layout(pp=4)) == {"pp": 894}
-    assert buffers(Layout(tp=8, pp=4)) == {"tp": 688, "pp": 80}
-
-
-def test_an_all_to_all_takes_buffers_for_every_peer():
-    assert buffers(Layout(dp=8, ep=8), "H100")["ep"] == 7 * 447
-    assert buffers(Layout(dp=16, ep=16), "H100")["ep"] == 7 * 447 + 8 * 40
+@pytest.mark.parametrize(
+    ("layout", "device", "mib"),
+    [
+        (Layout(micro_batches=4), "A100", {}),
+        (Layout(tp=2), "A100", {"tp": 544}),  # groups of two take less than larger ones
+        (Layout(tp=4, dp=2), "A100", {"tp": 688, "dp": 544}),
+        (Layout(dp=2, cp=2, zero=3), "A100", {"cp": 544, "dp and cp": 688}),  # these ranks reduce together
+        (Layout(pp=2), "A100", {"pp": 447}),  # neighbours cost more within a node than over the network
+        (Layout(pp=4), "A100", {"pp": 894}),
+        (Layout(tp=8, pp=4), "A100", {"tp": 688, "pp": 80}),
+        (Layout(dp=8, ep=8), "H100", {"dp": 688, "ep": 7 * 447}),  # an all-to-all takes buffers for every peer
+        (Layout(dp=16, ep=16), "H100", {"dp": 688, "ep": 7 * 447 + 8 * 40}),
+    ],
+    ids=str,
+)
+def test_every_group_of_ranks_has_its_buffers(layout: Layout, device: str, mib: dict[str, int]):
+    assert buffers(layout, device) == mib
 
 
 def test_fewer_channels_over_pcie_take_less_and_are_less_certain():

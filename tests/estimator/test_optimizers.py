@@ -17,6 +17,7 @@ from plimsoll.estimator.optimizers import known_optimizers, optimizer_use
 from plimsoll.tracing.meters.memory import PeakMeter
 from plimsoll.tracing.optimizer import OptimizerLog, trace_optimizer
 from plimsoll.tracing.recorder.opkey import dtype_name
+from samples import filled
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SHAPES = ((128, 64), (64,), (64, 128), (128,), (3, 48, 40), (8, 3, 5, 5), (96, 100), (64, 64))
@@ -51,12 +52,12 @@ def model_for(name: str, *dtypes: torch.dtype) -> Shapes:
 
 def described(model: nn.Module) -> list[TraceParameter]:
     return [
-        TraceParameter(
+        filled(
+            TraceParameter,
             name=name,
             shape=tuple(p.shape),
             dtype=dtype_name(p.dtype),
-            bytes=p.numel() * p.element_size(),
-            storage=-1,
+            bytes=p.nbytes,
             is_trainable=p.requires_grad,
         )
         for name, p in model.named_parameters()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,24 +27,10 @@ SIZES = st.sampled_from([1, 700, 100_000, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * M
 REQUESTS = st.lists(st.tuples(SIZES, st.integers(0, 1), st.floats(0, 1)), min_size=1, max_size=80)
 
 
-def event(
-    block: int,
-    mib: float,
-    *,
-    instant: int = 0,
-    category: Category = Category.ACTIVATION,
-    lasts: bool = False,
-    stream: int = 0,
-) -> AllocationEvent:
-    return AllocationEvent(
-        instant=instant,
-        block=block,
-        bytes=int(mib * MIB),
-        label=f"block {block}",
-        category=category,
-        lasts=lasts,
-        stream=stream,
-    )
+def event(block: int, mib: float, **more: Any) -> AllocationEvent:
+    """An allocation of an activation, or with fewer than 0 MiB its end."""
+    usual = {"instant": 0, "category": Category.ACTIVATION, "lasts": False, "stream": 0} | more
+    return AllocationEvent(block=block, bytes=int(mib * MIB), label=f"block {block}", **usual)
 
 
 def events_of(requests: Iterable[tuple[int, int, float]]) -> list[AllocationEvent]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from plimsoll.estimator.catalogue.models import known_models
@@ -40,7 +42,7 @@ def test_a_tiny_sibling_is_traced_with_facts_of_its_own(traced: TracedTarget):
     assert trace.regions
     assert not [region.obstacle for region in trace.regions if region.obstacle]
     assert facts.batch == CATALOGUE[facts.name].batch
-    elements = sum(_elements(parameter.shape) for parameter in trace.parameters)
+    elements = sum(math.prod(parameter.shape) for parameter in trace.parameters)
     assert facts.parameters == elements
     assert 0 < facts.active_parameters <= facts.parameters
     assert (facts.active_parameters < facts.parameters) is (facts.experts is not None)
@@ -68,40 +70,27 @@ def test_experts_compute_as_many_rows_as_tokens_are_sent(traced: TracedTarget):
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "hidden", "heads", "kv_heads", "vocabulary"),
+    ("name", "sizes"),  # layers, hidden, heads, key-value heads, vocabulary
     [
-        ("llama-3-405b", 126, 16384, 128, 8, 128256),
-        ("llama-2-13b", 40, 5120, 40, 40, 32000),
-        ("qwen3-32b", 64, 5120, 64, 8, 151936),
-        ("mixtral-8x7b", 32, 4096, 32, 8, 32000),
-        ("deepseek-v3", 61, 7168, 128, 128, 129280),
-        ("gpt3-175b", 96, 12288, 96, 96, 50257),
-        ("megatron-1t", 128, 25600, 160, 160, 51200),
-        ("bert-large", 24, 1024, 16, 16, 30522),
-        ("t5-large", 48, 1024, 16, 16, 32128),
-        ("vit-h", 32, 1280, 16, 16, None),
-        ("clip-vit-l-14", 36, 1024, 16, 16, 49408),
-        ("whisper-large-v3", 64, 1280, 20, 20, 51866),
-        ("mamba2-130m", 24, 768, None, None, 50288),
-        ("sd-1.5-unet", None, None, None, None, None),
+        ("llama-3-405b", (126, 16384, 128, 8, 128256)),
+        ("llama-2-13b", (40, 5120, 40, 40, 32000)),
+        ("qwen3-32b", (64, 5120, 64, 8, 151936)),
+        ("mixtral-8x7b", (32, 4096, 32, 8, 32000)),
+        ("deepseek-v3", (61, 7168, 128, 128, 129280)),
+        ("gpt3-175b", (96, 12288, 96, 96, 50257)),
+        ("megatron-1t", (128, 25600, 160, 160, 51200)),
+        ("bert-large", (24, 1024, 16, 16, 30522)),
+        ("t5-large", (48, 1024, 16, 16, 32128)),
+        ("vit-h", (32, 1280, 16, 16, None)),
+        ("clip-vit-l-14", (36, 1024, 16, 16, 49408)),
+        ("whisper-large-v3", (64, 1280, 20, 20, 51866)),
+        ("mamba2-130m", (24, 768, None, None, 50288)),
+        ("sd-1.5-unet", (None, None, None, None, None)),
     ],
 )
-def test_facts_are_read_without_building_the_model(
-    name: str,
-    layers: int | None,
-    hidden: int | None,
-    heads: int | None,
-    kv_heads: int | None,
-    vocabulary: int | None,
-):
+def test_facts_are_read_without_building_the_model(name: str, sizes: tuple[int | None, ...]):
     facts = target_facts(TraceRequest(target=name, device_name="H100-SXM"))
-    assert (facts.layers, facts.hidden, facts.heads, facts.kv_heads, facts.vocabulary) == (
-        layers,
-        hidden,
-        heads,
-        kv_heads,
-        vocabulary,
-    )
+    assert (facts.layers, facts.hidden, facts.heads, facts.kv_heads, facts.vocabulary) == sizes
     assert facts.parameters is None
 
 
@@ -109,10 +98,3 @@ def test_tokens_count_text_alone():
     assert target_facts(TraceRequest(target="llama-3-8b", device_name="H100", batch=3, sequence=100)).tokens == 300
     assert target_facts(TraceRequest(target="clip-vit-l-14", device_name="H100")).tokens is None
     assert target_facts(TraceRequest(target="whisper-large-v3", device_name="H100")).tokens is None
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

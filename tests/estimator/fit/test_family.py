@@ -99,11 +99,10 @@ def test_a_batch_of_one_whose_step_runs_other_ops_is_named_and_left_out(family: 
     assert family.at(alone) is traces[alone]
 
 
-def test_a_traced_shape_comes_back_as_it_was_traced(family: Family, traces):
+def test_a_traced_shape_comes_back_as_it_was_traced_and_equal_blocks_of_a_predicted_one_are_of_one_kind(
+    family: Family, traces
+):
     assert family.at(TRACED[0]) is traces[TRACED[0]]
-
-
-def test_equal_blocks_of_a_predicted_trace_are_still_of_one_kind(family: Family):
     assert len({region.kind for region in family.at(HELD_OUT).regions}) == 1
 
 

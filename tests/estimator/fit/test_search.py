@@ -81,25 +81,17 @@ def test_the_best_point_is_within_two_percent_of_trying_every_one(fixed, budget,
     assert formula.solves <= search.most_solves + 1
 
 
-def test_the_largest_micro_batch_that_needs_no_plan_is_always_among_the_points():
-    search = run(Formula(5.0, 0.1, 100, 3700, 0.3, 0.5))
+@pytest.mark.parametrize(("floor_share", "most_batch"), [(0.3, MOST_BATCH), (0.1, 64)])
+def test_the_largest_micro_batch_that_needs_no_plan_is_always_among_the_points(floor_share: float, most_batch: int):
+    search = run(Formula(5.0, 0.1, 100, 3700, floor_share, 0.5), most_batch=most_batch)
+    assert most_batch > 64 or all(point.does_fit for point in search.points())
     assert 37 in [point.micro_batch for point in search.points() if point.is_unmanaged]
 
 
-def test_it_is_also_where_everything_that_may_be_looked_at_fits_with_a_plan():
-    search = run(Formula(5.0, 0.1, 100, 3700, 0.1, 0.5), most_batch=64)
-    assert all(point.does_fit for point in search.points())
-    assert 37 in [point.micro_batch for point in search.points() if point.is_unmanaged]
-
-
-def test_a_slow_plan_loses_against_a_smaller_micro_batch_that_needs_none():
+def test_a_slow_plan_loses_against_no_plan_and_large_fixed_costs_are_worth_recomputation():
     best = run(Formula(0.01, 0.1, 100, 3700, 0.3, 5.0)).best()
     assert best is not None
-    assert best.is_unmanaged
-    assert best.micro_batch == 37
-
-
-def test_large_fixed_costs_are_worth_recomputation():
+    assert (best.is_unmanaged, best.micro_batch) == (True, 37)
     best = run(Formula(30.0, 0.1, 100, 3700, 0.3, 0.2)).best()
     assert best is not None
     assert best.micro_batch > 74

@@ -46,15 +46,12 @@ def test_gathering_and_scattering_are_each_others_gradient():
     assert to_x.shape == x.shape
 
 
-def test_whole_gradients_are_split_and_not_sent():
+@pytest.mark.parametrize(("move", "positions"), [(collectives.unsplit, 8), (collectives.split, 2)])
+def test_whole_gradients_are_split_and_not_sent(move, positions: int):
     x = torch.randn(2, 4, 3, requires_grad=True)
-    whole = collectives.unsplit(x, 1, 2, "tp")
-    assert whole.shape == (2, 8, 3)
-    (to_x,) = torch.autograd.grad(whole, x, torch.ones(2, 8, 3))
-    assert to_x.shape == x.shape
-    part = collectives.split(x, 1, 2, "tp")
-    assert part.shape == (2, 2, 3)
-    (to_x,) = torch.autograd.grad(part, x, torch.ones(2, 2, 3))
+    moved = move(x, 1, 2, "tp")
+    assert moved.shape == (2, positions, 3)
+    (to_x,) = torch.autograd.grad(moved, x, torch.ones(2, positions, 3))
     assert to_x.shape == x.shape
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,23 +98,18 @@ def test_layouts_that_the_model_rules_out_are_refused_with_the_degrees_that_woul
         check_layout(read_layout(text), LLAMA)
 
 
-def test_a_vocabulary_need_not_divide():
-    check_layout(read_layout("tp=8"), ModelFacts(name="gpt", architecture="A", heads=96, vocabulary=50257))
-
-
-def test_key_value_heads_are_split_or_replicated():
-    check_layout(read_layout("tp=32"), LLAMA)
-    six = ModelFacts(name="six", architecture="A", heads=24, kv_heads=6)
-    with pytest.raises(InvalidLayout, match="6 key-value heads"):
-        check_layout(read_layout("tp=4"), six)
-
-
-def test_experts_divide_by_the_expert_parallel_ranks():
-    mixtral = ModelFacts(name="mixtral", architecture="A", experts=8)
-    check_layout(read_layout("dp=8,ep=8"), mixtral)
-    with pytest.raises(InvalidLayout, match="ep=6 does not divide the experts of mixtral, 8"):
-        check_layout(read_layout("dp=6,ep=6"), mixtral)
-
-
-def test_a_size_that_is_not_known_rules_nothing_out():
-    check_layout(read_layout("tp=7,pp=99,cp=5,dp=3,ep=3"), ModelFacts(name="x", architecture="A"))
+@pytest.mark.parametrize(
+    ("text", "facts", "message"),
+    [
+        ("tp=8", {"heads": 96, "vocabulary": 50257}, ""),  # a vocabulary need not divide
+        ("tp=32", {"heads": 32, "kv_heads": 8}, ""),  # key-value heads are split or replicated
+        ("tp=4", {"heads": 24, "kv_heads": 6}, "6 key-value heads"),
+        ("dp=8,ep=8", {"experts": 8}, ""),
+        ("dp=6,ep=6", {"experts": 8}, "ep=6 does not divide the experts of x, 8"),
+        ("tp=7,pp=99,cp=5,dp=3,ep=3", {}, ""),  # a size that is not known rules nothing out
+    ],
+)
+def test_heads_and_experts_divide_or_are_replicated(text: str, facts: dict[str, int], message: str):
+    model = ModelFacts(name="x", architecture="A", **facts)
+    with pytest.raises(InvalidLayout, match=message) if message else contextlib.nullcontext():
+        check_layout(read_layout(text), model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import steps
 from plimsoll.artifacts.job import Layout, PipelineSchedule
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.errors import InvalidLayout
@@ -123,17 +124,12 @@ def test_what_the_encoder_returns_reaches_every_decoder_stage(t5: Trace):
     assert any(label.startswith("received gradient of encoder.dropout") for label in received[1])
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+def _blocks() -> nn.Sequential:
+    return nn.Sequential(*(steps.Block(16, dropout=0.0) for _ in range(6)))
 
 
 def test_a_stage_holds_what_its_blocks_hold_when_they_are_traced_alone():
-    blocks = nn.Sequential(*(_Block() for _ in range(6)))
+    blocks = _blocks()
     whole = trace(blocks, torch.ones(8, 16), loss=torch.sum, repeats=1)
     middle = split_stages(whole, Layout(pp=3))[1]
     alone = trace(blocks[2:4], torch.ones(8, 16, requires_grad=True), loss=torch.sum, repeats=1)
@@ -146,7 +142,7 @@ def test_a_stage_holds_what_its_blocks_hold_when_they_are_traced_alone():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_stage_at_work_in_its_pipeline_holds_what_is_predicted(schedule: str):
-    blocks = nn.Sequential(*(_Block() for _ in range(6)))
+    blocks = _blocks()
     whole = trace(blocks, torch.ones(64, 16), loss=torch.sum, repeats=1)
     layout = Layout(pp=3, micro_batches=5, schedule=PipelineSchedule(schedule))
     orders, middle = pipeline_orders(layout), blocks[2:4]
@@ -182,22 +178,22 @@ def test_blocks_are_split_evenly_with_less_at_both_ends():
     assert even_counts(126, 16) == (7, *[8] * 14, 7)
 
 
-def test_a_split_can_be_given(llama: Trace):
+def test_a_split_can_be_given_and_interleaved_stages_are_cut_in_the_order_of_the_model(llama: Trace):
     stages = split_stages(llama, Layout(pp=2), counts=(2, 4))
     assert [stage.regions for stage in stages] == [(0, 1), (2, 3, 4, 5)]
-
-
-def test_interleaved_stages_are_cut_in_the_order_of_the_model(llama: Trace):
     layout = Layout(pp=3, virtual_stages=2, schedule=PipelineSchedule.INTERLEAVED, micro_batches=3)
     assert [stage.regions for stage in split_stages(llama, layout)] == [(each,) for each in range(6)]
 
 
-@pytest.mark.parametrize("counts", [(3, 4), (6, 0), (2, 2, 2)])
-def test_a_split_that_does_not_add_up_is_refused(llama: Trace, counts: tuple[int, ...]):
-    with pytest.raises(InvalidLayout, match="does not cut 6 blocks into 2 stages"):
-        split_stages(llama, Layout(pp=2), counts=counts)
-
-
-def test_more_stages_than_blocks_are_refused(llama: Trace):
-    with pytest.raises(InvalidLayout, match="8 stages, but LlamaForCausalLM has 6 blocks"):
-        split_stages(llama, Layout(pp=8))
+@pytest.mark.parametrize(
+    ("stages", "counts", "message"),
+    [
+        *((2, counts, "does not cut 6 blocks into 2 stages") for counts in ((3, 4), (6, 0), (2, 2, 2))),
+        (8, None, "8 stages, but LlamaForCausalLM has 6 blocks"),
+    ],
+)
+def test_a_split_that_does_not_add_up_and_more_stages_than_blocks_are_refused(
+    llama: Trace, stages: int, counts: tuple[int, ...] | None, message: str
+):
+    with pytest.raises(InvalidLayout, match=message):
+        split_stages(llama, Layout(pp=stages), counts=counts)

@@ -41,25 +41,26 @@ def test_gpipe_and_1f1b_are_torchs(schedule: PipelineSchedule, theirs: Any, rank
 
 
 @pytest.mark.parametrize(
-    ("ranks", "virtual", "micro_batches"), [(2, 2, 4), (4, 2, 8), (4, 3, 12), (8, 4, 32), (4, 1, 8)]
+    ("theirs", "ranks", "virtual", "micro_batches"),
+    [
+        *((INTERLEAVED, *sizes) for sizes in ((2, 2, 4), (4, 2, 8), (4, 3, 12), (8, 4, 32), (4, 1, 8))),
+        *((ZERO_BUBBLE, ranks, 1, micro_batches) for ranks, micro_batches in SIZES),
+    ],
 )
-def test_interleaved_1f1b_is_torchs(ranks: int, virtual: int, micro_batches: int):
-    theirs = SimpleNamespace(
-        n_local_stages=virtual, microbatches_per_round=ranks, pp_group_size=ranks, _n_microbatches=micro_batches
+def test_interleaved_1f1b_and_zero_bubble_with_one_stage_per_rank_are_torchs(
+    theirs: PipelineSchedule, ranks: int, virtual: int, micro_batches: int
+):
+    is_interleaved = theirs is INTERLEAVED
+    kind: Any = schedules.ScheduleInterleaved1F1B if is_interleaved else schedules.ScheduleInterleavedZeroBubble
+    own = SimpleNamespace(
+        n_local_stages=virtual,
+        microbatches_per_round=ranks if is_interleaved else micro_batches,
+        pp_group_size=ranks,
+        _n_microbatches=micro_batches,
     )
-    calculate: Any = schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations
-    ours = pipeline_orders(Layout(pp=ranks, micro_batches=micro_batches, schedule=INTERLEAVED, virtual_stages=virtual))
-    assert [written(a) for a in ours] == [written(calculate(theirs, rank)) for rank in range(ranks)]
-
-
-@pytest.mark.parametrize(("ranks", "micro_batches"), SIZES)
-def test_zero_bubble_is_torchs_with_one_stage_per_rank(ranks: int, micro_batches: int):
-    theirs = SimpleNamespace(
-        n_local_stages=1, microbatches_per_round=micro_batches, pp_group_size=ranks, _n_microbatches=micro_batches
-    )
-    calculate: Any = schedules.ScheduleInterleavedZeroBubble._calculate_single_rank_operations
-    ours = pipeline_orders(Layout(pp=ranks, micro_batches=micro_batches, schedule=ZERO_BUBBLE))
-    assert [written(a) for a in ours] == [written(calculate(theirs, rank)) for rank in range(ranks)]
+    ours = pipeline_orders(Layout(pp=ranks, micro_batches=micro_batches, schedule=theirs, virtual_stages=virtual))
+    expected = [written(kind._calculate_single_rank_operations(own, rank)) for rank in range(ranks)]
+    assert [written(actions) for actions in ours] == expected
 
 
 @st.composite
@@ -117,11 +118,13 @@ def test_what_is_in_flight_never_exceeds_the_micro_batches(layout: Layout):
     assert all(1 <= each <= layout.micro_batches for each in most)
 
 
-def test_interleaving_wants_whole_rounds():
-    with pytest.raises(InvalidLayout, match="10 micro-batches do not divide by 4"):
-        pipeline_orders(Layout(pp=4, virtual_stages=2, micro_batches=10, schedule=INTERLEAVED))
-
-
-def test_stages_per_rank_want_interleaving():
-    with pytest.raises(InvalidLayout, match="2 stages per rank, but the schedule is 1f1b"):
-        pipeline_orders(Layout(pp=4, virtual_stages=2, micro_batches=8))
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(pp=4, virtual_stages=2, micro_batches=10, schedule=INTERLEAVED), "10 micro-batches do not divide by 4"),
+        (Layout(pp=4, virtual_stages=2, micro_batches=8), "2 stages per rank, but the schedule is 1f1b"),
+    ],
+)
+def test_interleaving_wants_whole_rounds_and_stages_per_rank_want_interleaving(layout: Layout, message: str):
+    with pytest.raises(InvalidLayout, match=message):
+        pipeline_orders(layout)

@@ -74,16 +74,8 @@ def test_outputs_stay_and_are_merged_when_the_step_ends():
 def test_stages_of_one_rank_are_counted_together_as_their_actions_come():
     light = StageMemory(lasting_bytes=10, forward_bytes=1, held_bytes=1, backward_bytes=2)
     heavy = StageMemory(lasting_bytes=100, forward_bytes=50, held_bytes=40, backward_bytes=60)
-    actions = [
-        Action(0, ActionKind.FORWARD, 0),
-        Action(0, ActionKind.FORWARD, 1),
-        Action(2, ActionKind.FORWARD, 0),
-        Action(2, ActionKind.BACKWARD, 0),
-        Action(0, ActionKind.BACKWARD, 0),
-        Action(2, ActionKind.FORWARD, 1),
-        Action(2, ActionKind.BACKWARD, 1),
-        Action(0, ActionKind.BACKWARD, 1),
-    ]
+    written = ("0F0", "0F1", "2F0", "2B0", "0B0", "2F1", "2B1", "0B1")
+    actions = [Action(int(stage), ActionKind(work), int(batch)) for stage, work, batch in written]
     peak = rank_peak(actions, {0: light, 2: heavy})
     assert peak.peak_bytes == 110 + 2 * 1 + 60
     assert peak.action == Action(2, ActionKind.BACKWARD, 0)

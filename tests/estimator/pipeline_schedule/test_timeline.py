@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from plimsoll.artifacts.job import Layout, PipelineSchedule
@@ -65,16 +67,10 @@ def test_interleaving_holds_more_on_the_first_rank_than_1f1b_does():
 
 
 def test_transfers_delay_who_waits_for_them_and_nobody_else():
-    far = ActionSeconds(
-        forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0, transfer_seconds=0.5
-    )
+    far = replace(EQUAL, transfer_seconds=0.5)
     timeline = simulate_pipeline(pipeline_orders(layout(2, 1)), [EQUAL, far])
-    assert [(str(e.action), e.start_seconds) for e in timeline.events] == [
-        ("0F0", 0.0),
-        ("1F0", 1.5),
-        ("1B0", 2.5),
-        ("0B0", 5.0),
-    ]
+    starts = {str(event.action): event.start_seconds for event in timeline.events}
+    assert starts == {"0F0": 0.0, "1F0": 1.5, "1B0": 2.5, "0B0": 5.0}
 
 
 def test_a_slow_stage_sets_the_pace():
@@ -87,9 +83,7 @@ def test_a_slow_stage_sets_the_pace():
 
 def test_recomputation_lengthens_the_bubble_and_running_ahead_takes_some_back():
     p, m = 4, 8
-    stage = ActionSeconds(
-        forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0, recompute_seconds=1.0
-    )
+    stage = replace(EQUAL, recompute_seconds=1.0)
     growth = bubble_growth(pipeline_orders(layout(p, m)), [stage] * p)
     assert growth.added_seconds == pytest.approx(m + p - 1)
     assert growth.regained_seconds == pytest.approx(p - 1)
@@ -100,9 +94,7 @@ def test_recomputation_lengthens_the_bubble_and_running_ahead_takes_some_back():
 
 
 def test_running_further_ahead_hides_more_and_holds_more():
-    stage = ActionSeconds(
-        forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0, recompute_seconds=1.0
-    )
+    stage = replace(EQUAL, recompute_seconds=1.0)
     orders = pipeline_orders(layout(6, 12))
     one, two = (simulate_pipeline(orders, [*[stage] * 5, EQUAL], ahead=ahead) for ahead in (1, 2))
     assert sum(two.hidden_seconds) > sum(one.hidden_seconds)

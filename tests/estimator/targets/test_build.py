@@ -106,32 +106,21 @@ def test_rotary_positions_have_no_end():
 
 
 @pytest.mark.parametrize(
-    ("text", "close"),
-    [("llama-3-80b", "llama-3-8b"), ("mixtral", "mixtral-tiny"), ("Qwen3-8B", "qwen3-8b")],
-)
-def test_an_unknown_name_shows_the_closest(text: str, close: str):
-    with pytest.raises(InvalidTarget, match="no target") as caught:
-        load_target(text, META)
-    assert close in caught.value.next
-
-
-@pytest.mark.parametrize(
-    ("fields", "found", "close"),
+    ("target", "found", "close"),
     [
+        ("llama-3-80b", "no target", "llama-3-8b"),
+        ("mixtral", "no target", "mixtral-tiny"),
+        ("Qwen3-8B", "no target", "qwen3-8b"),
         ({"model_type": "lama"}, "model_type 'lama'", "llama"),
-        (
-            {"model_type": "llama", "architectures": ["LlamaForCasualLM"]},
-            "architecture 'LlamaForCasualLM'",
-            "LlamaForCausalLM",
-        ),
+        ({"model_type": "llama", "architectures": ["LlamaForCasualLM"]}, "'LlamaForCasualLM'", "LlamaForCausalLM"),
         ({"_class_name": "UNet2DConditionalModel"}, "UNet2DConditionalModel of diffusers", "UNet2DConditionModel"),
     ],
 )
-def test_an_unknown_architecture_shows_the_closest(
-    fields: dict[str, Any], found: str, close: str, config_file: Callable[[dict[str, Any]], str]
+def test_an_unknown_name_or_architecture_shows_the_closest(
+    target: str | dict[str, Any], found: str, close: str, config_file: Callable[[dict[str, Any]], str]
 ):
     with pytest.raises(InvalidTarget, match=found) as caught:
-        load_target(config_file(fields), META)
+        load_target(target if isinstance(target, str) else config_file(target), META)
     assert close in caught.value.why + caught.value.next
 
 
