@@ -15,14 +15,15 @@ def test_every_precision_is_found_by_its_name(precision: Precision):
 
 @pytest.mark.parametrize(
     ("text", "precision"),
-    [("torch.bfloat16", Precision.BF16), ("float32", Precision.FP32), ("bf16_mixed", Precision.BF16_MIXED)],
+    [
+        ("torch.bfloat16", Precision.BF16),
+        ("float32", Precision.FP32),
+        ("bf16_mixed", Precision.BF16_MIXED),
+        (None, None),
+    ],
 )
-def test_other_names_are_known(text: str, precision: Precision):
+def test_other_names_are_known_and_nothing_stays_nothing(text: str | None, precision: Precision | None):
     assert parse_precision(text) is precision
-
-
-def test_nothing_stays_nothing():
-    assert parse_precision(None) is None
 
 
 @pytest.mark.parametrize("text", ["fp8", "float8_e4m3fn", "int8", "tf32", "nvfp4"])

@@ -12,23 +12,20 @@ from hypothesis import strategies as st
 
 import plimsoll
 from plimsoll.artifacts.base import to_json, write_whole
-from plimsoll.artifacts.store import from_json, load_any, load_plan
+from plimsoll.artifacts.store import Artifact, from_json, load_any, load_plan
 from plimsoll.errors import PlanFileError
-from samples import make_comparison, make_mismatch, make_plan, make_receipt
+from samples import make_mismatch, make_plan, make_receipt
+from ui.view_samples import ARTIFACTS
 
-ARTIFACTS = [
-    make_plan(),
-    make_plan(budget_bytes=None, timeline=(), frontier=()),
-    make_receipt(),
-    make_receipt(gradient_mismatches=(make_mismatch(difference=None),), plan_losses=(None, 1.125)),
-    make_plan(gap_of_overhead=float("inf"), price_seconds_per_byte=float("-inf")),
-    make_receipt(gradient_mismatches=(make_mismatch(spread=float("inf")),)),
-    make_comparison(),
-]
+MORE = {
+    "numbers that are not finite": make_plan(gap_of_overhead=float("inf"), price_seconds_per_byte=float("-inf")),
+    "losses that are not known": make_receipt(plan_losses=(None, 1.125)),
+    "a spread that is not finite": make_receipt(gradient_mismatches=(make_mismatch(spread=float("inf")),)),
+}
 
 
-@pytest.mark.parametrize("artifact", ARTIFACTS)
-def test_an_artifact_comes_back_exactly_as_it_was_saved(artifact, tmp_path: Path):
+@pytest.mark.parametrize("artifact", (ARTIFACTS | MORE).values(), ids=ARTIFACTS | MORE)
+def test_an_artifact_comes_back_exactly_as_it_was_saved(artifact: Artifact, tmp_path: Path):
     path = tmp_path / "artifact.json"
     artifact.save(path)
     assert load_any(path) == artifact
@@ -99,25 +96,6 @@ def test_saving_into_a_missing_directory_says_so(tmp_path: Path):
     assert "cannot be written" in caught.value.found
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
-def test_a_truncated_file_is_refused(share: float, tmp_path: Path):
-    path = tmp_path / "plan.json"
-    make_plan().save(path)
-    text = path.read_text()
-    path.write_text(text[: int(len(text) * share)])
-    with pytest.raises(PlanFileError) as caught:
-        load_plan(path)
-    assert "not whole JSON" in caught.value.found
-    assert str(path) in caught.value.found
-
-
-def test_an_empty_file_is_refused(tmp_path: Path):
-    path = tmp_path / "plan.json"
-    path.touch()
-    with pytest.raises(PlanFileError):
-        load_plan(path)
-
-
 def test_two_processes_of_one_id_may_write_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, replace = tmp_path / "page.html", Path.replace
 
@@ -132,55 +110,36 @@ def test_two_processes_of_one_id_may_write_one_file_at_a_time(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path):
+WHOLE = to_json(make_plan())
+FIELDS = json.loads(WHOLE)
+WITHOUT_SCHEMA = {name: value for name, value in FIELDS.items() if name != "schema_version"}
+REFUSED: list[tuple[bytes | str | dict[str, object], str]] = [
+    *((WHOLE[: int(len(WHOLE) * share)], "not whole JSON") for share in (0.1, 0.5, 0.99)),
+    ("", "not whole JSON"),
+    (b'\xff\xfe\x00"plimsoll', "not whole JSON"),
+    (FIELDS | {"schema_version": 7}, "schema 7"),
+    (FIELDS | {"schema_version": 7}, "schema 2"),
+    (WITHOUT_SCHEMA, "schema"),
+    *((text, "no plan") for text in ("{}", "[1, 2]", "3", '{"model_type": "llama"}')),
+    *((f'{{"plimsoll": {kind}, "schema_version": 1}}', "does not know") for kind in ('"diagnosis"', "3", "[]", "null")),
+    (FIELDS | {"regions": 3}, "regions"),
+    (FIELDS | {"status": "GREAT"}, "status"),
+    (FIELDS | {"budget_bytes": "64MiB"}, "budget_bytes"),
+    (to_json(make_receipt()), "holds a receipt"),
+]
+
+
+@pytest.mark.parametrize(("content", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_what_is_no_whole_plan_is_refused_with_its_file_and_what_was_found(
+    content: bytes | str | dict[str, object], words: str, tmp_path: Path
+):
     path = tmp_path / "plan.json"
-    path.write_bytes(b'\xff\xfe\x00"plimsoll')
-    with pytest.raises(PlanFileError):
-        load_plan(path)
-
-
-def test_a_newer_schema_is_refused_with_both_numbers():
-    fields = json.loads(to_json(make_plan())) | {"schema_version": 7}
-    with pytest.raises(PlanFileError) as caught:
-        from_json(json.dumps(fields))
-    assert "schema 7" in caught.value.found
-    assert "schema 2" in caught.value.found
-
-
-def test_a_missing_schema_is_refused():
-    fields = json.loads(to_json(make_plan()))
-    del fields["schema_version"]
-    with pytest.raises(PlanFileError):
-        from_json(json.dumps(fields))
-
-
-@pytest.mark.parametrize("text", ["{}", "[1, 2]", "3", '{"model_type": "llama"}'])
-def test_json_that_is_no_plan_is_refused(text: str):
-    with pytest.raises(PlanFileError) as caught:
-        from_json(text)
-    assert "no plan" in caught.value.found
-
-
-@pytest.mark.parametrize("kind", ['"diagnosis"', "3", "[]", "null"])
-def test_an_unknown_kind_is_named(kind: str):
-    with pytest.raises(PlanFileError) as caught:
-        from_json(f'{{"plimsoll": {kind}, "schema_version": 1}}')
-    assert "does not know" in caught.value.found
-
-
-@pytest.mark.parametrize("change", [{"regions": 3}, {"status": "GREAT"}, {"budget_bytes": "64MiB"}])
-def test_a_damaged_plan_names_the_field(change: dict[str, object]):
-    with pytest.raises(PlanFileError) as caught:
-        from_json(json.dumps(json.loads(to_json(make_plan())) | change))
-    assert next(iter(change)) in caught.value.why
-
-
-def test_a_receipt_is_not_taken_for_a_plan(tmp_path: Path):
-    path = tmp_path / "receipt.json"
-    make_receipt().save(path)
+    text = json.dumps(content) if isinstance(content, dict) else content
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(PlanFileError) as caught:
         load_plan(path)
-    assert "holds a receipt" in caught.value.found
+    assert str(path) in caught.value.found
+    assert words in caught.value.found + caught.value.why
 
 
 def test_a_missing_file_is_a_plan_file_error(tmp_path: Path):

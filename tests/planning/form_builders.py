@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable
+from typing import Any
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Decision
@@ -51,31 +52,19 @@ def _random_entry(draw: random.Random, value: Value, *, can_send: bool) -> Value
     if draw.random() < 0.2:
         forms.append(_random_form(draw, "sign", value, is_private=True))
     if can_send and draw.random() < 0.5:
-        seconds = draw.choice([0.0, 0.1])
-        forms.append(
-            Form(
-                name="host",
-                decision=Decision.OFFLOAD,
-                held_bytes=0,
-                link_bytes=value.bytes,
-                encode_seconds=seconds,
-                decode_seconds=seconds,
-            )
-        )
+        forms.append(offloaded(value.bytes, draw.choice([0.0, 0.1])))
     sensitivity = math.inf if is_exact else draw.choice([0.1, 0.5, 1.0])
     return ValueForms(value=value.name, sensitivity=sensitivity, forms=tuple(forms))
 
 
-def _random_form(draw: random.Random, name: str, value: Value, *, noise: float = 0.0, is_private: bool = False) -> Form:
-    return Form(
-        name=name,
-        decision=Decision.COMPRESS,
-        held_bytes=draw.randint(0, max(value.bytes - 1, 0)),
+def _random_form(draw: random.Random, name: str, value: Value, **more: Any) -> Form:
+    return compressed(
+        name,
+        draw.randint(0, max(value.bytes - 1, 0)),
         encode_seconds=draw.choice([0.0, 0.1, 0.4]),
         decode_seconds=draw.choice([0.0, 0.1, 0.4]),
-        noise=noise,
         workspace_bytes=draw.choice([0, 0, 3]),
-        is_private=is_private,
+        **more,
     )
 
 
@@ -88,12 +77,8 @@ def block_forms(trace: Trace, costs: Costs, *, bytes_per_second: float = 2000.0,
         values = [view.graph.values[value] for value in view.saved if value not in view.free]
         entries = tuple(_block_entry(value, can_send=can_send) for value in values)
         regions.append(RegionForms(name=view.call.name, call=view.call.call, values=entries))
-    link = LinkCost(
-        name="host",
-        out_bytes_per_second=bytes_per_second,
-        in_bytes_per_second=bytes_per_second,
-        latency_seconds=1e-3,
-    )
+    speeds = {"out_bytes_per_second": bytes_per_second, "in_bytes_per_second": bytes_per_second}
+    link = LinkCost(name="host", latency_seconds=1e-3, **speeds)
     return Forms(regions=tuple(regions), link=link if host else None)
 
 
@@ -113,31 +98,16 @@ def _block_entry(value: Value, *, can_send: bool) -> ValueForms:
     return ValueForms(value=value.name, sensitivity=math.inf if is_mask else 0.02, forms=tuple(forms))
 
 
-def compressed(
-    name: str,
-    held_bytes: int,
-    seconds: float = 0.0,
-    *,
-    noise: float = 0.0,
-    workspace_bytes: int = 0,
-    is_private: bool = False,
-) -> Form:
-    """A codec that takes as long to encode as to decode."""
-    return Form(
-        name=name,
-        decision=Decision.COMPRESS,
-        held_bytes=held_bytes,
-        encode_seconds=seconds,
-        decode_seconds=seconds,
-        noise=noise,
-        workspace_bytes=workspace_bytes,
-        is_private=is_private,
-    )
+def compressed(name: str, held_bytes: int, seconds: float = 0.0, **more: Any) -> Form:
+    """A codec that takes as long to encode as to decode, unless ``more`` says otherwise."""
+    times = {"encode_seconds": seconds, "decode_seconds": seconds}
+    return Form(name=name, decision=Decision.COMPRESS, held_bytes=held_bytes, **(times | more))
 
 
-def offloaded(size: int) -> Form:
-    """All of a value over the link, which costs no compute."""
-    return Form(name="host", decision=Decision.OFFLOAD, held_bytes=0, link_bytes=size)
+def offloaded(size: int, seconds: float = 0.0) -> Form:
+    """All of a value over the link."""
+    times = {"encode_seconds": seconds, "decode_seconds": seconds}
+    return Form(name="host", decision=Decision.OFFLOAD, held_bytes=0, link_bytes=size, **times)
 
 
 def forms_for(

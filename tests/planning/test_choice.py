@@ -50,28 +50,29 @@ def choice_of(view: RegionView, kept: set[str], packed: dict[str, str]) -> Choic
     return Choice(frozenset(ids[n] for n in kept), frozenset((ids[n], form) for n, form in packed.items()))
 
 
-def test_a_lossy_form_errs_through_its_own_slots() -> None:
-    _, view = view_of({"::a#0": LOSSY})
-    choice = choice_of(view, {"::b#1", "::c#2"}, {"::a#0": "int8"})
-    assert choice_error(view, choice) == pytest.approx(0.1**2)
+INT4, BITS = compressed("int4", 1, noise=0.3), compressed("bits", 3)
+SIGN = compressed("sign", 1, is_private=True)
 
 
-def test_every_value_that_is_rebuilt_from_a_lossy_one_errs_too() -> None:
-    _, view = view_of({"::a#0": LOSSY})
-    assert choice_error(view, choice_of(view, set(), {"::a#0": "int8"})) == pytest.approx(0.1**2 * (1 + 4 + 9))
-    assert choice_error(view, choice_of(view, {"::b#1"}, {"::a#0": "int8"})) == pytest.approx(0.1**2)
-
-
-def test_a_packed_value_in_between_stops_the_noise_of_what_it_was_made_of() -> None:
-    _, view = view_of({"::a#0": LOSSY, "::b#1": compressed("bits", 3)})
-    choice = choice_of(view, set(), {"::a#0": "int8", "::b#1": "bits"})
-    assert choice_error(view, choice) == pytest.approx(0.1**2)
-
-
-def test_noises_of_several_lossy_values_add_as_squares() -> None:
-    _, view = view_of({"::a#0": LOSSY, "::b#1": compressed("int4", 1, noise=0.3)})
-    choice = choice_of(view, set(), {"::a#0": "int8", "::b#1": "int4"})
-    assert choice_error(view, choice) == pytest.approx(0.1**2 * 1 + 0.3**2 * (4 + 9))
+@pytest.mark.parametrize(
+    ("forms", "kept", "squared_error"),
+    [
+        ({"::a#0": LOSSY}, {"::b#1", "::c#2"}, 0.1**2),  # through its own slots alone
+        ({"::a#0": LOSSY}, set(), 0.1**2 * (1 + 4 + 9)),  # everything that is rebuilt from it errs too
+        ({"::a#0": LOSSY}, {"::b#1"}, 0.1**2),
+        ({"::a#0": LOSSY, "::b#1": BITS}, set(), 0.1**2),  # what lies between stops the noise
+        ({"::a#0": LOSSY, "::b#1": INT4}, set(), 0.1**2 * 1 + 0.3**2 * (4 + 9)),  # noises add as squares
+        ({"::a#0": SIGN}, {"::b#1", "::c#2"}, 0.0),  # nothing is rebuilt from a private form
+        ({"::a#0": SIGN}, {"::b#1"}, 0.0),
+        ({"::a#0": SIGN}, {"::c#2"}, math.inf),
+    ],
+)
+def test_a_lossy_form_errs_through_its_own_slots_and_all_that_is_rebuilt_from_it(
+    forms: dict[str, Form], kept: set[str], squared_error: float
+) -> None:
+    _, view = view_of(forms)
+    choice = choice_of(view, kept, {value: form.name for value, form in forms.items()})
+    assert choice_error(view, choice) == pytest.approx(squared_error)
 
 
 @pytest.mark.parametrize("sensitivity", [{"::a#0": 1.0, "::b#1": 2.0}, {**SENSITIVITY, "::c#2": math.inf}])
@@ -86,15 +87,8 @@ def test_no_limit_allows_an_infinite_error() -> None:
     assert Limits(math.inf).allow(1e9, 0)
 
 
-def test_nothing_is_rebuilt_from_a_private_form() -> None:
-    _, view = view_of({"::a#0": compressed("sign", 1, is_private=True)})
-    assert choice_error(view, choice_of(view, {"::b#1", "::c#2"}, {"::a#0": "sign"})) == 0.0
-    assert choice_error(view, choice_of(view, {"::b#1"}, {"::a#0": "sign"})) == 0.0
-    assert math.isinf(choice_error(view, choice_of(view, {"::c#2"}, {"::a#0": "sign"})))
-
-
 def test_errors_of_decisions_add_up_to_that_of_the_plan() -> None:
-    index, view = view_of({"::a#0": LOSSY, "::b#1": compressed("int4", 1, noise=0.3)})
+    index, view = view_of({"::a#0": LOSSY, "::b#1": INT4})
     simulation = run_choices(index, [choice_of(view, set(), {"::a#0": "int8", "::b#1": "int4"})])
     (region,) = decide(simulation, [0.0])
     assert sum(d.error**2 for d in region.decisions) == pytest.approx(simulation.squared_error)
@@ -106,9 +100,7 @@ def two_regions() -> StepBuilder:
     return in_regions(*[lambda step, x: step.op("b", step.op("a", x, size=20, saves=(x, OUT)), size=20)] * 2)
 
 
-@pytest.mark.parametrize(
-    ("form", "squared_error"), [(LOSSY, 0.1**2 * (1 + 1 + 4)), (compressed("sign", 1, is_private=True), math.inf)]
-)
+@pytest.mark.parametrize(("form", "squared_error"), [(LOSSY, 0.1**2 * (1 + 1 + 4)), (SIGN, math.inf)])
 def test_noise_passes_through_a_dropped_boundary(form: Form, squared_error: float) -> None:
     # In the first region ``a`` itself errs; in the second ``a`` and the input (2) are rebuilt through it.
     index, first = view_of({"::a#0": form}, {"::a#0": 1.0, "input:0": 2.0}, two_regions())

@@ -65,27 +65,23 @@ def test_what_is_no_override_is_refused_with_an_example(text: str) -> None:
     assert "pattern=keep" in raised.value.why
 
 
-def test_a_pattern_meets_the_values_of_every_region_that_it_matches() -> None:
-    index = pinned_index("layers.[12].mlp.act::*=recompute")
-    assert [pins(index, region) for region in range(4)] == [
-        {},
-        {"mlp.act::gelu#13": "RECOMPUTE"},
-        {"mlp.act::gelu#13": "RECOMPUTE"},
-        {},
-    ]
+GELU = "mlp.act::gelu#13"
 
 
-def test_a_pattern_may_leave_out_the_path_in_front_and_the_number() -> None:
-    assert pins(pinned_index("mlp.act::gelu=keep"), 3) == {"mlp.act::gelu#13": "KEEP"}
-
-
-def test_the_last_override_counts() -> None:
-    index = pinned_index("*gelu*=recompute", "*gelu*=compress:int8", "layers.2.*gelu*=keep")
-    assert [pins(index, region)["mlp.act::gelu#13"] for region in range(4)] == ["int8", "int8", "KEEP", "int8"]
-
-
-def test_without_a_codec_the_smallest_lossless_form_is_taken() -> None:
-    assert pins(pinned_index("*gelu*=compress"), 0) == {"mlp.act::gelu#13": "zeros"}
+@pytest.mark.parametrize(
+    ("overrides", "pinned"),
+    [
+        (["layers.[12].mlp.act::*=recompute"], ["", "RECOMPUTE", "RECOMPUTE", ""]),
+        (["mlp.act::gelu=keep"], ["KEEP"] * 4),  # without the path in front and the number
+        (["*gelu*=recompute", "*gelu*=compress:int8", "layers.2.*gelu*=keep"], ["int8", "int8", "KEEP", "int8"]),
+        (["*gelu*=compress"], ["zeros"] * 4),  # the smallest lossless form
+    ],
+)
+def test_a_pattern_meets_the_values_of_every_region_that_it_matches_and_the_last_one_counts(
+    overrides: list[str], pinned: list[str]
+) -> None:
+    index = pinned_index(*overrides)
+    assert [pins(index, region) for region in range(4)] == [{GELU: pin} if pin else {} for pin in pinned]
 
 
 def test_an_override_that_matches_nothing_names_the_closest_values() -> None:
@@ -177,18 +173,21 @@ def test_an_override_of_one_block_holds_for_that_block_though_others_are_alike(
     assert decisions(plan, "mlp.act::gelu#13")[region] == (decision, "")
 
 
-def test_overrides_beyond_max_error_are_refused_with_both_errors() -> None:
+@pytest.mark.parametrize(
+    ("override", "limits", "found", "why"),
+    [
+        # 0.02 · 0.08 in each of four blocks
+        ("*gelu*=compress:int4", Limits(0.001**2), "expected gradient error of 0.0032", "0.001"),
+        ("layers.[012].*gelu*=offload", Limits(0.0, 4096), "would offload 12.0 KiB", "4.0 KiB"),
+    ],
+)
+def test_overrides_beyond_max_error_or_the_host_budget_are_refused_with_both_amounts(
+    override: str, limits: Limits, found: str, why: str
+) -> None:
     with pytest.raises(InvalidStrategy) as raised:
-        planner("*gelu*=compress:int4", limits=Limits(0.001**2))
-    assert "expected gradient error of 0.0032" in raised.value.found  # 0.02 · 0.08 in each of four blocks
-    assert "0.001" in raised.value.why
-
-
-def test_overrides_beyond_the_host_budget_are_refused_with_both_amounts() -> None:
-    with pytest.raises(InvalidStrategy) as raised:
-        planner("layers.[012].*gelu*=offload", limits=Limits(0.0, 4096))
-    assert "would offload 12.0 KiB" in raised.value.found
-    assert "4.0 KiB" in raised.value.why
+        planner(override, limits=limits)
+    assert found in raised.value.found
+    assert why in raised.value.why
 
 
 def test_limits_that_become_too_narrow_for_overrides_are_told() -> None:

@@ -120,11 +120,7 @@ def graph_of(
 
 
 def run(
-    graph: RegionGraph,
-    stored: set[int],
-    dropped: set[int],
-    packed: set[int],
-    order: Sequence[int] | None = None,
+    graph: RegionGraph, stored: set[int], dropped: set[int], packed: set[int], order: Sequence[int] | None = None
 ) -> Schedule:
     schedule = build_schedule(graph, stored, dropped, order, packed)
     Interpreter(graph, frozenset(stored - packed), frozenset(packed)).run(schedule)
@@ -140,70 +136,74 @@ def steps_of(schedule: Schedule) -> list[tuple[str, int]]:
     return found
 
 
-def test_a_packed_slot_is_loaded_when_it_is_read_and_forgotten_at_once() -> None:
-    schedule = run(graph_of([((0,), (1,))], slots=[1]), stored={0}, dropped=set(), packed={1})
-    assert steps_of(schedule) == [("load", 1), ("slot", 0)]
-    assert schedule.segments[0].frees == (1,)
-    assert schedule.leaves == {0: (1,)}
-    assert schedule.ops == ()
+CHAIN = [((0,), (1,)), ((1,), (2,))]
+"""The input makes 1, which makes 2."""
+HAPPENS = {
+    "a packed slot is loaded when it is read": (
+        ([((0,), (1,))], [1], {}),
+        ({0}, set(), {1}, None),
+        "load 1, slot 0",
+    ),
+    "a packed value is loaded right before the first op that reads it": (
+        ([((0,), (1,)), ((0,), (2,)), ((1, 2), (3,))], [3, 2], {}),
+        ({0}, {3}, {2}, [0, 1]),
+        "op 0, load 2, op 2, slot 0, slot 1",
+    ),
+    "a packed value with several readers is loaded once": (
+        ([((0,), (1,)), ((1,), (2,)), ((1,), (3,))], [2, 3], {}),
+        ({0}, {2, 3}, {1}, [1, 0]),
+        "load 1, op 2, slot 1, op 1, slot 0",
+    ),
+    "a packed slot that is read before its reader": (
+        (CHAIN, [1, 2], {}),
+        ({0}, {2}, {1}, [0, 1]),
+        "load 1, slot 0, op 1, slot 1",
+    ),
+    "a packed slot that is read after its reader": (
+        (CHAIN, [1, 2], {}),
+        ({0}, {2}, {1}, [1, 0]),
+        "load 1, op 1, slot 1, slot 0",
+    ),
+    "an in-place op beside a slot that needs what was loaded": (
+        (CHAIN, [1, 2], {"in_place": [2]}),
+        ({0}, {2}, {1}, None),
+        "load 1, op 1, slot 1, slot 0",
+    ),
+    "the boundary hands over packed outputs": (
+        (CHAIN, [1, 2], {"outputs": (2,)}),
+        ({0}, {1}, {2}, [BOUNDARY, 1, 0]),
+        f"load 2, slot {BOUNDARY}, slot 1, op 0, slot 0",
+    ),
+    "packing wins over storing": ((CHAIN, [1, 2], {}), ({0, 1}, set(), {1}, None), "load 1, slot 0"),
+    "what is stored is never loaded": ((CHAIN, [1, 2], {}), ({0, 1}, {2}, set(), None), "op 1, slot 1"),
+}
 
 
-def test_a_packed_value_is_loaded_right_before_the_first_op_that_reads_it() -> None:
-    # 1 and 2 come from the input, 3 from both; only 2 is packed.
-    graph = graph_of([((0,), (1,)), ((0,), (2,)), ((1, 2), (3,))], slots=[3, 2])
-    schedule = run(graph, stored={0}, dropped={3}, packed={2}, order=[0, 1])
-    assert steps_of(schedule) == [("op", 0), ("load", 2), ("op", 2), ("slot", 0), ("slot", 1)]
-    assert schedule.leaves == {0: (0, 2), 1: (2,)}
+@pytest.mark.parametrize("case", HAPPENS)
+def test_values_are_loaded_once_and_right_before_they_are_read(case: str) -> None:
+    (ops, slots, more), how, happens = HAPPENS[case]
+    schedule = run(graph_of(ops, slots, **more), *how)
+    assert ", ".join(f"{kind} {number}" for kind, number in steps_of(schedule)) == happens
 
 
-def test_a_packed_value_with_several_readers_is_loaded_once_and_freed_after_the_last() -> None:
-    graph = graph_of([((0,), (1,)), ((1,), (2,)), ((1,), (3,))], slots=[2, 3])
-    schedule = run(graph, stored={0}, dropped={2, 3}, packed={1}, order=[1, 0])
-    assert steps_of(schedule) == [("load", 1), ("op", 2), ("slot", 1), ("op", 1), ("slot", 0)]
-    first, second = schedule.segments
-    assert first.steps[-1].frees == ()
-    assert second.steps[-1].frees == (1,)
+def test_what_was_loaded_is_freed_after_its_last_reader_and_known_as_a_leaf() -> None:
+    alone = run(graph_of([((0,), (1,))], slots=[1]), stored={0}, dropped=set(), packed={1})
+    assert (alone.segments[0].frees, alone.leaves, alone.ops) == ((1,), {0: (1,)}, ())
+    both = graph_of([((0,), (1,)), ((0,), (2,)), ((1, 2), (3,))], slots=[3, 2])
+    assert run(both, stored={0}, dropped={3}, packed={2}, order=[0, 1]).leaves == {0: (0, 2), 1: (2,)}
+    twice = graph_of([((0,), (1,)), ((1,), (2,)), ((1,), (3,))], slots=[2, 3])
+    first, second = run(twice, stored={0}, dropped={2, 3}, packed={1}, order=[1, 0]).segments
+    assert (first.steps[-1].frees, second.steps[-1].frees) == ((), (1,))
+    handed = run(graph_of(CHAIN, [1, 2], outputs=(2,)), {0}, {1}, {2}, order=[BOUNDARY, 1, 0])
+    assert (handed.leaves[BOUNDARY], handed.segments[0].frees) == ((2,), ())
 
 
-@pytest.mark.parametrize(
-    ("order", "happens"),
-    [
-        ([0, 1], [("load", 1), ("slot", 0), ("op", 1), ("slot", 1)]),
-        ([1, 0], [("load", 1), ("op", 1), ("slot", 1), ("slot", 0)]),
-    ],
-)
-def test_a_packed_slot_read_before_or_after_a_recipe_that_uses_it_is_loaded_once(
-    order: list[int], happens: list[tuple[str, int]]
+@pytest.mark.parametrize(("slots", "copies"), [([2], ()), ([1, 2], (1,))])
+def test_an_in_place_op_takes_over_what_was_loaded_unless_a_slot_needs_it_later(
+    slots: list[int], copies: tuple[int, ...]
 ) -> None:
-    graph = graph_of([((0,), (1,)), ((1,), (2,))], slots=[1, 2])
-    assert steps_of(run(graph, stored={0}, dropped={2}, packed={1}, order=order)) == happens
-
-
-def test_an_in_place_op_takes_over_what_was_loaded_if_nobody_needs_it_any_more() -> None:
-    graph = graph_of([((0,), (1,)), ((1,), (2,))], slots=[2], in_place=[2])
-    schedule = run(graph, stored={0}, dropped={2}, packed={1})
-    assert schedule.segments[0].steps[-1].copies == ()
-
-
-def test_an_in_place_op_copies_what_was_loaded_if_a_slot_needs_it_later() -> None:
-    graph = graph_of([((0,), (1,)), ((1,), (2,))], slots=[1, 2], in_place=[2])
-    schedule = run(graph, stored={0}, dropped={2}, packed={1})
-    assert steps_of(schedule) == [("load", 1), ("op", 1), ("slot", 1), ("slot", 0)]
-    assert schedule.segments[0].steps[-1].copies == (1,)
-
-
-def test_the_boundary_hands_over_packed_outputs_and_keeps_them_for_later_slots() -> None:
-    graph = graph_of([((0,), (1,)), ((1,), (2,))], slots=[1, 2], outputs=(2,))
-    schedule = run(graph, stored={0}, dropped={1}, packed={2}, order=[BOUNDARY, 1, 0])
-    assert steps_of(schedule) == [("load", 2), ("slot", BOUNDARY), ("slot", 1), ("op", 0), ("slot", 0)]
-    assert schedule.leaves[BOUNDARY] == (2,)
-    assert schedule.segments[0].frees == ()
-
-
-def test_packing_wins_over_storing_and_what_is_stored_is_never_loaded() -> None:
-    graph = graph_of([((0,), (1,)), ((1,), (2,))], slots=[1, 2])
-    assert steps_of(run(graph, stored={0, 1}, dropped=set(), packed={1})) == [("load", 1), ("slot", 0)]
-    assert steps_of(run(graph, stored={0, 1}, dropped={2}, packed=set())) == [("op", 1), ("slot", 1)]
+    schedule = run(graph_of(CHAIN, slots, in_place=[2]), stored={0}, dropped={2}, packed={1})
+    assert schedule.segments[0].steps[-1].copies == copies
 
 
 def test_a_value_below_a_packed_one_need_not_be_held() -> None:

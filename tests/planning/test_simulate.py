@@ -31,15 +31,13 @@ def run(step: StepBuilder, kept: list[set[str]], dropped_boundaries: tuple[int, 
 
 def chain(*, unsaved_input: bool = False, saved_output: bool = False, workspace: int = 0) -> StepBuilder:
     """One region at ticks 1 to 3: x (10) → a (20) → b (40) → out (5); every op saves its input. The loss is tick 4."""
-    step = StepBuilder()
-    x = step.op("source", size=10)
-    with step.region("block", x) as region:
+
+    def body(step: StepBuilder, x: int) -> int:
         a = step.op("a", x, size=20, saves=() if unsaved_input else (x,), workspace=workspace)
         b = step.op("b", a, size=40, saves=(a,))
-        out = step.op("c", b, size=5, saves=(b, OUT) if saved_output else (b,))
-        region.outputs = (out,)
-    step.op("loss", out, size=1)
-    return step
+        return step.op("c", b, size=5, saves=(b, OUT) if saved_output else (b,))
+
+    return in_regions(body)
 
 
 def test_kept_values_are_held_from_saving_to_release() -> None:
@@ -78,14 +76,11 @@ def test_an_input_that_no_slot_holds_is_copied_at_entry() -> None:
 
 
 def test_in_place_steps_take_over_the_replays_own_memory() -> None:
-    step = StepBuilder()
-    x = step.op("source", size=10)
-    with step.region("block", x) as region:
-        mask = step.op("empty", size=20)
-        mask = step.op("bernoulli_", in_place=mask)
-        out = step.op("mul", x, mask, size=10, saves=(mask,))
-        region.outputs = (out,)
-    step.op("loss", out, size=1)
+    def body(step: StepBuilder, x: int) -> int:
+        mask = step.op("bernoulli_", in_place=step.op("empty", size=20))
+        return step.op("mul", x, mask, size=10, saves=(mask,))
+
+    step = in_regions(body)
     simulation = run(step, [set()])
     rebuilt = simulation.curve[2 * 6] - run(step, [{"::bernoulli_#1"}]).curve[2 * 6]
     assert rebuilt == 0
@@ -121,14 +116,11 @@ def test_the_timeline_is_short_and_contains_the_peak() -> None:
 
 
 def test_what_may_not_run_again_is_never_droppable() -> None:
-    step = StepBuilder()
-    x = step.op("source", size=10)
-    with step.region("block", x) as region:
+    def body(step: StepBuilder, x: int) -> int:
         a = step.op("a", x, size=20, saves=(x, OUT), obstacle="reads a value in Python")
-        b = step.op("b", a, size=30, saves=(OUT,))
-        region.outputs = (b,)
-    step.op("loss", b, size=1)
-    index = StepIndex(*step.finish())
+        return step.op("b", a, size=30, saves=(OUT,))
+
+    index = StepIndex(*in_regions(body).finish())
     (view,) = index.views
     assert [view.graph.values[v].name for v in view.droppable] == ["::b#1"]
     blocked = next(v.id for v in view.graph.values if v.name == "::a#0")

@@ -219,12 +219,7 @@ def test_strategies_hold_values_in_their_form(strategy: str, forms: set[str]) ->
     used = [{d.form for d in region.decisions if d.form} for region in plan.regions]
     expected = {"offload": [forms, forms, forms, set()], "hybrid:2,2": [forms, forms, set(), set()]}
     assert used == expected.get(strategy, [forms] * 4)
-    assert [region.is_boundary_dropped for region in plan.regions] == [
-        False,
-        False,
-        False,
-        strategy == "hybrid:2,2",
-    ]
+    assert [region.is_boundary_dropped for region in plan.regions] == [False] * 3 + [strategy == "hybrid:2,2"]
     assert plan.lower_bound_seconds <= plan.predicted_seconds
     expected_error = simulate(TRACE, COSTS, plan.regions, FORMS).squared_error
     assert plan.predicted_error == pytest.approx(math.sqrt(expected_error))

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 
+import zoo as shared_zoo
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import TracingFailed
 from plimsoll.tracing.trace import trace
@@ -173,18 +173,10 @@ def test_what_depends_on_an_activation_needs_data(choose: Callable[[torch.Tensor
 
 
 def test_llama_as_wide_as_70b_is_traced_for_a_gpu():
-    config = transformers.LlamaConfig(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=2,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-        use_cache=False,
-    )
+    widths = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    words = {"vocab_size": 128256, "max_position_embeddings": 8192}
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).bfloat16().train()
+        model = shared_zoo.build("llama", **widths, **words).bfloat16()
         ids = torch.empty(1, 8192, dtype=torch.int64)
     step = trace(model, {"input_ids": ids, "labels": ids}, device_name="H100")
     assert len(step.regions) == 2

@@ -32,34 +32,36 @@ def test_regions_are_the_repeated_blocks(name: str):
     assert list(find_regions(model)) == BLOCKS[name]
 
 
-def test_regions_of_a_plain_sequence_are_the_whole_model():
-    assert list(find_regions(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))) == [""]
-
-
-def test_regions_of_torchs_own_encoder_are_its_layers():
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 3)
-    assert list(find_regions(encoder)) == ["layers.0", "layers.1", "layers.2"]
-
-
-def test_regions_without_repeats_are_children_with_children():
-    model = nn.ModuleDict({"encoder": zoo.Block(), "decoder": nn.Sequential(nn.Linear(4, 4))})
-    assert list(find_regions(model)) == ["encoder", "decoder"]
-
-
-def test_regions_are_never_a_container_that_nobody_calls():
+def uncalled() -> nn.Module:
+    """A container that nobody calls."""
     model = nn.Module()
     model.parts = nn.ModuleList([zoo.Block(), nn.Linear(4, 4)])
-    assert list(find_regions(model)) == ["parts.0"]
+    return model
 
 
-def test_pattern_with_a_star_names_one_level():
-    model, _ = zoo.llama()
-    assert list(find_regions(model, ["model.layers.*.mlp"])) == [f"model.layers.{i}.mlp" for i in range(3)]
+@pytest.mark.parametrize(
+    ("model", "regions"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), [""]),
+        (
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 3),
+            ["layers.0", "layers.1", "layers.2"],
+        ),
+        (nn.ModuleDict({"encoder": zoo.Block(), "decoder": nn.Sequential(nn.Linear(4, 4))}), ["encoder", "decoder"]),
+        (uncalled(), ["parts.0"]),
+    ],
+    ids=["a plain sequence: the whole", "torch's encoder", "no repeats: children with children", "no dead container"],
+)
+def test_regions_of_a_model_without_lists_are_what_is_called(model: nn.Module, regions: list[str]):
+    assert list(find_regions(model)) == regions
 
 
-def test_pattern_with_two_stars_names_any_depth_and_keeps_the_outermost():
-    model, _ = zoo.llama()
-    assert list(find_regions(model, ["model.layers.**"])) == BLOCKS["llama"]
+@pytest.mark.parametrize(
+    ("pattern", "regions"),
+    [("model.layers.*.mlp", [f"model.layers.{i}.mlp" for i in range(3)]), ("model.layers.**", BLOCKS["llama"])],
+)
+def test_one_star_names_one_level_and_two_any_depth_of_which_the_outermost(pattern: str, regions: list[str]):
+    assert list(find_regions(zoo.llama()[0], [pattern])) == regions
 
 
 def test_pattern_that_matches_nothing_names_the_closest_module():
@@ -71,11 +73,8 @@ def test_pattern_that_matches_nothing_names_the_closest_module():
 
 def test_block_that_runs_twice_has_two_calls():
     step = trace(zoo.Stack(depth=2, calls=(0, 1, 0)), torch.randn(2, 8), repeats=1)
-    assert [(region.name, region.call) for region in step.regions] == [
-        ("blocks.0", 0),
-        ("blocks.1", 0),
-        ("blocks.0", 1),
-    ]
+    calls = [(region.name, region.call) for region in step.regions]
+    assert calls == [("blocks.0", 0), ("blocks.1", 0), ("blocks.0", 1)]
 
 
 def test_equal_blocks_share_a_kind():

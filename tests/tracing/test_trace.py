@@ -100,19 +100,16 @@ def test_exception_leaves_everything_as_it_was(error: BaseException, where: str,
     assert torch.equal(x, x_before)
 
 
-def test_buffer_of_nans_is_put_back_where_no_version_counter_shows_the_write():
+def test_buffer_of_nans_and_an_input_that_the_model_overwrites_are_put_back():
     class Writing(zoo.Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.count.data.zero_()
+            self.count.data.zero_()  # no version counter shows this
             return super().forward(x)
 
     model = Writing()
     model.register_buffer("count", torch.tensor(torch.nan))
     trace(model, torch.randn(2, 8), repeats=1)
     assert model.count.isnan()
-
-
-def test_input_that_the_model_overwrites_is_not_touched():
     x = torch.randn(2, 8)
     before = x.clone()
     trace(Raising(), x)
@@ -132,15 +129,10 @@ def test_traced_step_names_its_parts():
     assert step.device == "cpu"
 
 
-def test_storages_that_were_there_before_are_what_the_user_knows():
-    model, batch = zoo.llama()
-    found = {s.category for s in trace(model, batch, repeats=1).storages if s.born < 0}
-    assert found <= {Category.PARAMETER, Category.BUFFER, Category.INPUT}
-
-
-def test_ids_are_positions():
+def test_storages_that_were_there_before_are_what_the_user_knows_and_ids_are_positions():
     model, batch = zoo.llama()
     step = trace(model, batch, repeats=1)
+    assert {s.category for s in step.storages if s.born < 0} <= {Category.PARAMETER, Category.BUFFER, Category.INPUT}
     assert [storage.id for storage in step.storages] == list(range(len(step.storages)))
     for region in step.regions:
         assert all(value.bytes == step.storages[value.storage].bytes for value in region.graph.values)
@@ -166,30 +158,26 @@ def test_progress_rises_to_one_in_every_stage():
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "batch", "error", "words"),
     [
-        (nn.ReLU(), "has no parameters"),
-        (nn.Linear(2, 1).requires_grad_(False), "trainable"),
-        (nn.LazyLinear(2), "without a shape"),
+        (nn.ReLU(), torch.ones(2), InvalidModel, "has no parameters"),
+        (nn.Linear(2, 1).requires_grad_(False), torch.ones(2), InvalidModel, "trainable"),
+        (nn.LazyLinear(2), torch.ones(2), InvalidModel, "without a shape"),
+        (nn.Linear(2, 1), torch.ones(2, device="meta"), InvalidBatch, "meta"),
+        (nn.Linear(2, 1), torch.ones(2, 3), InvalidBatch, "cannot be multiplied"),
     ],
-    ids=["without parameters", "frozen", "lazy"],
+    ids=["without parameters", "frozen", "lazy", "batch without data", "batch of another width"],
 )
-def test_model_without_a_training_step_is_refused(model: nn.Module, words: str):
-    with pytest.raises(InvalidModel, match=words):
-        trace(model, torch.ones(2))
+def test_model_without_a_training_step_and_batch_that_does_not_fit_are_refused(
+    model: nn.Module, batch: torch.Tensor, error: type[Exception], words: str
+):
+    with pytest.raises(error, match=words):
+        trace(model, batch)
 
 
 def test_switched_off_gradients_are_refused():
     with torch.no_grad(), pytest.raises(TracingFailed, match="switched off"):
         trace(nn.Linear(2, 1), torch.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("batch", "words"), [(torch.ones(2, device="meta"), "meta"), (torch.ones(2, 3), "cannot be multiplied")]
-)
-def test_batch_that_does_not_fit_is_refused(batch: torch.Tensor, words: str):
-    with pytest.raises(InvalidBatch, match=words):
-        trace(nn.Linear(2, 1), batch)
 
 
 def test_output_that_is_no_scalar_asks_for_a_loss():

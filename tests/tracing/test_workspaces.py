@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,30 +31,26 @@ def test_convolution_unfolds_its_input():
     assert workspace_of(step, "convolution_backward") > 0
 
 
+class Weighted(nn.Module):
+    """Runs a function of the input and one weight."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, self.weight).sum()
+
+
 def test_batched_product_copies_operands_that_are_not_contiguous():
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 64, 128))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.bmm(x[:, ::2, ::2], self.weight[:, ::2, ::2]).sum()
-
-    step = trace(Product(), torch.randn(4, 64, 64), repeats=1)
-    assert workspace_of(step, "bmm") >= 32 * 32 * 4
+    model = Weighted(lambda x, weight: torch.bmm(x[:, ::2, ::2], weight[:, ::2, ::2]), 4, 64, 128)
+    assert workspace_of(trace(model, torch.randn(4, 64, 64), repeats=1), "bmm") >= 32 * 32 * 4
 
 
 def test_attention_has_a_workspace():
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q = x * self.scale
-            return F.scaled_dot_product_attention(q, q, q).sum()
-
-    step = trace(Attention(), torch.randn(1, 2, 64, 16), repeats=1)
+    model = Weighted(lambda x, scale: F.scaled_dot_product_attention(x * scale, x * scale, x * scale))
+    step = trace(model, torch.randn(1, 2, 64, 16), repeats=1)
     assert workspace_of(step, "_scaled_dot_product_flash_attention_for_cpu") > 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,45 +16,26 @@ Sample = tuple[nn.Module, dict[str, torch.Tensor]]
 _WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
 
 
-def llama() -> Sample:
-    return _language(zoo.build("llama", **_WIDE, vocab_size=100))
+def _language(name: str, **changes: Any) -> Sample:
+    model = zoo.build(name, vocab_size=100, **changes)
+    torch.manual_seed(0)
+    ids = torch.randint(1, 100, (2, 32))
+    return model, {"input_ids": ids, "labels": ids}
 
 
-def gpt2() -> Sample:
-    return _language(zoo.build("gpt2", n_embd=64, n_layer=3, vocab_size=100))
+def _vision(name: str, **changes: Any) -> Sample:
+    model = zoo.build(name, num_labels=10, **changes)
+    torch.manual_seed(0)
+    return model, {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.randint(0, 10, (2,))}
 
 
 def bert() -> Sample:
-    model, batch = _language(zoo.build("bert", **_WIDE, vocab_size=100))
+    model, batch = _language("bert", **_WIDE)
     return model, {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
 
 
-def t5() -> Sample:
-    return _language(zoo.build("t5", d_model=64, d_kv=16, d_ff=128, vocab_size=100))
-
-
-def mixtral() -> Sample:
-    return _language(zoo.build("mixtral", vocab_size=100))
-
-
-def vit() -> Sample:
-    return _vision(zoo.build("vit", **_WIDE, image_size=32, patch_size=8, num_labels=10))
-
-
-def swin() -> Sample:
-    return _vision(zoo.build("swin", num_labels=10))
-
-
-def convnext() -> Sample:
-    return _vision(zoo.build("convnext", num_labels=10))
-
-
-def resnet() -> Sample:
-    return _vision(zoo.build("resnet", embedding_size=16, hidden_sizes=[16, 32], num_labels=10))
-
-
-def clip() -> Sample:
-    return zoo.sample("clip")
+llama = functools.partial(_language, "llama", **_WIDE)
+gpt2 = functools.partial(_language, "gpt2", n_embd=64, n_layer=3)
 
 
 class ConvNet(nn.Module):
@@ -87,27 +69,22 @@ def conv_net() -> Sample:
     return ConvNet().train(), {"x": torch.randn(2, 3, 32, 32), "y": torch.randint(0, 10, (2,))}
 
 
-TRANSFORMERS: dict[str, Callable[[], Sample]] = {"llama": llama, "gpt2": gpt2, "vit": vit, "bert": bert, "t5": t5}
+TRANSFORMERS: dict[str, Callable[[], Sample]] = {
+    "llama": llama,
+    "gpt2": gpt2,
+    "vit": functools.partial(_vision, "vit", **_WIDE, image_size=32, patch_size=8),
+    "bert": bert,
+    "t5": functools.partial(_language, "t5", d_model=64, d_kv=16, d_ff=128),
+}
 ALL: dict[str, Callable[[], Sample]] = {
     **TRANSFORMERS,
-    "clip": clip,
-    "mixtral": mixtral,
-    "swin": swin,
-    "convnext": convnext,
-    "resnet": resnet,
+    "clip": functools.partial(zoo.sample, "clip"),
+    "mixtral": functools.partial(_language, "mixtral"),
+    "swin": functools.partial(_vision, "swin"),
+    "convnext": functools.partial(_vision, "convnext"),
+    "resnet": functools.partial(_vision, "resnet", embedding_size=16, hidden_sizes=[16, 32]),
     "conv net": conv_net,
 }
-
-
-def _language(model: nn.Module, length: int = 32) -> Sample:
-    torch.manual_seed(0)
-    ids = torch.randint(1, 100, (2, length))
-    return model.train(), {"input_ids": ids, "labels": ids}
-
-
-def _vision(model: nn.Module) -> Sample:
-    torch.manual_seed(0)
-    return model.train(), {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.randint(0, 10, (2,))}
 
 
 def loss_of(output: Any) -> torch.Tensor:

@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
+from advice_samples import make_advice
 from plimsoll.analysis.advise.candidates import find_knee
 from plimsoll.analysis.advise.choosing import Made, Wish, choose, recommend
-from plimsoll.artifacts.advice import Bottleneck, Kind
+from plimsoll.artifacts.advice import Bottleneck, CompilerCoverage, Kind
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.plan import FrontierPoint, RegionPlan, ValueDecision
 from plimsoll.units import MIB
@@ -156,3 +157,12 @@ def test_the_knee_is_where_memory_gets_dear(frontier: dict[int, float], knee_byt
     points = [FrontierPoint(peak_bytes=size, step_seconds=seconds) for size, seconds in frontier.items()]
     knee = find_knee(points, 1.0)
     assert (knee and knee.peak_bytes) == knee_bytes
+
+
+def test_the_chosen_candidate_is_found_and_shares_of_nothing_are_zero():
+    chosen = make_advice().chosen
+    assert chosen is not None
+    assert chosen.name == "auto"
+    assert make_advice(candidates=()).chosen is None
+    empty = CompilerCoverage(is_measured=True)
+    assert (empty.op_share, empty.time_share) == (0.0, 0.0)

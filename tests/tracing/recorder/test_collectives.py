@@ -20,18 +20,12 @@ from plimsoll.tracing.recorder.recorder import OpRecorder
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 
-def test_collectives_are_told_from_ops_of_one_process():
+def test_collectives_are_told_from_other_ops_and_only_functions_of_their_arguments_can_be_repeated():
     assert is_collective(functional.all_reduce.default)
     assert is_collective(torch.ops.c10d.allreduce_.default)
     assert not is_collective(aten.add.Tensor)
-
-
-def test_waiting_belongs_to_a_collective():
     assert is_wait(functional.wait_tensor.default)
     assert not is_wait(functional.all_reduce.default)
-
-
-def test_only_functions_of_their_arguments_can_be_repeated():
     assert is_repeatable_collective(functional.all_gather_into_tensor.default)
     assert not is_repeatable_collective(torch.ops.c10d.allreduce_.default)
 
