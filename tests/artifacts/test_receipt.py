@@ -40,6 +40,7 @@ FAULT = Fault(step=1, region="a", value="b", op="mul", cause=Cause.TRANSFER, ele
         ({"measured_peak_bytes": 65 * MIB}, ReceiptVerdict.OVER_BUDGET),
         ({"measured_recording_peak_bytes": 65 * MIB}, ReceiptVerdict.OVER_BUDGET),
         ({"measured_peak_bytes": 65 * MIB, "budget_bytes": None}, ReceiptVerdict.VERIFIED),
+        ({"measured_peak_bytes": 90 * MIB, "budget_bytes": None}, ReceiptVerdict.OVER_PREDICTION),
         ({"measured_peak_bytes": None, "measured_recording_peak_bytes": None}, ReceiptVerdict.VERIFIED),
     ],
 )

@@ -68,6 +68,14 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh, **options)
 
 
+def sharded_inside(model: nn.Module) -> nn.Module:
+    """``fully_shard`` on the parts of every block and on the root, not on the blocks."""
+    for block in model.model.layers:
+        fully_shard(block.self_attn)
+        fully_shard(block.mlp)
+    return fully_shard(model)
+
+
 def prefetching(model: nn.Module) -> nn.Module:
     """Two blocks ahead in both directions, as a user sets it."""
     blocks = list(model.model.layers)
@@ -84,6 +92,7 @@ LAYOUTS: dict[str, Callable[[], nn.Module]] = {
         llama(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     ),
     "fsdp2, prefetching": lambda: prefetching(sharded(llama())),
+    "fsdp2, inside the blocks": lambda: sharded_inside(llama()),
     "fsdp2, gpt2": lambda: sharded(gpt2()),
     "ddp": lambda: DistributedDataParallel(llama()),
     "ddp, views": lambda: DistributedDataParallel(llama(), gradient_as_bucket_view=True),

@@ -13,6 +13,7 @@ PAIRED = (
     "fsdp2, kept after forward",
     "fsdp2, bf16",
     "fsdp2, prefetching",
+    "fsdp2, inside the blocks",
     "fsdp2, gpt2",
     "ddp, views",
 )

@@ -22,6 +22,8 @@ SECONDS_TOLERANCE = 0.10
 """A predicted step that is off by more than this share of the measured one is off."""
 PEAK_TOLERANCE = 0.05
 """So is a predicted peak; one above the budget is off whatever was predicted."""
+_BROKEN_PROMISE = 0.10
+"""A plan without a budget that takes so much more than it predicts is not verified; small steps on gloo are this far off."""
 
 
 def finite(number: float) -> float | None:
@@ -54,6 +56,11 @@ class ReceiptVerdict(AdvisedEnum):
         "OVER_BUDGET",
         "Gradients are right, but the step needs more than the budget: plan again with a lower budget.",
     )
+    OVER_PREDICTION = (
+        "OVER_PREDICTION",
+        "Gradients are right, but the step takes over a tenth more than the plan predicts: see which regions keep more than "
+        "it says, and why, and plan again with a budget, which is measured.",
+    )
     WITHIN_ERROR = "WITHIN_ERROR", "Values are held in lossy forms: the gradient's error is within what was allowed."
     WITHIN_SPREAD = "WITHIN_SPREAD", "The model differs from itself from run to run; the plan stays within that spread."
     WITHIN_ROUNDING = (
@@ -62,7 +69,7 @@ class ReceiptVerdict(AdvisedEnum):
     )
     VERIFIED = (
         "VERIFIED",
-        "Gradients and buffers are equal bit for bit, and the peak keeps to the budget, if there is one.",
+        "Gradients and buffers are equal bit for bit, and the peak keeps to the budget, or else to what was predicted.",
     )
 
     @property
@@ -304,6 +311,13 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         return any(peak is not None and peak > self.budget_bytes for peak in peaks)
 
     @property
+    def is_over_prediction(self) -> bool:
+        """Whether a plan without a budget, which promises its predicted peak alone, takes clearly more than that."""
+        if self.budget_bytes is not None or not self.predicted_peak_bytes or self.measured_peak_bytes is None:
+            return False
+        return self.measured_peak_bytes > (1 + _BROKEN_PROMISE) * self.predicted_peak_bytes
+
+    @property
     def verdict(self) -> ReceiptVerdict:
         """What the receipt comes to."""
         gradients = self._verdict_on_gradients()
@@ -319,6 +333,8 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
             return ReceiptVerdict.INTERMEDIATES_DIFFER
         if self.is_over_budget:
             return ReceiptVerdict.OVER_BUDGET
+        if self.is_over_prediction:
+            return ReceiptVerdict.OVER_PREDICTION
         if gradients is ReceiptVerdict.VERIFIED and not self.is_bit_equal:
             is_spread = all(mismatch.is_within_spread for mismatch in self.buffer_mismatches)
             return ReceiptVerdict.WITHIN_SPREAD if is_spread else ReceiptVerdict.WITHIN_ROUNDING

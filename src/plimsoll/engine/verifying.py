@@ -86,8 +86,16 @@ class VerifyingRecorder(OpRecorder):
         """Compare tensors that are about to be taken with what the ops left in them."""
         for tensor in tensors:
             known = self._contents.get(self.table.find(tensor)) if is_plain(tensor) else None
-            if known is not None and storage_fingerprint(tensor) != known:
+            if known is not None and not tensor.untyped_storage().nbytes():
+                self._let_go(self.table.find(tensor))
+            elif known is not None and storage_fingerprint(tensor) != known:
                 self.has_hidden_writes = True
+
+    def _let_go(self, storage: int) -> None:
+        """A parameter that was gathered inside the region is freed again (FSDP2), and may not be there for a recipe."""
+        for op in self.ops:
+            if any(self.values[read].storage == storage for read in op.reads):
+                op.obstacle = op.obstacle or "reads a parameter that is gathered inside the region, for a while"
 
     def _close(
         self, op: RecordedOp, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
