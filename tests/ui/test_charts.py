@@ -7,6 +7,7 @@ import pytest
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.verdict import NormSummary
 from plimsoll.ui.document import DecisionMap, FrontierChart, MemoryChart, NormsChart
 from plimsoll.ui.html.drawing import byte_scale, escape, shorten
 from plimsoll.ui.html.evidence_charts import draw_norms
@@ -28,17 +29,14 @@ def memory_of(plan: Plan) -> MemoryChart:
     return MemoryChart(plan.timeline, plan.budget_bytes)
 
 
-def test_stacked_categories_add_up_to_the_total(plan: Plan):
-    *areas, total = draw_memory(memory_of(plan)).figure["data"]
+def test_stacked_categories_add_up_to_the_total_and_the_peak_is_marked_where_it_is_and_named(plan: Plan):
+    figure = draw_memory(memory_of(plan)).figure
+    *areas, total = figure["data"]
     assert {area["stackgroup"] for area in areas} == {"memory"}
     for index, point in enumerate(plan.timeline):
         assert sum(area["y"][index] for area in areas) == pytest.approx(point.bytes / MIB, abs=1e-3)
         assert total["y"][index] == pytest.approx(point.bytes / MIB, abs=1e-3)
-
-
-def test_the_peak_is_marked_where_it_is_and_named(plan: Plan):
-    notes = draw_memory(memory_of(plan)).figure["layout"]["annotations"]
-    mark = next(note for note in notes if note["showarrow"])
+    mark = next(note for note in figure["layout"]["annotations"] if note["showarrow"])
     highest = max(plan.timeline, key=lambda point: point.bytes)
     assert (mark["x"], mark["y"]) == (highest.tick, pytest.approx(highest.bytes / MIB, abs=1e-3))
     assert mark["text"].replace("<br>", " ").startswith("<b>peak 85.7 MiB</b> backward of blocks.")
@@ -46,11 +44,8 @@ def test_the_peak_is_marked_where_it_is_and_named(plan: Plan):
 
 def test_phases_are_named_where_they_begin(plan: Plan):
     notes = draw_memory(memory_of(plan)).figure["layout"]["annotations"]
-    assert {note["text"]: note["x"] for note in notes if note.get("yref") == "paper"} == {
-        "forward": 0,
-        "backward": 80,
-        "optimizer": 170,
-    }
+    named = {note["text"]: note["x"] for note in notes if note.get("yref") == "paper"}
+    assert named == {"forward": 0, "backward": 80, "optimizer": 170}
 
 
 def test_a_budget_is_drawn_unless_it_lies_far_above(plan: Plan):
@@ -139,10 +134,22 @@ def test_a_strategy_that_was_not_measured_is_no_point():
     assert peers["text"] == ["unmanaged", "none", "full"]
 
 
-def test_names_of_neighbours_are_written_on_different_sides():
-    points = [NamedPoint("one", 50, 1.2), NamedPoint("two", 51, 1.2)]
+POINT = NamedPoint("strategy", 50, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("points", "curve", "budgets", "sides"),
+    [
+        ([NamedPoint("one", 50, 1.2), NamedPoint("two", 51, 1.2)], [], [], ["middle left", "middle right"]),
+        ([POINT], [], [], ["middle right"]),
+        ([POINT], [], [53], ["middle left"]),
+        ([POINT], [NamedPoint("", 52, 1.5), NamedPoint("", 100, 1.5)], [], ["middle left"]),
+    ],
+    ids=["neighbours", "alone", "beside the budget", "on a curve"],
+)
+def test_names_keep_off_their_neighbours_the_budget_and_the_curve(points, curve, budgets, sides: list[str]):
     plane = Plane(byte_scale([100]), [0.0, 100.0], [1.0, 2.0])
-    assert place_names(points, [], [], plane) == ["middle left", "middle right"]
+    assert place_names(points, [curve] if curve else [], budgets, plane) == sides
 
 
 def test_names_of_points_in_one_place_do_not_cover_each_other():
@@ -152,29 +159,17 @@ def test_names_of_points_in_one_place_do_not_cover_each_other():
     assert len(set(place_names(points, [curve], [51], plane))) == 3
 
 
-def test_names_keep_off_the_budget_and_the_curve():
-    plane = Plane(byte_scale([100]), [0.0, 100.0], [1.0, 2.0])
-    point = NamedPoint("strategy", 50, 1.5)
-    assert place_names([point], [], [], plane) == ["middle right"]
-    assert place_names([point], [], [53], plane) == ["middle left"]
-    curve = [NamedPoint("", 52, 1.5), NamedPoint("", 100, 1.5)]
-    assert place_names([point], [curve], [], plane) == ["middle left"]
-
-
 @pytest.mark.parametrize(
     ("scale", "ticks"),
     [(1.0, ["0.1", "0.2", "0.5", "1", "2", "5", "10", "20", "50"]), (1e-9, ["1e-10", "2e-10", "5e-10"]), (0.0, None)],
 )
 def test_norms_have_ticks_that_do_not_lie_on_each_other(scale: float, ticks: list[str] | None):
+    def scaled(summary: NormSummary, factor: float) -> NormSummary:
+        return msgspec.structs.replace(summary, quantiles=tuple(factor * q for q in summary.quantiles))
+
     comparisons = [
-        msgspec.structs.replace(
-            entry,
-            baseline=msgspec.structs.replace(
-                entry.baseline, quantiles=tuple(scale * q for q in entry.baseline.quantiles)
-            ),
-            plan=msgspec.structs.replace(entry.plan, quantiles=tuple(10 * scale * q for q in entry.plan.quantiles)),
-        )
-        for entry in make_verdict().comparisons
+        msgspec.structs.replace(each, baseline=scaled(each.baseline, scale), plan=scaled(each.plan, 10 * scale))
+        for each in make_verdict().comparisons
     ]
     axis = draw_norms(NormsChart(comparisons)).figure["layout"]["yaxis"]
     assert axis["type"] == "log"

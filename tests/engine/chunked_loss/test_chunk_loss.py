@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 import plimsoll
+import zoo
 from plimsoll.chunked import chunk_loss
 from plimsoll.engine.chunked_loss.handle import can_chunk
 from plimsoll.errors import InvalidBatch, InvalidLoss, InvalidModel, InvalidOption
@@ -30,47 +31,20 @@ def llama(**options: Any) -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **{**TOKENS, **options}))
 
 
-def gpt2() -> nn.Module:
-    ends = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **ends)
-    ).eval()
+def causal(name: str, **options: Any) -> Callable[[], nn.Module]:
+    """How to build a small causal model of this family."""
+    config, model = (getattr(transformers, f"{name}{kind}") for kind in ("Config", "ForCausalLM"))
+    return lambda: model(config(**SMALL, **TOKENS, **options))
 
 
-def gemma2() -> nn.Module:
-    config = transformers.Gemma2Config(
-        **SMALL, **TOKENS, num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0
-    )
-    return transformers.Gemma2ForCausalLM(config)
-
-
-def granite() -> nn.Module:
-    return transformers.GraniteForCausalLM(transformers.GraniteConfig(**SMALL, **TOKENS, logits_scaling=4.0))
-
-
-def phi() -> nn.Module:
-    return transformers.PhiForCausalLM(transformers.PhiConfig(**SMALL, **TOKENS))
-
-
-def mixtral() -> nn.Module:
-    config = transformers.MixtralConfig(
-        **SMALL, **TOKENS, num_key_value_heads=2, num_local_experts=4, output_router_logits=True
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
-def tied() -> nn.Module:
-    return llama(tie_word_embeddings=True)
-
-
-MODELS = {
+MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
-    "tied head": tied,
-    "tied gpt2": gpt2,
-    "softcap": gemma2,
-    "scaled logits": granite,
-    "head with a bias": phi,
-    "router loss": mixtral,
+    "tied head": lambda: llama(tie_word_embeddings=True),
+    "tied gpt2": lambda: zoo.build("gpt2", vocab_size=VOCABULARY).eval(),
+    "softcap": causal("Gemma2", num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0),
+    "scaled logits": causal("Granite", logits_scaling=4.0),
+    "head with a bias": causal("Phi"),
+    "router loss": causal("Mixtral", num_key_value_heads=2, num_local_experts=4, output_router_logits=True),
 }
 
 
@@ -150,17 +124,11 @@ def test_output_logits_know_their_shape_and_say_what_they_are_when_they_are_used
             use(logits, torch.ones(2))  # type: ignore[operator]
 
 
-def test_a_tuple_comes_back_where_a_tuple_is_wanted():
-    model = llama()
+def test_a_tuple_comes_back_where_a_tuple_is_wanted_and_labels_may_be_given_by_position():
+    model, batch = llama(), batch_of()
     with chunk_loss(model):
-        loss, *_ = model(**batch_of(), return_dict=False)
-    assert loss.dim() == 0
-
-
-def test_labels_may_be_given_by_position():
-    model = llama()
-    batch = batch_of()
-    with chunk_loss(model):
+        loss, *_ = model(**batch, return_dict=False)
+        assert loss.dim() == 0
         output = model(batch["input_ids"], None, None, None, None, batch["labels"])
         assert not isinstance(output.logits, torch.Tensor)
 

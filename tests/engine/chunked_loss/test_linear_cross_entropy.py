@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,35 +16,27 @@ from plimsoll.tracing.meters.memory import PeakMeter
 ROWS, FEATURES, CLASSES = 37, 12, 53
 
 
-def sample(
-    dtype: torch.dtype = torch.float64, *, rows: int = ROWS
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def sample(dtype: torch.dtype = torch.float64, *, rows: int = ROWS) -> tuple[torch.Tensor, ...]:
     """Hidden states, weight, bias and labels, some of which do not count."""
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(rows, FEATURES), torch.randn(CLASSES, FEATURES), torch.randn(CLASSES)
     labels = torch.randint(0, CLASSES, (rows,))
     labels[::5] = -100
-    made = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight, bias)]
-    return made[0], made[1], made[2], labels
+    return *(tensor.to(dtype).requires_grad_() for tensor in (hidden, weight, bias)), labels
 
 
-def full(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    scale: float = 1.0,
-    softcap: float | None = None,
-) -> torch.Tensor:
+def doubled(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The same in float64, to differentiate by."""
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
+def full(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **how: Any) -> torch.Tensor:
     """The same with all logits."""
-    logits = F.linear(hidden, weight, bias) * scale
+    logits = F.linear(hidden, weight, how.pop("bias", None)) * how.pop("scale", 1.0)
+    softcap = how.pop("softcap", None)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    logits = logits if logits.dtype is torch.float64 else logits.float()
-    return F.cross_entropy(logits, labels, reduction=reduction, label_smoothing=label_smoothing)
+    return F.cross_entropy(logits if logits.dtype is torch.float64 else logits.float(), labels, **how)
 
 
 def gradients(loss: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -86,7 +80,7 @@ def test_the_size_of_chunks_does_not_change_what_is_computed(chunk_rows: int):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_narrow_gradients_are_within_rounding_of_those_in_float64(dtype: torch.dtype, tolerance: float):
     hidden, weight, _, labels = sample(dtype)
-    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    exact = doubled(hidden, weight)
     expected = gradients(full(*exact, labels), *exact)
     found = gradients(linear_cross_entropy(hidden, weight, labels, chunk_rows=8), hidden, weight)
     for one, other in zip(found, expected, strict=True):
@@ -96,7 +90,7 @@ def test_narrow_gradients_are_within_rounding_of_those_in_float64(dtype: torch.d
 
 def test_the_factor_of_a_narrow_gradient_is_not_rounded():
     hidden, weight, _, labels = sample(torch.bfloat16, rows=700)
-    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    exact = doubled(hidden, weight)
     labels[::5] = 0
     (expected,) = gradients(full(*exact, labels), exact[1])
     (found,) = gradients(linear_cross_entropy(hidden, weight, labels, chunk_rows=350), weight)
@@ -114,7 +108,7 @@ def test_loss_scaling_does_not_overflow_in_float16():
 
 def test_a_wider_sum_over_chunks_is_at_least_as_close():
     hidden, weight, _, labels = sample(torch.bfloat16, rows=400)
-    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    exact = doubled(hidden, weight)
     (expected,) = gradients(full(*exact, labels), exact[1])
     errors = []
     for dtype in (None, torch.float32):

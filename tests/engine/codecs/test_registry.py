@@ -80,13 +80,6 @@ def test_parameters_may_come_in_any_order_and_say_what_is_the_default():
     assert find_codec("int8:block=64:symmetric:nearest") == Int8()
 
 
-def test_an_unknown_family_names_the_closest():
-    with pytest.raises(InvalidCodec) as caught:
-        find_codec("int9")
-    assert "int8" in caught.value.why
-    assert "topk" in caught.value.next
-
-
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -101,6 +94,7 @@ def test_an_unknown_family_names_the_closest():
         ("topk:share=nan", "a number"),
         ("bits:block=32", "no parameters"),
         ("int8:", "int8 takes"),
+        ("int9", "int8"),
     ],
 )
 def test_a_parameter_that_does_not_fit_says_which_do(name, why):
@@ -108,6 +102,7 @@ def test_a_parameter_that_does_not_fit_says_which_do(name, why):
         find_codec(name)
     assert repr(name) in caught.value.found
     assert why in caught.value.why
+    assert ":" in name or "topk" in caught.value.next
 
 
 def test_every_family_is_lossless_or_lossy():

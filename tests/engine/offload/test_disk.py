@@ -85,22 +85,21 @@ def test_nothing_can_be_seen_in_the_directory(disk: DiskLink, tmp_path: Path):
     assert os.listdir(tmp_path) == []
 
 
-def test_without_nameless_files_the_name_is_removed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    with DiskLink(str(tmp_path)) as link:
-        assert os.listdir(tmp_path) == []
-        assert torch.equal(link.store(numbered(7, 1000)).read(), numbered(7, 1000))
-
-
-def test_file_systems_that_refuse_nameless_files_get_named_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    real_open = os.open
+@pytest.mark.parametrize("is_known", [False, True], ids=["no such flag", "a file system that refuses it"])
+def test_without_nameless_files_the_name_is_removed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+):
+    real_open, nameless = os.open, os.O_TMPFILE
 
     def refuse(path, flags, *rest, **more):
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
+        if flags & nameless == nameless:
             raise OSError(95, "Operation not supported")
         return real_open(path, flags, *rest, **more)
 
-    monkeypatch.setattr(os, "open", refuse)
+    if is_known:
+        monkeypatch.setattr(os, "open", refuse)
+    else:
+        monkeypatch.delattr(os, "O_TMPFILE")
     with DiskLink(str(tmp_path)) as link:
         assert os.listdir(tmp_path) == []
         assert torch.equal(link.store(numbered(7, 1000)).read(), numbered(7, 1000))

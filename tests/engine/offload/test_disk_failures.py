@@ -131,10 +131,6 @@ def test_a_write_that_fails_is_told_when_settling_and_keeps_the_source(
     assert disk.in_flight_bytes == 0
 
 
-def test_the_systems_own_limit_on_file_sizes_fails_a_real_write(printed: list[str]):
-    assert "File too large" in printed[1]
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device")
 def test_a_device_that_is_always_full_fails_a_real_write(disk: DiskLink):
     fd = os.open("/dev/full", os.O_RDWR)
@@ -178,22 +174,22 @@ def test_a_read_that_fails_is_told_when_reading_and_may_be_tried_again(
     assert torch.equal(ticket.read(), TENSOR)
 
 
-def test_a_file_that_was_cut_short_is_told(disk: DiskLink):
-    ticket = disk.store(TENSOR)
-    ticket.settle()
-    os.ftruncate(disk._transport.file._fd, 1000)
-    with pytest.raises(OffloadFailed) as failure:
-        ticket.read()
-    assert "ends after 1,000 of 800,000 bytes" in failure.value.why
+def cut_short(fd: int) -> None:
+    os.ftruncate(fd, 1000)
 
 
-def test_bytes_that_changed_on_the_disk_are_told(disk: DiskLink):
+def changed(fd: int) -> None:
+    os.pwrite(fd, b"\xff" * 4096, 0)
+
+
+@pytest.mark.parametrize(("damage", "why"), [(cut_short, "ends after 1,000 of 800,000 bytes"), (changed, "checksum")])
+def test_a_file_that_was_cut_short_or_changed_is_told(disk: DiskLink, damage, why: str):
     ticket = disk.store(TENSOR)
     ticket.settle()
-    os.pwrite(disk._transport.file._fd, b"\xff" * 4096, 0)
+    damage(disk._transport.file._fd)
     with pytest.raises(OffloadFailed) as failure:
         ticket.read()
-    assert "checksum" in failure.value.why
+    assert why in failure.value.why
 
 
 def test_a_killed_process_leaves_nothing_behind(tmp_path: Path):
@@ -215,9 +211,9 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path: Path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_process_may_end_without_closing_anything(printed: list[str]):
-    assert printed[2:] == ["done"]
-
-
-def test_a_forked_child_is_refused_and_harms_nothing(printed: list[str]):
+def test_a_forked_child_is_refused_file_limits_fail_a_real_write_and_a_process_may_end_without_closing(
+    printed: list[str],
+):
     assert printed[0] == "unharmed"
+    assert "File too large" in printed[1]
+    assert printed[2:] == ["done"]

@@ -31,17 +31,13 @@ def test_disk_for_tensors_of_a_device_bounces(tmp_path: Path):
         assert isinstance(link, BounceLink)
 
 
-def test_host_memory_is_no_link_for_what_lies_in_host_memory():
+@pytest.mark.parametrize(("name", "words"), [("host", ("already", "disk")), ("tape", ("disk, host",))])
+def test_host_memory_is_no_link_for_itself_and_an_unknown_link_is_told_the_known_ones(
+    name: str, words: tuple[str, ...]
+):
     with pytest.raises(OffloadFailed) as failure:
-        open_link("host", CPU, host_budget=None, directory=None)
-    assert "already" in failure.value.why
-    assert "disk" in failure.value.next
-
-
-def test_an_unknown_link_is_told_the_known_ones():
-    with pytest.raises(OffloadFailed) as failure:
-        open_link("tape", CPU, host_budget=None, directory=None)
-    assert "disk, host" in failure.value.why
+        open_link(name, CPU, host_budget=None, directory=None)
+    assert all(word in failure.value.why + failure.value.next for word in words)
 
 
 def test_a_link_that_is_refused_leaves_no_file_open(tmp_path: Path):

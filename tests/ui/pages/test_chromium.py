@@ -27,29 +27,13 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no browser: apt-get in
 def browse(path: Path, profile: Path, *options: str, width: int = 1280) -> tuple[str, list[str]]:
     """The DOM of a page after its scripts have run, and what was written to the console."""
     assert CHROMIUM is not None
-    result = subprocess.run(
-        [
-            CHROMIUM,
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-background-networking",
-            "--disable-component-update",
-            "--host-resolver-rules=MAP * ~NOTFOUND",
-            "--hide-scrollbars",
-            "--enable-logging=stderr",
-            f"--user-data-dir={profile}",
-            f"--window-size={width},1000",
-            "--virtual-time-budget=10000",
-            *options,
-            "--dump-dom",
-            path.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
+    flags = (
+        "--headless=new --no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
+        "--hide-scrollbars --enable-logging=stderr --virtual-time-budget=10000"
     )
+    own = ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}", f"--window-size={width},1000"]
+    command = [CHROMIUM, *flags.split(), *own, *options, "--dump-dom", path.as_uri()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return result.stdout, [line for line in result.stderr.splitlines() if "CONSOLE" in line]
 
 
