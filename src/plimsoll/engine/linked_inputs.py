@@ -59,7 +59,7 @@ class LinkTable:
     """
 
     def __init__(self, silent: Collection[str] = (), *, is_used: bool) -> None:
-        self._is_used = is_used
+        self.is_used = is_used
         self._silent = frozenset(silent)
         self._offers: list[_Offer] = []
 
@@ -72,7 +72,7 @@ class LinkTable:
         output: Any,
     ) -> None:
         """A region has returned: its outputs may be asked for again."""
-        if not self._is_used:
+        if not self.is_used:
             return
         plan = replay.recipes.plan
         leaves = plan.boundary_leaves(cells, packed, link)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,14 +12,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from plimsoll.artifacts.plan import RegionPlan
-from plimsoll.artifacts.region import Origin
+from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.engine.guards import NO_OFFSET
 from plimsoll.engine.hooks import Cell, OpenCall, unpack
 from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.replay_code import RecordedRegion
-from plimsoll.engine.replay_plan import ParameterSource, ReplayPlan, choose
+from plimsoll.engine.replay_plan import DropChoice, ParameterSource, ReplayPlan, choose
 from plimsoll.engine.replay_rng import RandomPoints
 from plimsoll.engine.verifying import VerifyingRecorder
+from plimsoll.planning.replay_schedule import recipe_ops
 from plimsoll.tracing.local_tensors import local_of, settled, version_of
 from plimsoll.tracing.recorder.calling import ModuleStack, call_tensors, output_tensors
 from plimsoll.tracing.recorder.collectives import is_routing, peers_of
@@ -30,6 +31,8 @@ from plimsoll.tracing.torch_internals import sequence_number
 
 SMALL_BUFFER_BYTES = 1 << 20
 """Buffers up to this size are copied per call; larger ones are held and must not change before backward."""
+SMALL_PARAMETER_BYTES = 1 << 16
+"""The same of parameters that autograd did not save: biases are, weights of layers as a rule are not."""
 _READS_ON_THE_HOST = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 
 
@@ -246,15 +249,19 @@ def _build(name: str, call: _Watched, plan: RegionPlan, shared: Shared, device_t
         link_inputs = frozenset({local[call.input_values[0][1]]})
     not_rebuildable = {local[v]: reason for v, reason in recorder.not_rebuildable.items() if v in local}
     casts = sum(op.name == "_to_copy" for op in recorder.ops)
+    packer = shared.packer
+    choice = choose(graph, plan.dropped, not_rebuildable, link_inputs, plan.packed, packer.keeps_sign_only)
     # Of a buffer that the region itself writes, replays get scratch copies, whatever it holds by then.
     unchecked = {value for value in sources if recorder.values[value].storage in scratched}
+    copied = _unsaved_parameters(call, None if shared.links.is_used else _read_by_recipes(graph, choice), local)
     parameters = tuple(
-        (local[value], replace(source, is_copied=False, is_checked=False) if value in unchecked else source)
+        (
+            local[value],
+            replace(source, is_copied=value in copied, is_checked=False) if value in unchecked | copied else source,
+        )
         for value, source in sources.items()
         if value in local
     )
-    packer = shared.packer
-    choice = choose(graph, plan.dropped, not_rebuildable, link_inputs, plan.packed, packer.keeps_sign_only)
     replay_plan = ReplayPlan(
         name=name,
         call=plan.call,
@@ -269,6 +276,28 @@ def _build(name: str, call: _Watched, plan: RegionPlan, shared: Shared, device_t
     shares = {d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes}
     # Casts of parameters are cached inside of autocast, so that a later call may make fewer nodes than the recorded one.
     return Program(replay_plan, range(call.nodes - casts, call.nodes + 1), shares, shared)
+
+
+def _read_by_recipes(graph: RegionGraph, choice: DropChoice) -> set[int]:
+    stored = choice.stored | choice.packed.keys()
+    made = (value for value in choice.dropped if graph.values[value].origin is Origin.OP)
+    return {read for value in made for op in recipe_ops(graph, value, stored)[0] for read in graph.ops[op].reads}
+
+
+def _unsaved_parameters(call: _Watched, read: set[int] | None, local: Mapping[int, int]) -> set[int]:
+    """Small parameters (the bias of a linear layer) that recipes read (``None``: any) and autograd did not save.
+
+    Without a plan they may be written between forward and backward, so recipes read a copy.
+    """
+    saved = {record.value for record in call.saved.records}
+    values = call.recorder.values
+    return {
+        value
+        for value in call.sources.keys() - saved
+        if values[value].origin is Origin.PARAMETER
+        and values[value].bytes <= SMALL_PARAMETER_BYTES
+        and (read is None or local.get(value) in read)
+    }
 
 
 def _recording(call: _Watched, ids: LocalIds, outputs: list[Ref | None]) -> RecordedRegion:

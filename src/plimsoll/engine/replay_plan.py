@@ -28,7 +28,8 @@ from plimsoll.tracing.recorder.storages import Geometry
 class ParameterSource:
     """Where a parameter or buffer is found in every call: its module's own dictionary, so that swaps are seen.
 
-    A small buffer is copied per call, because the model may write to it before backward; a parameter must not change.
+    A small buffer is copied per call, because the model may write to it before backward, and so is a small parameter that
+    autograd does not save; other parameters must not change.
     """
 
     name: str
