@@ -16,6 +16,12 @@ from plimsoll.artifacts.plan import RegionPlan, ValueDecision
 from samples import filled
 
 
+@torch.jit.script
+def scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """A compiled function: its constants are hidden from the guards."""
+    return x * scale
+
+
 class Inner(nn.Module):
     """A function of one tensor as a module."""
 

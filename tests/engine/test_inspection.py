@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from contracts.harness import manage
+from engine.models import scaled
 from engine.offload.simulated import SimulatedLink
 from plimsoll.artifacts.fault import Cause
 from plimsoll.artifacts.receipt import Engine
@@ -39,7 +40,7 @@ class Scaled(nn.Module):
         self.dial = Dial()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.sin(self.inner(x)) * self.dial.number
+        y = scaled(torch.sin(self.inner(x)), self.dial.number)
         return torch.tanh(y) * torch.cos(y)
 
 

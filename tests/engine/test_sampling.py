@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plimsoll.engine.sampling import DeferredChecks, must_defer
+from plimsoll.engine.sampling import DeferredChecks, SamplePlaces, must_defer
+from plimsoll.tracing.recorder.storages import Geometry
 
 
 class Checked(torch.autograd.Function):
@@ -55,3 +56,15 @@ def test_checks_start_anew_after_a_step_that_failed():
 def test_only_a_gpu_in_backward_defers():
     assert not must_defer("cpu")
     assert not must_defer("cuda")
+
+
+@pytest.mark.parametrize("size", [(4, 16, 64), (512, 8), (3, 5, 7), (1, 1024, 1), (9,)])
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_samples_come_to_every_element_and_lie_at_many_features_at_once(size, is_dense):
+    tensor = torch.arange(2 * torch.Size(size).numel()).view(*size, 2)[..., 0]
+    tensor = tensor.contiguous() if is_dense else tensor
+    places = SamplePlaces.of(Geometry.of(tensor))
+    taken = [places.at(places.offset(number), tensor) for number in range(1, 4000)]
+    assert set(torch.cat(taken).tolist()) == set(tensor.flatten().tolist())
+    positions = taken[0] // 2 % size[-1]
+    assert len(set(positions.tolist())) >= min(len(taken[0]), size[-1]) or not is_dense

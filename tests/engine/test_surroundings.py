@@ -55,7 +55,7 @@ def test_a_region_that_writes_to_an_object_of_its_caller_is_never_rerun():
             steps=MAX_SIGNATURES + 2,
             engine=None,
         )
-    assert report.engines == {Engine.RECIPE, Engine.KEEP}
+    assert report.engines == {Engine.RECIPE}
 
 
 def test_a_region_that_counts_its_calls_in_an_attribute_is_never_rerun():

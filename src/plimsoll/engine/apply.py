@@ -144,6 +144,7 @@ class Handle:
         """A new call of the model begins: calls of its regions are counted from zero."""
         self._shared.links.clear()
         self._shared.transfers.clear()
+        self._shared.alarm.begin_step()
         if torch.is_grad_enabled():
             self._shared.inspector.begin_step()
         for region in self.regions.values():

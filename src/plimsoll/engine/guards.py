@@ -3,16 +3,17 @@
 Three questions, in the order in which they can be answered:
 
 1. Before anything: are this call's saved tensors ours to manage? `is_somebody_elses_call`, and `compiled_part` once.
-2. Before forward: is the call like one that was recorded? `SignatureReader.read` gives a key of all that is visible on the
-   host; calls with equal keys are expected to run the same ops.
-3. After forward, while every saved tensor is still held: did it do what the recorded call did? `Guard.holds` decides. If it
-   says no, the call keeps everything, so its gradients are right by construction.
+2. Before forward: does the call look like one that was recorded? `SignatureReader.read` gives a key of what goes in.
+3. After forward, while every saved tensor is still held: did it do what the recorded call did? Its torch calls must have been
+   the same (see ``call_stream``), and `Guard.holds` compares what it saved. If either says no, the call keeps everything, so
+   its gradients are right by construction.
 
-What no guard can see, a changed constant inside an op say, is left to the samples (see ``sampling``).
+What no guard can see, a constant inside a C++ extension say, is left to the samples (see ``sampling``).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from plimsoll.tracing.torch_internals import (
 NO_OFFSET = -1
 """The offset of saved tensors that do not lie on one storage (sparse ones)."""
 _SCALARS = (bool, int, float, complex, str)
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def is_somebody_elses_call() -> bool:
@@ -46,8 +48,27 @@ def is_somebody_elses_call() -> bool:
     )
 
 
+Places = list[tuple[dict[str, torch.Tensor | None], str]]
+"""Where parameters and buffers are found: the dictionary of their module, and the name in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is known of a call before forward runs.
+
+    ``signature`` is all that decides which recipes may serve it; ``scalars`` are the scalar attributes of the region's
+    modules. ``sources`` are its parameters and buffers as they are now, in the order of the reader's `places`, ``inputs`` the
+    tensors among its arguments.
+    """
+
+    signature: tuple[Any, ...]
+    scalars: tuple[Any, ...]
+    sources: list[torch.Tensor | None]
+    inputs: list[torch.Tensor]
+
+
 class SignatureReader:
-    """Reads everything on the host that may change what a module does: its inputs, its scalars, the modes around it."""
+    """Reads what is there before a call: its inputs, the parameters and buffers, the scalars, the modes around it."""
 
     def __init__(self, module: nn.Module, device_type: str) -> None:
         self._module = module
@@ -68,42 +89,46 @@ class SignatureReader:
             for name, value in inner.__dict__.items()
             if isinstance(value, _SCALARS)
         ]
-        self._parameters = [
-            (inner._parameters, name)
-            for inner in module.modules()
-            for name, p in inner._parameters.items()
-            if p is not None
-        ]
-        first: dict[int, tuple[dict[str, Any], str]] = {}
+        self.places: Places = []
+        """Of the parameters, then of the buffers."""
+        for kind in ("_parameters", "_buffers"):
+            for inner in module.modules():
+                holder = getattr(inner, kind)
+                self.places += [(holder, name) for name, tensor in holder.items() if tensor is not None]
+        first: dict[int, int] = {}
         self._ties = []
-        for holder, name in self._parameters:
-            parameter = holder[name]
-            assert parameter is not None
-            twin = first.setdefault(local_of(parameter).untyped_storage()._cdata, (holder, name))
-            if twin[0] is not holder or twin[1] != name:
-                self._ties.append((*twin, holder, name))
+        for index, (holder, name) in enumerate(self.places):
+            tensor = holder[name]
+            assert tensor is not None
+            twin = first.setdefault(local_of(tensor).untyped_storage()._cdata, index)
+            if twin != index:
+                self._ties.append((twin, index))
 
     def scalars(self) -> tuple[Any, ...]:
         """The scalar attributes of the region's modules, as they are now."""
         return tuple([holder.get(name) for holder, name in self._scalars])
 
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The key of a call that is about to be made."""
-        bases: list[int] = []
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        """All that is visible before a call."""
         for modules, children in self._children:
             if tuple(modules.values()) != children:
                 self._scan()
                 break
-        return (
+        inputs: list[torch.Tensor] = []
+        described = (
+            tuple([describe(value, inputs) for value in args]),
+            tuple([(name, describe(kwargs[name], inputs)) for name in sorted(kwargs)]),
+        )
+        sources = [holder.get(name) for holder, name in self.places]
+        signature = (
             self._generation,
-            tuple([describe(value, bases) for value in args]),
-            tuple([(name, describe(value, bases)) for name, value in kwargs.items()]),
-            None if len(set(bases)) == len(bases) else tuple(map(bases.index, bases)),
-            self.scalars(),
-            tuple([(p := holder.get(name)) is not None and p.requires_grad for holder, name in self._parameters]),
-            tuple([_share_memory(one.get(a), other.get(b)) for one, a, other, b in self._ties]),
+            described,
+            None if len(inputs) == 1 else _shared_bases(inputs),
+            tuple([source is not None and source.requires_grad for source in sources]),
+            tuple([_share_memory(sources[one], sources[other]) for one, other in self._ties]),
             torch.is_autocast_enabled(self._device_type) and torch.get_autocast_dtype(self._device_type),
         )
+        return Entry(signature, self.scalars(), sources, inputs)
 
 
 def is_transparent(value: Any) -> bool:
@@ -121,32 +146,48 @@ def _share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return bool(local_of(one).untyped_storage()._cdata == local_of(other).untyped_storage()._cdata)
 
 
-def describe(value: Any, bases: list[int]) -> Any:
+def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Something hashable that stands for an argument: how a tensor lies, what a scalar is, of which type an object is.
 
-    The address at which each tensor's storage starts is added to ``bases``: all of them live, so equal addresses mean that
-    two arguments share memory, which decides what a recipe may start from.
+    The tensors that are met are added to ``tensors``.
     """
     if isinstance(value, torch.Tensor):
+        tensors.append(value)
         kind = type(value)
         if is_sharded(value):
-            return (kind, layout_key(value), value.requires_grad, describe(local_of(value).detach(), bases))
+            return (kind, layout_key(value), value.requires_grad, _lies(local_of(value)))
         if is_pending(value):
-            return (kind, value.requires_grad, describe(local_of(value), bases))
-        if value.layout is not torch.strided or (kind is not torch.Tensor and kind is not nn.Parameter):
-            bases.append(id(value))
+            return (kind, value.requires_grad, _lies(local_of(value)))
+        if value.layout is not torch.strided or kind not in _PLAIN:
             return (kind, value.layout, value.shape, value.dtype, value.requires_grad, value.device)
-        offset = value.storage_offset()
-        bases.append(int(value.data_ptr() - offset * value.element_size()))
-        lazy = value.is_neg() or value.is_conj()
-        return (value.shape, value.dtype, value.stride(), offset, value.requires_grad, value.device, lazy)
+        return (value.requires_grad, _lies(value))
     if value is None or isinstance(value, _SCALARS):
         return (type(value), value)
     if isinstance(value, tuple | list):
-        return (type(value), *[describe(item, bases) for item in value])
+        return (type(value), *[describe(item, tensors) for item in value])
     if isinstance(value, dict):
-        return (dict, *[(str(name), describe(item, bases)) for name, item in value.items()])
+        return (dict, *[(str(name), describe(item, tensors)) for name, item in value.items()])
     return type(value)
+
+
+def _lies(value: torch.Tensor) -> tuple[Any, ...]:
+    lazy = value.is_neg() or value.is_conj()
+    return (value.shape, value.dtype, value.stride(), value.storage_offset(), value.device, lazy)
+
+
+def _shared_bases(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
+    """Which tensors lie in the same memory, which decides what a recipe may start from; ``None`` if none do.
+
+    All of them live, so equal addresses mean one storage. What has no address counts as itself.
+    """
+    bases = []
+    for tensor in tensors:
+        local = local_of(tensor)
+        if type(local) in _PLAIN and local.layout is torch.strided:
+            bases.append(int(local.data_ptr() - local.storage_offset() * local.element_size()))
+        else:
+            bases.append(id(tensor))
+    return None if len(set(bases)) == len(bases) else tuple(map(bases.index, bases))
 
 
 class Guard:

@@ -10,12 +10,13 @@ when autograd lets go of it, they go with it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from plimsoll.engine.replay_rng import StatePoints, take_states
+from plimsoll.engine.replay_rng import ENTRY, StatePoints, take_states
 from plimsoll.engine.split_backward import Between
 from plimsoll.errors import SavedTensorModified
 from plimsoll.tracing.local_tensors import Shell, unwrapped, version_of
@@ -49,7 +50,7 @@ class Cell:
     tensor: torch.Tensor | None
     version: int
     leaves: tuple[Readable, ...]
-    sample: torch.Tensor | None
+    sample: tuple[int, torch.Tensor] | None
     between: Between | None
     shell: Shell | None
 
@@ -102,9 +103,11 @@ class Cell:
 class OpenCall:
     """One call of a region while it runs: the saved tensors in the order of saving; of DTensors the local shards."""
 
-    __slots__ = ("_points", "cells", "sharded", "states", "tensors")
+    __slots__ = ("_points", "cells", "sharded", "sources", "states", "tensors")
 
-    def __init__(self, points: StatePoints) -> None:
+    def __init__(self, points: StatePoints, sources: Sequence[torch.Tensor | None] = ()) -> None:
+        self.sources = sources
+        """The region's parameters and buffers as the call found them."""
         self.cells: list[Cell] = []
         self.tensors: list[torch.Tensor] = []
         self.sharded = 0
@@ -112,6 +115,7 @@ class OpenCall:
         self.states: dict[tuple[int, int], torch.Tensor] = {}
         """Generator states by generator and point, for random ops that will run again."""
         self._points = points
+        take_states(points, ENTRY, self.states)
 
     def pack(self, tensor: torch.Tensor) -> Cell:
         """The pack hook: hold the tensor until the region returns."""

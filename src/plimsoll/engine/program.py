@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from plimsoll.engine.call_stream import Alarm
 from plimsoll.engine.guards import Guard
 from plimsoll.engine.hooks import OpenCall, Readable
 from plimsoll.engine.inspection import Inspector
@@ -18,7 +19,6 @@ from plimsoll.engine.offload.transfers import TransfersUnderWay
 from plimsoll.engine.replay import CallReplay, Examiner, Recipes
 from plimsoll.engine.replay_code import copy_storage
 from plimsoll.engine.replay_plan import ReplayPlan
-from plimsoll.engine.replay_rng import ENTRY, take_states
 from plimsoll.engine.sampling import Sampler, SentinelPolicy
 from plimsoll.engine.sensing import Sensor
 from plimsoll.engine.split_backward import Halves
@@ -31,7 +31,8 @@ from plimsoll.tracing.recorder.storages import Geometry
 class Shared:
     """What all regions of one managed model share.
 
-    ``links`` between regions, what packs and moves values, who checks and inspects, and who watches (``None``: nobody).
+    ``links`` between regions, what packs and moves values, who checks and inspects, what surprises were met, and who watches
+    (``None``: nobody).
 
     ``splits_backward``: gradients of inputs and of weights are made one after the other, from one graph (see
     ``split_backward``).
@@ -43,6 +44,7 @@ class Shared:
     policy: SentinelPolicy
     inspector: Inspector
     generators: tuple[torch.Generator, ...]
+    alarm: Alarm = field(default_factory=Alarm)
     sensor: Sensor | None = None
     repeats_collectives: bool = False
     """Whether recipes may talk to other ranks, as the plan allows."""
@@ -57,23 +59,27 @@ class Program:
     """One region under one signature: its replay plan, and those who guard, sample, pack and replay its calls.
 
     ``node_counts`` says how many autograd nodes a call like the recorded one makes; ``shares``, by the value's name,
-    what the plan counted for a payload as a share of the value's bytes.
+    what the plan counted for a payload as a share of the value's bytes. ``is_self_compiling``: the region calls operators
+    that take functions.
     """
 
-    def __init__(self, plan: ReplayPlan, node_counts: range, shares: Mapping[str, float], shared: Shared) -> None:
+    def __init__(
+        self,
+        plan: ReplayPlan,
+        node_counts: range,
+        shares: Mapping[str, float],
+        shared: Shared,
+        *,
+        is_self_compiling: bool = False,
+    ) -> None:
         self.plan = plan
         self.guard = Guard(plan, node_counts)
         self.packer = RegionPacker(plan, shared.packer, shares)
         self.sampler = Sampler(plan, shared.policy)
         self.recipes = Recipes(plan, self.sampler, Halves() if shared.splits_backward else None)
+        self.is_self_compiling = is_self_compiling
         self._shared = shared
         self._calls = 0
-
-    def open(self) -> OpenCall:
-        """A steady call begins."""
-        call = OpenCall(self.plan.state_points)
-        take_states(self.plan.state_points, ENTRY, call.states)
-        return call
 
     def drop(
         self,
@@ -111,7 +117,7 @@ class Program:
             assert link is not None
             readable[plan.choice.link] = link
         waiting = {slot: weakref.ref(cells[slot]) for slot in plan.dropped_slots}
-        replay = CallReplay(self.recipes, call.states, waiting, examiner)
+        replay = CallReplay(self.recipes, call, waiting, examiner)
         for leaves, slots in plan.leaf_groups:
             sources = tuple(readable[value] for value in leaves)
             for slot in slots:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.region import Origin, RegionGraph
-from plimsoll.engine.guards import NO_OFFSET
+from plimsoll.engine.call_stream import Stream, StreamRecorder, references
+from plimsoll.engine.fallback import host_state
+from plimsoll.engine.guards import NO_OFFSET, Entry, SignatureReader
 from plimsoll.engine.hooks import Cell, OpenCall, unpack
 from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.replay_code import RecordedRegion
 from plimsoll.engine.replay_plan import DropChoice, ParameterSource, ReplayPlan, choose
 from plimsoll.engine.replay_rng import RandomPoints
+from plimsoll.engine.service import Service
 from plimsoll.engine.verifying import VerifyingRecorder
 from plimsoll.planning.replay_schedule import recipe_ops
-from plimsoll.tracing.local_tensors import local_of, settled, version_of
+from plimsoll.tracing.local_tensors import is_sharded, local_of, settled, version_of
 from plimsoll.tracing.recorder.calling import ModuleStack, call_tensors, output_tensors
 from plimsoll.tracing.recorder.collectives import is_routing, peers_of
 from plimsoll.tracing.recorder.graph import LocalIds, SlotRecord, build_region_graph, default_order
@@ -33,7 +35,16 @@ SMALL_BUFFER_BYTES = 1 << 20
 """Buffers up to this size are copied per call; larger ones are held and must not change before backward."""
 SMALL_PARAMETER_BYTES = 1 << 16
 """The same of parameters that autograd did not save: biases are, weights of layers as a rule are not."""
-_READS_ON_THE_HOST = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+
+
+@dataclass(frozen=True, slots=True)
+class RegionForward:
+    """The module that is watched, and its own forward."""
+
+    name: str
+    module: nn.Module
+    forward: Callable[..., Any]
+    device_type: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +58,9 @@ class Recorded:
     """Global ranks with which the region's collectives talk."""
     routes: bool = False
     """Whether some op chooses which token goes where."""
+    stream: Stream = ()
+    is_misfit: bool = False
+    """Whether the stream was known, but the call saved something else than the recorded one."""
 
 
 class _RecordedCall(OpenCall):
@@ -54,8 +68,8 @@ class _RecordedCall(OpenCall):
 
     __slots__ = ("recorder", "records")
 
-    def __init__(self, recorder: VerifyingRecorder) -> None:
-        super().__init__({})
+    def __init__(self, recorder: VerifyingRecorder, sources: Sequence[torch.Tensor | None]) -> None:
+        super().__init__({}, sources)
         self.recorder = recorder
         self.records: list[SlotRecord] = []
 
@@ -88,27 +102,27 @@ class _Watched:
     first_node: int
     """Sequence number of the first autograd node."""
     nodes: int
-    host_reads: int
+    stream: StreamRecorder
 
 
 def record_call(
-    name: str,
-    module: nn.Module,
-    forward: Callable[..., Any],
-    plan: RegionPlan,
+    subject: RegionForward,
+    service: Service,
+    entry: Entry,
+    reader: SignatureReader,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    *,
     shared: Shared,
-    device_type: str,
 ) -> tuple[Any, Recorded]:
     """Run the region once, verifying every op, and drop what the plan drops already in this call.
 
-    A sensor is shown the region's saved values while all of them are there.
+    Where the service knows the call's stream of torch calls, and the call has saved what it saves, its program stays. A
+    sensor is shown the region's saved values while all of them are there.
     """
-    sensor = shared.sensor
-    unpack_hook = unpack if sensor is None else sensor.unpack(name, plan.call)
-    call = _watch(module, forward, args, kwargs, shared, unpack_hook)
+    plan, sensor = service.plan, shared.sensor
+    unpack_hook = unpack if sensor is None else sensor.unpack(subject.name, plan.call)
+    state = host_state(subject.module)
+    call = _watch(subject, entry, reader, args, kwargs, shared, unpack_hook)
     try:
         shared.transfers.leave(call.output)
     except BaseException:
@@ -118,27 +132,34 @@ def record_call(
     found = Recorded(
         None,
         _obstacle(call),
-        may_rerun=not _writes_outside(recorder) and not any(op.scratch for op in recorder.ops),
+        may_rerun=not _writes_outside(recorder)
+        and not any(op.scratch for op in recorder.ops)
+        and host_state(subject.module) == state,
         peers=tuple(sorted({rank for op in recorder.ops for rank in peers_of(op.func, op.args, op.kwargs)})),
         routes=any(is_routing(op.func) for op in recorder.ops),
+        stream=call.stream.stream,
     )
     if found.obstacle:
         saved.keep_all()
         return call.output, found
-    program = _build(name, call, plan, shared, device_type)
-    if sensor is not None:
-        sensor.saw(name, plan.call, program.plan.graph, saved.tensors, call.output, call.first_node)
-    link = shared.links.find(program.plan, call.inputs)
     saved.states = recorder.points.states
+    program = service.find(found.stream)
+    is_misfit = program is not None and not program.guard.holds(saved, call.nodes)
+    if program is None or is_misfit or program.plan.choice.link is not None:
+        program = _build(call, subject, plan, shared)
+    if sensor is not None:
+        sensor.saw(subject.name, plan.call, program.plan.graph, saved.tensors, call.output, call.first_node)
+    link = shared.links.find(program.plan, call.inputs)
     if not program.drop(saved, call.inputs, call.versions, call.output, link):
         saved.keep_all()
         return call.output, replace(found, obstacle="an input that it needs again is written in place", may_rerun=False)
-    return call.output, replace(found, program=program)
+    return call.output, replace(found, program=program, is_misfit=is_misfit)
 
 
 def _watch(
-    module: nn.Module,
-    forward: Callable[..., Any],
+    subject: RegionForward,
+    entry: Entry,
+    reader: SignatureReader,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     shared: Shared,
@@ -147,36 +168,36 @@ def _watch(
     stack = ModuleStack()
     points = RandomPoints(shared.generators)
     recorder = VerifyingRecorder(lambda: stack.path, points, repeats_collectives=shared.repeats_collectives)
-    sources = _register(recorder, module)
+    sources = _register(recorder, subject.module, reader)
     inputs = call_tensors(args, kwargs)
     input_values = [
         (i, recorder.add_leaf(t, Origin.INPUT, f"input:{i}")) for i, t in enumerate(inputs) if is_plain(local_of(t))
     ]
     versions = [version_of(tensor) for tensor in inputs]
     recorder.mark_outside()
-    saved = _RecordedCall(recorder)
-    reads = _HostReads()
+    saved = _RecordedCall(recorder, entry.sources)
+    stream = StreamRecorder(references((*entry.sources, *entry.inputs)))
     before = sequence_number()
     try:
         with (
             torch.compiler.set_stance("force_eager"),
-            stack.watch(module),
+            stack.watch(subject.module),
             saved_tensors_hooks(saved.pack, unpack_hook),
-            reads,
+            stream,
             recorder,
         ):
-            output = forward(*args, **kwargs)
+            output = subject.forward(*args, **kwargs)
     except BaseException:
         saved.keep_all()
         raise
     nodes = sequence_number() - before
-    return _Watched(recorder, saved, sources, inputs, input_values, versions, output, before, nodes, reads.count)
+    return _Watched(recorder, saved, sources, inputs, input_values, versions, output, before, nodes, stream)
 
 
 def _obstacle(call: _Watched) -> str:
     """Why a call that was recorded must not be repeated by recipes."""
     recorder = call.recorder
-    if recorder.value_reads or call.host_reads:
+    if recorder.value_reads or call.stream.host_reads:
         return "it reads the value of a tensor (a branch on data)"
     recorder.notice([*call.saved.tensors, *map(local_of, output_tensors(call.output))])
     if recorder.has_hidden_writes:
@@ -186,33 +207,23 @@ def _obstacle(call: _Watched) -> str:
     return ""
 
 
-class _HostReads(TorchFunctionMode):
-    """Counts tensors whose contents leave PyTorch without an op."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS_ON_THE_HOST:
-            self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _register(recorder: VerifyingRecorder, module: nn.Module) -> dict[int, ParameterSource]:
+def _register(recorder: VerifyingRecorder, module: nn.Module, reader: SignatureReader) -> dict[int, ParameterSource]:
     """Make the region's parameters and buffers known; where each is found in a call, by value id."""
     sources: dict[int, ParameterSource] = {}
+    places = {(id(holder), key): place for place, (holder, key) in enumerate(reader.places)}
     for path, inner in module.named_modules():
         prefix = f"{path}." if path else ""
         holders = ((Origin.PARAMETER, "parameter", inner._parameters), (Origin.BUFFER, "buffer", inner._buffers))
         for origin, kind, holder in holders:
             for key, tensor in holder.items():
-                if tensor is None:
+                place = places.get((id(holder), key))
+                if tensor is None or place is None:
                     continue
                 value = recorder.add_leaf(tensor, origin, f"{kind}:{prefix}{key}")
                 nbytes = local_of(tensor).untyped_storage().nbytes()
                 is_copied = origin is Origin.BUFFER and nbytes <= SMALL_BUFFER_BYTES
-                source = ParameterSource(f"{kind} {prefix}{key}", holder, key, is_copied, not is_copied)
+                name = f"{kind} {prefix}{key}"
+                source = ParameterSource(name, place, is_copied, not is_copied, is_sharded(tensor))
                 sources.setdefault(value, source)
     return sources
 
@@ -223,7 +234,7 @@ def _writes_outside(recorder: VerifyingRecorder) -> bool:
     return any(recorder.values[value].storage not in born for op in recorder.ops for value in op.writes)
 
 
-def _build(name: str, call: _Watched, plan: RegionPlan, shared: Shared, device_type: str) -> Program:
+def _build(call: _Watched, subject: RegionForward, plan: RegionPlan, shared: Shared) -> Program:
     recorder, sources = call.recorder, call.sources
     scratched = _refuse_readers_of_scratch(recorder)
     outputs = [_reference(recorder, tensor) for tensor in output_tensors(call.output)]
@@ -263,9 +274,9 @@ def _build(name: str, call: _Watched, plan: RegionPlan, shared: Shared, device_t
         if value in local
     )
     replay_plan = ReplayPlan(
-        name=name,
+        name=subject.name,
         call=plan.call,
-        device_type=device_type,
+        device_type=subject.device_type,
         graph=graph,
         recording=_recording(call, ids, outputs),
         choice=choice,
@@ -275,7 +286,13 @@ def _build(name: str, call: _Watched, plan: RegionPlan, shared: Shared, device_t
     )
     shares = {d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes}
     # Casts of parameters are cached inside of autocast, so that a later call may make fewer nodes than the recorded one.
-    return Program(replay_plan, range(call.nodes - casts, call.nodes + 1), shares, shared)
+    return Program(
+        replay_plan,
+        range(call.nodes - casts, call.nodes + 1),
+        shares,
+        shared,
+        is_self_compiling=recorder.takes_functions,
+    )
 
 
 def _read_by_recipes(graph: RegionGraph, choice: DropChoice) -> set[int]:

@@ -1,7 +1,8 @@
 """One managed module: its forward, with the saved tensors under a plan.
 
-A call whose signature is new is *recorded* (and already drops what the plan drops); later calls are *steady*: no dispatch
-mode, two hooks, a guard. What cannot be recorded is left to the ``fallback``.
+The first call of a signature is *recorded* (and already drops what the plan drops); later calls are *steady*: two hooks, a
+guard, no dispatch mode. Where a steady call does something else than any recorded one it keeps everything, and the next
+calls are recorded again (see ``service``). What cannot be recorded is left to the ``fallback``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,32 +22,26 @@ from torch.utils._pytree import tree_leaves
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.receipt import RegionOutcome
+from plimsoll.engine.call_stream import StreamGuard, references
 from plimsoll.engine.copies import CopiedForward, calling_module
 from plimsoll.engine.fallback import Fallback
-from plimsoll.engine.guards import SignatureReader, is_somebody_elses_call, is_transparent
+from plimsoll.engine.guards import Entry, SignatureReader, is_somebody_elses_call, is_transparent
 from plimsoll.engine.hooks import OpenCall, unpack
 from plimsoll.engine.program import Program, Shared
-from plimsoll.engine.record import record_call
+from plimsoll.engine.record import RegionForward, record_call
+from plimsoll.engine.service import Service
 from plimsoll.tracing.local_tensors import version_of
 from plimsoll.tracing.recorder.calling import call_tensors
 from plimsoll.tracing.refusals import compiled_part, refuse_compiler
 from plimsoll.tracing.torch_internals import sequence_number
 
 MAX_SIGNATURES = 8
-"""More than this many signatures of one region are not recorded: the region is re-run as a whole."""
+"""Recipes for so many signatures of one region are held. Further ones are re-run as a whole; where a region may not run twice,
+the recipes that were not used for longest go.
+"""
 
 MAX_MISFITS = 2
-"""A recorded signature whose calls do not fit it more often than this is re-run as a whole."""
-
-
-@dataclass(slots=True)
-class Service:
-    """How calls of one signature are served, and why not by recipes where they are not."""
-
-    engine: Engine
-    program: Program | None = None
-    reason: str = ""
-    misfits: int = 0
+"""A signature whose calls save other tensors than the recorded ones more often than this is re-run as a whole."""
 
 
 class ManagedRegion:
@@ -69,8 +63,9 @@ class ManagedRegion:
         self._original: Callable[..., Any] = module.forward
         self.__wrapped__ = self._original  # so that inspect.signature shows the module's own
         self._had_own = "forward" in module.__dict__
-        self._device_type = next((p.device.type for p in module.parameters()), "cpu")
-        self._reader = SignatureReader(module, self._device_type)
+        device_type = next((p.device.type for p in module.parameters()), "cpu")
+        self._subject = RegionForward(name, module, self._original, device_type)
+        self._reader = SignatureReader(module, device_type)
         self._fallback = Fallback(name, self._original)
         self._is_removed = False
         self.obstacle = compiled_part(module)
@@ -123,29 +118,34 @@ class ManagedRegion:
             output = self._original(*args, **kwargs)
             self._shared.transfers.leave(output)
             return output
-        key = (id(plan), *self._reader.read(args, kwargs))
+        entry = self._reader.read(args, kwargs)
+        key = (id(plan), *entry.signature)
         service = self.services.get(key)
-        if service is None and self._shared.recording.acquire(blocking=False):
-            try:
-                return self._first(key, plan, args, kwargs)
-            finally:
-                self._shared.recording.release()
         if service is None:
-            return self._fallback.run(Engine.KEEP, args, kwargs)
-        if service.program is not None:
-            return self._steady(service, service.program, args, kwargs)
-        return self._whole(service, args, kwargs)
+            if self._is_fake(args, kwargs):
+                return self._original(*args, **kwargs)
+            service = self._admit(key, plan, args, kwargs)
+        if service.engine is not Engine.RECIPE:
+            return self._whole(service, entry, args, kwargs)
+        if not service.is_watched(entry.scalars):
+            return self._steady(service, entry, args, kwargs)
+        if not self._shared.recording.acquire(blocking=False):
+            return self._fallback.run(Engine.KEEP, entry, self._reader.places, args, kwargs)
+        try:
+            return self._watched(service, entry, args, kwargs)
+        finally:
+            self._shared.recording.release()
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
         """One entry per call of a step and signature: what serves it, and what was and could be dropped."""
         found = []
-        for key, service in self.services.items():
+        for service in self.services.values():
             program = service.program
             plan = None if program is None else program.plan
             found.append(
                 RegionOutcome(
                     name=self.name,
-                    call=next(i for i, plan in enumerate(self._plans) if id(plan) == key[0]),
+                    call=self._plans.index(service.plan),
                     engine=service.engine,
                     reason=service.reason or ("" if program is None else _first_obstacle(program)),
                     activation_bytes=0 if plan is None else plan.activation_bytes,
@@ -165,101 +165,121 @@ class ManagedRegion:
         """A pickled module is not managed either."""
         return (CopiedForward, (self.module,))
 
-    def _first(self, key: tuple[Any, ...], plan: RegionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _is_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         leaves = (*tree_leaves((args, kwargs)), *self.module.parameters())
-        if any(isinstance(x, FakeTensor | Proxy) or (isinstance(x, torch.Tensor) and x.is_meta) for x in leaves):
-            return self._original(*args, **kwargs)
-        fallback, shared = self._fallback, self._shared
+        return any(isinstance(x, FakeTensor | Proxy) or (isinstance(x, torch.Tensor) and x.is_meta) for x in leaves)
+
+    def _admit(self, key: tuple[Any, ...], plan: RegionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Service:
+        """A signature that was not met yet, or not for long."""
+        fallback = self._fallback
         fallback.may_rerun &= is_transparent(args) and is_transparent(kwargs)
+        service = Service(plan, self._shared.alarm)
         if len(self.services) >= MAX_SIGNATURES:
-            reason = f"more than {MAX_SIGNATURES} signatures"
-            return self._whole(self._serve(key, Service(fallback.engine, reason=reason)), args, kwargs)
-        scalars = self._reader.scalars()
-        output, recorded = record_call(
-            self.name,
-            self.module,
-            self._original,
-            plan,
-            args,
-            kwargs,
-            shared=shared,
-            device_type=self._device_type,
-        )
-        # A counter in an attribute would count twice if the region ran twice.
-        fallback.may_rerun &= recorded.may_rerun and self._reader.scalars() == scalars
-        fallback.routes |= recorded.routes
-        fallback.peers = tuple(sorted({*fallback.peers, *recorded.peers}))
-        if recorded.program is not None:
-            self.services[key] = Service(Engine.RECIPE, recorded.program)
-        else:
-            is_shared = bool(recorded.peers) and shared.repeats_collectives and fallback.may_rerun
-            self._serve(key, Service(Engine.RERUN if is_shared else fallback.engine, reason=recorded.obstacle))
-        if recorded.peers and shared.repeats_collectives and shared.agree_on_service is not None:
-            repeated = () if recorded.program is None else recorded.program.plan.collectives
-            shared.agree_on_service(self.name, recorded.peers, f"{self.services[key].engine} {', '.join(repeated)}")
-        return output
-
-    def _whole(self, service: Service, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the region without recipes."""
-        output = self._fallback.run(service.engine, args, kwargs)
-        self._shared.transfers.leave(output)
-        return output
-
-    def _serve(self, key: tuple[Any, ...], service: Service) -> Service:
-        if all(other.engine is not service.engine for other in self.services.values()):
-            self._fallback.warn(service.engine, service.reason)
+            if fallback.engine is Engine.RERUN:
+                self._give_up(service, f"more than {MAX_SIGNATURES} signatures")
+            else:
+                del self.services[next(iter(self.services))]
         self.services[key] = service
         return service
 
-    def _give_up(self, service: Service, reason: str) -> None:
-        service.engine, service.program, service.reason = self._fallback.engine, None, reason
+    def _watched(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that is recorded: it drops what the plan drops, whatever it does."""
+        fallback, shared = self._fallback, self._shared
+        output, recorded = record_call(self._subject, service, entry, self._reader, args, kwargs, shared)
+        fallback.may_rerun &= recorded.may_rerun
+        fallback.routes |= recorded.routes
+        fallback.peers = tuple(sorted({*fallback.peers, *recorded.peers}))
+        program = recorded.program
+        if program is None:
+            is_shared = bool(recorded.peers) and shared.repeats_collectives and fallback.may_rerun
+            self._give_up(service, recorded.obstacle, Engine.RERUN if is_shared else fallback.engine)
+        else:
+            is_new = service.find(recorded.stream) is None
+            service.learn(recorded.stream, program)
+            service.watched(self._reader.scalars(), is_new=is_new)
+            if recorded.is_misfit:
+                self._misfit(service)
+        if recorded.peers and shared.repeats_collectives and shared.agree_on_service is not None:
+            repeated = () if program is None else program.plan.collectives
+            shared.agree_on_service(self.name, recorded.peers, f"{service.engine} {', '.join(repeated)}")
+        return output
 
-    def _steady(self, service: Service, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call like one that was recorded: hold what it saves, ask the guard, then drop."""
-        plan, shared = program.plan, self._shared
-        if program.recipes.has_failed:
+    def _whole(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the region without recipes."""
+        output = self._fallback.run(service.engine, entry, self._reader.places, args, kwargs)
+        self._shared.transfers.leave(output)
+        return output
+
+    def _give_up(self, service: Service, reason: str, engine: Engine | None = None) -> None:
+        """Serve these calls without recipes; said once per way."""
+        service.give_up(engine or self._fallback.engine, reason)
+        if all(other.engine is not service.engine for other in self.services.values() if other is not service):
+            self._fallback.warn(service.engine, reason)
+
+    def _steady(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call like one that was recorded: hold what it saves, ask the guards, then drop."""
+        shared = self._shared
+        latest = service.program
+        if latest is not None and latest.recipes.has_failed:
             reason = "a rebuilt value was not what forward made"
-            if plan.collectives:
+            if latest.plan.collectives:
                 raise self._fallback.refusal(reason)
             self._give_up(service, reason)
-            return self._whole(service, args, kwargs)
-        call = program.open()
-        pack = call.pack_random if plan.state_points else call.pack
-        inputs = call_tensors(args, kwargs) if plan.needs_inputs else ()
+            return self._whole(service, entry, args, kwargs)
+        call = OpenCall(service.points, entry.sources)
+        pack = call.pack_random if service.points else call.pack
+        inputs = call_tensors(args, kwargs) if service.needs_inputs else ()
         versions = [version_of(tensor) for tensor in inputs]
+        guard = StreamGuard(service.known, references((*entry.sources, *entry.inputs)))
         before = sequence_number()
         try:
-            with saved_tensors_hooks(pack, unpack):
+            with saved_tensors_hooks(pack, unpack), service.stance(), guard:
                 output = self._original(*args, **kwargs)
             nodes = sequence_number() - before
             shared.transfers.leave(output)
         except BaseException:
             call.keep_all()
             raise
-        link = shared.links.find(plan, inputs)
-        if (plan.choice.link is not None and link is None) or not program.guard.holds(call, nodes):
-            self._misfit(service, program, call)
+        program: Program | None = guard.program
+        if program is None:
+            call.keep_all()
+            self._surprise(service, guard)
             return output
-        examiner = shared.inspector.inspect(plan, call.tensors)
-        if not program.drop(call, inputs, versions, output, link, examiner):
-            self._misfit(service, program, call)
+        plan = program.plan
+        link = shared.links.find(plan, inputs)
+        fits = (plan.choice.link is None or link is not None) and program.guard.holds(call, nodes)
+        if fits:
+            examiner = shared.inspector.inspect(plan, call.tensors)
+            fits = program.drop(call, inputs, versions, output, link, examiner)
+        if not fits:
+            call.keep_all()
+            if plan.collectives:
+                raise self._fallback.refusal("this call saves other tensors than the recorded one")
+            self._misfit(service)
         return output
 
-    def _misfit(self, service: Service, program: Program, call: OpenCall) -> None:
-        """This call did something else than the recorded one: it keeps everything, so it is right by construction. Only
-        where other ranks count on collectives in its recipes is that no way out.
-        """
-        call.keep_all()
-        if program.plan.collectives:
-            raise self._fallback.refusal("this call saves other tensors than the recorded one")
+    def _misfit(self, service: Service) -> None:
+        """A call of a known stream saved something else than the recorded one: its shapes depend on data."""
         if self._is_compiled():  # since it was recorded
             return
         service.misfits += 1
-        if service.misfits > MAX_MISFITS:
-            self._give_up(
-                service, "calls with the same signature save different tensors (shapes or control flow depend on data)"
-            )
-            self._fallback.warn(service.engine, service.reason)
+        if service.misfits > MAX_MISFITS and self._fallback.engine is Engine.RERUN:
+            self._give_up(service, "calls with the same signature save different tensors (shapes depend on data)")
+        else:
+            service.watch()
+
+    def _surprise(self, service: Service, guard: StreamGuard) -> None:
+        """A call did something else than any recorded one. It has kept everything, so it is right by construction. Only
+        where other ranks count on collectives in its recipes is that no way out.
+        """
+        program = service.program
+        if program is not None and program.plan.collectives:
+            raise self._fallback.refusal("this call makes other torch calls than the recorded one")
+        if self._is_compiled():  # since it was recorded
+            return
+        self._fallback.may_rerun = False
+        self._shared.alarm.sound()
+        self._fallback.say_surprise(guard, service.watch_length)
 
 
 def _first_obstacle(program: Program) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.autograd import profiler
 
-from plimsoll.engine.hooks import Cell, Readable
+from plimsoll.engine.hooks import Cell, OpenCall, Readable
 from plimsoll.engine.replay_code import Code, SegmentFunction
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.engine.sampling import Sampler
@@ -118,15 +118,15 @@ class CallReplay:
     def __init__(
         self,
         recipes: Recipes,
-        states: dict[tuple[int, int], torch.Tensor],
+        call: OpenCall,
         waiting: Mapping[int, weakref.ref[Cell]],
         examiner: Examiner | None,
     ) -> None:
         self.recipes = recipes
         # The very objects of this call: the model may have others under the same names by the time of backward.
-        self._bound = tuple([source.read() for _, source in recipes.plan.parameters])
+        self._bound = tuple([source.read(call.sources) for _, source in recipes.plan.parameters])
         self._versions = tuple([version_of(parameter) for parameter in self._bound])
-        self._states = states
+        self._states = call.states
         self._waiting = waiting
         self._examiner = examiner
         self._code = recipes.code

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -19,28 +18,29 @@ from plimsoll.engine.hooks import Cell, Readable
 from plimsoll.engine.replay_code import Code, RecordedRegion, Sources, compile_segments
 from plimsoll.engine.replay_rng import StatePoints, state_points
 from plimsoll.planning.replay_schedule import BOUNDARY, Schedule, Unreachable, build_schedule, recipe_ops
-from plimsoll.tracing.local_tensors import is_sharded, local_of
+from plimsoll.tracing.local_tensors import local_of
 from plimsoll.tracing.recorder.collectives import is_collective
 from plimsoll.tracing.recorder.storages import Geometry
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSource:
-    """Where a parameter or buffer is found in every call: its module's own dictionary, so that swaps are seen.
+    """A parameter or buffer: its place among those that every call finds at its entry.
 
     A small buffer is copied per call, because the model may write to it before backward, and so is a small parameter that
     autograd does not save; other parameters must not change.
     """
 
     name: str
-    holder: dict[str, Any]
-    key: str
+    place: int
     is_copied: bool
     is_checked: bool
+    is_sharded: bool
 
-    def read(self) -> torch.Tensor:
-        """The object that forward uses now, or a copy of its contents."""
-        found: torch.Tensor = self.holder[self.key]
+    def read(self, sources: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """The object that this call's forward used, or a copy of its contents."""
+        found = sources[self.place]
+        assert found is not None, "a call that lacks a parameter makes another stream of torch calls"
         return local_of(found).detach().clone() if self.is_copied else found
 
 
@@ -309,7 +309,7 @@ class ReplayPlan:
             geometries=self._leaf_geometries(),
             links=frozenset() if self.choice.link is None else frozenset({self.choice.link}),
             packed=frozenset(self.choice.packed),
-            sharded=frozenset(i for i, s in sources if is_sharded(s.holder[s.key])),
+            sharded=frozenset(i for i, s in sources if s.is_sharded),
         )
 
     def _leaf_geometries(self) -> dict[int, Geometry]:

@@ -1,7 +1,9 @@
 """Sentinels: a few elements of dropped tensors are kept, and the rebuilt tensors must have the same bits there.
 
 Recipes run recorded ops on what a call saved. Where a call has done something else than the recorded one and the guards have
-not seen it (a constant that changed, say), the samples differ, and the step stops before the optimizer can use the gradients.
+not seen it (a constant inside a C++ extension, say), the samples differ, and the step stops before the optimizer can use the
+gradients. Samples lie a stride apart that no dimension divides, so they meet all rows and all features, and elsewhere in
+every call.
 
 On a CPU they are compared on the spot. A comparison on a GPU would make the host wait for the device at every slot, so
 there each one leaves a flag on the device, and all flags of a backward pass are read once, when it ends: still before the
@@ -23,6 +25,11 @@ from plimsoll.tracing.recorder.storages import INTEGER_OF_SIZE, Geometry, same_b
 from plimsoll.tracing.torch_internals import at_end_of_backward, below_autograd, current_graph_task
 
 SAMPLE_SIZE = 16
+_STRIDE_OF_CALLS = 2654435761
+"""A prime: samples of consecutive calls lie far apart, and come everywhere."""
+
+Sample = tuple[int, torch.Tensor]
+"""Where it starts, and its elements as integers."""
 
 Failure = Callable[[], None]
 """Raises the error that belongs to one comparison."""
@@ -76,20 +83,24 @@ class Sampler:
             value = graph.slots[slot].value
             if value in plan.codecs or (value not in read and graph.values[value].origin is Origin.OP):
                 chosen.setdefault(value, slot)
-        shapes = {slot: sample_geometry(plan.recording.slot_geometries[slot]) for slot in chosen.values()}
-        self._sentinels = {slot: shape for slot, shape in shapes.items() if shape is not None}
+        places = {slot: SamplePlaces.of(plan.recording.slot_geometries[slot]) for slot in chosen.values()}
+        self._sentinels = {slot: found for slot, found in places.items() if found is not None}
 
-    def take(self, tensors: Sequence[torch.Tensor], number: int) -> dict[int, torch.Tensor]:
+    def take(self, tensors: Sequence[torch.Tensor], number: int) -> dict[int, Sample]:
         """Elements of the sentinel slots of the ``number``-th call, as integers: bits are compared, not values."""
         if not self._sentinels or number % self._policy.every:
             return {}
         with below_autograd():
-            return {slot: self._sample(slot, tensors[slot]).clone() for slot in self._sentinels}
+            return {
+                slot: (offset := places.offset(number), places.at(offset, tensors[slot]).clone())
+                for slot, places in self._sentinels.items()
+            }
 
-    def check(self, slot: int, sample: torch.Tensor, value: torch.Tensor, fail: Callable[[int], None]) -> None:
+    def check(self, slot: int, taken: Sample, value: torch.Tensor, fail: Callable[[int], None]) -> None:
         """Call ``fail`` with the slot if a rebuilt tensor differs from its sample in any bit (on a GPU: when backward ends)."""
         with below_autograd():
-            again = self._sample(slot, value)
+            offset, sample = taken
+            again = self._sentinels[slot].at(offset, value)
             if must_defer(value.device.type):
                 self._policy.deferred.add((sample != again).any(), functools.partial(fail, slot))
                 return
@@ -100,24 +111,47 @@ class Sampler:
             return
         fail(slot)
 
-    def _sample(self, slot: int, tensor: torch.Tensor) -> torch.Tensor:
-        size, stride, offset, integers = self._sentinels[slot]
-        return torch.as_strided(tensor.view(integers), size, stride, offset)
-
 
 def must_defer(device_type: str) -> bool:
     """Whether comparing on the spot would make the host wait for the device."""
     return device_type != "cpu" and current_graph_task() != -1
 
 
-def sample_geometry(geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype] | None:
-    """Size, stride, offset and integer type of up to 16 elements of a tensor, spread over it where it is dense."""
-    count = math.prod(geometry.size)
-    if count == 0 or geometry.dtype.itemsize not in INTEGER_OF_SIZE or geometry.dtype.is_complex:
-        return None
-    integers = INTEGER_OF_SIZE[geometry.dtype.itemsize]
-    span = 1 + sum((size - 1) * stride for size, stride in zip(geometry.size, geometry.stride, strict=True))
-    if span == count:
-        return (min(SAMPLE_SIZE, count),), (max(1, count // SAMPLE_SIZE),), geometry.offset, integers
-    size, stride = max(zip(geometry.size, geometry.stride, strict=True))
-    return (min(SAMPLE_SIZE, size),), (stride,), geometry.offset, integers
+@dataclass(frozen=True, slots=True)
+class SamplePlaces:
+    """Where the elements of a tensor lie that may be its sample: up to 16 of them, and how far they can be moved.
+
+    ``moves`` has the stride of each direction in which they move, and by how many steps at most.
+    """
+
+    size: int
+    stride: int
+    base: int
+    moves: tuple[tuple[int, int], ...]
+    integers: torch.dtype
+
+    @staticmethod
+    def of(geometry: Geometry) -> SamplePlaces | None:
+        """Along the whole of a dense tensor, along the longest dimension of others; ``None`` where there are no bits to
+        compare.
+        """
+        count = math.prod(geometry.size)
+        if count == 0 or geometry.dtype.itemsize not in INTEGER_OF_SIZE or geometry.dtype.is_complex:
+            return None
+        dimensions = list(zip(geometry.size, geometry.stride, strict=True))
+        if 1 + sum((size - 1) * stride for size, stride in dimensions) == count:
+            dimensions = [(count, 1)]
+        dimensions.sort(reverse=True)
+        length, stride = dimensions[0]
+        size = min(SAMPLE_SIZE, length)
+        apart = next(step for step in range(max(1, length // size), 0, -1) if math.gcd(step, count) == 1)
+        moves = ((stride, length - (size - 1) * apart), *((other, steps) for steps, other in dimensions[1:]))
+        return SamplePlaces(size, stride * apart, geometry.offset, moves, INTEGER_OF_SIZE[geometry.dtype.itemsize])
+
+    def offset(self, number: int) -> int:
+        """Where the sample of the ``number``-th call starts."""
+        return self.base + sum(number * _STRIDE_OF_CALLS % steps * stride for stride, steps in self.moves)
+
+    def at(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The sample that starts there, a view."""
+        return torch.as_strided(tensor.view(self.integers), (self.size,), (self.stride,), offset)

@@ -28,7 +28,7 @@ from plimsoll.engine.replay_rng import RandomPoints
 from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, Signature
 from plimsoll.tracing.recorder.storages import Geometry, is_plain, same_bits, storage_fingerprint
-from plimsoll.tracing.torch_internals import below_autograd
+from plimsoll.tracing.torch_internals import below_autograd, without_torch_function
 
 NOT_EXACT = "gives other bits when it is run again"
 _POISON = 0xA5
@@ -53,6 +53,12 @@ class VerifyingRecorder(OpRecorder):
     def mark_outside(self) -> None:
         """Everything met so far was there before the region."""
         self._outside = set(range(len(self.table)))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with without_torch_function():  # what is done here is no part of the region's stream of torch calls
+            return super().__torch_dispatch__(func, types, args, kwargs)
 
     def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
         func = op.func

@@ -149,6 +149,8 @@ class OpRecorder(TorchDispatchMode):
         self.current: dict[int, int] = {}
         self.suspended = False
         self.value_reads = 0
+        self.takes_functions = False
+        """Whether an operator that takes functions has run."""
         self._current_module = current_module
         self._occurrences: Counter[tuple[str, str]] = Counter()
         self._signatures: dict[torch._ops.OpOverload, Signature] = {}
@@ -186,6 +188,7 @@ class OpRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
+            self.takes_functions = True
             return func(*args, **kwargs)
         if self.suspended or func.namespace in _NOT_OF_THE_STEP:
             return func(*args, **kwargs)

@@ -1,0 +1,113 @@
+"""How calls of one signature are served: by recipes, one program per stream of torch calls, or by the fallback.
+
+A call whose stream is new has kept everything. The calls after it are *watched*: recorded again, which is right and within
+the budget whatever they do, and teaches their programs. Where streams stay known for a while the region is steady again;
+every further surprise in the model makes that while longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from plimsoll.artifacts.decision import Engine
+from plimsoll.artifacts.plan import RegionPlan
+from plimsoll.engine.call_stream import Alarm, Junction, Stream
+from plimsoll.engine.program import Program
+from plimsoll.engine.replay_rng import StatePoints
+
+MAX_STREAMS = 16
+"""So many programs of one signature are held; the one that was not used for longest goes first."""
+FIRST_WATCH = 16
+"""So many calls are watched after the first surprise, four times as many after each further one."""
+MAX_IDLE_CHANGES = 3
+"""Scalar attributes that changed so often without a change of the stream (counters) are no reason to watch any more."""
+
+_NO_STANCE = contextlib.nullcontext()
+
+
+class Service:
+    """What serves the calls of one signature under one region plan. ``reason`` says why, where it is not recipes alone."""
+
+    def __init__(self, plan: RegionPlan, alarm: Alarm) -> None:
+        self.plan = plan
+        self.engine = Engine.RECIPE
+        self.reason = ""
+        self.misfits = 0
+        """Calls with a known stream that saved something else than the recorded one (shapes depend on data)."""
+        self.known = Junction()
+        self.points: StatePoints = {}
+        """Where steady calls take generator states, for any of the programs."""
+        self.needs_inputs = False
+        self._programs: dict[Stream, Program] = {}
+        self._watch = 1
+        self._alarm = alarm
+        self._heard = alarm.count
+        self._is_self_compiling = False
+        self._scalars: tuple[Any, ...] | None = None
+        self._idle_changes = 0
+
+    @property
+    def program(self) -> Program | None:
+        """The one that was learned last; ``None`` where recipes serve nothing."""
+        return next(reversed(self._programs.values()), None)
+
+    def is_watched(self, scalars: tuple[Any, ...]) -> bool:
+        """Whether the call that begins is to be recorded: recent ones have brought surprises, or a scalar attribute of the
+        region's modules is not what it was.
+        """
+        if self._heard != self._alarm.count:
+            self._heard = self._alarm.count
+            self._watch = self.watch_length
+        return self._watch > 0 or (self._idle_changes < MAX_IDLE_CHANGES and scalars != self._scalars)
+
+    def find(self, stream: Stream) -> Program | None:
+        """The program for a stream that was recorded."""
+        return self._programs.get(stream)
+
+    def learn(self, stream: Stream, program: Program) -> None:
+        """A recorded call has given a program for its stream."""
+        self._programs.pop(stream, None)
+        if len(self._programs) >= MAX_STREAMS:
+            del self._programs[next(iter(self._programs))]
+        self._programs[stream] = program
+        self.known = Junction()
+        points: dict[int, dict[int, Any]] = {}
+        for its_stream, its_program in self._programs.items():
+            self.known.add(its_stream, its_program)
+            for point, generators in its_program.plan.state_points.items():
+                points.setdefault(point, {}).update(generators)
+        self.points = {point: tuple(found.items()) for point, found in points.items()}
+        self._is_self_compiling |= program.is_self_compiling
+        self.needs_inputs = any(other.plan.needs_inputs for other in self._programs.values())
+
+    def watched(self, scalars: tuple[Any, ...], *, is_new: bool) -> None:
+        """A watched call has ended; its stream was new, or one of those known."""
+        has_changed = self._scalars is not None and scalars != self._scalars
+        self._scalars = scalars
+        self._idle_changes = 0 if is_new else self._idle_changes + has_changed
+        self._watch = max(self._watch - 1, self.watch_length if is_new else 0)
+
+    def watch(self) -> None:
+        """Record the calls that follow."""
+        self._watch = FIRST_WATCH
+
+    def stance(self) -> contextlib.AbstractContextManager[Any]:
+        """Operators that take functions compile themselves when they are called, and Dynamo cannot look through the guard."""
+        if self._is_self_compiling:
+            stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+            return stance
+        return _NO_STANCE
+
+    def give_up(self, engine: Engine, reason: str) -> None:
+        """No recipes any more."""
+        self.engine, self.reason = engine, reason
+        self._programs.clear()
+        self.known = Junction()
+
+    @property
+    def watch_length(self) -> int:
+        """How many calls are watched after a surprise."""
+        return int(FIRST_WATCH * 4 ** (self._alarm.count - 1)) if self._alarm.count else 0

@@ -1,0 +1,311 @@
+"""State of the host that changes between steps: gradients stay right, nothing stops, and at most one step keeps everything."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import random
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from contracts.harness import Block, Stack, batch, differences, manage, train, weigh
+
+STEPS = 8
+FULL = "PLIMSOLL_EVERY_SHAPE" in os.environ
+"""Every kind with every shape, which takes minutes; by default each kind has one of them."""
+SHAPES = ((4, 16, 8), (2, 256, 16), (5, 7, 12))
+"""Rows, columns and width of the model; what the kinds work on is twice as wide."""
+
+
+def _sliced(x, pick):
+    width = x.shape[-1] >> pick(3)
+    return F.pad(x[..., :width].sin(), (0, x.shape[-1] - width)) * x
+
+
+def _nested_dropout(x, pick):
+    mask = torch.ones_like(x)
+    mask[..., x.shape[-1] >> pick(3) :] = 0
+    return (x.exp() * mask).tanh() * x
+
+
+def _listed_mask(x, pick):
+    return (x * torch.tensor([float(pick(3)) for _ in range(x.shape[-1])])).exp().tanh()
+
+
+def _numpy_mask(x, pick):
+    mask = np.arange(x.shape[-1], dtype=np.float32) % (pick(3) + 1)
+    return ((x + torch.from_numpy(mask)).sigmoid() * x).tanh()
+
+
+def _layer_drop(x, pick):
+    return x.sigmoid().sin() * x if pick(2) else x
+
+
+def _stochastic_depth(x, pick):
+    return (x.sin() / (1 - 0.1 * pick(3))).tanh() if pick(2) else x * 0.5
+
+
+def _repeats(x, pick):
+    for _ in range(1 + pick(3)):
+        x = (x * 0.9).tanh()
+    return x
+
+
+def _one_of_two_tensors(x, pick):
+    halves = x.sigmoid(), x.cos()
+    return (halves[pick(2)] * x).tanh().sin()
+
+
+def _order(x, pick):
+    parts = [part.sin() for part in x.chunk(4, -1)]
+    first = pick(4)
+    return torch.cat(parts[first:] + parts[:first], -1) * x
+
+
+def _numpy_scalar(x, pick):
+    return (x * np.float32(0.5 + pick(3))).exp().clamp(max=3).sin()
+
+
+def _columns(x, pick):
+    kept = [column for column in range(x.shape[-1]) if column % (pick(3) + 2)]
+    return torch.zeros_like(x).index_add(-1, torch.tensor(kept), x[..., kept].tanh())
+
+
+KINDS = {
+    "a width": _sliced,
+    "nested dropout": _nested_dropout,
+    "a mask made from a list": _listed_mask,
+    "a mask made from numpy": _numpy_mask,
+    "layer drop": _layer_drop,
+    "stochastic depth": _stochastic_depth,
+    "how often a layer runs": _repeats,
+    "which of two tensors": _one_of_two_tensors,
+    "the order of parts": _order,
+    "a scalar of numpy's": _numpy_scalar,
+    "which columns": _columns,
+    "a scale": lambda x, pick: (x * (1.0 + pick(3))).sin().tanh(),
+    "an integer that equals a float": lambda x, pick: (x * [2, 2.5, 3][pick(3)]).sin().tanh(),
+    "a sign": lambda x, pick: (x.sin() * [1.0, -1.0][pick(2)]).exp().tanh(),
+    "minus one or minus two": lambda x, pick: (x.exp().clamp(max=5).sum(-1 - pick(2), keepdim=True) * x).tanh(),
+    "a temperature": lambda x, pick: (x / (0.5 + pick(3))).softmax(-1) * x,
+    "the probability of dropout": lambda x, pick: F.dropout(x.sin(), 0.1 + 0.2 * pick(3)).tanh(),
+    "whether dropout is on": lambda x, pick: F.dropout(x.sin(), 0.5, training=bool(pick(2))).tanh(),
+    "an epsilon": lambda x, pick: F.layer_norm(x.sin(), x.shape[-1:], eps=10.0 ** -(1 + pick(3))).tanh(),
+    "a slope": lambda x, pick: F.leaky_relu(x.sin(), 0.1 * pick(3)).tanh(),
+    "an activation": lambda x, pick: (torch.tanh, torch.sigmoid, F.gelu)[pick(3)](x.sin()) * x,
+    "a method by its name": lambda x, pick: getattr(x.sin(), ("tanh", "sigmoid", "cos")[pick(3)])() * x,
+    "a dimension": lambda x, pick: x.sin().softmax(pick(2) - 2) * x,
+    "a shift": lambda x, pick: x.sin().roll(pick(3), -1).tanh(),
+    "what is flipped": lambda x, pick: x.sin().flip(([-1], [-2], [-1, -2])[pick(3)]).tanh(),
+    "a threshold": lambda x, pick: x.sin().clamp(max=0.2 * pick(3)).exp().tanh(),
+    "a value to fill in": lambda x, pick: x.sin().masked_fill(x > 0, 0.3 * pick(3)).exp().tanh(),
+    "an exponent": lambda x, pick: (x.sin().abs() ** (1 + pick(3))).tanh(),
+    "how many are taken": lambda x, pick: x.sin() * x.topk(1 + pick(3), -1).values.sum(-1, keepdim=True).tanh(),
+    "an equation": lambda x, pick: torch.einsum(("...i,...j->...i", "...i,...j->...j")[pick(2)], x.sin(), x).tanh(),
+    "a size": lambda x, pick: F.interpolate(x.sin(), size=x.shape[-1] // (1 + pick(2))).tanh().mean(-1, True) * x,
+    "how many chunks": lambda x, pick: torch.cat([p.softmax(-1) for p in x.chunk(1 << pick(3), -1)], -1) * x,
+    "what is transposed": lambda x, pick: (x.sin().transpose(-1, -2).tanh().mT if pick(2) else x.cos()) * x,
+    "a dtype": lambda x, pick: x.to((torch.float32, torch.float64)[pick(2)]).sin().tanh().to(x.dtype) * x,
+    "where gradients stop": lambda x, pick: (x.sin().detach() if pick(2) else x.sin()).tanh() * x,
+    "the width of noise": lambda x, pick: (x + torch.randn_like(x) * 0.1 * pick(3)).sin().tanh(),
+    "an item that is written": lambda x, pick: x.sin().index_fill(-1, torch.tensor([pick(4)]), 0.0).tanh(),
+    "keywords": lambda x, pick: (
+        torch.sum(x.exp().clamp(max=4), **({"dim": -1, "keepdim": True} if pick(2) else {})) * x
+    ),
+    "a stride": lambda x, pick: x.sin().tanh()[..., :: 1 + pick(2)].mean(-1, keepdim=True) * x,
+    "a window": lambda x, pick: F.avg_pool1d(x.sin(), 1 + 2 * pick(2), 1, pick(1)).mean(-1, True).tanh() * x,
+}
+
+
+GLOBAL = {"now": 0}
+
+
+class Shared:
+    """State in a class."""
+
+    now = 0
+
+
+class Holder(nn.Module):
+    """Everything that a module's Python code may read; ``now`` is what changes between steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.attribute = 0
+        self.config = types.SimpleNamespace(now=0)
+        self.table = {"deep": {"now": 0}}
+        self.listed = [0]
+        self.array = np.zeros(1, dtype=np.int64)
+        self.functions = [torch.tanh, torch.sigmoid, F.silu]
+        self.function = torch.tanh
+        self.endless = itertools.cycle([0, 1, 2, 1])
+        self.own_random = random.Random(0)
+        self.calls = 0
+        self.called = [0]
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("mask", torch.ones(1))
+        self.weights = nn.ParameterList(nn.Parameter(torch.full((1,), 0.5 + i)) for i in range(3))
+
+    def set(self, now):
+        self.attribute = self.config.now = self.table["deep"]["now"] = self.listed[0] = Shared.now = GLOBAL["now"] = now
+        self.array[0] = now
+        self.function = self.functions[now]
+        self.scale = torch.tensor(1.0 + now)
+        os.environ["PLIMSOLL_TEST_STATE"] = str(now)
+
+
+def _counting(holder):
+    holder.calls += 1
+    return holder.calls % 3
+
+
+def _counting_in_a_list(holder):
+    holder.called[0] += 1
+    return holder.called[0] % 3
+
+
+def _counting_in_a_global(holder):
+    GLOBAL["calls"] = GLOBAL.get("calls", 0) + 1
+    return GLOBAL["calls"] % 3
+
+
+PLACES = {
+    "an attribute": lambda holder: holder.attribute,
+    "a config object": lambda holder: holder.config.now,
+    "a nested dict": lambda holder: holder.table["deep"]["now"],
+    "a list": lambda holder: holder.listed[0],
+    "an array of numpy's": lambda holder: int(holder.array[0]),
+    "a class": lambda holder: Shared.now,
+    "a global": lambda holder: GLOBAL["now"],
+    "the environment": lambda holder: int(os.environ["PLIMSOLL_TEST_STATE"]),
+    "a function in an attribute": lambda holder: holder.functions.index(holder.function),
+    "an iterator": lambda holder: next(holder.endless),
+    "a counter in an attribute": _counting,
+    "a counter in a list": _counting_in_a_list,
+    "a counter in a global": _counting_in_a_global,
+    "Python's random": lambda holder: random.randrange(3),
+    "numpy's random": lambda holder: int(np.random.randint(3)),
+    "a random of its own": lambda holder: holder.own_random.randrange(3),
+}
+
+
+def _scaled(holder, x):
+    return (x * holder.scale).sin().tanh()
+
+
+def _replaced_within(holder, x):
+    y = (x * holder.mask).sin()
+    holder.mask = holder.mask * 0.9
+    return (y + holder.mask).tanh()
+
+
+def _one_of_three_weights(holder, x):
+    return (x.sin() * holder.weights[holder.listed[0]]).tanh()
+
+
+def _called_function(holder, x):
+    return holder.function(x.sin()) * x
+
+
+def _value_of_a_tensor(holder, x):
+    return (x * holder.scale.item()).sin().tanh()
+
+
+def _value_and_random(holder, x):
+    return (x * (1 + random.random())).sin().tanh() if holder.scale.item() > 1.5 else x.cos().tanh()
+
+
+WAYS = {
+    "a replaced buffer": _scaled,
+    "a buffer that forward replaces": _replaced_within,
+    "which of three weights": _one_of_three_weights,
+    "which function": _called_function,
+    "a value read from a tensor": _value_of_a_tensor,
+    "a value read from a tensor, and Python's random": _value_and_random,
+}
+
+
+class Changing(nn.Module):
+    """Does something else in every step: ``way`` says what, the holder what is now."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.holder = Holder()
+        self.way = way
+
+    def forward(self, x):
+        return self.way(self.holder, x)
+
+
+def _step(shape):
+    rows, columns, _ = shape
+
+    def step(model, index):
+        random.seed(index)
+        np.random.seed(index)
+        for module in model.modules():
+            if isinstance(module, Holder):
+                module.set((index * 7 // 4) % 3)
+        loss = weigh(model(batch(index, rows, columns, 8)))
+        loss.backward()
+        return loss
+
+    return step
+
+
+def _run(way, shape):
+    """The same steps on two equal models, one of them managed: what differs, and in which steps calls kept everything."""
+    torch.manual_seed(0)
+    width = shape[-1]
+    plain = Stack(*(Block(Changing(way), width) for _ in range(2)), width=width)
+    managed = copy.deepcopy(plain)
+    GLOBAL.clear()
+    expected = train(plain, _step(shape), STEPS)
+    GLOBAL.clear()
+    kept = []
+
+    def watched_step(model, index):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made = _step(shape)(model, index)
+        kept.extend(index for warning in caught if "kept everything" in str(warning.message))
+        return made
+
+    with manage(managed):
+        found = train(managed, watched_step, STEPS)
+    return differences(expected, found), set(kept)
+
+
+def _of_kind(kind, pick):
+    return lambda holder, x: KINDS[kind](x, lambda count: pick(holder) % count)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_a_state_of_the_host_decides_gradients_are_right(kind):
+    shapes = SHAPES if FULL else SHAPES[len(kind) % 3 :][:1]
+    for shape, place in itertools.product(shapes, ("a nested dict", "Python's random")):
+        wrong, kept = _run(_of_kind(kind, PLACES[place]), shape)
+        assert wrong == []
+        assert len(kept) <= 1
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_wherever_the_state_is_gradients_are_right(place):
+    for kind in ("a width", "a scale", "which of two tensors"):
+        wrong, kept = _run(_of_kind(kind, PLACES[place]), SHAPES[0])
+        assert wrong == []
+        assert len(kept) <= 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_and_functions_that_change_places_keep_gradients_right(way):
+    wrong, kept = _run(WAYS[way], SHAPES[0])
+    assert wrong == []
+    assert len(kept) <= 1
