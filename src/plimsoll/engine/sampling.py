@@ -121,7 +121,7 @@ def must_defer(device_type: str) -> bool:
 class SamplePlaces:
     """Where the elements of a tensor lie that may be its sample: up to 16 of them, and how far they can be moved.
 
-    ``moves`` has the stride of each direction in which they move, and by how many steps at most.
+    ``moves`` has the stride of each direction in which they move, and how many places there are along it.
     """
 
     size: int
@@ -150,7 +150,11 @@ class SamplePlaces:
 
     def offset(self, number: int) -> int:
         """Where the sample of the ``number``-th call starts."""
-        return self.base + sum(number * _STRIDE_OF_CALLS % steps * stride for stride, steps in self.moves)
+        offset, left = self.base, number * _STRIDE_OF_CALLS
+        for stride, steps in self.moves:
+            left, move = divmod(left, steps)
+            offset += move * stride
+        return offset
 
     def at(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
         """The sample that starts there, a view."""
