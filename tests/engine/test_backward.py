@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contracts.harness import (
-    assert_unchanged,
-    batch,
-    equal_bits,
-    manage,
-    plain_step,
-    stack_of,
-    weigh,
-)
+from contracts.harness import assert_unchanged, batch, equal_bits, manage, plain_step, stack_of, weigh
 from engine.models import Inner, step_on
 
 
@@ -87,9 +80,8 @@ def test_a_backward_inside_a_hook_of_a_backward_keeps_every_bit():
         def again(gradient):
             inner.extend(torch.autograd.grad(y.sum(), [x, model.blocks[0].up.weight], retain_graph=True))
 
-        model_hook = model.blocks[1].down.weight.register_hook(again)
-        weigh(y).backward(retain_graph=True)
-        model_hook.remove()
+        with model.blocks[1].down.weight.register_hook(again):
+            weigh(y).backward(retain_graph=True)
         return inner
 
     assert_unchanged(stack_of(Attention), step)
@@ -106,10 +98,8 @@ def test_an_error_in_the_middle_of_backward_leaves_the_graph_usable():
         def stop(gradient):
             raise Stop
 
-        hook = model.blocks[1].up.weight.register_hook(stop)
-        with pytest.raises(Stop):
+        with model.blocks[1].up.weight.register_hook(stop), pytest.raises(Stop):
             loss.backward(retain_graph=True)
-        hook.remove()
         assert torch.equal(torch.get_rng_state(), state)
         model.zero_grad()
         loss.backward()
@@ -269,8 +259,6 @@ def test_a_graph_that_is_dropped_without_backward_disturbs_nothing():
 
 
 def test_backward_from_another_thread_keeps_every_bit():
-    import threading
-
     def step(model, index):
         loss = weigh(model(batch(index)))
 

@@ -85,11 +85,10 @@ def test_channels_last_convolutions_keep_every_bit():
 
 
 def test_integer_inputs_and_embeddings_inside_a_region_keep_every_bit():
-    class Lookup(nn.Module):
+    class Lookup(Lined):
         def __init__(self):
-            super().__init__()
+            super().__init__(None, width=16)
             self.table = nn.Embedding(11, 16)
-            self.line = nn.Linear(16, 16)
 
         def forward(self, x, token):
             return x + self.line(self.table(token).exp() * self.table(token + 1))
@@ -101,10 +100,8 @@ def test_integer_inputs_and_embeddings_inside_a_region_keep_every_bit():
             self.head = nn.Linear(16, 4)
 
         def forward(self, token):
-            x = torch.zeros(16)
-            for block in self.blocks:
-                x = block(x, token)
-            return self.head(x)
+            first, second = self.blocks
+            return self.head(second(first(torch.zeros(16), token), token))
 
     assert_unchanged(Model, step_on(lambda index: torch.randint(0, 10, (3, 4))))
 
@@ -224,10 +221,9 @@ def test_a_root_module_can_be_the_region():
 
 
 def test_a_sparse_tensor_that_autograd_saves_is_left_to_autograd():
-    class Weighted(nn.Module):
+    class Weighted(Lined):
         def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(8, 8)
+            super().__init__(None)
             self.weight = nn.Parameter(torch.randn(5, 5))
 
         def forward(self, x):

@@ -166,26 +166,28 @@ class Buffered(Lined):
         return self.function(self.line, x, self.buffer)
 
 
-def test_a_buffer_that_outer_code_changes_before_backward_is_read_as_forward_saw_it():
-    def build():
-        return Wrapped(Buffered(lambda line, x, scale: line((x + scale).exp()).tanh(), torch.linspace(0, 1, 8)))
-
-    def step(model, index):
-        loss = weigh(model(batch(index)))
-        model.block.buffer.add_(1)
-        loss.backward()
-        return loss
-
-    assert_unchanged(build, step, regions=["block"])
+def adding_to_the_buffer(model, index):
+    loss = weigh(model(batch(index)))
+    model.block.buffer.add_(1)
+    loss.backward()
+    return loss
 
 
-def test_a_counter_buffer_that_the_region_writes_and_reads_counts_once_per_call():
-    def counting(line, x, calls):
-        calls.add_(1)
-        return line((x * calls).exp().tanh()).sigmoid()
+def counting(line, x, calls):
+    calls.add_(1)
+    return line((x * calls).exp().tanh()).sigmoid()
 
-    build = lambda: Wrapped(Buffered(counting, torch.zeros(())))  # noqa: E731
-    assert_unchanged(build, plain_step, regions=["block"], engine=None)
+
+@pytest.mark.parametrize(
+    ("function", "buffer", "step", "engine"),
+    [
+        (lambda line, x, y: line((x + y).exp()).tanh(), torch.linspace(0, 1, 8), adding_to_the_buffer, Engine.RECIPE),
+        (counting, torch.zeros(()), plain_step, None),
+    ],
+    ids=["outer code changes it before backward", "the region counts its calls in it"],
+)
+def test_a_buffer_is_read_as_forward_saw_it_and_written_once_per_call(function, buffer, step, engine):
+    assert_unchanged(lambda: Wrapped(Buffered(function, buffer.clone())), step, regions=["block"], engine=engine)
 
 
 def through_numpy(noise, values):

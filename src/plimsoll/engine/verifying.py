@@ -92,7 +92,7 @@ class VerifyingRecorder(OpRecorder):
         """Compare tensors that are about to be taken with what the ops left in them."""
         for tensor in tensors:
             known = self._contents.get(self.table.find(tensor)) if is_plain(tensor) else None
-            if known is not None and not tensor.untyped_storage().nbytes():
+            if known is not None and tensor.numel() and not tensor.untyped_storage().nbytes():
                 self._let_go(self.table.find(tensor))
             elif known is not None and storage_fingerprint(tensor) != known:
                 self.has_hidden_writes = True

@@ -34,22 +34,23 @@ def test_time_and_held_out_loss_decide(saved: IntervalEstimate, outcome: Outcome
     assert judge_method("powersgd:4", saved, validation)[0] is ruling
 
 
-def test_the_fastest_of_the_methods_that_are_worth_it_is_the_best():
-    methods = [
-        NONE,
-        make_method("int8", saved=0.1, ruling=TrafficRuling.KEEP),
-        make_method("powersgd:4", saved=0.2, ruling=TrafficRuling.KEEP),
-        make_method("topk:1%", saved=0.3, ruling=TrafficRuling.REFUSE),
-    ]
-    ruling, reason, best, missing = judge_all(methods)
+def judged(*methods: tuple[str, float, TrafficRuling]):
+    return judge_all([NONE, *(make_method(name, saved=saved, ruling=ruling) for name, saved, ruling in methods)])
+
+
+def test_the_fastest_of_the_methods_that_are_worth_it_is_the_best_and_of_refused_ones_it_is_named():
+    kept = (("int8", 0.1, TrafficRuling.KEEP), ("powersgd:4", 0.2, TrafficRuling.KEEP))
+    ruling, reason, best, missing = judged(*kept, ("topk:1%", 0.3, TrafficRuling.REFUSE))
     assert (ruling, best, missing) == (TrafficRuling.KEEP, "powersgd:4", ())
     assert "powersgd:4" in reason
+    _, reason, best, _ = judged(("int8", -0.5, TrafficRuling.REFUSE), ("sign", -0.1, TrafficRuling.REFUSE))
+    assert best is None
+    assert "sign" in reason
 
 
 def test_what_is_undecided_says_what_is_missing():
-    ruling, _, best, missing = judge_all([NONE, make_method("int8", saved=0.1, ruling=TrafficRuling.UNDECIDED)])
-    assert ruling is TrafficRuling.UNDECIDED
-    assert best is None
+    ruling, _, best, missing = judged(("int8", 0.1, TrafficRuling.UNDECIDED))
+    assert (ruling, best) == (TrafficRuling.UNDECIDED, None)
     assert any("--validate" in each for each in missing)
 
 
@@ -60,15 +61,6 @@ def test_a_validation_that_could_not_be_judged_is_no_missing_one_and_says_what_i
     *_, missing = judge_all([NONE, method])
     assert len(missing) == 1
     assert "three held-out batches" in missing[0]
-
-
-def test_where_all_are_refused_the_fastest_one_is_named():
-    slow = [
-        make_method(name, saved=-lost, ruling=TrafficRuling.REFUSE) for name, lost in (("int8", 0.5), ("sign", 0.1))
-    ]
-    _, reason, best, _ = judge_all([NONE, *slow])
-    assert best is None
-    assert "sign" in reason
 
 
 def around(value: float) -> IntervalEstimate:

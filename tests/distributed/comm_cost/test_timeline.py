@@ -25,13 +25,9 @@ def transfer_only(compute: float, transfer: float) -> BucketWork:
     return BucketWork(compute, (0.0, 0.0), (transfer,))
 
 
-def test_a_transfer_hides_behind_the_computing_that_follows():
+def test_a_transfer_hides_behind_the_computing_that_follows_and_transfers_wait_for_each_other():
     timeline = run_step([transfer_only(2.0, 1.0), transfer_only(2.0, 1.0)], 0.0)
-    assert timeline.step_seconds == 5.0
-    assert timeline.exposed_seconds == 1.0
-
-
-def test_transfers_wait_for_each_other():
+    assert (timeline.step_seconds, timeline.exposed_seconds) == (5.0, 1.0)
     assert run_step([transfer_only(1.0, 5.0), transfer_only(1.0, 5.0)], 0.0).step_seconds == 11.0
 
 

@@ -107,12 +107,6 @@ def test_int8_is_off_by_at_most_half_a_step_of_its_block(drawn: tuple[int, int, 
         assert ((back - rows)[:, block].abs() <= 0.5001 * step + 1e-38).all()
 
 
-def test_one_bit_per_element_is_one_bit_on_the_wire():
-    elements = 1 << 20
-    payload_bytes = encoder_of(parse_method("sign:1024")).payload_bytes(elements, torch.float32)
-    assert payload_bytes == elements // 8 + 4 * elements // 1024
-
-
 def test_values_beyond_float16_are_cut_and_stay_finite():
     rows = torch.tensor([[1e6, 1.0, -1e9]])
     back = returned(encoder_of(parse_method("topk:100%")), rows, torch.float16)
@@ -146,10 +140,13 @@ def test_places_depend_on_seed_parameter_step_and_row_and_on_nothing_else():
     assert drawn == [tuple(draw_places(generator_for(*key), 1000, 20).tolist()) for key in keys]
 
 
-def test_bytes_in_a_ring_are_those_of_the_textbook():
+def test_bytes_in_a_ring_are_those_of_the_textbook_and_one_bit_per_element_is_one_bit_on_the_wire():
     assert all_reduce_bytes(1000, 4) == reduce_scatter_bytes(1000, 4) + all_gather_bytes(250, 4) == 1500
     assert dense_bytes(1000, torch.bfloat16, 4, "mean") == 3000
     assert dense_bytes(1000, torch.float32, 4, "shard") == 3000
+    elements = 1 << 20
+    payload_bytes = encoder_of(parse_method("sign:1024")).payload_bytes(elements, torch.float32)
+    assert payload_bytes == elements // 8 + 4 * elements // 1024
 
 
 @pytest.mark.parametrize(

@@ -72,16 +72,13 @@ def test_the_tables_of_v_schedules_are_one_whole_step(kind: Any):
     assert not found.splits_backward(0)
 
 
-def test_what_is_no_schedule_or_does_not_train_is_refused():
+def test_what_is_no_schedule_does_not_train_or_has_no_parameters_is_refused():
     with pytest.raises(InvalidModel, match="Linear is no pipeline schedule"):
         read_schedule(nn.Linear(1, 1))
     with pytest.raises(InvalidOption, match="has no loss"):
         read_schedule(ScheduleGPipe(stage(0), 2))
     with pytest.raises(InvalidModel, match="order of _ScheduleForwardOnly cannot be read"):
         read_schedule(_ScheduleForwardOnly(stage(0), 2, loss_fn=torch.sum))
-
-
-def test_a_stage_without_parameters_is_refused():
     schedule = ScheduleGPipe(stage(0, module=nn.ReLU()), 2, loss_fn=torch.sum)
     with pytest.raises(InvalidModel, match="Stage 0 has no parameter to train"):
         plimsoll.distributed.attach_schedule(schedule, "1GiB", ranks=[0])

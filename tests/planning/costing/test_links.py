@@ -35,16 +35,16 @@ def test_large_messages_within_a_node_take_their_share_over_the_links(kind: Coll
     assert math.isclose(collective_seconds(kind, 8 * GIB, 8, H100), share * 8 * GIB / LINK, rel_tol=1e-2)
 
 
-def test_a_group_over_nodes_is_as_fast_as_its_nodes_ports():
-    wide = collective_seconds(Collective.ALL_GATHER, 8 * GIB, 16, H100)
-    assert math.isclose(wide, 15 / 16 * 8 * GIB / min(LINK, 8 * NETWORK), rel_tol=1e-2)
-    alone = collective_seconds(Collective.ALL_GATHER, 8 * GIB, 16, H100, stride=8)
-    assert math.isclose(alone, 15 / 16 * 8 * GIB / NETWORK, rel_tol=1e-2)
-
-
-def test_an_exchange_over_nodes_sends_over_the_network_what_goes_to_other_nodes():
-    seconds = collective_seconds(Collective.ALL_TO_ALL, 8 * GIB, 16, H100)
-    assert math.isclose(seconds, 8 / 16 * 8 * GIB / NETWORK, rel_tol=1e-2)
+@pytest.mark.parametrize(
+    ("kind", "stride", "seconds"),
+    [
+        (Collective.ALL_GATHER, 1, 15 / 16 * 8 * GIB / min(LINK, 8 * NETWORK)),  # as fast as its nodes' ports
+        (Collective.ALL_GATHER, 8, 15 / 16 * 8 * GIB / NETWORK),
+        (Collective.ALL_TO_ALL, 1, 8 / 16 * 8 * GIB / NETWORK),  # what goes to other nodes
+    ],
+)
+def test_a_group_over_nodes_takes_what_goes_over_the_network(kind: Collective, stride: int, seconds: float):
+    assert math.isclose(collective_seconds(kind, 8 * GIB, 16, H100, stride=stride), seconds, rel_tol=1e-2)
 
 
 def test_small_messages_cost_latency_that_grows_with_the_group():
@@ -53,11 +53,8 @@ def test_small_messages_cost_latency_that_grows_with_the_group():
     assert 1e-6 < small[0] < small[-1] < 2e-4
 
 
-def test_one_rank_sends_nothing():
+def test_one_rank_sends_nothing_and_a_device_without_links_has_no_price_for_two():
     assert collective_seconds(Collective.ALL_REDUCE, GIB, 1, find_device("cpu")) == 0.0
-
-
-def test_a_device_without_links_has_no_price():
     with pytest.raises(InvalidLayout, match="laptop-CPU, of which no link is known"):
         collective_seconds(Collective.ALL_REDUCE, GIB, 2, find_device("cpu"))
 
@@ -72,12 +69,9 @@ def test_links_are_slower_than_memory_and_faster_than_the_network(device):
 
 def test_tensor_parallel_groups_stand_closest_and_pipelines_widest():
     layout = Layout(tp=4, cp=2, dp=8, pp=2, ep=4)
-    assert group_of(layout, "tp") == RankGroup(ranks=4, stride=1)
-    assert group_of(layout, "cp") == RankGroup(ranks=2, stride=4)
-    assert group_of(layout, "ep") == RankGroup(ranks=4, stride=4)
-    assert group_of(layout, "dp") == RankGroup(ranks=8, stride=8)
-    assert group_of(layout, "shards") == RankGroup(ranks=16, stride=4)
-    assert group_of(layout, "pp") == RankGroup(ranks=2, stride=64)
+    groups = {"tp": (4, 1), "cp": (2, 4), "ep": (4, 4), "dp": (8, 8), "shards": (16, 4), "pp": (2, 64)}
+    for name, (ranks, stride) in groups.items():
+        assert group_of(layout, name) == RankGroup(ranks=ranks, stride=stride)
     in_node = {name: group_of(layout, name).ranks_in_node(H100) for name in ("tp", "cp", "ep", "dp", "pp")}
     assert in_node == {"tp": 4, "cp": 2, "ep": 2, "dp": 1, "pp": 1}
 

@@ -29,12 +29,10 @@ def test_the_smallest_op_takes_a_launch():
 
 def test_f32_convolutions_use_tf32_where_there_is_one():
     flops = 10**12
-    assert roofline_seconds(_spec("convolution", flops), find_device("A100")) < roofline_seconds(
-        _spec("mm", flops), find_device("A100")
-    )
-    assert roofline_seconds(_spec("convolution", flops), find_device("cpu")) == roofline_seconds(
-        _spec("mm", flops), find_device("cpu")
-    )
+    product, convolution = _spec("mm", flops), _spec("convolution", flops)
+    a100, cpu = find_device("A100"), find_device("cpu")
+    assert roofline_seconds(convolution, a100) < roofline_seconds(product, a100)
+    assert roofline_seconds(convolution, cpu) == roofline_seconds(product, cpu)
 
 
 def test_roofline_costs_cover_every_key_and_name_the_device():

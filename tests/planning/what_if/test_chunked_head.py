@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 
+import zoo
 from plimsoll.artifacts.plan import Holder, Peak
 from plimsoll.artifacts.trace import Trace
 from plimsoll.chunked import chunk_loss
@@ -27,18 +28,17 @@ from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.trace import trace, watch
 
 VOCABULARY, ROWS = 5000, 32
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-TOKENS = {"vocab_size": VOCABULARY, "use_cache": False, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
 
 
 def llama(**options: Any) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **TOKENS, **options))
+    options |= {"max_position_embeddings": 96}
+    return zoo.build("llama", num_hidden_layers=1, num_key_value_heads=4, vocab_size=VOCABULARY, **options)
 
 
 def gemma2() -> nn.Module:
-    return transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**SMALL, **TOKENS, num_key_value_heads=2, head_dim=8)
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCABULARY, "use_cache": False}
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **heads))
 
 
 class Autocast(nn.Module):
