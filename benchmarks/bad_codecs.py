@@ -139,5 +139,5 @@ BAD_CODECS = (TwoBits(), Floored(), StaleScale(), SignOnly(), TenthTooLarge())
 def registered() -> Iterator[None]:
     """Let plans name these codecs inside the block."""
     families = {codec.name: (lambda name, codec=codec: codec) for codec in BAD_CODECS}
-    with mock.patch.dict(registry._FAMILIES, families):
+    with mock.patch.dict(registry.FAMILIES, families):
         yield

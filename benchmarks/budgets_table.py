@@ -6,13 +6,13 @@ import contextlib
 from dataclasses import dataclass
 
 from benchmarks import peers
-from benchmarks.measure import Variant, prepare
+from benchmarks.measure import Variant, paired_difference_seconds, prepare
 from benchmarks.models import Case
 from benchmarks.peers_table import apply_plan
 from benchmarks.progress import say
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import PlimsollError
-from plimsoll.tracing.meters.timing import Interval, paired_difference_seconds, paired_ratio, time_in_turns
+from plimsoll.tracing.meters.timing import Interval, paired_ratio, time_in_turns
 
 SHARES = (0.10, 0.25, 0.50, 0.75, 0.90)
 

@@ -16,6 +16,7 @@ import torch
 from benchmarks.models import Case
 from plimsoll.session.training_step import relative_error
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
+from plimsoll.tracing.meters.timing import Interval, Timing, median_interval
 
 Forward = Callable[..., Any]
 _SEED = 1234
@@ -155,3 +156,8 @@ def _same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return False
     return torch.equal(mine.contiguous().view(-1).view(torch.uint8), theirs.contiguous().view(-1).view(torch.uint8))
+
+
+def paired_difference_seconds(ours: Timing, theirs: Timing) -> Interval:
+    """The median over rounds of our seconds less theirs, with its 95% interval."""
+    return median_interval([a - b for a, b in zip(ours.seconds, theirs.seconds, strict=True)])

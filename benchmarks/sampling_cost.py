@@ -14,10 +14,10 @@ import warnings
 
 import plimsoll
 from benchmarks.machine import versions
-from benchmarks.measure import run_step
+from benchmarks.measure import paired_difference_seconds, run_step
 from benchmarks.models import FAMILIES, SIZES, Case, build
 from plimsoll.engine.apply import Handle
-from plimsoll.tracing.meters.timing import one_thread, paired_difference_seconds, time_in_turns
+from plimsoll.tracing.meters.timing import one_thread, time_in_turns
 from plimsoll.units import format_seconds
 
 

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plimsoll.engine.codecs.protocol import Codec, Payload
-from plimsoll.engine.codecs.registry import find_codec, lossless_codecs, lossy_codecs
+from plimsoll.engine.codecs.registry import FAMILIES, find_codec
 from plimsoll.tracing.meters.memory import PeakMeter
 
-FAMILIES = [codec.name for codec in (*lossless_codecs(), *lossy_codecs())]
 VARIANTS = [
     "topk:share=0.03",
     "fp8:block=32",

@@ -62,20 +62,10 @@ def _allowed(cls: type[Codec]) -> str:
     return f"{cls.family} takes " + ("; ".join(texts) or "no parameters")
 
 
-_FAMILIES: dict[str, Callable[[str], Codec]] = {
-    cls.family: partial(_parse, cls)
-    for cls in (
-        Bits,
-        Narrow,
-        Sign,
-        Zeros,
-        BFloat16,
-        Float8,
-        Int8,
-        Int4,
-        TopK,
-    )
+FAMILIES: dict[str, Callable[[str], Codec]] = {
+    cls.family: partial(_parse, cls) for cls in (Bits, Narrow, Sign, Zeros, BFloat16, Float8, Int8, Int4, TopK)
 }
+"""By name, what makes a codec of the family; a new one is a class and its place here."""
 
 
 def find_codec(name: str) -> Codec:
@@ -90,21 +80,16 @@ def find_codec(name: str) -> Codec:
         1056
     """
     family = name.split(":")[0]
-    if family not in _FAMILIES:
-        closest = difflib.get_close_matches(family, _FAMILIES, n=3, cutoff=0.4) or list(_FAMILIES)
+    if family not in FAMILIES:
+        closest = difflib.get_close_matches(family, FAMILIES, n=3, cutoff=0.4) or list(FAMILIES)
         raise InvalidCodec(
             f"{name!r} is not a codec.",
             why=f"there is no family called {family!r}; closest: {', '.join(closest)}",
-            next=f"use one of {', '.join(_FAMILIES)}",
+            next=f"use one of {', '.join(FAMILIES)}",
         )
-    return _FAMILIES[family](name)
+    return FAMILIES[family](name)
 
 
 def lossless_codecs() -> tuple[Codec, ...]:
     """One of each family that gives back what backward would have read, with its defaults."""
-    return tuple(codec for codec in map(find_codec, _FAMILIES) if codec.is_lossless)
-
-
-def lossy_codecs() -> tuple[Codec, ...]:
-    """One of each family that rounds or leaves out, with its defaults."""
-    return tuple(codec for codec in map(find_codec, _FAMILIES) if not codec.is_lossless)
+    return tuple(codec for codec in map(find_codec, FAMILIES) if codec.is_lossless)

@@ -105,11 +105,6 @@ def paired_ratio(ours: Timing, theirs: Timing) -> Interval:
     return median_interval([a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True)])
 
 
-def paired_difference_seconds(ours: Timing, theirs: Timing) -> Interval:
-    """The median over rounds of our seconds less theirs, with its 95% interval."""
-    return median_interval([a - b for a, b in zip(ours.seconds, theirs.seconds, strict=True)])
-
-
 def median_interval(samples: list[float]) -> Interval:
     """The median of ``samples`` with a 95% percentile bootstrap. Deterministic: the resampling has its own generator."""
     values = np.asarray(samples, dtype=np.float64)
