@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 from torch import nn
 
+import plimsoll
+import zoo as species
 from plimsoll.errors import InvalidRegions
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.trace import trace
@@ -24,6 +27,84 @@ BLOCKS = {
     "resnet": [f"resnet.encoder.stages.{stage}.layers.{i}" for stage in range(2) for i in range(2)],
     "conv net": ["blocks.0", "blocks.1", "blocks.2"],
 }
+
+
+ONE = {"llama": "num_hidden_layers", "gpt2": "n_layer", "bert": "num_hidden_layers", "vit": "num_hidden_layers"}
+OTHERS = {
+    "a decoder of one block": (lambda: species.build("t5", num_decoder_layers=1), [*BLOCKS["t5"][:3]]),
+    "stages of one and two blocks": (
+        lambda: species.build("swin", depths=[1, 2]),
+        ["swin.encoder.layers.0", *BLOCKS["swin"][2:]],
+    ),
+    "lists in a list": (
+        lambda: held(stages=nn.ModuleList([nn.ModuleList([zoo.Block()]), nn.ModuleList([zoo.Block(), zoo.Block()])])),
+        ["stages.0.0", "stages.1.0", "stages.1.1"],
+    ),
+    "a sequence": (lambda: nn.Sequential(nn.Linear(8, 8), zoo.Block(), zoo.Block()), ["1", "2"]),
+    "attributes": (lambda: held(first=zoo.Block(), second=zoo.Block()), ["first", "second"]),
+    "parallel branches": (
+        lambda: held(layers=nn.ModuleList(branched(zoo.Block, zoo.Block) for _ in range(2))),
+        ["layers.0", "layers.1"],
+    ),
+    "experts": (
+        lambda: held(layers=nn.ModuleList(branched(*[zoo.Block] * 8) for _ in range(2))),
+        ["layers.0", "layers.1"],
+    ),
+    "another kind of block among many": (
+        lambda: held(layers=nn.ModuleList([zoo.Block(), branched(zoo.Block), zoo.Block()])),
+        ["layers.0", "layers.1", "layers.2"],
+    ),
+    "an encoder and a decoder of one layer": (
+        lambda: nn.Transformer(16, 2, 2, 1, 32),
+        ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0"],
+    ),
+    "two attentions in a block": (
+        lambda: species.build("t5", num_layers=1, num_decoder_layers=1),
+        ["encoder.block.0", "decoder.block.0"],
+    ),
+    **{
+        f"{name} of one block": (lambda name=name: species.build(name, **{ONE[name]: 1}), BLOCKS[name][:1])
+        for name in ONE
+    },
+}
+
+
+def held(**children):
+    module = nn.Module()
+    for name, child in children.items():
+        module.add_module(name, child)
+    return module
+
+
+def branched(*kinds):
+    """A block whose branches, two or eight, stand beside attention."""
+    return held(
+        attention=nn.MultiheadAttention(8, 2), gate=nn.Linear(8, 8), branches=nn.ModuleList(kind() for kind in kinds)
+    )
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_regions_are_the_outermost_blocks_that_are_no_stacks_of_others(name):
+    build, expected = OTHERS[name]
+    assert list(find_regions(build())) == expected
+
+
+@pytest.mark.parametrize("weighs", [False, True], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "swin"])
+def test_adapters_do_not_change_which_blocks_are_regions(name, weighs):
+    targets = ["c_attn", "c_proj", "c_fc"] if name == "gpt2" else "all-linear"
+    config = peft.LoraConfig(target_modules=targets, use_dora=weighs, fan_in_fan_out=name == "gpt2")
+    model = species.build(name)
+    expected = [f"base_model.model.{path}" for path in find_regions(model)]
+    assert list(find_regions(peft.get_peft_model(model, config))) == expected
+
+
+def test_a_model_with_adapters_fits_where_its_blocks_are_recomputed():
+    model, batch = species.sample("llama")
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    plan = plimsoll.plan(model, batch, strategy="full")
+    assert plan.predicted_peak_bytes < plan.baseline_peak_bytes
+    assert plimsoll.verify(model, batch, plan).verdict.is_pass
 
 
 @pytest.mark.parametrize("name", sorted(BLOCKS))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -12,18 +14,19 @@ from plimsoll.errors import InvalidRegions
 from plimsoll.tracing.ddp import inner_module
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_COVERED_SHARE = 0.6
-"""Nested repeated blocks replace their parents when they hold at least this share of their parameters."""
 _LEAST_MATRICES = 2
 """A nested block with fewer weight matrices is one layer (a convolution with its norm), part of the block around it."""
+_OUTSIDE_SHARE = 0.5
+"""A block is a stack of nested ones if what it has besides them (a downsampling) is at most that share of one of them."""
 
 
 def find_regions(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """The regions of a model, by module path (inside of ``DistributedDataParallel``), none inside another.
 
-    By default: every member of the model's repeated blocks, at any depth (siblings of one class that hold parameters
-    and have children of their own). A model without repeated blocks gets its children that have children; failing that,
-    itself. In patterns ``*`` stands for one level (``model.layers.*``), ``**`` for any number.
+    By default: every member of the model's repeated blocks, the outermost ones: siblings of one class that hold parameters
+    and have children of their own, and all blocks of a list that holds such siblings or a single block. A block that is a
+    stack of others (a stage) gives way to them. A model without repeated blocks gets its children that have children;
+    failing that, itself. In patterns ``*`` stands for one level (``model.layers.*``), ``**`` for any number.
 
     Raises:
         InvalidRegions: a pattern matches nothing.
@@ -31,7 +34,7 @@ def find_regions(model: nn.Module, patterns: Sequence[str] | None = None) -> dic
     model = inner_module(model)
     if patterns is not None:
         return _outermost(_matching(model, patterns))
-    found = _repeated(model, "")
+    found = _blocks(model, "")
     if not found:
         found = _children(model, "")
     return _outermost(found or {"": model})
@@ -41,33 +44,72 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _parameter_count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _is_block(module: nn.Module) -> bool:
+    return _has_parameters(module) and any(module.children())
 
 
 def _matrix_count(module: nn.Module) -> int:
-    return sum(parameter.dim() > 1 for parameter in module.parameters())
+    """Weights that something is multiplied with; looking up an embedding makes nothing that is worth a block."""
+    inner = (each for each in module.modules() if not isinstance(each, nn.Embedding))
+    weights = {id(weight): weight for each in inner for weight in each.parameters(recurse=False)}
+    return sum(weight.dim() > 1 for weight in weights.values())
 
 
-def _repeated(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
-    by_class: dict[type[nn.Module], list[tuple[str, nn.Module]]] = {}
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A child of a module, with the members of containers in the containers' places."""
+
+    path: str
+    module: nn.Module
+    container: nn.Module | None
+    """The outermost container that it was in."""
+
+
+def _members(module: nn.Module, prefix: str, container: nn.Module | None = None) -> Iterator[_Member]:
+    container = module if container is None and isinstance(module, _CONTAINERS) else container
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
-        by_class.setdefault(type(child), []).append((path, child))
+        if isinstance(child, _CONTAINERS):
+            yield from _members(child, path, container or child)
+        else:
+            yield _Member(path, child, container)
+
+
+def _blocks(module: nn.Module, prefix: str, *, only_in_lists: bool = False) -> dict[str, nn.Module]:
+    """The outermost blocks below a module.
+
+    Inside of a block only members of lists count as blocks: what an attention layer calls ``q`` and ``k`` may be siblings of
+    one class with children (layers with adapters, say), but no chain of blocks.
+    """
+    members = [member for member in _members(module, prefix) if _is_block(member.module)]
+    eligible = [member for member in members if member.container is not None or not only_in_lists]
+    counts = Counter(type(member.module) for member in eligible)
+    lists: defaultdict[int, Counter[type[nn.Module]]] = defaultdict(Counter)
+    for member in members:
+        if isinstance(member.container, nn.ModuleList):
+            lists[id(member.container)][type(member.module)] += 1
+    of_blocks = {owner for owner, kinds in lists.items() if max(kinds.values()) > 1 or kinds.total() == 1}
     found: dict[str, nn.Module] = {}
-    for kind, members in by_class.items():
-        is_block = (
-            len(members) > 1
-            and not issubclass(kind, _CONTAINERS)
-            and all(_has_parameters(member) and any(member.children()) for _, member in members)
-        )
-        nested: dict[str, nn.Module] = {}
-        for path, member in members:
-            nested.update(_repeated(member, path))
-        inner = sum(_parameter_count(block) for block in nested.values() if _matrix_count(block) >= _LEAST_MATRICES)
-        outer = sum(_parameter_count(member) for _, member in members)
-        found.update(members if is_block and inner < _COVERED_SHARE * outer else nested)
+    for member in members:
+        is_repeated = counts[type(member.module)] > 1 or id(member.container) in of_blocks
+        if member in eligible and is_repeated:
+            nested = _blocks(member.module, member.path, only_in_lists=True)
+            found.update(nested if _is_stack(member.module, nested) else {member.path: member.module})
+        else:
+            found.update(_blocks(member.module, member.path, only_in_lists=only_in_lists))
     return found
+
+
+def _is_stack(module: nn.Module, nested: Mapping[str, nn.Module]) -> bool:
+    """Whether a block is little more than a chain of others: its activations are theirs.
+
+    Not so where attention or a convolution of its own stands beside them (experts, parallel branches): then it is one block.
+    """
+    sizes = [size for block in nested.values() if (size := _matrix_count(block)) >= _LEAST_MATRICES]
+    if not sizes:
+        return False
+    outside = _matrix_count(module) - sum(map(_matrix_count, nested.values()))
+    return outside <= (_OUTSIDE_SHARE * sum(sizes) / len(sizes) if len(sizes) > 1 else 0)
 
 
 def _children(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
