@@ -19,6 +19,7 @@ import msgspec
 from plimsoll.artifacts.costs import Costs, CostSource, OpCost
 from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
+from samples import filled
 
 OUT = -1
 """In ``saves``: the op's own output."""
@@ -32,10 +33,7 @@ def bare_trace(
     timings: dict[str, tuple[float, ...]] | None = None,
 ) -> Trace:
     """A step of which only the costs of its ops matter; with timings it ran on its device."""
-    return Trace(
-        model="m", fingerprint="f", signature="s", device=device, is_fake=timings is None, ops=ops, specs=specs,
-        storages=(), regions=(), timings=timings or {}, workspaces={},
-    )  # fmt: skip
+    return filled(Trace, device=device, is_fake=timings is None, ops=ops, specs=specs, timings=timings or {})
 
 
 @dataclass
@@ -118,9 +116,8 @@ class StepBuilder:
         """One forward op; returns its output. ``in_place`` writes a new version of that value's storage."""
         tick = len(self.ops)
         if in_place is None:
-            self.storages.append(
-                _Storage(size, Category.ACTIVATION, f"{module}::{name}", tick, tick + 1, self._current)
-            )
+            label = f"{module}::{name}"
+            self.storages.append(_Storage(size, Category.ACTIVATION, label, tick, tick + 1, self._current))
             storage = len(self.storages) - 1
         else:
             reads = (in_place, *reads)
@@ -147,9 +144,8 @@ class StepBuilder:
         region.end = len(self.ops)
         self._current = -1
         for value in region.outputs:
-            self.storages[self.values[value].storage].dies = max(
-                self.storages[self.values[value].storage].dies, region.end + 1
-            )
+            storage = self.storages[self.values[value].storage]
+            storage.dies = max(storage.dies, region.end + 1)
 
     def finish(self) -> tuple[Trace, Costs]:
         """The step with its backward; the builder itself stays as it is."""
@@ -329,14 +325,8 @@ def random_stage(seed: int) -> tuple[Trace, Costs]:
     end = len(trace.ops)
     step = TraceOp(name="step", module="", phase=Phase.OPTIMIZER, cost_key="step")
     lasting = [msgspec.structs.replace(s, dies=end + 1) if s.born < 0 and s.dies >= end else s for s in trace.storages]
-    scratch = Storage(
-        id=len(lasting),
-        bytes=random.Random(seed).randint(1, 60),
-        category=Category.TEMPORARY,
-        label="scratch",
-        born=end,
-        dies=end + 1,
-    )
+    size = random.Random(seed).randint(1, 60)
+    scratch = filled(Storage, id=len(lasting), bytes=size, category=Category.TEMPORARY, born=end, dies=end + 1)
     return msgspec.structs.replace(trace, ops=(*trace.ops, step), storages=(*lasting, scratch)), costs
 
 

@@ -147,17 +147,10 @@ def names(view: RegionView, choice: Choice) -> tuple[set[str], dict[str, str]]:
     return {name[v] for v in choice.kept}, {name[v]: form for v, form in choice.packed}
 
 
-def test_a_private_form_is_taken_where_no_recipe_needs_the_value() -> None:
-    view, prices = relu_view()
-    kept, packed = names(view, solve_cut(view, prices, 0.01).choice)
-    assert packed == {"::relu#1": "sign"}
-    assert kept == {"::down#2"}
-
-
 def test_what_would_be_rebuilt_from_a_private_form_is_held_or_the_value_is() -> None:
     view, prices = relu_view()
     # Dropping ``down`` too needs relu itself: its 100 bytes, or 18 seconds. Holding down's 60 bytes beside the sign is less.
-    for price in (0.05, 0.1, 0.2):
+    for price in (0.01, 0.05, 0.1, 0.2):
         cut = solve_cut(view, prices, price)
         assert names(view, cut.choice) == ({"::down#2"}, {"::relu#1": "sign"})
     # At last even the 4 bytes of the sign are too dear.

@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from planning.builders import random_stage, transformer
 from planning.form_builders import random_choice, random_forms
+from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.memory_use import COMMUNICATION_STREAM, AllocationEvent
-from plimsoll.artifacts.trace import Category, Phase
+from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.describe import allocation_events
 from plimsoll.planning.simulate import Simulation, run_choices
@@ -99,11 +100,15 @@ def test_rebuilt_values_are_blocks_of_their_own() -> None:
     assert len(rebuilt) > len(kept)
 
 
+def kept_events(trace: Trace, costs: Costs) -> tuple[AllocationEvent, ...]:
+    """Of a step that keeps everything."""
+    index = StepIndex(trace, costs)
+    return allocation_events(run_choices(index, [Choice(view.everything) for view in index.views]))
+
+
 def test_parameters_last_and_come_first() -> None:
-    index = StepIndex(*transformer(2).finish())
-    events = allocation_events(run_choices(index, [Choice(view.everything) for view in index.views]))
-    lasting = {event.category for event in events if event.lasts}
-    assert lasting == {Category.PARAMETER}
+    events = kept_events(*transformer(2).finish())
+    assert {event.category for event in events if event.lasts} == {Category.PARAMETER}
     parameters = [event for event in events if event.bytes > 0 and event.category is Category.PARAMETER]
     assert list(events[: len(parameters)]) == parameters
 
@@ -113,8 +118,7 @@ def test_buffers_of_collectives_are_on_their_own_stream() -> None:
     first = next(storage for storage in trace.storages if storage.category is Category.ACTIVATION)
     gathered = replace(first, category=Category.COMMUNICATION)
     trace = replace(trace, storages=tuple(gathered if each is first else each for each in trace.storages))
-    index = StepIndex(trace, costs)
-    events = allocation_events(run_choices(index, [Choice(view.everything) for view in index.views]))
+    events = kept_events(trace, costs)
     assert {event.label for event in events if event.stream == COMMUNICATION_STREAM} == {first.label}
 
 
@@ -124,8 +128,7 @@ def test_the_optimizers_state_is_made_where_the_optimizer_runs() -> None:
     state = replace(state, dies=len(trace.ops) + 1, label="state")
     step = replace(trace.ops[-1], name="step", phase=Phase.OPTIMIZER)
     trace = replace(trace, ops=(*trace.ops, step), storages=(*trace.storages, state))
-    index = StepIndex(trace, costs)
-    events = allocation_events(run_choices(index, [Choice(view.everything) for view in index.views]))
+    events = kept_events(trace, costs)
     made = {event.label: (event.instant, event.made) for event in events if event.lasts and event.bytes > 0}
     assert made["state"] == (0, 2 * (len(trace.ops) - 1))
     assert all(at == (0, 0) for label, at in made.items() if label != "state")

@@ -64,20 +64,10 @@ def qwen3_moe() -> Sample:
 
 
 def deepseek(query_rank: int | None = 16) -> Sample:
-    config = transformers.DeepseekV3Config(
-        **_LLAMA,
-        **_HEADS,
-        **_ROUTED,
-        n_routed_experts=8,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        q_lora_rank=query_rank,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-    )
+    experts = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    latent = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    sizes = {**_LLAMA, **_HEADS, **_ROUTED, **experts, **latent}
+    config = transformers.DeepseekV3Config(**sizes, q_lora_rank=query_rank)
     return transformers.DeepseekV3ForCausalLM(config).train(), labelled()
 
 
@@ -99,24 +89,11 @@ def clip() -> Sample:
 
 
 def whisper() -> Sample:
-    config = transformers.WhisperConfig(
-        vocab_size=WORDS,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        num_mel_bins=8,
-        max_source_positions=16,
-        max_target_positions=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-        use_cache=False,
-    )
+    both = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+    towers = {f"{tower}_{name}": size for tower in ("encoder", "decoder") for name, size in both.items()}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    lengths = {"max_source_positions": 16, "max_target_positions": 16, "num_mel_bins": 8}
+    config = transformers.WhisperConfig(vocab_size=WORDS, d_model=32, use_cache=False, **towers, **ends, **lengths)
     features = text(2, 8 * 32).view(2, 8, 32) / WORDS
     model = transformers.WhisperForConditionalGeneration(config).train()
     return model, {"input_features": features, "labels": text(2, 8)}
