@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -103,6 +105,7 @@ def on_two_ranks() -> dict[str, Any]:
         "left out": left_out(),
         "attached": attached(free),
         "accumulated": accumulated(free),
+        "redirected": redirected(),
         "attach_floor": attach_floor(),
         "attached alone": attached_alone(),
         "commands": commands(free),
@@ -259,6 +262,52 @@ def attached_alone() -> Outcome:
         outcome = failing(lambda: plimsoll.attach(model, "1GiB", timeout_seconds=0.3))
     is_left = bool(model._forward_pre_hooks) or has_managed(model)
     return {**outcome, "is_left": is_left, "gradients": len(gradients(model, rows()))}
+
+
+class _Trained(nn.Module):
+    """As Lightning trains a module under DDP: each call of the wrapper is redirected to another method, for that one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+
+    def forward(self, named: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.blocks(named["predict"])
+
+    def training_step(self, named: dict[str, torch.Tensor]) -> torch.Tensor:
+        return mean_square(self.blocks(named["train"]))
+
+    def redirect(self) -> None:
+        original = self.forward
+
+        def forward(*args: Any) -> torch.Tensor:
+            self.forward = original
+            return self.training_step(*args)
+
+        self.forward = forward
+
+
+def redirected() -> Outcome:
+    """Calls that are redirected are calibrated on; one that is not takes another batch, and says where it failed."""
+    models = _Trained(), _Trained()
+    wrapped, twin = map(DistributedDataParallel, models)
+    with plimsoll.attach(wrapped, "1GiB") as handle:
+        for _ in range(3):
+            for model, inner in zip((wrapped, twin), models, strict=True):
+                inner.redirect()
+                model({"train": rows()}).backward()
+    equal = all(torch.equal(one.grad, other.grad) for one, other in zip(*(m.parameters() for m in models), strict=True))
+    outcome = failing(lambda: plimsoll.plan(wrapped, ({"train": rows()},), loss=mean_square, strategy="none"))
+    return {**outcome, "is_equal": equal, "is_planned": handle.plan is not None and not handle.is_calibrating}
+
+
+def lose_a_rank(rank: int, port: int, told: Connection) -> None:
+    """A process of two that torchrun does not watch: rank 1 dies in the middle of a step, and rank 0 tells what it met."""
+    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=2)
+    model = sharded(blocks())
+    if rank == 1:
+        model[1].register_forward_pre_hook(lambda *_: os._exit(1))
+    told.send(failing(lambda: plimsoll.plan(model, rows(), loss=mean_square, strategy="full")))
 
 
 def step() -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:

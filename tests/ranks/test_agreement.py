@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -19,14 +20,22 @@ from plimsoll.artifacts.store import from_json
 from plimsoll.errors import InvalidOption, RankMissing
 from plimsoll.estimator.targets.target import Target
 from plimsoll.session.rendezvous.conversation import differing
-from plimsoll.ui.cli import ranks
+from plimsoll.ui.cli import ranks as crews
 from plimsoll.ui.cli.ranks import Crew
 from plimsoll.ui.cli.work import Loaded
+from ranks import agreeing
 
 TESTS = Path(__file__).parents[1]
 
 told = on_ranks(2, "ranks.agreeing:on_two_ranks")
 told_by_four = on_ranks(4, "ranks.agreeing:on_four_ranks")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def of_all(told: Told, scenario: str, key: str) -> list[Any]:
@@ -263,6 +272,30 @@ def test_ranks_that_wait_in_a_collective_for_one_that_failed_are_released_and_na
     assert all(seconds < 30 for seconds in of_all(told_by_four, "forward", "seconds"))
 
 
+def test_a_rank_that_dies_in_the_middle_of_a_step_is_named_and_not_the_batch():
+    here, there = multiprocessing.Pipe()
+    context, port = multiprocessing.get_context("forkserver"), free_port()
+    ranks = [context.Process(target=agreeing.lose_a_rank, args=(rank, port, there), daemon=True) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    assert here.poll(60)
+    outcome = here.recv()
+    assert (outcome["kind"], outcome["ranks"]) == ("RankMissing", (1,))
+    assert "Rank 1 was lost in 'plan'" in outcome["found"]
+    for rank in ranks:
+        rank.join()
+
+
+def test_a_call_that_a_trainer_redirects_is_planned_as_it_runs(told: Told):
+    assert of_all(told, "redirected", "is_equal") == of_all(told, "redirected", "is_planned") == [True, True]
+
+
+def test_a_batch_that_forward_refuses_is_told_with_the_place_in_the_model(told: Told):
+    assert of_all(told, "redirected", "kind") == ["InvalidBatch"] * 2
+    assert "KeyError: 'predict'" in told[0]["redirected"]["found"]
+    assert "failed in forward (agreeing.py:" in told[0]["redirected"]["why"]
+
+
 def test_the_table_of_differences_groups_ranks_that_agree_and_leaves_out_what_is_the_same():
     facts = {"torch": ["2.9", "2.9", "2.9"], "model": ["a", "b", "a"]}
     error = differing(facts, (0, 4, 5))
@@ -288,9 +321,7 @@ def test_every_process_of_a_machine_has_a_gpu_of_its_own(monkeypatch: pytest.Mon
 
 
 def test_a_rank_that_never_loads_the_target_is_missed_in_time(monkeypatch: pytest.MonkeyPatch):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with pytest.raises(RankMissing, match=r"^Some of 2 ranks did not load the target within 0\.5 s"):
         _load_as_one_of_two(port, monkeypatch)
     assert not torch.distributed.is_initialized()
@@ -317,7 +348,7 @@ def _load_as_one_of_two(port: int, monkeypatch: pytest.MonkeyPatch, failure: Inv
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(ranks, "_LOADING_SECONDS", 0.5)
+    monkeypatch.setattr(crews, "_LOADING_SECONDS", 0.5)
 
     def load() -> Loaded:
         if failure is not None:

@@ -21,7 +21,7 @@ from plimsoll.tracing.ddp import Twins, bucket_bytes, inner_module
 from plimsoll.tracing.fsdp2 import release_gathered, waiting_gradients
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.recorder.calling import Loss, output_tensors, scalar_loss
-from plimsoll.tracing.recorder.untouched import KeptBuffers, private_copy
+from plimsoll.tracing.recorder.untouched import KeptBuffers, forwards_kept, private_copy
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -77,7 +77,7 @@ class TrainingStep:
         return self._forward_and_backward(*private_copy((self._args, self._kwargs)))
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        with self._twins.in_place(), self._entered():
+        with self._twins.in_place(), self._entered(), forwards_kept(self.model):
             output = self.model(*args, **kwargs)
             loss = scalar_loss(output, self._loss)
             loss.backward()
@@ -100,7 +100,7 @@ class TrainingStep:
         self.rewind()
         args, kwargs = private_copy((self._args, self._kwargs))
         try:
-            with self._twins.in_place(), self._entered():
+            with self._twins.in_place(), self._entered(), forwards_kept(self.model):
                 return float(scalar_loss(self.model(*args, **kwargs), self._loss).detach())
         finally:
             release_gathered(self.model)

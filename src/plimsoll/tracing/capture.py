@@ -27,6 +27,7 @@ from plimsoll.tracing.meters.workspaces import WorkspaceMeter
 from plimsoll.tracing.recorder.calling import Call, Loss, ModuleStack, call_tensors, output_tensors, scalar_loss
 from plimsoll.tracing.recorder.graph import SlotRecord
 from plimsoll.tracing.recorder.storages import Geometry, is_plain
+from plimsoll.tracing.recorder.untouched import forwards_kept
 from plimsoll.tracing.refusals import explain_backward, explain_forward
 from plimsoll.tracing.torch_internals import (
     internal,
@@ -184,7 +185,7 @@ def run_step(
         TracingFailed: the step depends on values that a fake tensor does not have, or backward fails.
     """
     args, kwargs = call
-    with explain_forward(model):
+    with explain_forward(model), forwards_kept(model):
         output = model(*args, **kwargs)
     value = scalar_loss(output, loss)
     at_loss(output)

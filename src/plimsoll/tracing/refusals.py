@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from plimsoll.errors import InvalidBatch, InvalidModel, PlimsollError, TracingFa
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import has_flat_parameters, sharded_parameters
 from plimsoll.tracing.local_tensors import is_sharded
+from plimsoll.tracing.recorder.collectives import failed_in_collective
 
 _REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 _DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
@@ -178,9 +181,9 @@ def explain_forward(model: nn.Module) -> contextlib.AbstractContextManager[None]
     """Name what a forward pass refused: the batch, or values and kernels that fake tensors do not have."""
     return _explained(
         model,
-        lambda found: InvalidBatch(
+        lambda found, place: InvalidBatch(
             f"{type(model).__name__} refused the batch: {found}",
-            why="the forward pass failed before anything was planned",
+            why=f"the forward pass failed in {place}, before anything was planned",
             next="check that model(*batch) (tuple), model(**batch) (dict) or model(batch) (tensor) works",
         ),
     )
@@ -190,7 +193,7 @@ def explain_backward(model: nn.Module) -> contextlib.AbstractContextManager[None
     """Name what a backward pass refused; forward has already shown that the batch fits."""
     return _explained(
         model,
-        lambda found: TracingFailed(
+        lambda found, place: TracingFailed(
             f"The backward pass of {type(model).__name__} failed: {found}",
             why="while tracing, backward reads zeros in place of saved activations; some formula could not use them",
             next="check that loss.backward() works without Plimsoll; if it does, please report this model",
@@ -199,7 +202,7 @@ def explain_backward(model: nn.Module) -> contextlib.AbstractContextManager[None
 
 
 @contextlib.contextmanager
-def _explained(model: nn.Module, refusal: Callable[[str], PlimsollError]) -> Iterator[None]:
+def _explained(model: nn.Module, refusal: Callable[[str, str], PlimsollError]) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
@@ -207,7 +210,11 @@ def _explained(model: nn.Module, refusal: Callable[[str], PlimsollError]) -> Ite
     except (*_DEPENDS_ON_DATA, *_WITHOUT_FAKE) as error:
         raise _not_fakeable(model, error) from error
     except _REFUSALS as error:
-        raise refusal(f"{type(error).__name__}: {first_line(error)}") from error
+        if failed_in_collective(error):  # neither the batch nor the model is to blame
+            raise
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        place = f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
+        raise refusal(f"{type(error).__name__}: {first_line(error)}", place) from error
 
 
 def _not_fakeable(model: nn.Module, error: Exception) -> TracingFailed:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from plimsoll.errors import PlimsollError, RankError, RankFailed, RankMissing, RanksDiffer
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS, Meeting, exchange
 from plimsoll.session.rendezvous.world import World
+from plimsoll.tracing.recorder.collectives import failed_in_collective
 
 _CPU = torch.device("cpu")
 _NO_TIME = datetime.timedelta(milliseconds=1)
@@ -168,6 +169,10 @@ class Conversation:
             if meeting.is_complete_within(_GRACE_SECONDS):
                 self._name_cause(meeting, error)
                 return
+            lost = tuple(rank for rank in self.world.ranks if not meeting.has_come(rank))
+            if lost and failed_in_collective(error):
+                release(self._groups)
+                raise self._lost(lost, error) from error
             culprit = meeting.note(_RELEASED, str(self.world.rank))
         release(self._groups)  # also by a rank that was released itself: others may wait for this one
         rank = int(culprit)
@@ -183,6 +188,15 @@ class Conversation:
             turn = msgspec.msgpack.decode(meeting.message_of(rank), type=_Turn)
             if turn.failure is not None and not turn.failure.may_be_echo:
                 raise self._failed(rank, turn, (rank,), _ANEW) from error
+
+    def _lost(self, ranks: tuple[int, ...], error: BaseException) -> RankMissing:
+        named = ("Rank " if len(ranks) == 1 else "Ranks ") + ", ".join(map(str, ranks))
+        return RankMissing(
+            f"{named} was lost in {self._topic!r}: a collective of this rank's step failed with {type(error).__name__}.",
+            why="neither did it come out of its own step, nor say why it failed: it died, or it is stuck",
+            next=f"look at the last output of rank {ranks[0]}{_ANEW}",
+            ranks=ranks,
+        )
 
     def _failed(self, rank: int, turn: _Turn, ranks: tuple[int, ...], advice: str = "") -> RankFailed:
         assert turn.failure is not None

@@ -7,6 +7,7 @@ A collective that is run again on one rank alone waits for ever. An op that choo
 from __future__ import annotations
 
 import functools
+import traceback
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ _REPEATABLE = frozenset({"_c10d_functional", "_c10d_functional_autograd", "_dten
 _POINT_TO_POINT = frozenset({"isend", "irecv", "batch_p2p_ops"})
 WITHOUT_ALIASES = "c10d"
 """The namespace whose schemas do not say what they write: their first argument holds what comes in."""
+_CALLERS = frozenset({"torch.distributed.distributed_c10d", "torch.distributed._functional_collectives"})
+"""Modules of torch through which every collective of a model goes."""
 _GROUPS = frozenset({"group_name", "process_group"})
 _NO_MESSAGE = frozenset({"_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"})
 _ROUTES = frozenset(
@@ -90,6 +93,16 @@ def group_arguments(func: torch._ops.OpOverload) -> frozenset[str]:
 def argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
     """The names of an op's arguments, in order."""
     return tuple(argument.name for argument in func._schema.arguments)
+
+
+def failed_in_collective(error: BaseException) -> bool:
+    """Whether an error, or what caused it, came out of a collective: another rank is gone or does something else.
+
+    torch raises plain errors there, so where it was raised tells.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    is_here = isinstance(error, RuntimeError) and any(f.f_globals.get("__name__") in _CALLERS for f, _ in frames)
+    return is_here or (error.__cause__ is not None and failed_in_collective(error.__cause__))
 
 
 def peers_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
