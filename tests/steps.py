@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import zoo
@@ -68,31 +69,37 @@ class ConvBlock(nn.Module):
         return torch.relu(x + self.second_norm(self.second(y)))
 
 
+def on(device: torch.device, step: Step) -> Step:
+    """The same step on a device."""
+    model, batch, loss = step
+    return model.to(device), tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch), loss
+
+
 def mean_square(output: torch.Tensor) -> torch.Tensor:
     """A loss that weighs every element differently."""
     return output.square().mean()
 
 
-def stack(rows: int = 48) -> Step:
+def stack(rows: int = 48, width: int = 32) -> Step:
     torch.manual_seed(0)
-    return Stack(), torch.randn(rows, 32), mean_square
+    return Stack(width=width), torch.randn(rows, width), mean_square
 
 
-def conv_net() -> Step:
+def conv_net(scale: int = 1) -> Step:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(ConvBlock(16) for _ in range(2)))
-    return model, torch.randn(4, 3, 16, 16), mean_square
+    model = nn.Sequential(nn.Conv2d(3, 16 * scale, 3, padding=1), *(ConvBlock(16 * scale) for _ in range(2)))
+    return model, torch.randn(4, 3, 16 * scale, 16 * scale), mean_square
 
 
-def llama() -> Step:
-    model = zoo.build("llama", vocab_size=128, hidden_size=64, intermediate_size=172)
-    return model, zoo.words(tokens=64, vocabulary=128), None
+def llama(scale: int = 1) -> Step:
+    model = zoo.build("llama", vocab_size=128, hidden_size=64 * scale, intermediate_size=172 * scale)
+    return model, zoo.words(2 * scale, tokens=64, vocabulary=128), None
 
 
-def gpt2() -> Step:
-    return zoo.build("gpt2", n_embd=64, vocab_size=128), zoo.words(tokens=64, vocabulary=128), None
+def gpt2(scale: int = 1) -> Step:
+    return zoo.build("gpt2", n_embd=64 * scale, vocab_size=128), zoo.words(2 * scale, tokens=64, vocabulary=128), None
 
 
-def vit() -> Step:
-    model = zoo.build("vit", hidden_size=64, intermediate_size=128, image_size=32, num_labels=2)
-    return model, zoo.pictures(4, size=32, classes=2), None
+def vit(scale: int = 1) -> Step:
+    model = zoo.build("vit", hidden_size=64 * scale, intermediate_size=128 * scale, image_size=32, num_labels=2)
+    return model, zoo.pictures(4 * scale, size=32, classes=2), None

@@ -110,15 +110,12 @@ def to_numpy() -> Any:
     """An offloading context in the way that trainers write them."""
 
     def pack(tensor: torch.Tensor) -> Any:
-        return (tensor.detach().numpy().copy(), tensor.stride())
+        return tensor.detach().cpu().numpy().copy(), tensor.stride(), tensor.device
 
     def unpack(packed: Any) -> torch.Tensor:
-        array, stride = packed
-        return (
-            torch.from_numpy(array)
-            if torch.from_numpy(array).stride() == stride
-            else torch.from_numpy(array).contiguous()
-        )
+        array, stride, device = packed
+        tensor = torch.from_numpy(array)
+        return (tensor if tensor.stride() == stride else tensor.contiguous()).to(device)
 
     return saved_tensors_hooks(pack, unpack)
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from plimsoll.artifacts.fault import Cause
 from plimsoll.artifacts.receipt import ReceiptVerdict
-from steps import Block, Stack, mean_square
+from steps import Block, Stack, Step, mean_square, on
 
 WIDTH = 32
 
@@ -39,9 +39,9 @@ class Planted:
     raises: bool = False
     """Whether the step fails by itself, and only the cause is to be named."""
 
-    def step(self) -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    def step(self, device: torch.device) -> Step:
         torch.manual_seed(0)
-        return self.build().train(), torch.randn(WIDTH, WIDTH), mean_square
+        return on(device, (self.build().train(), torch.randn(WIDTH, WIDTH), mean_square))
 
 
 class Wrapped(Stack):
@@ -155,7 +155,7 @@ class OwnGenerator(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch._C._current_graph_task_id() == -1:
             self._generator.manual_seed(1)
-        return self.inner(x) * torch.rand(x.shape, generator=self._generator)
+        return self.inner(x) * torch.rand(x.shape, generator=self._generator).to(x.device)
 
 
 class Alternating(nn.Module):
@@ -186,13 +186,13 @@ class Evaluated(Wrapped):
 
 class Autocast(Wrapped):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             return super().forward(x).float()
 
 
 def without_autocast(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     def contexts() -> tuple[Any, Any]:
-        return contextlib.nullcontext(), torch.autocast("cpu", enabled=False)
+        return contextlib.nullcontext(), torch.autocast(x.device.type, enabled=False)
 
     return checkpoint(block, x, use_reentrant=False, context_fn=contexts, determinism_check="none")
 

@@ -25,6 +25,7 @@ from plimsoll.engine.apply import apply_plan
 from plimsoll.engine.offload import disk as disk_link
 from plimsoll.engine.offload import disk_file
 from plimsoll.engine.offload.disk_file import is_in_memory
+from plimsoll.engine.offload.open import default_link_name
 from plimsoll.errors import OffloadFailed
 
 ROWS, WIDTH = 256, 64
@@ -34,28 +35,34 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def build():
+def build(device):
     torch.manual_seed(0)
-    return steps.Stack(3, WIDTH)
+    return steps.Stack(3, WIDTH).to(device)
 
 
-def rows(index=0):
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
-
-
-@pytest.fixture(scope="module")
-def offload():
-    """Everything that may go over the link goes."""
-    return plimsoll.plan(build(), rows(), loss=steps.mean_square, strategy="offload")
+def rows(device, index=0):
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index)).to(device)
 
 
 @pytest.fixture(scope="module")
-def budgeted(offload):
+def offload(device):
+    """Everything that may go to the disk goes; from a GPU it goes through host memory."""
+    return plimsoll.plan(build(device), rows(device), loss=steps.mean_square, strategy="offload", link="disk")
+
+
+@pytest.fixture(scope="module")
+def by_default(device):
+    """The same over the link that the device has by default."""
+    return plimsoll.plan(build(device), rows(device), loss=steps.mean_square, strategy="offload")
+
+
+@pytest.fixture(scope="module")
+def budgeted(device, offload):
     """A budget under which the cheapest plan recomputes and offloads."""
     budget = int(offload.floor_bytes + 0.5 * (offload.baseline_peak_bytes - offload.floor_bytes))
     return plimsoll.plan(
-        build(),
-        rows(),
+        build(device),
+        rows(device),
         budget,
         loss=steps.mean_square,
         allow=("recompute", "offload"),
@@ -66,15 +73,16 @@ def budgeted(offload):
 class Trainer:
     """A model, its optimizer, and steps of both."""
 
-    def __init__(self):
-        self.model = build()
+    def __init__(self, device):
+        self.device = device
+        self.model = build(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def backward(self, index):
         """Gradients of one step, always with the same dropout."""
         self.optimizer.zero_grad()
         torch.manual_seed(index)
-        steps.mean_square(self.model(rows(index))).backward()
+        steps.mean_square(self.model(rows(self.device, index))).backward()
         return [p.grad.clone() for p in self.model.parameters()]
 
     def step(self, index):
@@ -98,20 +106,20 @@ def forms(plan):
     return {d.form for region in plan.regions for d in region.decisions if d.decision is Decision.OFFLOAD}
 
 
-@pytest.mark.parametrize("name", ["offload", "budgeted"])
-def test_training_is_bit_equal_and_the_plan_s_claims_hold(name, request):
+@pytest.mark.parametrize("name", ["offload", "budgeted", "by_default"])
+def test_training_is_bit_equal_and_the_plan_s_claims_hold(name, device, request):
     plan = request.getfixturevalue(name)
-    assert forms(plan) == {"disk"}
-    plain, managed = Trainer(), Trainer()
+    assert forms(plan) == {default_link_name(device) if name != "offload" else "disk"}
+    plain, managed = Trainer(device), Trainer(device)
     with plimsoll.apply(managed.model, plan):
         for index in range(3):
             assert equal(plain.step(index), managed.step(index))
             managed.model.eval()
             with torch.no_grad():
-                managed.model(rows(9))
+                managed.model(rows(device, 9))
             managed.model.train()
     assert equal(plain.state(), managed.state())
-    receipt = plimsoll.verify(build(), rows(), plan, loss=steps.mean_square, steps=2)
+    receipt = plimsoll.verify(build(device), rows(device), plan, loss=steps.mean_square, steps=2)
     assert receipt.verdict is ReceiptVerdict.VERIFIED, receipt
     assert receipt.measured_peak_bytes < receipt.measured_baseline_peak_bytes
     assert receipt.measured_peak_bytes <= (plan.budget_bytes or plan.predicted_peak_bytes * 1.02)
@@ -169,10 +177,10 @@ WEATHER = {
 
 @pytest.mark.parametrize("weather", WEATHER)
 @pytest.mark.parametrize("before", [0, 2])
-def test_a_fault_ends_in_offload_failed_and_the_same_step_succeeds_once_it_is_gone(weather, before, offload):
+def test_a_fault_ends_in_offload_failed_and_the_same_step_succeeds_once_it_is_gone(weather, before, offload, device):
     if weather == "a full disk" and before:
         pytest.skip("the file has its length by then")
-    plain, managed = Trainer(), Trainer()
+    plain, managed = Trainer(device), Trainer(device)
     with plimsoll.apply(managed.model, offload):
         for index in range(before):
             plain.step(index)
@@ -190,14 +198,14 @@ def test_a_fault_ends_in_offload_failed_and_the_same_step_succeeds_once_it_is_go
     assert equal(plain.state(), managed.state())
 
 
-def test_a_slow_link_only_makes_the_step_slower(offload):
+def test_a_slow_link_only_makes_the_step_slower(offload, device):
     now = 0.0
 
     def carry(nbytes):
         nonlocal now
         now += nbytes / 50e6
 
-    plain, managed = Trainer(), Trainer()
+    plain, managed = Trainer(device), Trainer(device)
     with apply_plan(managed.model, offload, link=SimulatedLink(carry=carry)):
         for index in range(2):
             start = now
@@ -206,9 +214,9 @@ def test_a_slow_link_only_makes_the_step_slower(offload):
             assert now - start == pytest.approx(2 * offload.offloaded_bytes / 50e6, rel=0.02)
 
 
-def test_the_file_lies_where_the_system_keeps_temporary_files(offload, tmp_path, monkeypatch):
+def test_the_file_lies_where_the_system_keeps_temporary_files(offload, device, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    managed = Trainer()
+    managed = Trainer(device)
     with plimsoll.apply(managed.model, offload):
         before = _files_of("self", tmp_path)
         managed.step(0)
@@ -218,9 +226,9 @@ def test_the_file_lies_where_the_system_keeps_temporary_files(offload, tmp_path,
     assert not _files_of("self", tmp_path)
 
 
-def test_a_directory_in_ram_is_refused_before_anything_is_installed(offload, monkeypatch):
+def test_a_directory_in_ram_is_refused_before_anything_is_installed(offload, device, monkeypatch):
     monkeypatch.setattr(disk_link, "is_in_memory", lambda directory: True)
-    model = build()
+    model = build(device)
     with pytest.raises(OffloadFailed, match="RAM"):
         plimsoll.apply(model, offload)
     assert all("forward" not in module.__dict__ for module in model.modules())
@@ -230,11 +238,11 @@ CHILD = """
     import sys, torch, plimsoll, steps
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = steps.Stack(3, {width})
+    model = steps.Stack(3, {width}).to({device!r})
     optimizer = torch.optim.AdamW(model.parameters())
     plimsoll.apply(model, plimsoll.load({plan!r}))
     while True:
-        steps.mean_square(model(torch.randn({rows}, {width}))).backward()
+        steps.mean_square(model(torch.randn({rows}, {width}, device={device!r}))).backward()
         optimizer.step()
         optimizer.zero_grad()
         print("stepped", flush=True)
@@ -242,12 +250,12 @@ CHILD = """
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list open files")
-def test_a_killed_training_leaves_nothing_on_the_disk(offload, tmp_path):
+def test_a_killed_training_leaves_nothing_on_the_disk(offload, device, tmp_path):
     directory = tmp_path / "temporary"
     directory.mkdir()
     path = tmp_path / "plan.json"
     offload.save(path)
-    script = textwrap.dedent(CHILD).format(width=WIDTH, rows=ROWS, plan=str(path))
+    script = textwrap.dedent(CHILD).format(width=WIDTH, rows=ROWS, plan=str(path), device=device.type)
     environment = {**os.environ, "TMPDIR": str(directory), "PYTHONPATH": str(Path(steps.__file__).parent)}
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True)
     try:

@@ -8,11 +8,12 @@ import torch._functorch.config
 import plimsoll
 from contracts.clean_models import CLEAN, Clean
 from contracts.planted_faults import FAULTS, Planted
+from steps import on
 
 
 @pytest.mark.parametrize("planted", FAULTS, ids=lambda planted: planted.name)
-def test_every_planted_fault_is_found_and_its_cause_named(planted: Planted):
-    model, batch, loss = planted.step()
+def test_every_planted_fault_is_found_and_its_cause_named(planted: Planted, device: torch.device):
+    model, batch, loss = planted.step(device)
     with torch._functorch.config.patch(activation_memory_budget=planted.budget):
         if planted.raises:
             with pytest.raises(plimsoll.PlimsollError) as caught:
@@ -28,8 +29,8 @@ def test_every_planted_fault_is_found_and_its_cause_named(planted: Planted):
 
 
 @pytest.mark.parametrize("clean", CLEAN, ids=lambda clean: clean.name)
-def test_no_alarm_is_raised_on_a_clean_model(clean: Clean):
-    model, batch, loss = clean.build()
+def test_no_alarm_is_raised_on_a_clean_model(clean: Clean, device: torch.device):
+    model, batch, loss = on(device, clean.build())
     with torch._functorch.config.patch(activation_memory_budget=clean.budget):
         plan = None if clean.strategy is None else plimsoll.plan(model, batch, strategy=clean.strategy, loss=loss)
         receipt = plimsoll.verify(model, batch, plan, loss=loss, context=clean.context, steps=1)

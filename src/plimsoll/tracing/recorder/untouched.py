@@ -6,6 +6,7 @@ Planning, attaching and verifying run steps on the user's own model. What they l
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from plimsoll.errors import PlimsollError
 from plimsoll.tracing.fsdp2 import KeptShards, sharded_parameters
 from plimsoll.tracing.local_tensors import local_of
 from plimsoll.tracing.recorder.storages import is_plain, same_contents
@@ -41,6 +43,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
             for parameter in parameters:
                 parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
             yield
+        except PlimsollError as error:
+            # Before 2.13 torch.utils.checkpoint lets go of its hooks only when the frame that failed goes.
+            traceback.clear_frames(error.__traceback__)
+            raise
         finally:
             shards.put_back()
             for table, entries in hooks:
