@@ -390,7 +390,8 @@ class _StageHook:
 def received_buffers(stage: Stage) -> list[torch.Tensor]:
     """What torch has allocated for the inputs and the gradients of all micro-batches that a stage receives."""
     chunks = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
-    return [info.buffer for chunk in chunks for info in chunk if isinstance(info.buffer, torch.Tensor)]
+    found = (getattr(info, "buffer", None) for chunk in chunks for info in chunk)  # the model's own input has none
+    return [buffer for buffer in found if isinstance(buffer, torch.Tensor)]
 
 
 def stand_ins(args: tuple[Any, ...]) -> tuple[Any, ...]:

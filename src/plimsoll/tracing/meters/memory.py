@@ -34,7 +34,7 @@ from torch.nn.parameter import is_lazy
 
 from plimsoll.errors import PlimsollError
 from plimsoll.tracing.local_tensors import dense_parts, is_wrapper
-from plimsoll.tracing.torch_internals import has_storage, internal, is_profiler_on
+from plimsoll.tracing.torch_internals import has_storage, internal, is_profiled, is_profiler_on
 
 _prepare_profiler, _enable_profiler, _disable_profiler = (
     internal(f"torch._C._autograd.{name}") for name in ("_prepare_profiler", "_enable_profiler", "_disable_profiler")
@@ -166,6 +166,11 @@ class _CpuMeter:
 
     def start(self) -> None:
         self._watch_live_storages()
+        self._run_profiler()
+        torch.empty(1)  # the first event of the log: it tells which thread this is
+        self._marks.append((time.time_ns(), "start"))
+
+    def _run_profiler(self) -> None:
         session = profile(use_kineto=True, profile_memory=True)
         self._activities = session.kineto_activities
         before = os.environ.get(_KINETO_LOG_LEVEL)
@@ -176,14 +181,14 @@ class _CpuMeter:
         finally:
             if before is None:
                 del os.environ[_KINETO_LOG_LEVEL]
-        torch.empty(1)  # the first event of the log: it tells which thread this is
-        self._marks.append((time.time_ns(), "start"))
 
     def mark(self, name: str) -> None:
         self._marks.append((time.time_ns(), name))
 
     def stop(self) -> tuple[Window, ...]:
         events = _disable_profiler().experimental_event_tree() if is_profiler_on() else []
+        if is_profiled():
+            self._run_profiler()  # before 2.13 the user's own, which ours has ended, fails where it finds none to stop
         self._watched.clear()
         found = [
             event
