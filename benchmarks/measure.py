@@ -42,10 +42,15 @@ class Evidence:
     gradients: tuple[torch.Tensor, ...]
     buffers: tuple[torch.Tensor, ...]
 
+    def on(self, device: torch.device | str) -> Evidence:
+        """The same on a device: what is kept waits in host memory."""
+        moved = ([each.to(device) for each in some] for some in (self.gradients, self.buffers))
+        return Evidence(*map(tuple, moved))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """One way to train a case, on a copy of its model, with what its first and second step showed.
+    """One way to train a case, on a copy of its model that shares its parameters, with what its first two steps showed.
 
     ``evidence`` of both steps is kept of the baseline alone; the others were compared with it, and with themselves it would
     be as many gradients as there are variants.
@@ -123,22 +128,38 @@ def prepare(
 
     Gradients and buffers of both are compared with those of ``baseline``, bit for bit; without one this is the baseline.
     """
-    copied = dataclasses.replace(case, model=copy.deepcopy(case.model))
+    shared = {id(parameter): parameter for parameter in case.model.parameters()}  # no step of ours writes them
+    copied = dataclasses.replace(case, model=copy.deepcopy(case.model, shared))
     forward = stack.enter_context(apply(copied.model))
-    first, first_evidence = measure_step(copied, forward)
-    steady, steady_evidence = measure_step(copied, forward)
-    evidence = (first_evidence, steady_evidence)
-    made = Variant(name=name, case=copied, forward=forward, first=first, steady=steady, evidence=evidence)
-    if baseline is None:
-        return made
-    pairs = list(zip(evidence, baseline.evidence, strict=True))
-    return dataclasses.replace(
-        made,
-        gradients_equal=all(bits_equal(mine.gradients, theirs.gradients) for mine, theirs in pairs),
-        buffers_equal=all(bits_equal(mine.buffers, theirs.buffers) for mine, theirs in pairs),
-        gradient_error=max(_error(mine.gradients, theirs.gradients) for mine, theirs in pairs),
-        evidence=(),
+    memory: list[StepMemory] = []
+    evidence: list[Evidence] = []
+    verdicts: list[tuple[bool, bool, float]] = []
+    for index in range(2):
+        measured, mine = measure_step(copied, forward)
+        memory.append(measured)
+        if baseline is None:
+            evidence.append(mine.on("cpu"))
+        else:
+            verdicts.append(_held_against(mine, baseline.evidence[index].on(case.device)))
+        del mine
+    return Variant(
+        name=name,
+        case=copied,
+        forward=forward,
+        first=memory[0],
+        steady=memory[1],
+        gradients_equal=all(each[0] for each in verdicts),
+        buffers_equal=all(each[1] for each in verdicts),
+        gradient_error=max((each[2] for each in verdicts), default=0.0),
+        evidence=tuple(evidence),
     )
+
+
+def _held_against(mine: Evidence, theirs: Evidence) -> tuple[bool, bool, float]:
+    """Whether gradients and buffers are equal bit for bit, and the relative error of the gradient."""
+    are_equal = bits_equal(mine.gradients, theirs.gradients)
+    error = 0.0 if are_equal else _error(mine.gradients, theirs.gradients)
+    return are_equal, bits_equal(mine.buffers, theirs.buffers), error
 
 
 def _error(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> float:

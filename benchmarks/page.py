@@ -34,12 +34,23 @@ class Section:
 
 
 def write_page(
-    sections: Sequence[Section], folder: Path, stem: str, *, device: str, command: str, versions: Mapping[str, str]
+    sections: Sequence[Section],
+    folder: Path,
+    stem: str,
+    *,
+    device: str,
+    command: str,
+    versions: Mapping[str, str],
+    before: Sequence[str] = (),
 ) -> Path:
-    """Write ``<stem>.md`` and one plot per model beside it; the path of the page."""
+    """Write ``<stem>.md`` and, where there is matplotlib, one plot per model beside it; the path of the page.
+
+    ``before`` are lines that stand before the tables.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
         *page_head("Time against memory", command, device=device, versions=versions),
+        *before,
         "One step is forward and backward from empty gradients. *Time ×*: paired median of CPU seconds on one thread (CUDA: "
         "seconds between events) over the unmanaged step of the same round, with its 95% bootstrap interval. *Resident*: "
         "alive between forward and backward. *Peak*: highest during the step. Both leave out parameters, buffers, batch and, "
@@ -48,8 +59,9 @@ def write_page(
     ]
     for section in sections:
         plot = f"{stem}-{section.name}.png"
-        _plot(section, folder / plot)
-        lines += ["", f"## {section.name}", "", f"![time against peak]({plot})", "", *_peer_table(section.eager)]
+        image = [f"![time against peak]({plot})", ""] if _plot(section, folder / plot) else []
+        lines += ["", f"## {section.name}", "", *image, *_peer_table(section.eager)]
+        lines += ["", *(f"- not measured: {failure}" for failure in section.eager.failures)]
         if section.compiled is not None:
             lines += ["", "Compiled, over the compiled model without a budget:", "", *_peer_table(section.compiled)]
         if section.budgets is not None:
@@ -68,7 +80,7 @@ def _peer_table(table: PeerTable) -> list[str]:
 def _peer_cells(row: PeerRow) -> list[str]:
     cells = [
         row.peer.name, format_interval(row.overhead), *_memory(row.peer.steady),
-        _equal(row.peer.gradients_equal), _equal(row.peer.buffers_equal),
+        _gradients(row.peer), _equal(row.peer.buffers_equal),
     ]  # fmt: skip
     if row.ours is None or row.ours_overhead is None or row.ours_by_peer is None:
         return [*cells, row.note, "", "", ""]
@@ -78,7 +90,7 @@ def _peer_cells(row: PeerRow) -> list[str]:
         f"{row.ours_overhead.median:.3f}",
         format_interval(row.ours_by_peer),
         peak,
-        _equal(row.ours.is_bit_equal),
+        _gradients(row.ours) if row.ours.buffers_equal else "**buffers differ**",
     ]
 
 
@@ -127,13 +139,20 @@ def format_interval(interval: Interval) -> str:
     return f"{interval.median:.3f} ({interval.low:.3f}–{interval.high:.3f})"
 
 
+def _gradients(variant: Variant) -> str:
+    return "equal" if variant.gradients_equal else f"**differ** by {variant.gradient_error:.1e}"
+
+
 def _equal(answer: bool) -> str:  # noqa: FBT001 - one cell
     return "equal" if answer else "**differ**"
 
 
-def _plot(section: Section, path: Path) -> None:
-    import matplotlib as mpl
-
+def _plot(section: Section, path: Path) -> bool:
+    """Draw it; whether that could be done."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return False
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -157,6 +176,7 @@ def _plot(section: Section, path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+    return True
 
 
 def _peak(variant: Variant) -> float:

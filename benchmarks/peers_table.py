@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,8 @@ class PeerTable:
     baseline: Variant
     timing: Timing
     rows: tuple[PeerRow, ...]
+    failures: tuple[str, ...] = ()
+    """A sentence for each peer that could not be measured."""
 
 
 def apply_plan(plan: Plan) -> Callable[[nn.Module], AbstractContextManager[nn.Module]]:
@@ -52,16 +54,42 @@ def apply_plan(plan: Plan) -> Callable[[nn.Module], AbstractContextManager[nn.Mo
     return apply
 
 
-def eager_peers(case: Case, *, rounds: int, with_ours: bool) -> PeerTable:
-    """The unmanaged model, every eager peer, and ours given each peer's measured peak as its budget."""
+def eager_peers(
+    case: Case,
+    *,
+    rounds: int,
+    with_ours: bool,
+    chosen: Sequence[peers.Peer] = peers.EAGER,
+    has_time: Callable[[], bool] = lambda: True,
+) -> PeerTable:
+    """The unmanaged model, every peer chosen, and ours given each peer's measured peak as its budget.
+
+    A peer that lacks a package or memory, or for which there is no time left, is named in ``failures``.
+    """
     with contextlib.ExitStack() as stack:
         baseline = prepare(stack, peers.NONE.name, case, peers.NONE.apply)
-        theirs = [_prepared(stack, peer.name, case, peer.apply, baseline) for peer in peers.EAGER]
-        ours = {each.name: _ours(stack, case, each, baseline) for each in theirs} if with_ours else {}
+        theirs: list[Variant] = []
+        ours: dict[str, tuple[Plan | None, Variant | None, str]] = {}
+        failures: list[str] = []
+        for peer in chosen:
+            if lack := peer.missing(case.device) or ("" if has_time() else "more time"):
+                failures.append(f"{peer.name}: it needs {lack}")
+                continue
+            try:
+                theirs.append(_prepared(stack, peer.name, case, peer.apply, baseline))
+            except (
+                ImportError,
+                RuntimeError,
+            ) as error:  # out of memory, a compiler or a library that does not work here
+                failures.append(f"{peer.name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                case.model.zero_grad(set_to_none=True)
+                continue
+            if with_ours and has_time():
+                ours[peer.name] = _ours(stack, case, theirs[-1], baseline)
         variants = [baseline, *theirs, *(mine for _, mine, _ in ours.values() if mine is not None)]
         timings = _timings(variants, rounds)
         rows = [_row(each, baseline, timings, ours.get(each.name, (None, None, ""))) for each in theirs]
-        return PeerTable(baseline=baseline, timing=timings[baseline.name], rows=tuple(rows))
+        return PeerTable(baseline=baseline, timing=timings[baseline.name], rows=tuple(rows), failures=tuple(failures))
 
 
 def compiled_peers(case: Case, *, rounds: int) -> PeerTable:

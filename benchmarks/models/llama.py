@@ -11,6 +11,12 @@ from benchmarks.models.data import text_ids
 _SIZES = {
     "tiny": ({"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "vocab_size": 256}, 2, 128),
     "cpu": ({"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "vocab_size": 4096}, 2, 512),
+    "h100": (
+        {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32000}
+        | {"num_key_value_heads": 8},
+        2,
+        8192,
+    ),
     "h200": ({"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "vocab_size": 32000}, 4, 8192),
 }
 
@@ -18,9 +24,8 @@ _SIZES = {
 def build(size: str) -> tuple[Any, dict[str, Any], Any]:
     shape, batch, length = _SIZES[size]
     config = LlamaConfig(
-        **shape,
+        **{"num_key_value_heads": shape["hidden_size"] // 64, **shape},
         num_attention_heads=shape["hidden_size"] // 64,
-        num_key_value_heads=shape["hidden_size"] // 64,
         max_position_embeddings=length,
         attn_implementation="sdpa",
         use_cache=False,

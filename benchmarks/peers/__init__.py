@@ -6,15 +6,17 @@ puts everything back.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from benchmarks.peers import checkpointing, compiled, int8_hook, none, selective
+from benchmarks.peers import checkpointing, compiled, int8_hook, none, offloading, selective
 
 Apply = Callable[[nn.Module], AbstractContextManager[Callable[..., Any]]]
 
@@ -23,7 +25,14 @@ Apply = Callable[[nn.Module], AbstractContextManager[Callable[..., Any]]]
 class Peer:
     name: str
     apply: Apply
-    is_compiled: bool = False
+    needs: tuple[str, ...] = ()
+    """Packages that it needs beyond torch; ``cuda`` stands for a GPU."""
+
+    def missing(self, device: torch.device) -> str:
+        """What it lacks here, or nothing."""
+        lacks_gpu = "cuda" in self.needs and device.type != "cuda"
+        packages = [need for need in self.needs if need != "cuda" and importlib.util.find_spec(need) is None]
+        return ", ".join([*packages, *(["a GPU"] if lacks_gpu else [])])
 
 
 NONE = Peer("none", none.apply)
@@ -38,12 +47,21 @@ EAGER = (
 
 LOSSY = (Peer("int8 hook on everything, a scale per row", int8_hook.apply),)
 
-COMPILED_NONE = Peer("compile", partial(compiled.apply, memory_budget=1.0), is_compiled=True)
+COMPILED_NONE = Peer("compile", partial(compiled.apply, memory_budget=1.0))
 
 COMPILED = (
     *(
-        Peer(f"compile, memory budget {budget}", partial(compiled.apply, memory_budget=budget), is_compiled=True)
+        Peer(f"compile, memory budget {budget}", partial(compiled.apply, memory_budget=budget))
         for budget in (0.7, 0.5, 0.3)
     ),
-    Peer("compile + checkpoint every block", compiled.apply_checkpointed, is_compiled=True),
+    Peer("compile + checkpoint every block", compiled.apply_checkpointed),
 )
+
+ON_A_GPU = (
+    Peer("none, once more", none.apply),
+    EAGER[0],
+    EAGER[3],
+    Peer("TRL's activation offloading", offloading.apply, needs=("trl", "accelerate", "cuda")),
+    replace(COMPILED[1], needs=("triton", "cuda")),
+)
+"""One of each kind. The first shows by how much two plain runs differ; the last is the slow one to prepare."""

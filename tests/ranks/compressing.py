@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import plimsoll
 from plimsoll.distributed import CompressionHandle, compress_gradients
+from plimsoll.tracing.fsdp2 import groups_of
 from ranks.small_models import llama
 
 EVERYTHING: dict[str, Any] = {"exclude": (), "min_elements": 0, "min_ratio": 0}
@@ -84,7 +85,7 @@ class Shards(Replicas):
         return fully_shard(model, mesh=self.mesh)
 
     def hooks(self, model: Any) -> list[object]:
-        [group] = model[0]._get_fsdp_state()._fsdp_param_groups
+        [group] = groups_of(model[0])
         return [group._reduce_scatter_comm, group._all_reduce_hook]
 
 

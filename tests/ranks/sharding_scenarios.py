@@ -29,6 +29,7 @@ from plimsoll.planning.decisions import decide
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import strategy_choices
+from plimsoll.tracing.fsdp2 import groups_of
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.trace import trace
@@ -205,9 +206,9 @@ def nothing_changed(model: nn.Module) -> Iterator[None]:
     assert are_equal(before, local_parameters(model))
     assert not gradients(model)
     assert torch.equal(random, torch.get_rng_state())
-    for state in (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)):
-        assert state._training_state == TrainingState.IDLE
-        for group in state._fsdp_param_groups:
+    for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        assert module._get_fsdp_state()._training_state == TrainingState.IDLE
+        for group in groups_of(module):
             assert group._training_state == TrainingState.IDLE
             assert group.is_sharded
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 
 from launching import Told, launch, on_ranks
+from plimsoll.tracing.torch_internals import is_at_least
 
 ON_TWO = [("llama", "1f1b", 0.85), ("gpt2", "zbv", 0.85), ("split", "1f1b", 0.92)]
+HAS_V = is_at_least(2, 13)
+"""Before, a rank could not send to itself under gloo, which a V does between the stages at its bottom."""
+if not HAS_V:
+    del ON_TWO[1]
 NAMES = [f"{family} {name}" for family, name, _ in ON_TWO]
 
 
@@ -41,6 +46,7 @@ def test_removing_a_budget_leaves_schedule_and_stages_as_they_were(two_ranks: To
         assert rank[name]["same_after_removal"]
 
 
+@pytest.mark.skipif(not HAS_V, reason="this torch runs no V under gloo")
 def test_the_report_says_what_recomputation_does_to_the_step(two_ranks: Told):
     text = two_ranks[1]["gpt2 zbv"]["text"]
     assert "ScheduleZBVZeroBubble, pipeline rank 1: settled" in text

@@ -24,6 +24,7 @@ from plimsoll.distributed.comm_cost.metering import Metering, meter_traffic
 from plimsoll.distributed.comm_cost.training import Parallel
 from plimsoll.distributed.gradient_compression.shards import units_of
 from plimsoll.session.rendezvous.world import current_world
+from plimsoll.tracing.fsdp2 import groups_of
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.ui.demo.corpus import VOCABULARY, read_corpus
 from ranks.small_models import llama
@@ -91,7 +92,7 @@ def _weigh_sharded(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> 
         model(**batches[0])  # leaves parameters of the root gathered, as an evaluation does
     traffic = advise_compression(model, batches[:21], methods=["topk:1%", "int8"], measure_rounds=3)
     is_untouched = _is_as_before(model, before)
-    comms = {type(unit.module._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm) for unit in units_of(model)}
+    comms = {type(groups_of(unit.module)[0]._reduce_scatter_comm) for unit in units_of(model)}
     for parameter in model.parameters():
         parameter.grad = None
     return {
