@@ -94,6 +94,22 @@ def format_bytes_up(bytes_: int) -> str:
     return format_bytes(bytes_)
 
 
+def budget_text(bytes_: int) -> str:
+    """The amount as a budget to paste: no less than it, and no more than a thousandth above it.
+
+    Example:
+        >>> budget_text(43_234_567)
+        'budget="41.24MiB"'
+    """
+    for unit, scale in (("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if bytes_ >= scale:
+            digits = 3 - min(3, int(math.log10(bytes_ / scale)))
+            steps = -(-bytes_ * 10**digits // scale)
+            text = f"{steps / 10**digits:.{digits}f}{unit}"
+            return f'budget="{text}"' if parse_bytes(text) >= bytes_ else f"budget={bytes_}"
+    return f"budget={bytes_}"
+
+
 def format_seconds(seconds: float) -> str:
     """Seconds as people read them: ``1.24 s``, ``14.0 ms``, ``0.8 µs``."""
     size = abs(seconds)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -31,6 +31,14 @@ from plimsoll.errors import PlanMismatch, PlanNotUsable
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import emptied_after_forward
 from plimsoll.tracing.refusals import uncompiled_regions
+
+
+class Removable(Protocol):
+    """What is put on a model and can be taken off again."""
+
+    def remove(self) -> None:
+        """Undo it."""
+        ...
 
 
 class Handle:
@@ -67,6 +75,10 @@ class Handle:
             hook.remove()
         self._root_hooks = []
         self.regions = {}
+
+    def remove_with_me(self, hook: Removable) -> None:
+        """Take out something else that belongs to this plan when the plan is taken off."""
+        self._root_hooks.append(hook)
 
     def pause(self) -> None:
         """Take the wrappers out for a while; what was recorded is kept."""

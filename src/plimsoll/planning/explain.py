@@ -10,7 +10,7 @@ from plimsoll.errors import BudgetBelowFloor, InvalidStrategy
 from plimsoll.planning.choice import Limits
 from plimsoll.planning.describe import describe_peak
 from plimsoll.planning.simulate import Simulation
-from plimsoll.units import format_bytes, format_bytes_up
+from plimsoll.units import budget_text, format_bytes, format_bytes_up
 
 _HOLDERS_NAMED = 3
 _WORTH_CHUNKING = 0.05
@@ -37,8 +37,7 @@ def floor_error(
     return BudgetBelowFloor(
         f"budget {format_bytes(budget_bytes)} is below the smallest reachable peak, {format_bytes(floor_bytes)}.",
         why=f"{name_holders(floor)} are alive together in {floor.moment}{measured}",
-        next=f"{chunked}budget {format_bytes_up(floor_bytes)} ({floor_bytes} bytes), or a smaller micro-batch, or fewer "
-        "optimizer states",
+        next=f"{chunked}{budget_text(floor_bytes)} ({floor_bytes} bytes), or a smaller micro-batch, or fewer optimizer states",
     )
 
 

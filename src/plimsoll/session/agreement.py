@@ -219,6 +219,11 @@ class Agreement:
         assert isinstance(plan, Plan)
         return plan
 
+    def refused_by(self, rank: int, error: BudgetBelowFloor) -> BudgetBelowFloor:
+        """An error that all ranks raise now; where it leaves the call, other ranks than ``rank`` raise ``RankFailed``."""
+        self._below_floor, self._solver = error, rank
+        return error
+
     def same_plan(self, plan: Plan) -> None:
         """Go on if all ranks hold the identical plan; else ``RanksDiffer`` on all ranks, with a digest of each."""
         if self._conversation is not None:

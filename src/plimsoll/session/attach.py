@@ -13,6 +13,7 @@ every rank, unless ranks share the work on one: each traces its own, and the pla
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -27,27 +28,36 @@ from torch import nn
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.apply import Handle
-from plimsoll.engine.copies import ModelHook
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.agreement import Agreement, agreement_for, described
 from plimsoll.session.calibration import (
-    MeasuredStep,
     OptimizerWatch,
+    Taken,
     as_batch,
+    optimizer_in_view,
     planned_state_bytes,
-    refuse_optimizer_above,
+    predicted_before_optimizer,
     stand_in_loss,
+    taken_bytes,
     unseen_bytes,
 )
 from plimsoll.session.manage import manage_together
 from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.step_planner import StepPlanner, trace_and_cost
+from plimsoll.session.step_watch import (
+    MeteredSituations,
+    Shapes,
+    Situation,
+    StepWatch,
+    covers,
+    warn_of_overrun,
+    warn_of_unseen,
+)
 from plimsoll.session.task import BATCH, TrainingTask, check_model, detached
 from plimsoll.session.tightest_rank import planner_for
 from plimsoll.session.trial import error_scale
 from plimsoll.tracing.fsdp2 import splits_activations
-from plimsoll.tracing.recorder.calling import call_tensors
 from plimsoll.tracing.recorder.fingerprint import fingerprint
 from plimsoll.tracing.refusals import refuse_compiled
 from plimsoll.tracing.torch_internals import is_profiled
@@ -55,14 +65,19 @@ from plimsoll.units import format_bytes
 
 _MOST_TRIES = 3
 """So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
+_MISTAKES = 4
+"""Another plan may be mistaken about its step by this part more than the one with the lowest peak was."""
+_TO_THE_CALL = 6
+"""Warnings point at about this many frames above: at the call of the model."""
 
 
-class _Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank is in its calibration: its batch, whether it is the largest so far, and whether a step was measured."""
+class _Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank is in its calibration: its batch, whether it is a new one, what was measured, how many graphs waited."""
 
     signature: str
-    is_larger: bool
+    is_new: bool
     is_measured: bool
+    in_flight: int
 
 
 class Attachment:
@@ -86,24 +101,21 @@ class Attachment:
         self._verify_every = verify_every
         self._agreement = agreement
         self._calls = 0
-        self._largest_bytes = 0
+        self._shapes: list[Shapes] = []
         self._has_counted_state = False
+        self._has_settled = False
         self._earlier_faults: tuple[Fault, ...] = ()
         self._planner: StepPlanner | None = None
         self._error_scale = 1.0
         self._handle: Handle | None = None
-        self._watch: OptimizerWatch | None = None
-        self._measuring: MeasuredStep | None = None
-        self._measured: MeasuredStep | None = None
-        self._is_calibrating = False
-        self._is_tracing = False
-        self._tries = 0
+        self._is_calibrating, self._tries = False, 0
         self._excess_bytes = 0
         self._counted_state_bytes = 0
-        self._hooks: list[Any] = [
-            model.register_forward_pre_hook(ModelHook(model, self._before_forward), with_kwargs=True, prepend=True),
-            model.register_forward_hook(ModelHook(model, self._after_forward), always_call=True),
-        ]
+        self._overrun_bytes = 0
+        self._has_warned = False
+        self._metered = MeteredSituations()
+        self._steps = StepWatch(model, self._before_call, self._after_step)
+        self._watch = OptimizerWatch(model.parameters(), after_step=self._optimizer_stepped)
 
     @property
     def is_calibrating(self) -> bool:
@@ -117,13 +129,10 @@ class Attachment:
 
     def remove(self) -> None:
         """Undo everything; harmless when called twice."""
-        self._end_measuring()
-        if self._watch is not None:
-            self._watch.remove()
+        self._steps.end_step()
+        self._steps.remove()
+        self._watch.remove()
         self._drop_handle()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
         self._is_calibrating = False
 
     def __enter__(self) -> Attachment:
@@ -134,96 +143,106 @@ class Attachment:
     ) -> None:
         self.remove()
 
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_tracing:
-            return
-        self._end_measuring()  # whatever is called now, evaluation too, the step is over
-        if not torch.is_grad_enabled() or not module.training:
-            return
-        try:
-            self._manage(args, kwargs)
-        except BaseException:
-            self.remove()
-            raise
-
-    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._measuring is not None and not self._is_tracing and output is None:  # it raised
-            self._measuring.has_failed = True
-
-    def _manage(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """Before a training call: plan for it, or for what the one before it showed."""
         self._calls += 1
-        batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in call_tensors(args, kwargs))
-        if self._planner is None or self._is_calibrating:
-            with self._agreement:
-                self._calibrate(args, kwargs, batch_bytes)
-        elif batch_bytes > self._largest_bytes:
-            self._grow(args, kwargs, batch_bytes)
-        elif self._has_new_state():
-            self._count_state()
+        if self._watch.is_settled:
+            self._watch.remove()
+        try:
+            if self._planner is None or self._is_calibrating:
+                with self._agreement:
+                    self._calibrate(args, kwargs, situation)
+            elif not any(covers(known, situation.shapes) for known in self._shapes):
+                self._grow(args, kwargs, situation)
+            elif self._overrun_bytes or situation.in_flight > self._planner.in_flight:
+                self._tighten(situation)
+            elif self._has_new_state():
+                self._count_state()
+        except BaseException:
+            if not self._has_settled:  # later the plan at work stays
+                self.remove()
+            raise
+        if not self._is_calibrating:
+            self._steps.meter_if_new(args, kwargs, situation, self._metered)
 
-    def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_bytes: int) -> None:
+    def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """What every rank does in every call until the plan for the budget is there."""
         facts = self._facts(args, kwargs)
         if self._planner is None:
             self._agreement.same("the first batch", facts)
-            self._begin(args, kwargs, batch_bytes)
+            self._begin(args, kwargs, situation)
             return
-        here = _Situation(
+        here = _Standing(
             signature=str(facts),
-            is_larger=batch_bytes > self._largest_bytes,
-            is_measured=self._measured is not None,
+            is_new=not any(covers(known, situation.shapes) for known in self._shapes),
+            is_measured=self._steps.is_between_steps and self._steps.measured is not None,
+            in_flight=situation.in_flight,
         )
-        told = self._agreement.all_of("calibrating", here, _Situation)
-        if all(each.is_larger for each in told) and len({each.signature for each in told}) == 1:
-            self._begin(args, kwargs, batch_bytes)
+        told = self._agreement.all_of("calibrating", here, _Standing)
+        if all(each.is_new for each in told) and len({each.signature for each in told}) == 1:
+            self._begin(args, kwargs, situation)
             return
-        if here.is_larger:
-            self._stay(batch_bytes)
-        if all(each.is_measured for each in told) or self._tries == _MOST_TRIES:
-            self._settle(self._measured)
-        else:
+        if here.is_new:
+            self._stay(situation)
+        if all(each.is_measured for each in told) or (self._tries == _MOST_TRIES and self._steps.is_between_steps):
+            self._settle(max(each.in_flight for each in told))
+        if self._is_calibrating:
             self._measure(args, kwargs)
 
-    def _grow(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_bytes: int) -> None:
-        """A larger batch than ever: start over, if all ranks have one."""
+    def _grow(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        """A batch that may take more than any before it: plan for it, if all ranks have one."""
         facts = self._facts(args, kwargs)
         told = self._agreement.gathered(f"larger batch in call {self._calls}", str(facts), str)
         if told is None or len(set(told)) > 1:
-            self._stay(batch_bytes)
+            self._stay(situation)
             return
         with self._agreement:
-            self._begin(args, kwargs, batch_bytes)
+            self._begin(args, kwargs, situation)
 
-    def _stay(self, batch_bytes: int) -> None:
+    def _stay(self, situation: Situation) -> None:
         """Go on under the plan that all ranks have, although this rank's batch is larger than those that it is for."""
-        self._largest_bytes = batch_bytes
+        self._shapes.append(situation.shapes)
+        self._metered.know(situation)
         warnings.warn(
-            f"plimsoll: the batch of this rank ({format_bytes(batch_bytes)}) is larger than any before it, and not so on "
-            "all ranks alike: the plan at work stays, and may take more than the budget. Pad batches to the same shape, or "
-            "train on every rank's largest one first",
-            stacklevel=6,
+            f"plimsoll: the batch of this rank ({situation.shown}) is larger than those before it, and not so on all ranks "
+            "alike: the plan at work stays, and may take more than the budget. Pad batches to the same shape, or train on "
+            "every rank's largest one first",
+            stacklevel=_TO_THE_CALL,
         )
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_bytes: int) -> None:
-        """Trace this very call, and let it run at the lowest peak, measured."""
-        self._drop_handle()
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        """Trace this very call. Unless the plan at work is enough for it, let it run at the lowest peak, measured."""
+        self._shapes.append(situation.shapes)
         if is_profiled():
             warnings.warn(
                 "plimsoll: this training call is traced, which takes torch's profiler: yours records nothing of it",
-                stacklevel=6,
+                stacklevel=_TO_THE_CALL,
             )
-        self._is_tracing = True
-        try:
-            self._planner = self._plan_for(self._task(args, kwargs))
-        finally:
-            self._is_tracing = False
-        self._largest_bytes = batch_bytes
-        # Once for the budget itself: where it is below the floor, this step must not begin.
-        floor_bytes = self._solve(self._planner.budget_bytes).floor_bytes
-        self._run(self._solve(floor_bytes))
+        self._steps.stop()
+        task = dataclasses.replace(self._task(args, kwargs), optimizer=self._optimizer or optimizer_in_view(self.model))
+        with self._steps.looking_away(), contextlib.nullcontext() if self._handle is None else self._handle.paused():
+            planner = self._plan_for(task)
+            if self._planner is not None and self._is_enough_for(planner):
+                return
+            earlier, self._planner = self._planner, planner
+            try:
+                planner.wait_for(1 if earlier is None else earlier.in_flight)
+                lowest = planner.lowest_allowed(task.step, self._error_scale)
+            except BaseException:
+                self._planner = earlier
+                raise
+        self._run(lowest)
         self._is_calibrating, self._tries, self._has_counted_state = True, 0, False
         self._measure(args, kwargs)
+
+    def _is_enough_for(self, planner: StepPlanner) -> bool:
+        """Whether the plan at work keeps another step within the budget too, which takes less than the one that it is for."""
+        assert self._planner is not None
+        assert self.plan is not None
+        takes_less = planner.extremes.unmanaged_peak_bytes <= self._planner.extremes.unmanaged_peak_bytes
+        predicted_bytes = planner.predicted_bytes(self.plan) if takes_less and not self._is_calibrating else None
+        limit_bytes = (planner.own_budget_bytes or 0) - self._excess_bytes
+        return self._agreement.every("enough", holds=predicted_bytes is not None and predicted_bytes <= limit_bytes)
 
     def _facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
         """What has to be the same on all ranks: the batch too where ranks share the work on one."""
@@ -238,7 +257,7 @@ class Attachment:
     def _plan_for(self, task: TrainingTask) -> StepPlanner:
         """Trace the step, look for other forms of its values where they are allowed, and see how far off errors are."""
         with self._agreement.stepping():
-            traced = trace_and_cost(dataclasses.replace(task, optimizer=self._optimizer), self._options)
+            traced = trace_and_cost(task, self._options, optimizer_is_optional=self._optimizer is None)
         budget_bytes = self._budget.bytes_on(traced[1])
         planner = planner_for(self._agreement, traced, self._options, budget_bytes)
         planner.try_forms(task.step)
@@ -254,78 +273,147 @@ class Attachment:
         return self._planner.solve(budget_bytes, excess_bytes=excess_bytes, error_scale=self._error_scale)
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Measure the step that this call begins; within another one there is nothing to be measured."""
+        if not self._steps.is_between_steps:
+            return
         self._tries += 1
-        self._measured = None
-        if self._watch is not None:
-            self._watch.remove()
-        self._measuring = step = MeasuredStep(self.model, args, kwargs)
-        self._watch = OptimizerWatch(self.model.parameters(), self._optimizer, step.note_optimizer)
+        self._watch.remove()
+        optimizer = self._optimizer or optimizer_in_view(self.model)
+        self._watch = OptimizerWatch(
+            self.model.parameters(), () if optimizer is None else (optimizer,), after_step=self._optimizer_stepped
+        )
+        self._steps.meter(args, kwargs, with_optimizer=True)
 
-    def _settle(self, measured: MeasuredStep | None) -> None:
-        """The first step is over: the plan for the budget, with what the trace did not see taken off."""
-        assert self.plan is not None
-        assert self._watch is not None
-        assert self._planner is not None
-        assert self._planner.own_budget_bytes is not None
-        self._counted_state_bytes = max(self._watch.bytes_after, planned_state_bytes(self.plan))
+    def _settle(self, in_flight: int) -> None:
+        """The first step is over: the plan for the budget, with what the trace did not see taken off.
+
+        Raises:
+            BudgetBelowFloor: what was measured at the lowest peak is more than the budget.
+        """
+        planner, measured, lowest = self._planner, self._steps.measured, self.plan
+        self._steps.measured = None
+        assert lowest is not None
+        assert planner is not None
+        assert planner.budget_bytes is not None
+        if in_flight > planner.in_flight:
+            planner.wait_for(in_flight)
+            lowest = planner.lowest(self._error_scale)
+        own = planner.own(lowest)
+        self._counted_state_bytes = max(self._watch.bytes_after, planned_state_bytes(own))
         self._has_counted_state = self._watch.has_stepped
         if measured is None:
             warnings.warn(
                 "plimsoll: the first steps could not be measured (they failed, or a profiler was running); the plan "
                 "relies on its trace alone",
-                stacklevel=5,
+                stacklevel=_TO_THE_CALL,
             )
-            self._excess_bytes = self._counted_state_bytes - planned_state_bytes(self.plan)
+            taken = Taken()
+            self._excess_bytes = self._counted_state_bytes - planned_state_bytes(own)
         else:
-            refuse_optimizer_above(
-                self._planner.own_budget_bytes, measured.optimizer_peak_bytes + self._watch.bytes_before
-            )
-            self._excess_bytes = unseen_bytes(measured, self._watch, self._planner.own(self.plan))
-        self._run(self._solve_for_budget(0))
-        self._is_calibrating = False
-
-    def _solve_for_budget(self, more_bytes: int) -> Plan:
-        """The plan for the budget less what was measured on any rank, and less ``more_bytes`` from now on."""
-        assert self._planner is not None
-        self._excess_bytes += more_bytes
-        self._counted_state_bytes += more_bytes
-        excess_bytes = self._planner.excess_bytes(self._excess_bytes)
+            taken = taken_bytes(measured, self._watch, own)
+            unseen = unseen_bytes(measured, self._watch, own)
+            known_bytes = taken.lasting_bytes + self._counted_state_bytes - planned_state_bytes(own)
+            self._excess_bytes = unseen + max(0, unseen - known_bytes) // _MISTAKES
+        floor_bytes = planner.worst_bytes(taken.bytes)
+        lasting_floor_bytes = planner.worst_bytes(taken.bytes + taken.lasting_bytes)
+        if planner.worst_bytes(taken.optimizer_bytes) > planner.budget_bytes:
+            raise planner.refusal(lowest, lasting_floor_bytes, is_optimizer=True)
         try:
-            return self._solve(self._planner.budget_bytes, excess_bytes)
+            plan = self._solve_for_budget()
         except BudgetBelowFloor as error:
-            raise BudgetBelowFloor(
-                error.found,
-                why=f"{error.why}; the first step ran at the lowest peak and was measured to take "
-                f"{format_bytes(excess_bytes)} more than its trace (the loss, the optimizer's state, gradients "
-                "that stay)",
-                next=error.next,
-            ) from error
+            if floor_bytes > planner.budget_bytes:
+                raise planner.refusal(lowest, lasting_floor_bytes) from error
+            if lasting_floor_bytes > planner.budget_bytes and self._tries < _MOST_TRIES:
+                return  # that what is left stays is a guess: measure a step that begins with it
+            plan = msgspec.structs.replace(lowest, budget_bytes=planner.budget_bytes)
+        self._run(plan)
+        self._is_calibrating, self._has_settled = False, True
+
+    def _solve_for_budget(self) -> Plan:
+        """The plan for the budget less what was measured on any rank."""
+        assert self._planner is not None
+        return self._solve(self._planner.budget_bytes, self._planner.excess_bytes(self._excess_bytes))
+
+    def _after_step(self) -> None:
+        """A step is over. Where it was measured under the plan for the budget, it has to have kept to that."""
+        planner, plan = self._planner, self.plan
+        if self._is_calibrating or plan is None or planner is None or planner.own_budget_bytes is None:
+            return
+        peak_bytes = self._steps.taken_bytes(max(self._watch.bytes_after, self._counted_state_bytes))
+        cause = self._metered.ended() if peak_bytes else ""
+        over_bytes = peak_bytes - planner.own_budget_bytes
+        if over_bytes > 0:
+            # Plans are discrete: less than what this one was off by may give the same plan again.
+            off_bytes = peak_bytes - predicted_before_optimizer(planner.own(plan))
+            self._overrun_bytes = max(self._excess_bytes + over_bytes, off_bytes)
+            warn_of_overrun(peak_bytes, planner.own_budget_bytes, cause, "the next step is planned with that taken off")
+
+    def _tighten(self, situation: Situation) -> None:
+        """Plan anew for a step that took more than the budget, or that is about to: more of its forwards wait at once."""
+        assert self._planner is not None
+        needed_bytes = max(self._overrun_bytes, self._excess_bytes)
+        has_more_in_flight = situation.in_flight > self._planner.in_flight
+        self._overrun_bytes = 0
+        said = (needed_bytes, situation.in_flight)
+        told = self._agreement.gathered(f"over the budget in call {self._calls}", said, tuple[int, int])
+        if has_more_in_flight:
+            warnings.warn(
+                f"plimsoll: {situation.in_flight} forwards of the model wait for one backward, and the plan at work was "
+                f"made for {self._planner.in_flight}: this step may take more than the budget"
+                + ("" if told is None else ", and the next ones are planned for that"),
+                stacklevel=_TO_THE_CALL,
+            )
+        if told is not None:
+            with self._agreement:
+                self._planner.wait_for(max(self._planner.in_flight, *(in_flight for _, in_flight in told)))
+                self._excess_bytes = needed_bytes
+                self._replan("no plan takes less")
 
     def _has_new_state(self) -> bool:
-        """Whether an optimizer has made its first step since the plan was made."""
-        return self._watch is not None and self._watch.has_stepped and not self._has_counted_state
+        """Whether an optimizer has state that the plan does not count, or has made its first step since that was made."""
+        watch = self._watch
+        return watch.has_stepped and (not self._has_counted_state or watch.bytes_after > self._counted_state_bytes)
 
     def _count_state(self) -> None:
         """Take optimizer state that has come up off the budget, where all ranks have seen their optimizer step."""
-        assert self._watch is not None
         self._has_counted_state = True
         new_bytes = max(0, self._watch.bytes_after - self._counted_state_bytes)
         told = self._agreement.gathered(f"first step of the optimizer before call {self._calls}", new_bytes, int)
+        self._counted_state_bytes += new_bytes
         if told is None:
             warnings.warn(
                 f"plimsoll: the optimizer of this rank has stepped ({format_bytes(new_bytes)} of new state), and not on all "
                 "ranks: the plan at work stays, and does not count that state. Pass optimizer= to plimsoll.attach",
-                stacklevel=5,
+                stacklevel=_TO_THE_CALL,
             )
         elif any(told):
             with self._agreement:
-                self._run(self._solve_for_budget(new_bytes))
+                self._excess_bytes += new_bytes
+                self._replan(f"the optimizer has {format_bytes(new_bytes)} of new state")
+
+    def _replan(self, why: str) -> None:
+        """The plan for the budget with what has shown since taken off; the one with the lowest peak where none fits."""
+        assert self._planner is not None
+        try:
+            plan = self._solve_for_budget()
+        except BudgetBelowFloor as error:
+            warnings.warn(
+                f"plimsoll: {error.found}\n  why   {why}; {error.why}\n  next  {error.next}; until then the plan with the "
+                "lowest peak is at work",
+                stacklevel=_TO_THE_CALL,
+            )
+            lowest = self._planner.lowest(self._error_scale)
+            plan = msgspec.structs.replace(lowest, budget_bytes=self._planner.budget_bytes)
+        self._run(plan)
 
     def _run(self, plan: Plan) -> None:
-        self._drop_handle()
-        self._handle = manage_together(self._agreement, self.model, plan, verify_every=self._verify_every)
+        """Put a plan to work; where it decides as the one at work does, what that has recorded stays."""
+        if self._handle is None or self.plan is None or self.plan.regions != plan.regions:
+            self._drop_handle()
+            self._handle = manage_together(self._agreement, self.model, plan, verify_every=self._verify_every)
+            self._metered = MeteredSituations()
+            self._handle.begin_step()
         self.plan = plan
-        self._handle.begin_step()
 
     def _drop_handle(self) -> None:
         self._earlier_faults = self.faults
@@ -333,11 +421,15 @@ class Attachment:
             self._handle.remove()
             self._handle = None
 
-    def _end_measuring(self) -> None:
-        """Stop the meter, if it runs; the step counts if it was measured from its forward to its end."""
-        step, self._measuring = self._measuring, None
-        if step is not None and step.end():
-            self._measured = step
+    def _optimizer_stepped(self) -> None:
+        """What waits for a backward now waits in vain; and a model that somebody trains has to have been called."""
+        self._steps.graphs.abandon()
+        if not self._watch.is_settled:
+            self._metered = MeteredSituations()  # its state is there from now on
+        is_trained = any(parameter.grad is not None for parameter in self.model.parameters())
+        if self._calls == 0 and is_trained and not self._has_warned:
+            self._has_warned = True
+            warn_of_unseen(self.model)
 
 
 def attach(

@@ -8,44 +8,54 @@ which it ran counts as not measured.
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Category, Phase
-from plimsoll.errors import BudgetBelowFloor, InvalidLoss
+from plimsoll.errors import InvalidLoss
 from plimsoll.tracing.ddp import bucket_bytes, inner_module
 from plimsoll.tracing.meters.memory import MeasurementLost, PeakMeter, storage_bytes
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
-from plimsoll.units import format_bytes
 
-_BEFORE_OPTIMIZER = "start"
 _OPTIMIZER = "optimizer"
 
 
 class OptimizerWatch:
-    """Notices the first step of an optimizer that trains one of the given parameters, and the state that it has then."""
+    """Notices the steps of optimizers that train one of the given parameters, and the state that they have then.
+
+    ``on_step`` is called when one is about to step for the first time, ``after_step`` whenever it has stepped. Neither may
+    take hooks of optimizers out: torch walks through them just then.
+    """
 
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        optimizer: torch.optim.Optimizer | None,
-        on_step: Callable[[], None],
+        optimizers: Iterable[Optimizer] = (),
+        on_step: Callable[[], None] | None = None,
+        after_step: Callable[[], None] | None = None,
     ) -> None:
         self._parameters = frozenset(map(id, parameters))
-        self._on_step = on_step
+        self._on_step, self._after_step = on_step, after_step
         self.has_stepped = False
-        self.bytes_before = _state_bytes(optimizer)
-        self.bytes_after = self.bytes_before
+        self.is_settled = False
+        """Whether a step has left the state as large as it was."""
+        self._growth_bytes = 0
+        self._before = weakref.WeakKeyDictionary({each: _state_bytes(each) for each in optimizers})
+        self._now = weakref.WeakKeyDictionary(self._before)
         self._hooks: list[Any] = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
+            register_optimizer_step_pre_hook(self._begins),
+            register_optimizer_step_post_hook(self._ends),
         ]
 
     def remove(self) -> None:
@@ -54,21 +64,55 @@ class OptimizerWatch:
             hook.remove()
         self._hooks = []
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.has_stepped and self._is_ours(optimizer):
-            self.bytes_before = _state_bytes(optimizer)
-            self._on_step()
+    @property
+    def bytes_before(self) -> int:
+        """State before the first step that was seen."""
+        return sum(self._before.values())
 
-    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_ours(optimizer):
-            self.has_stepped = True
-            self.bytes_after = _state_bytes(optimizer)
-            self.remove()
+    @property
+    def bytes_after(self) -> int:
+        """State after the last step that was seen; where steps go on adding to it (L-BFGS), after the next one."""
+        return sum(self._now.values()) + self._growth_bytes
 
-    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(
-            id(parameter) in self._parameters for group in optimizer.param_groups for parameter in group["params"]
-        )
+    def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_ours(optimizer) and not self.has_stepped:
+            self._before[optimizer] = self._now[optimizer] = _state_bytes(optimizer)
+            if self._on_step is not None:
+                self._on_step()
+
+    def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_ours(optimizer):
+            return
+        known_bytes = self._now.get(optimizer, 0)
+        self._now[optimizer] = now_bytes = _state_bytes(optimizer)
+        self.is_settled = self.has_stepped and now_bytes == known_bytes
+        self._growth_bytes = max(0, now_bytes - known_bytes) if known_bytes else 0
+        self.has_stepped = True
+        if self._after_step is not None:
+            self._after_step()
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        return trains(optimizer, self._parameters)
+
+
+def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
+    """Whether an optimizer holds one of the parameters, given by ``id``."""
+    return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+
+
+def optimizer_in_view(model: nn.Module) -> Optimizer | None:
+    """The optimizer in this process that trains ``model``, if there is one and no other: its state can be counted ahead."""
+    gc.collect()
+    parameters = frozenset(map(id, model.parameters()))
+    kinds = _subclasses(Optimizer)
+    # Types are looked up, as `isinstance` would run the code of proxies. Wrappers have no groups of their own.
+    found = [thing for thing in gc.get_objects() if type(thing) in kinds and "param_groups" in vars(thing)]
+    ours = [optimizer for optimizer in found if trains(optimizer, parameters)]
+    return ours[0] if len(ours) == 1 else None
+
+
+def _subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_subclasses, kind.__subclasses__()))
 
 
 class MeasuredStep:
@@ -79,21 +123,21 @@ class MeasuredStep:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._parameters = list(model.parameters())
         self._device = self._parameters[0].device
-        batch = output_tensors((args, kwargs))
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self._versions = [parameter._version for parameter in self._parameters]
-        held = [*self._parameters, *model.buffers(), *gradients, *batch]
+        held = held_tensors(model, args, kwargs)
         self.static_bytes = storage_bytes(held, self._device) + bucket_bytes(model)
         self.has_failed = False
         self.has_trained = False
         """Set by those who know; otherwise gradients, or parameters that were written, tell."""
         self._meter: PeakMeter | None = None
-        if not is_profiled():
-            self._meter = PeakMeter(self._device)
+        if not (self._device.type == "cpu" and (is_profiled() or is_profiler_on())):
+            self._meter = PeakMeter(self._device, held=held)
             self._meter.__enter__()
 
     def note_optimizer(self) -> None:
-        """The optimizer is about to step."""
+        """A backward is over, or the optimizer is about to step: what comes now is the optimizer's, unless more forwards and
+        backwards come.
+        """
         if self._meter is not None:
             self._meter.mark(_OPTIMIZER)
 
@@ -114,16 +158,17 @@ class MeasuredStep:
 
     @property
     def step_peak_bytes(self) -> int:
-        """The peak until the optimizer stepped, all that was there before included, but for optimizer state."""
+        """The peak until the last backward ended, all that was there before included, but for optimizer state."""
         assert self._meter is not None
-        return self.static_bytes + self._meter.window(_BEFORE_OPTIMIZER).peak_bytes
+        *before, last = self._meter.windows
+        return self.static_bytes + max(window.peak_bytes for window in (before or [last]))
 
     @property
     def optimizer_peak_bytes(self) -> int:
-        """The peak from the optimizer's step on, without the state that was there before; 0 where none stepped."""
+        """The peak from the last backward on, without the optimizer state that was there before; 0 where it was not seen."""
         assert self._meter is not None
-        peaks = [window.peak_bytes for window in self._meter.windows if window.name == _OPTIMIZER]
-        return self.static_bytes + peaks[-1] if peaks else 0
+        last = self._meter.windows[-1]
+        return self.static_bytes + last.peak_bytes if last.name == _OPTIMIZER else 0
 
     @property
     def left_bytes(self) -> int:
@@ -138,16 +183,40 @@ class MeasuredStep:
         )
 
 
+def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """What a step finds and counts: parameters, buffers, gradients that are there, and its batch."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [*model.parameters(), *model.buffers(), *gradients, *output_tensors((args, kwargs))]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a measured step took: in all, in the optimizer's part, and what it left behind but for the optimizer's state.
+
+    State that it made is counted as if it had been there. What is left is gradients that stay, above all.
+    """
+
+    bytes: int = 0
+    optimizer_bytes: int = 0
+    lasting_bytes: int = 0
+
+
+def taken_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan) -> Taken:
+    """What a step took under a plan, which may count an optimizer's state that has not come up yet."""
+    step_bytes = step.step_peak_bytes + max(watch.bytes_after, planned_state_bytes(plan))
+    optimizer_bytes = step.optimizer_peak_bytes + watch.bytes_before
+    lasting_bytes = max(0, step.left_bytes - (watch.bytes_after - watch.bytes_before))
+    return Taken(max(step_bytes, optimizer_bytes), optimizer_bytes, lasting_bytes)
+
+
 def unseen_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan) -> int:
     """By how much the coming steps will exceed the plan's prediction: what its trace did not see, and what stays.
 
     The step was measured under this plan, whose prediction includes the state of the optimizer that it was made with,
     if any.
     """
-    state_bytes = max(watch.bytes_after, planned_state_bytes(plan))
-    over_bytes = step.step_peak_bytes + state_bytes - _predicted_before_optimizer(plan)
-    left_bytes = max(0, step.left_bytes - (watch.bytes_after - watch.bytes_before))
-    return max(0, over_bytes + left_bytes)
+    step_bytes = step.step_peak_bytes + max(watch.bytes_after, planned_state_bytes(plan))
+    return max(0, step_bytes - predicted_before_optimizer(plan) + taken_bytes(step, watch, plan).lasting_bytes)
 
 
 def planned_state_bytes(plan: Plan) -> int:
@@ -155,14 +224,28 @@ def planned_state_bytes(plan: Plan) -> int:
     return plan.classes.get(Category.OPTIMIZER_STATE, 0)
 
 
-def _predicted_before_optimizer(plan: Plan) -> int:
+def predicted_optimizer_bytes(plan: Plan) -> int:
+    """What a plan predicts for the step of the optimizer that it was made with, if any."""
+    return max((point.bytes for point in plan.timeline if point.moment.startswith(Phase.OPTIMIZER)), default=0)
+
+
+def predicted_before_optimizer(plan: Plan) -> int:
+    """What a plan predicts for forward and backward."""
     peaks = [point.bytes for point in plan.timeline if not point.moment.startswith(Phase.OPTIMIZER)]
     return max(peaks, default=plan.predicted_peak_bytes)
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    if optimizer is None:
-        return 0
+def beside_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], allocated_bytes: int) -> int:
+    """How much of what is allocated on a GPU is no part of the training step that is about to begin."""
+    optimizer = optimizer_in_view(model)
+    state_bytes = 0 if optimizer is None else _state_bytes(optimizer)
+    device = next(model.parameters()).device
+    return (
+        allocated_bytes - storage_bytes(held_tensors(model, args, kwargs), device) - bucket_bytes(model) - state_bytes
+    )
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
     tensors = output_tensors(list(optimizer.state.values()))
     devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
     return sum(storage_bytes(tensors, device) for device in {device.type for device in devices})
@@ -173,18 +256,6 @@ def as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if args and kwargs:
         return dict(inspect.signature(inner_module(model).forward).bind(*args, **kwargs).arguments)
     return args if args else kwargs
-
-
-def refuse_optimizer_above(budget_bytes: int, optimizer_peak_bytes: int) -> None:
-    """Refuse a budget that the optimizer's step alone exceeds: no decision about activations changes that."""
-    if optimizer_peak_bytes > budget_bytes:
-        raise BudgetBelowFloor(
-            f"budget {format_bytes(budget_bytes)} is below what the optimizer's step takes, "
-            f"{format_bytes(optimizer_peak_bytes)}.",
-            why="parameters, gradients, the optimizer's state and its temporaries are there together in its step, and no "
-            "decision about activations changes that",
-            next=f'budget "{optimizer_peak_bytes}B", or an optimizer with less state, or foreach=False',
-        )
 
 
 def stand_in_loss(output: Any) -> torch.Tensor:

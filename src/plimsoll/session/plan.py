@@ -18,6 +18,7 @@ from plimsoll.session.manage import check_plan, manage_together, refuse_other_mo
 from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.step_planner import trace_and_cost
+from plimsoll.session.step_watch import BudgetWatch
 from plimsoll.session.task import TrainingTask, check_module
 from plimsoll.session.tightest_rank import planner_for
 from plimsoll.tracing.recorder.calling import Loss
@@ -167,7 +168,11 @@ def apply(
         check_count("verify_every", verify_every, least=0)
         refuse_other_model(model, plan)
         agreement.same_plan(plan)
-        return manage_together(agreement, model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
+        handle = manage_together(agreement, model, plan, sentinel_every=sentinel_every, verify_every=verify_every)
+        budget_bytes = plan.budget_bytes_of_ranks.get(str(agreement.rank), plan.budget_bytes)
+        if budget_bytes is not None:
+            handle.remove_with_me(BudgetWatch(model, plan, budget_bytes))
+        return handle
 
 
 def load(path: str | Path) -> Plan:

@@ -10,16 +10,23 @@ import functools
 from collections.abc import Callable
 
 import msgspec
+import torch
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.trace import Trace
+from plimsoll.errors import BudgetBelowFloor, InvalidModel, TracingFailed
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
+from plimsoll.planning.explain import floor_error
+from plimsoll.planning.replay_schedule import Unreachable
+from plimsoll.planning.simulate import choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import Extremes, codecs_of_strategy, find_extremes
+from plimsoll.planning.what_if.chunked_loss import peak_with_chunked_loss
+from plimsoll.session.calibration import predicted_optimizer_bytes
 from plimsoll.session.device_costs import measure_engine, measured_costs
 from plimsoll.session.forms import Sensed, sense_forms
 from plimsoll.session.options import PlanOptions
@@ -27,27 +34,42 @@ from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.session.trial import Gradients, TrialRun, confirmed, run_trial
 from plimsoll.tracing.trace import trace as trace_step
+from plimsoll.units import budget_text, format_bytes
+
+_CLOSE = 0.15
+"""A lowest peak that is predicted to be within this share of the budget, or above it, is measured before it is relied on."""
 
 
 def trace_and_cost(
-    task: TrainingTask, options: PlanOptions | None = None, progress: Progress = silent
+    task: TrainingTask,
+    options: PlanOptions | None = None,
+    progress: Progress = silent,
+    *,
+    optimizer_is_optional: bool = False,
 ) -> tuple[Trace, Costs]:
-    """One step traced and costed, for as many plans as are wanted.
+    """One step traced and costed, for as many plans as are wanted; without its optimizer where that is optional and cannot
+    be traced.
 
     Raises:
         InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: as named.
     """
     options = options or PlanOptions()
     device = None if options.device_profile is None else find_device(options.device_profile)
-    traced = trace_step(
+    trace = functools.partial(
+        trace_step,
         task.model,
         task.batch,
         loss=task.loss,
-        optimizer=task.optimizer,
         regions=options.regions,
         device_name=None if device is None else device.name,
         progress=part_of(progress, 0.0, 0.9),
     )
+    try:
+        traced = trace(optimizer=task.optimizer)
+    except (InvalidModel, TracingFailed):
+        if task.optimizer is None or not optimizer_is_optional:
+            raise
+        traced = trace()
     progress("costing", 0.9)
     if traced.is_fake:
         return traced, roofline_costs(traced, device or find_device("CPU"))
@@ -57,12 +79,16 @@ def trace_and_cost(
 class StepPlanner:
     """Makes plans of one step under a budget (``None``: no limit)."""
 
+    measures_floor = True
+    """Whether a refused budget is answered with a measured floor; several ranks name the one that is in the way."""
+
     def __init__(self, trace: Trace, costs: Costs, options: PlanOptions, budget_bytes: int | None) -> None:
         self.trace = options.opened(trace)
         self.costs = costs
         self.options = options
         self.budget_bytes = self.own_budget_bytes = budget_bytes
         self.gradients: Gradients | None = None
+        self.in_flight = 1
         self._sensed: Sensed | None = None
 
     @functools.cached_property
@@ -91,16 +117,96 @@ class StepPlanner:
         Raises:
             BudgetBelowFloor: nothing fits.
         """
-        solved = self.solve(self.budget_bytes, strategy)
-        if self.trace.is_fake or not solved.status.is_usable or (self.budget_bytes is None and self.gradients is None):
-            return solved
-        return confirmed(
-            solved,
-            functools.partial(self.run, step()),
-            functools.partial(self._solve_again, strategy),
-            max_error=self.options.most_error(strategy),
-            progress=progress,
+        try:
+            solved = self.solve(self.budget_bytes, strategy)
+            if (
+                self.trace.is_fake
+                or not solved.status.is_usable
+                or (self.budget_bytes is None and self.gradients is None)
+            ):
+                return solved
+            return confirmed(
+                solved,
+                functools.partial(self.run, step()),
+                functools.partial(self._solve_again, strategy),
+                max_error=self.options.most_error(strategy),
+                progress=progress,
+            )
+        except BudgetBelowFloor as error:
+            if self.trace.is_fake or strategy != "auto" or not self.measures_floor:
+                raise
+            progress("running the plan with the lowest peak", 0.9)
+            try:
+                return self.lowest_that_fits(step())
+            except BudgetBelowFloor as measured:
+                raise measured from error
+
+    def lowest(self, error_scale: float = 1.0) -> Plan:
+        """The plan with the lowest peak that there is."""
+        anyhow = self.solve(self.budget_bytes, error_scale=error_scale, raise_below_floor=False)
+        return self.solve(anyhow.floor_bytes, error_scale=error_scale)
+
+    def predicted_bytes(self, plan: Plan) -> int | None:
+        """The peak of this step under a plan that was made for another one; ``None`` where that cannot be followed here."""
+        try:
+            return run_choices(self._index, choices_of(self._index, plan.regions)).peak_bytes
+        except Unreachable:
+            return None
+
+    def lowest_allowed(self, step: Callable[[], TrainingStep], error_scale: float = 1.0) -> Plan:
+        """The plan with the lowest peak; ``BudgetBelowFloor`` where the budget is below what that takes."""
+        assert self.budget_bytes is not None
+        lowest = self.lowest(error_scale)
+        if lowest.predicted_peak_bytes <= (1 - _CLOSE) * self.budget_bytes:
+            return lowest
+        return self.lowest_that_fits(step(), error_scale)
+
+    def lowest_that_fits(self, step: TrainingStep, error_scale: float = 1.0) -> Plan:
+        """The plan with the lowest peak, if it is measured to fit, whatever is predicted.
+
+        Raises:
+            BudgetBelowFloor: with the peak that was measured, which is a budget that works.
+        """
+        assert self.budget_bytes is not None
+        plan = self.lowest(error_scale)
+        try:
+            run = self.run(step, plan)
+        except torch.OutOfMemoryError:
+            raise self.refusal(plan, plan.predicted_peak_bytes) from None
+        most_error = self.options.most_error("auto")
+        is_wrong = run.error is not None and most_error is not None and run.error > most_error
+        floor_bytes = max(run.peak_bytes, predicted_optimizer_bytes(plan))
+        if floor_bytes > self.budget_bytes or is_wrong:
+            raise self.refusal(plan, floor_bytes)
+        return msgspec.structs.replace(plan, budget_bytes=self.budget_bytes, notes=(*plan.notes, run.told))
+
+    def refusal(self, lowest: Plan, floor_bytes: int, *, is_optimizer: bool = False) -> BudgetBelowFloor:
+        """The error for a budget below what the plan with the lowest peak was measured to take, in the optimizer's step or
+        before it.
+        """
+        assert self.budget_bytes is not None
+        if is_optimizer:
+            return BudgetBelowFloor(
+                f"budget {format_bytes(self.budget_bytes)} is below what the optimizer's step takes, "
+                f"{format_bytes(floor_bytes)}.",
+                why="parameters, gradients, the optimizer's state and its temporaries are there together in its step, and no "
+                "decision about activations changes that",
+                next=f"{budget_text(floor_bytes)}, or an optimizer with less state, or foreach=False",
+            )
+        has_solved = "_planner" in self.__dict__  # among several ranks one of them does
+        return floor_error(
+            self.budget_bytes,
+            lowest.peak,
+            floor_bytes - lowest.peak.bytes,
+            chunked_bytes=peak_with_chunked_loss(self._planner.floor) if has_solved else None,
         )
+
+    def wait_for(self, in_flight: int) -> None:
+        """Plan for so many forwards before one backward."""
+        if in_flight != self.in_flight:
+            self.in_flight = in_flight
+            self.__dict__.pop("_planner", None)
+            self.__dict__.pop("_index", None)
 
     def solve(
         self,
@@ -151,10 +257,19 @@ class StepPlanner:
         """What has to be taken off the budget for a step that takes so much more than its plan says."""
         return own_excess_bytes
 
+    def worst_bytes(self, own_bytes: int) -> int:
+        """The bytes beside this planner's budget that the worst rank has beside its own."""
+        return own_bytes
+
     @functools.cached_property
     def _index(self) -> StepIndex:
-        forms = None if self._sensed is None else self._sensed.forms
-        return StepIndex(self.trace, self.costs, forms, may_recompute=self.options.may_recompute)
+        return StepIndex(
+            self.trace,
+            self.costs,
+            None if self._sensed is None else self._sensed.forms,
+            may_recompute=self.options.may_recompute,
+            in_flight=self.in_flight,
+        )
 
     @functools.cached_property
     def _planner(self) -> Planner:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -53,6 +54,8 @@ class SharedPlanner(StepPlanner):
 
     ``budget_bytes`` is that rank's. Every method is called on all ranks alike.
     """
+
+    measures_floor = False
 
     def __init__(
         self,
@@ -159,6 +162,21 @@ class SharedPlanner(StepPlanner):
         self._own_excess_bytes = own_excess_bytes
         told = self._agreement.all_of("excess", own_excess_bytes, int)
         return told[self._agreement.ranks.index(self._tightest)]
+
+    def worst_bytes(self, own_bytes: int) -> int:
+        """The bytes beside the tightest rank's budget that the worst rank has beside its own."""
+        own_budget_bytes = self.own_budget_bytes or 0
+        return (self.budget_bytes or 0) + max(self._agreement.all_of("worst", own_bytes - own_budget_bytes, int))
+
+    def lowest_allowed(self, step: Callable[[], TrainingStep], error_scale: float = 1.0) -> Plan:
+        """As `StepPlanner.lowest_allowed`; where one rank's prediction is above its budget, that rank is named."""
+        self.solve(self.budget_bytes, error_scale=error_scale)
+        return super().lowest_allowed(step, error_scale)
+
+    def refusal(self, lowest: Plan, floor_bytes: int, *, is_optimizer: bool = False) -> BudgetBelowFloor:
+        """As `StepPlanner.refusal`: the tightest rank's error."""
+        error = super().refusal(lowest, floor_bytes, is_optimizer=is_optimizer)
+        return self._agreement.refused_by(self._tightest, error)
 
     def _sense(self, step: TrainingStep) -> Sensed:
         with self._agreement.stepping():

@@ -46,6 +46,12 @@ class TrialRun:
     error: float | None
     note: str = ""
 
+    @property
+    def told(self) -> str:
+        """What it took, as a note of the plan."""
+        note = self.note or f"run once: the measured peak was {format_bytes(self.peak_bytes)}"
+        return note if self.error is None else f"{note}, the gradient's relative error {self.error:.2%}"
+
 
 def run_trial(step: TrainingStep, plan: Plan, gradients: Gradients | None = None) -> TrialRun:
     """Run a plan: the larger peak of the recording step and a steady one, and the error beside the unmanaged
@@ -145,11 +151,8 @@ def _scale_of(plan: Plan, measured: TrialRun) -> float:
 
 
 def _with_measured(plan: Plan, measured: TrialRun, scale: float) -> Plan:
-    note = measured.note or f"run once: the measured peak was {format_bytes(measured.peak_bytes)}"
-    if measured.error is not None:
-        note += f", the gradient's relative error {measured.error:.2%}"
     plan = msgspec.structs.replace(plan, measured_error=measured.error, predicted_error=plan.predicted_error * scale)
-    return _with_note(plan, note)
+    return _with_note(plan, measured.told)
 
 
 def _with_note(plan: Plan, note: str) -> Plan:

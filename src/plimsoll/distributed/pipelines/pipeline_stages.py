@@ -43,7 +43,7 @@ from plimsoll.session.options import Budget, as_patterns, check_count
 from plimsoll.session.rendezvous.world import current_world
 from plimsoll.session.task import check_model
 from plimsoll.tracing.meters.memory import storage_bytes
-from plimsoll.units import format_bytes
+from plimsoll.units import budget_text, format_bytes
 
 _MOST_STEPS = 5
 """So many steps calibrate at most; what exceeds the budget even then stays, with a warning."""
@@ -277,7 +277,7 @@ class ScheduleAttachment:
                 f"{format_bytes(optimizer_bytes)}, on the rank of stages {sorted(self._steps)}.",
                 why="parameters, gradients, the optimizer's state and its temporaries are there together in its step, and "
                 "no decision about activations changes that",
-                next=f'budget "{optimizer_bytes}B", or an optimizer with less state, or foreach=False',
+                next=f"{budget_text(optimizer_bytes)}, or an optimizer with less state, or foreach=False",
             )
 
     def _end_calibration(self, *, does_fit: bool) -> None:
@@ -324,8 +324,7 @@ class ScheduleAttachment:
         modules = nn.ModuleList([stage.submod for stage in stages])
         received = [tensor for stage in stages for tensor in received_buffers(stage)]
         self._measuring = step = MeasuredStep(modules, (self._arguments, received), self._call)
-        optimizer = self._optimizers[0] if len(self._optimizers) == 1 else None
-        self._watch = OptimizerWatch(modules.parameters(), optimizer, step.note_optimizer)
+        self._watch = OptimizerWatch(modules.parameters(), self._optimizers, step.note_optimizer)
 
     def _stop_measuring(self) -> None:
         """A step is over: what was measured waits for ``_settle``."""

@@ -20,7 +20,7 @@ from plimsoll.planning.explain import name_holders
 from plimsoll.planning.simulate import Simulation
 from plimsoll.session.rendezvous.exchange import exchange, together
 from plimsoll.session.rendezvous.world import World
-from plimsoll.units import format_bytes, format_bytes_up
+from plimsoll.units import budget_text, format_bytes
 
 _HALVINGS = 7
 """To within a hundredth of what the stages can give up."""
@@ -104,8 +104,8 @@ class RankPlanner:
             f"{format_bytes(floor_bytes)}.",
             why=f"it lies in {peak.moment}{measured}; in stage {stage} alone "
             f"{name_holders(describe_peak(simulations[stage]))} are alive together",
-            next=f"budget {format_bytes_up(floor_bytes)} ({floor_bytes} bytes), or a smaller micro-batch, or fewer "
-            f"layers in stage {stage}",
+            next=f"{budget_text(floor_bytes)} ({floor_bytes} bytes), or a smaller micro-batch, or fewer layers in stage "
+            f"{stage}",
         )
 
 

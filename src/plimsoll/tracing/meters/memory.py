@@ -22,7 +22,7 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import TracebackType
@@ -80,7 +80,10 @@ class PeakMeter:
         1048576
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", held: Iterable[torch.Tensor] | None = None) -> None:
+        """``held``: what the caller counts as there at the start. Only where that is let go do bytes become fewer; the end of
+        other tensors from before, which nobody counted, would hide as much of the peak. By default all that is there counts.
+        """
         self.device = torch.device(device)
         self.peak_bytes = 0
         """The most that was alive at once above what was alive at the start."""
@@ -88,7 +91,9 @@ class PeakMeter:
         """Alive at the end above the start; negative where the block let go of more than it made."""
         self.windows: tuple[Window, ...] = ()
         """From each mark to the next; the first window starts with the meter and is called ``start``."""
-        self._meter: _CpuMeter | _CudaMeter = _CudaMeter(self.device) if self.device.type == "cuda" else _CpuMeter()
+        self._meter: _CpuMeter | _CudaMeter = (
+            _CudaMeter(self.device, held) if self.device.type == "cuda" else _CpuMeter(held)
+        )
 
     def __enter__(self) -> PeakMeter:
         self._meter.start()
@@ -157,15 +162,18 @@ def release_free_memory() -> None:
 class _CpuMeter:
     """Allocator events of this thread, and the deaths of storages that were there before."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Iterable[torch.Tensor] | None) -> None:
         self.timeline: tuple[tuple[int, int], ...] = ()
+        self._held = None if held is None else [part for tensor in held for part in dense_parts(tensor)]
         self._events: list[_Event] = []
         self._deaths: list[_Event] = []
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
         self._marks: list[tuple[int, str]] = []
 
     def start(self) -> None:
-        self._watch_live_storages()
+        held, self._held = self._held, None  # a reference would keep them alive
+        self._watched = _watch_deaths(_live_tensors("cpu") if held is None else held, self._note_death)
+        del held
         self._run_profiler()
         torch.empty(1)  # the first event of the log: it tells which thread this is
         self._marks.append((time.time_ns(), "start"))
@@ -217,30 +225,31 @@ class _CpuMeter:
         kept = [event for i, event in enumerate(self._events) if i not in skipped]
         return max(0, *(bytes_ for _, bytes_ in _running_sum(kept)), 0)
 
-    def _watch_live_storages(self) -> None:
-        seen: set[int] = set()
-        for tensor in _live_tensors():
-            storage = tensor.untyped_storage()
-            if storage._cdata in seen or not storage.nbytes():
-                continue
-            seen.add(storage._cdata)
-            self._watched.append(weakref.ref(storage, functools.partial(self._note_death, storage.nbytes())))
-
-    def _note_death(self, bytes_: int, _: object) -> None:
+    def _note_death(self, bytes_: int) -> None:
         self._deaths.append(_Event(time.time_ns(), -bytes_, 0))
 
 
 class _CudaMeter:
-    """The caching allocator's counters; peaks per window by resetting the peak at every mark."""
+    """The caching allocator's counters; peaks per window by resetting the peak at every mark.
 
-    def __init__(self, device: torch.device) -> None:
+    They cannot tell the end of a tensor that nobody ``held`` from that of one that was counted, so all bytes that ended like
+    this are added to the peak: it may read too high, never too low.
+    """
+
+    def __init__(self, device: torch.device, held: Iterable[torch.Tensor] | None) -> None:
         self.device = device
+        self._held = None if held is None else {storage_of(part) for tensor in held for part in dense_parts(tensor)}
+        self._uncounted_bytes = 0
+        self._watched: list[weakref.ref[torch.UntypedStorage]] = []
         self.timeline: tuple[tuple[int, int], ...] = ()
         self._start_bytes = 0
         self._name = "start"
         self._windows: list[Window] = []
 
     def start(self) -> None:
+        if self._held is not None:
+            others = [tensor for tensor in _live_tensors("cuda") if storage_of(tensor) not in self._held]
+            self._watched = _watch_deaths(others, self._note_death)
         self._start_bytes = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -250,6 +259,7 @@ class _CudaMeter:
 
     def stop(self) -> tuple[Window, ...]:
         self._close()
+        self._watched.clear()
         return tuple(self._windows)
 
     def peak_bytes_without(self, addresses: set[int]) -> int:
@@ -260,24 +270,74 @@ class _CudaMeter:
         )
 
     def _close(self) -> None:
-        peak_bytes = torch.cuda.max_memory_allocated(self.device) - self._start_bytes
-        resident_bytes = torch.cuda.memory_allocated(self.device) - self._start_bytes
+        start_bytes = self._start_bytes - self._uncounted_bytes
+        peak_bytes = torch.cuda.max_memory_allocated(self.device) - start_bytes
+        resident_bytes = torch.cuda.memory_allocated(self.device) - start_bytes
         torch.cuda.reset_peak_memory_stats(self.device)
         self._windows.append(Window(self._name, peak_bytes, resident_bytes))
         self.timeline = (*self.timeline, (time.time_ns(), resident_bytes))
 
+    def _note_death(self, bytes_: int) -> None:
+        self._uncounted_bytes += bytes_
 
-def _live_tensors() -> list[torch.Tensor]:
-    """Dense CPU tensors with memory of their own that Python knows, and the gradients that hang on them."""
+
+class RisingPeak:
+    """Tells from CUDA's peak counter, which it only reads, whether a step took more than anything before it.
+
+    On other devices there is no counter, and it tells nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before_bytes = 0
+
+    def begin(self) -> int:
+        """A step begins; what is allocated now."""
+        if self._device.type != "cuda":
+            return 0
+        self._before_bytes = torch.cuda.max_memory_allocated(self._device)
+        return torch.cuda.memory_allocated(self._device)
+
+    def risen_to(self) -> int:
+        """The process's peak, if it has risen since the step began; else 0."""
+        if self._device.type != "cuda":
+            return 0
+        peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        return peak_bytes if peak_bytes > self._before_bytes else 0
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Which storage a tensor lies on: a name that holds for as long as the storage lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _watch_deaths(
+    tensors: Iterable[torch.Tensor], note: Callable[[int], None]
+) -> list[weakref.ref[torch.UntypedStorage]]:
+    """Weak references to the storages of tensors; ``note`` is told the bytes of each that is let go while they are held."""
+    storages = {storage_of(part): part.untyped_storage() for tensor in tensors for part in dense_parts(tensor)}
+    return [
+        weakref.ref(storage, functools.partial(_tell, note, storage.nbytes()))
+        for storage in storages.values()
+        if storage.nbytes()
+    ]
+
+
+def _tell(note: Callable[[int], None], bytes_: int, _: object) -> None:
+    note(bytes_)
+
+
+def _live_tensors(device_type: str) -> list[torch.Tensor]:
+    """Dense tensors with memory of their own on such a device that Python knows, and the gradients that hang on them."""
     found: list[torch.Tensor] = []
     kinds = _with_subclasses(torch.Tensor)
     # `isinstance` would run the code of proxy objects; looking types up costs less where objects are many.
     for thing in [thing for thing in gc.get_objects() if type(thing) in kinds]:
-        if not _has_cpu_memory(thing):
+        if not _has_memory(thing, device_type):
             continue
         found.append(thing)
         gradient = _gradient_of(thing)
-        if gradient is not None and _has_cpu_memory(gradient):
+        if gradient is not None and _has_memory(gradient, device_type):
             found.append(gradient)
     return found
 
@@ -293,10 +353,10 @@ def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
 
 
-def _has_cpu_memory(tensor: torch.Tensor) -> bool:
+def _has_memory(tensor: torch.Tensor, device_type: str) -> bool:
     if is_lazy(tensor) or is_wrapper(tensor):  # has no memory yet; is made of tensors that are found themselves
         return False
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and has_storage(tensor)
+    return tensor.device.type == device_type and tensor.layout is torch.strided and has_storage(tensor)
 
 
 def _flatten(events: Iterable[Any]) -> Iterator[Any]:

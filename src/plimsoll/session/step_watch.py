@@ -1,0 +1,322 @@
+"""Follows the training steps of a model from its calls: where one begins and ends, what is new about it, and what it takes.
+
+A step begins with the first call after which a graph waits for its backward, and is over with the first call that finds none
+waiting. On a CPU metering takes torch's profiler, so a step is metered where something about it is new: shapes that no
+metered step covers, gradients that are there already, more forwards before one backward. On CUDA the allocator's peak
+counter is read after every backward, and never reset.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.engine.copies import ModelHook
+from plimsoll.session.calibration import MeasuredStep, OptimizerWatch, beside_bytes, planned_state_bytes
+from plimsoll.tracing.meters.memory import RisingPeak
+from plimsoll.tracing.open_graphs import OpenGraphs, is_in_backward
+from plimsoll.tracing.recorder.calling import call_tensors
+from plimsoll.tracing.recorder.opkey import dtype_name
+from plimsoll.units import format_bytes
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""Type and shape of every tensor of a call, in a fixed order."""
+_MOST_TRIES = 3
+_TENSOR = re.compile(r"\b([a-z]+[0-9]*\w*)\[([0-9]+(?:x[0-9]+)*)?\]")
+
+
+class Situation(NamedTuple):
+    """What decides the peak of a training step under one plan, as far as can be seen before it runs."""
+
+    shapes: Shapes
+    accumulates: bool = False
+    in_flight: int = 1
+
+    def is_within(self, other: Situation) -> bool:
+        """Whether a step in the other situation takes no less."""
+        return (
+            covers(other.shapes, self.shapes)
+            and self.accumulates <= other.accumulates
+            and self.in_flight <= other.in_flight
+        )
+
+    def differences(self, known: Iterable[Situation]) -> str:
+        """What is new beside the situations that are known."""
+        known = tuple(known)
+        found = []
+        if not any(covers(other.shapes, self.shapes) for other in known):
+            before = " or ".join(dict.fromkeys(other.shown for other in known)) or "none"
+            found.append(f"its batch is {self.shown}, and the plan was made for {before}")
+        if not any(self.in_flight <= other.in_flight for other in known):
+            found.append(f"{self.in_flight} forwards of the model wait for one backward")
+        if self.accumulates and not any(other.accumulates for other in known):
+            found.append("gradients of an earlier backward are there already")
+        return "; ".join(found)
+
+    @property
+    def shown(self) -> str:
+        """``i64[2x512], i64[2x512]``."""
+        return ", ".join(f"{kind}[{'x'.join(map(str, shape))}]" for kind, shape in self.shapes) or "without tensors"
+
+
+def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+    """The shapes of a call."""
+    return tuple((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in call_tensors(args, kwargs))
+
+
+def planned_situation(signature: str, in_flight: int) -> Situation:
+    """The situation that a plan was made for, read from the signature of its step."""
+    found = _TENSOR.findall(signature)
+    shapes = tuple((kind, tuple(int(size) for size in sizes.split("x") if size)) for kind, sizes in found)
+    return Situation(shapes, "accumulating" in signature, in_flight)
+
+
+def covers(known: Shapes, shapes: Shapes) -> bool:
+    """Whether no tensor of a call is larger in any dimension than the one in its place in a call that is known."""
+    return len(known) == len(shapes) and all(
+        one[0] == other[0]
+        and len(one[1]) == len(other[1])
+        and all(a >= b for a, b in zip(one[1], other[1], strict=True))
+        for one, other in zip(known, shapes, strict=True)
+    )
+
+
+class MeteredSituations:
+    """The situations in which a step has been metered under the plan at work."""
+
+    def __init__(self, known: Iterable[Situation] = ()) -> None:
+        self._known = list(known)
+        self._seen = set(self._known)
+        self._tries: Counter[Situation] = Counter()
+        self._current: Situation | None = None
+
+    def begin(self, situation: Situation) -> bool:
+        """Whether a step that begins like this is to be metered; not again where that has failed often."""
+        self._current = None
+        if (
+            situation in self._seen
+            or any(map(situation.is_within, self._known))
+            or self._tries[situation] == _MOST_TRIES
+        ):
+            self._seen.add(situation)
+            return False
+        self._tries[situation] += 1
+        self._current = situation
+        return True
+
+    def know(self, situation: Situation) -> None:
+        """What there is to say of it has been said."""
+        self._known.append(situation)
+
+    def ended(self) -> str:
+        """The step that began last is over, and its peak is known; says what was new about it."""
+        if self._current is None:
+            return "nothing about the step is new: something else has come onto the device, or the model has changed"
+        cause = self._current.differences(self._known) if self._known else ""
+        self._known.append(self._current)
+        return cause or "it takes more than was predicted"
+
+
+class _PatientHook(ModelHook):
+    """As other hooks on a model, but it lets a model be compiled: a plan that keeps everything does no more than watch."""
+
+    def __call__(self, caller: nn.Module, *arguments: Any) -> None:
+        if not torch.compiler.is_compiling():
+            super().__call__(caller, *arguments)
+
+
+class StepWatch:
+    """Hooks on a model that tell its training steps apart.
+
+    ``before_call`` runs before every training call, with its arguments and situation; ``after_step`` when a step is over,
+    ``measured`` being its measurement, if ``meter`` was called and it came to its end.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        before_call: Callable[[tuple[Any, ...], dict[str, Any], Situation], None],
+        after_step: Callable[[], None],
+        hook: type[ModelHook] = ModelHook,
+    ) -> None:
+        self._model = model
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
+        self._before_call = before_call
+        self._after_step = after_step
+        self._is_looking_away = False
+        self.graphs = OpenGraphs(self._backward_ended)
+        self.running: MeasuredStep | None = None
+        self.measured: MeasuredStep | None = None
+        self.rising = RisingPeak(self._device)
+        self.risen_bytes = 0
+        """On CUDA, where a step's peak was above all before it: that peak, without what lies on the device beside the step."""
+        self._beside_bytes: int | None = None
+        self.in_flight = 1
+        """How many forwards the last step had before one backward."""
+        self._watch = OptimizerWatch(())
+        self._watch.remove()
+        self._hooks: list[Any] = [
+            model.register_forward_pre_hook(hook(model, self._before), with_kwargs=True, prepend=True),
+            model.register_forward_hook(hook(model, self._after), always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks out; harmless when called twice."""
+        self.stop()
+        self._watch.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no graph of this model waits for a backward."""
+        return not len(self.graphs)
+
+    def meter(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_optimizer: bool = False) -> None:
+        """Measure the step that the coming call begins, up to the next step or to that of the optimizer.
+
+        It cannot end within backward, which puts the state of profilers back when it is through.
+        """
+        self.measured, self.running = None, MeasuredStep(self._model, args, kwargs)
+        if not with_optimizer:
+            self._watch = OptimizerWatch(self._parameters, (), self._optimizer_comes, self._optimizer_comes)
+
+    def stop(self) -> None:
+        """End the measurement that runs, if one does."""
+        step, self.running = self.running, None
+        if step is not None:
+            step.has_trained |= self.graphs.has_backward
+            self.measured = step if step.end() else None
+
+    def meter_if_new(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation, situations: MeteredSituations
+    ) -> None:
+        """Measure the step that the coming call begins, if it is unlike those that were; a GPU's counter runs anyway."""
+        if self.is_between_steps and situations.begin(situation) and self._device.type == "cpu":
+            self.meter(args, kwargs)
+
+    def taken_bytes(self, state_bytes: int) -> int:
+        """What the step that is over took up to its last backward, with ``state_bytes`` of an optimizer; 0 if not known."""
+        step, self.measured = self.measured, None
+        risen_bytes, self.risen_bytes = self.risen_bytes, 0
+        return risen_bytes if step is None else step.step_peak_bytes + state_bytes
+
+    def end_step(self) -> None:
+        """The optimizer has stepped, or no graph waits any more: what comes now is another step."""
+        was_running = self.running is not None
+        self.stop()
+        self.graphs.abandon()
+        has_trained = self.graphs.has_backward
+        if has_trained:
+            self.in_flight = self.graphs.most
+        self.graphs.begin()
+        if has_trained or (was_running and self.measured is not None):
+            self._after_step()
+
+    @contextlib.contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Calls inside the block are none of the user's."""
+        self._is_looking_away = True
+        try:
+            yield
+        finally:
+            self._is_looking_away = False
+
+    def _optimizer_comes(self) -> None:
+        if self.is_between_steps:
+            self.end_step()
+
+    @property
+    def _is_blind(self) -> bool:
+        return self._is_looking_away or is_in_backward()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_blind:
+            return
+        if self.is_between_steps:
+            self.end_step()
+            self._watch.remove()
+        if torch.is_grad_enabled() and module.training:
+            accumulates = any(parameter.grad is not None for parameter in self._parameters)
+            waiting = len(self.graphs)
+            if not waiting:
+                self._begin_rising(args, kwargs)
+            situation = Situation(shapes_of(args, kwargs), accumulates, waiting + 1 if waiting else self.in_flight)
+            self._before_call(args, kwargs, situation)
+
+    def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        allocated_bytes = self.rising.begin()
+        if allocated_bytes and self._beside_bytes is None:
+            self._beside_bytes = beside_bytes(self._model, args, kwargs, allocated_bytes)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._is_blind:
+            return
+        if output is None and self.running is not None:  # it raised
+            self.running.has_failed = True
+        if torch.is_grad_enabled() and module.training:
+            self.graphs.note(output)
+
+    def _backward_ended(self) -> None:
+        if self.running is not None:
+            self.running.note_optimizer()
+        self.risen_bytes = max(0, self.rising.risen_to() - (self._beside_bytes or 0))
+
+
+class BudgetWatch:
+    """Says once when training under an applied plan takes more than its budget, in a step that the plan was not made for."""
+
+    def __init__(self, model: nn.Module, plan: Plan, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._state_bytes = planned_state_bytes(plan)
+        self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
+        self._steps = StepWatch(model, self._before_call, self._after_step, _PatientHook)
+
+    def remove(self) -> None:
+        """Take it off the model."""
+        self._steps.end_step()
+        self._steps.remove()
+
+    def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        self._steps.meter_if_new(args, kwargs, situation, self._metered)
+
+    def _after_step(self) -> None:
+        peak_bytes = self._steps.taken_bytes(self._state_bytes)
+        cause = self._metered.ended() if peak_bytes else ""
+        if peak_bytes > self._budget_bytes:
+            warn_of_overrun(
+                peak_bytes,
+                self._budget_bytes,
+                cause,
+                "plan for such steps, or use plimsoll.attach, which plans for them itself",
+            )
+
+
+def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) -> None:
+    """Say that a step took more than its budget, why, and what comes now."""
+    warnings.warn(
+        f"plimsoll: a training step took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - budget_bytes)} more than the "
+        f"budget {format_bytes(budget_bytes)}.\n  why   {cause}\n  next  {next_}",
+        stacklevel=5,
+    )
+
+
+def warn_of_unseen(model: nn.Module) -> None:
+    """Say that a model is trained by other ways than through its forward."""
+    children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
+    warnings.warn(
+        f"plimsoll: an optimizer has trained {type(model).__name__}, and attach has seen no training call of it: nothing is "
+        "managed.\n  why   attach plans in the forward of the module itself; the training loop calls something else, or this "
+        f"module in evaluation mode\n  next  attach to the module that is called, such as .{[*children, 'module'][0]}",
+        stacklevel=6,
+    )

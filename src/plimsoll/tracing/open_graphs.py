@@ -1,0 +1,79 @@
+"""Follows the graphs of a model's forwards until a backward has gone through them.
+
+A training step may run several forwards before one backward (pairs, preference losses), so it is over only when no graph of
+it waits. A graph that was dropped waits no longer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from plimsoll.tracing.recorder.calling import output_tensors
+from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_task
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is within a backward: a module that is called now is run again by somebody's checkpointing."""
+    return current_graph_task() != -1
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call back when the backward that runs now is through, after what wrappers of the model have queued for its end."""
+    at_end_of_backward(lambda: at_end_of_backward(callback))
+
+
+class OpenGraphs:
+    """The graphs that wait for their backward. ``on_backward_end`` is called after each backward through one of them."""
+
+    def __init__(self, on_backward_end: Callable[[], None]) -> None:
+        self._waiting: weakref.WeakSet[_Graph] = weakref.WeakSet()
+        self._on_backward_end = on_backward_end
+        self._task = -1
+        self.most = 0
+        """As many have waited at once since ``begin``."""
+        self.has_backward = False
+        """Whether a backward has gone through one since ``begin``."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def abandon(self) -> None:
+        """What still waits is no part of the step: nobody will run its backward."""
+        self.most -= len(self._waiting)
+        self._waiting.clear()
+
+    def begin(self) -> None:
+        """Another step begins."""
+        self.abandon()
+        self.most, self.has_backward = 0, False
+
+    def note(self, output: Any) -> None:
+        """The model has returned from a forward."""
+        graph = _Graph(weakref.WeakMethod(self._passed))
+        for node in {tensor.grad_fn for tensor in output_tensors(output)}:
+            if node is not None:
+                node.register_prehook(graph)
+                self._waiting.add(graph)
+        self.most = max(self.most, len(self._waiting))
+
+    def _passed(self, graph: _Graph) -> None:
+        self._waiting.discard(graph)
+        self.has_backward = True
+        task = current_graph_task()
+        if task != self._task:  # the first graph that this backward reaches; one that failed half-way is forgotten
+            self._task = task
+            after_backward(self._on_backward_end)
+
+
+class _Graph:
+    """Hangs on the last nodes of a graph: it lives as long as they do, and is called when backward reaches one."""
+
+    def __init__(self, passed: weakref.WeakMethod[Callable[[_Graph], None]]) -> None:
+        self._passed = passed
+
+    def __call__(self, gradients: Any) -> None:
+        passed = self._passed()
+        if passed is not None:
+            passed(self)

@@ -1,0 +1,264 @@
+"""Whatever the training loop looks like: weights as without a plan, every step within the budget, or one clear message."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import plimsoll
+from metering import LiveStorages
+from plimsoll.errors import BudgetBelowFloor
+from plimsoll.tracing.meters.memory import RisingPeak
+from plimsoll.units import KIB, MIB
+from steps import Stack, mean_square
+
+ROWS, WIDTH = 1024, 32
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
+"""One step of training, by its number."""
+
+
+def loss_of(model: nn.Module, rows: int = ROWS) -> torch.Tensor:
+    return mean_square(model(torch.randn(rows, WIDTH)))
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    loss_of(model).backward()
+    update(optimizer)
+
+
+def zeros_late(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    output = model(torch.randn(ROWS, WIDTH))
+    optimizer.zero_grad()
+    mean_square(output).backward()
+    optimizer.step()
+
+
+def accumulates(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    for _ in range(3):
+        loss_of(model).backward()
+    update(optimizer)
+
+
+def pairs(
+    model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rows: tuple[int, int] = (ROWS, ROWS)
+) -> None:
+    chosen, rejected = (model(torch.randn(count, WIDTH)) for count in rows)
+    with torch.no_grad():
+        reference = model(torch.randn(1, WIDTH)).mean()
+    loss = mean_square(chosen) - mean_square(rejected - reference)
+    del chosen, rejected
+    loss.backward()
+    update(optimizer)
+
+
+def growing_pairs(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    pairs(model, optimizer, number, (ROWS // 2, ROWS))
+
+
+def closure(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    def evaluate() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    optimizer.step(evaluate)
+
+
+def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(loss_of(model)).backward()
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+
+
+def averaged(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    plain(model, optimizer, number)
+    AveragedModel(model).update_parameters(model)
+
+
+class Forgetful(Stack):
+    """Lets go of a cache in its first forward."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__(count, width)
+        self.cache = [torch.zeros(MIB)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache.clear()
+        return super().forward(x)
+
+
+class Training:
+    """A model trained by a loop, with the peaks of its steps and what Plimsoll said."""
+
+    def __init__(self, make: Callable[[], nn.Module], optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        self.make = make
+        self.optimizer = optimizer
+        self.attachment: Any = None
+
+    def run(self, loop: Loop, budget: int | str | None = None, *, steps: int = 4, **how: Any) -> list[torch.Tensor]:
+        with LiveStorages() as live, warnings.catch_warnings(record=True) as caught, contextlib.ExitStack() as stack:
+            warnings.simplefilter("always")
+            torch.manual_seed(0)
+            model = self.make()
+            optimizer = self.optimizer(model.parameters())
+            if budget is not None:
+                self.attachment = stack.enter_context(plimsoll.attach(model, budget, **how))
+            live.watch(model)
+            for number in range(steps):
+                torch.manual_seed(number)
+                loop(model, optimizer, number)
+        self.peaks = live.peaks
+        self.said = [str(entry.message) for entry in caught if "plimsoll" in str(entry.message)]
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def assert_kept(training: Training, loop: Loop, share: float = 0.7, steps: int = 4) -> None:
+    """Weights of the unmanaged training, at a share of its peak, without a word."""
+    expected = training.run(loop, steps=steps)
+    budget = int(share * max(training.peaks))
+    found = training.run(loop, budget, steps=steps)
+    assert max(training.peaks) <= budget
+    assert training.said == []
+    assert not training.attachment.is_calibrating
+    assert any(region.dropped for region in training.attachment.plan.regions)
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize(
+    ("loop", "make"),
+    [(loop, Stack) for loop in (plain, zeros_late, accumulates, pairs, growing_pairs, closure, scaled, averaged)]
+    + [(plain, Forgetful)],
+)
+def test_any_loop_keeps_to_its_budget(loop: Loop, make: type[Stack]):
+    assert_kept(Training(lambda: make(3, WIDTH), torch.optim.AdamW), loop)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"fused": True}, {"foreach": True}, {"capturable": False, "amsgrad": True}],
+    ids=lambda it: next(iter(it)),
+)
+def test_any_form_of_an_optimizer_is_seen_to_step(options: dict[str, Any]):
+    training = Training(lambda: Stack(3, WIDTH), lambda parameters: torch.optim.AdamW(parameters, **options))
+    assert_kept(training, plain)
+
+
+class Attention(nn.Module):
+    """Takes memory by the square of the sequence's length."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.to_queries = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.softmax(self.to_queries(x) @ x.transpose(1, 2), -1) @ x
+
+
+def sequences(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """As many bytes in every step, in longer sequences from the third one on, and back at last."""
+    shape = (2, 512) if number in (2, 3) else (16, 64)
+    mean_square(model(torch.randn(*shape, WIDTH))).backward()
+    update(optimizer)
+
+
+def test_longer_sequences_of_the_same_bytes_are_planned_for_before_they_run():
+    training = Training(lambda: nn.Sequential(*[Attention(WIDTH) for _ in range(4)]), torch.optim.SGD)
+    assert_kept(training, sequences, steps=5)
+    assert "f32[2x512x32]" in training.attachment.plan.signature
+
+
+def test_a_budget_below_the_floor_in_mid_run_leaves_the_old_plan_in_force():
+    torch.manual_seed(0)
+    model = Stack(3, WIDTH)
+    with plimsoll.attach(model, 600_000) as attachment:
+        for _ in range(2):
+            loss_of(model, 128).backward()
+            model.zero_grad()
+        plan = attachment.plan
+        with pytest.raises(BudgetBelowFloor):
+            loss_of(model, 16 * ROWS)
+        assert attachment.plan is plan
+        loss_of(model, 128).backward()
+        assert attachment.plan is plan
+        assert [module for module in model.modules() if "forward" in vars(module)]
+
+
+def later_pairs(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    (pairs if number >= 3 else plain)(model, optimizer, number)
+
+
+def test_more_forwards_before_one_backward_than_planned_are_said_once_and_planned_for():
+    training = Training(lambda: Stack(3, WIDTH), torch.optim.SGD)
+    training.run(later_pairs, steps=5)
+    budget = int(0.7 * max(training.peaks))
+    training.run(later_pairs, budget, steps=6)
+    assert max(training.peaks[-4:]) <= budget
+    assert [text for text in training.said if "2 forwards" in text] == training.said[:1] == training.said
+
+
+def test_a_model_whose_forward_is_never_called_is_named_when_it_is_trained():
+    model = nn.ModuleDict({"net": Stack(2, WIDTH)})
+    optimizer = torch.optim.SGD(model.parameters())
+    with plimsoll.attach(model, "1MiB"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            loss_of(model["net"]).backward()
+            update(optimizer)
+    (said,) = (str(entry.message) for entry in caught)
+    assert "nothing is managed" in said
+    assert ".net" in said
+
+
+@pytest.mark.parametrize(
+    ("cause", "step"),
+    [
+        (
+            "its batch is f32[4096x32], and the plan was made for f32[1024x32]",
+            lambda model: (model.zero_grad(), loss_of(model, 4 * ROWS).backward()),
+        ),
+        (
+            "2 forwards of the model wait",
+            lambda model: (model.zero_grad(), (loss_of(model) + loss_of(model)).backward()),
+        ),
+        ("gradients of an earlier backward are there", lambda model: loss_of(model).backward()),
+        ("", lambda model: (loss_of(model).backward(), model.zero_grad())),
+    ],
+)
+def test_an_applied_plan_says_once_why_a_step_takes_more_than_its_budget(cause: str, step: Callable[[nn.Module], Any]):
+    model, batch = Stack(3, WIDTH), torch.randn(ROWS, WIDTH)
+    free = plimsoll.plan(model, batch, loss=mean_square, strategy="none")
+    plan = plimsoll.plan(model, batch, (free.floor_bytes + free.baseline_peak_bytes) // 2, loss=mean_square)
+    tight = plan.__replace__(budget_bytes=plan.predicted_peak_bytes - 64 * KIB) if cause else plan
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with plimsoll.apply(model, tight):
+            for _ in range(4):
+                step(model)
+    said = [str(entry.message) for entry in caught]
+    assert [cause in text and "more than the budget" in text for text in said] == [True] * bool(cause)
+
+
+def test_on_a_gpu_a_peak_that_rises_is_seen_without_resetting_the_counter():
+    peak = RisingPeak(torch.device("cuda"))
+    with (
+        mock.patch("torch.cuda.memory_allocated", return_value=5),
+        mock.patch("torch.cuda.max_memory_allocated", side_effect=[9, 9, 9, 12]),
+    ):
+        assert (peak.begin(), peak.risen_to()) == (5, 0)
+        assert (peak.begin(), peak.risen_to()) == (5, 12)
