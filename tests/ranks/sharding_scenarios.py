@@ -278,7 +278,7 @@ def habits() -> dict[str, Any]:
         "ddp_names": ddp_is_named_like_the_model_inside(),
         "ddp_accumulation": accumulates_like_without(LAYOUTS["ddp"], DistributedDataParallel.no_sync),
         "fsdp_accumulation": accumulates_like_without(LAYOUTS["fsdp2"], without_reduction),
-        "waiting": a_waiting_gradient_survives_planning(),
+        "waiting": [a_waiting_gradient_survives_planning(q) for q in (without_reduction, without_reduction_or_freeing)],
         "failure": a_failed_step_leaves_the_model_ready(),
         "flat": refused(lambda: trace(FullyShardedDataParallel(llama(), device_id=torch.device("cpu")), text())),
         "boundaries": {str(reshard): dropped_boundaries(reshard) for reshard in (True, False)},
@@ -341,6 +341,15 @@ def without_reduction(model: nn.Module) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
+@contextlib.contextmanager
+def without_reduction_or_freeing(model: nn.Module) -> Iterator[None]:
+    """The same, and the gathered parameters stay until the next micro-batch."""
+    model.set_reshard_after_backward(False)
+    with without_reduction(model):
+        yield
+    model.set_reshard_after_backward(True)
+
+
 Quiet = Callable[[nn.Module], contextlib.AbstractContextManager[object]]
 
 
@@ -362,16 +371,17 @@ def accumulates_like_without(make: Callable[[], nn.Module], quiet: Quiet) -> boo
         return all(are_equal(expected, accumulate(model, batch, quiet)) for _ in range(2))
 
 
-def a_waiting_gradient_survives_planning() -> bool:
+def a_waiting_gradient_survives_planning(quiet: Quiet) -> bool:
     """A plan is made between two micro-batches, while FSDP2 holds what the first one left unreduced."""
     batch = text()
     model = sharded(llama(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-    expected = accumulate(model, batch, without_reduction)
+    optimizer = torch.optim.AdamW(model.parameters())
+    expected = accumulate(model, batch, quiet)
     torch.manual_seed(1)
     model.zero_grad(set_to_none=True)
-    with without_reduction(model):
+    with quiet(model):
         model(**batch).loss.backward()
-    quick_plan(model, batch)
+    quick_plan(model, batch, optimizer=optimizer)
     model(**batch).loss.backward()
     return are_equal(expected, gradients(model))
 

@@ -151,11 +151,14 @@ def own_reductions(model: nn.Module) -> list[str]:
 class KeptShards:
     """What FSDP2 holds between steps, set aside: zeros stand in its place until ``put_back``.
 
-    So do torch's own reductions in the place of others: these may keep what they have not sent, and count steps.
+    So do torch's own reductions in the place of others: these may keep what they have not sent, and count steps. Parameters
+    that stay gathered after backward (``set_reshard_after_backward(False)``) are let go before and after.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        if not _is_busy(model):
+            reshard(model)
         self._reductions = [(group, group._reduce_scatter_comm, group._all_reduce_hook) for group in _groups(model)]
         for group, _, _ in self._reductions:
             if _own_of(group)[0] is not None:
@@ -180,6 +183,7 @@ class KeptShards:
         """Everything as it was; what a step left half done is let go."""
         if _is_busy(self._model):
             release_gathered(self._model)
+        reshard(self._model)
         for part, gradient, upcast in self._accumulated:
             unsharded = getattr(part, "_unsharded_param", None)  # made by the first gathering
             if unsharded is not None:
