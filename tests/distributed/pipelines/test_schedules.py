@@ -23,12 +23,14 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV, _ScheduleF
 
 import plimsoll.distributed
 from plimsoll.distributed.pipelines.rank_plans import RankPlanner, Standing, _refuse_differing
+from plimsoll.distributed.pipelines.schedule_report import added_seconds
 from plimsoll.distributed.pipelines.schedules import read_schedule
 from plimsoll.distributed.pipelines.stage_plans import renamed
 from plimsoll.distributed.pipelines.stage_steps import StageStep, trace_stage
 from plimsoll.distributed.pipelines.wrapping import Wrapped
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidModel, InvalidOption, PlanMismatch, RanksDiffer
 from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind, check_orders
+from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
 from samples import make_plan, make_region
 from steps import Block, Stack
 
@@ -70,6 +72,12 @@ def test_the_tables_of_v_schedules_are_one_whole_step(kind: Any):
     assert sorted(found.stages) == [0, 3]
     assert found.splits_backward(3)
     assert not found.splits_backward(0)
+    each = ActionSeconds(
+        forward_seconds=1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0, recompute_seconds=1.0
+    )
+    added = added_seconds(found.orders, dict.fromkeys(range(4), each), 4)
+    assert added is not None
+    assert added.predicted_added_seconds >= 4 * 2
 
 
 def test_what_is_no_schedule_does_not_train_or_has_no_parameters_is_refused():

@@ -160,9 +160,8 @@ class _Machine:
         self.events: list[Event] = []
         self.ends: dict[Action, float] = {}
         self.waiting: dict[Action, list[int]] = {}
-        self.halves = {
-            action.stage for actions in orders for action in actions if action.work is ActionKind.INPUT_GRADIENT
-        }
+        # DualPipeV halves the backward of some micro-batches of a stage, and not of others.
+        self.halves = {action for actions in orders for action in actions if action.work is ActionKind.INPUT_GRADIENT}
         self.ranks = [_Rank(actions, deque(filter(self._rebuilds, actions))) for actions in orders]
 
     def run(self) -> None:
@@ -208,8 +207,9 @@ class _Machine:
             return [(Action(stage, ActionKind.INPUT_GRADIENT, micro_batch), 0.0)]
         needs = [(Action(stage, ActionKind.FORWARD, micro_batch), 0.0)]
         if stage + 1 < len(self.stages):
-            after = ActionKind.INPUT_GRADIENT if stage + 1 in self.halves else ActionKind.BACKWARD
-            needs.append((Action(stage + 1, after, micro_batch), self.stages[stage + 1].transfer_seconds))
+            half = Action(stage + 1, ActionKind.INPUT_GRADIENT, micro_batch)
+            after = half if half in self.halves else half._replace(work=ActionKind.BACKWARD)
+            needs.append((after, self.stages[stage + 1].transfer_seconds))
         return needs
 
     def _do(self, rank: int, state: _Rank, action: Action) -> None:
