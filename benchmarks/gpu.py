@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +27,10 @@ _ROOT = Path(__file__).resolve().parents[1]
 _NEEDED = ("torch", "transformers", "msgspec", "numpy", "scipy", "jinja2")
 _TIMING_SECONDS = 100
 """What is left for timing in turns and for the page when the last peer may begin."""
+_REPORT_SECONDS = 30
+"""How long pytest may take to write what it has found when it is stopped."""
+_INTERRUPTED = 2
+"""pytest's code of a run that was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +100,27 @@ def _ask_contracts(device: str, paths: Sequence[str], *, seconds: float) -> Cont
         report = Path(scratch) / "report.xml"
         command = [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *paths),
-            *(("-n", "4", "--dist", "worksteal") if has_workers else ()),
+            *(("-n", "4", "--dist", "loadfile") if has_workers else ()),
         ]
         environment = {**os.environ, "DEVICE": device, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        try:
-            code = subprocess.run(command, cwd=_ROOT, env=environment, timeout=seconds, check=False).returncode
-        except subprocess.TimeoutExpired:
-            return Contracts(f"Stopped after {seconds:.0f} s, with no answer.", is_kept=False)
+        code = _run(command, environment, seconds)
         if not report.exists():
             return Contracts(f"pytest ended with code {code} and no report.", is_kept=False)
         return _read(report, code)
+
+
+def _run(command: Sequence[str], environment: dict[str, str], seconds: float) -> int:
+    """Run to the end, or to the limit: what was found until then is still reported."""
+    process = subprocess.Popen(command, cwd=_ROOT, env=environment)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        return process.wait(_REPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def _read(report: Path, code: int) -> Contracts:
@@ -111,8 +128,9 @@ def _read(report: Path, code: int) -> Contracts:
     found = {kind: [case for case in cases if case.find(kind) is not None] for kind in ("failure", "error", "skipped")}
     wrong = [*found["failure"], *found["error"]]
     passed = len(cases) - len(wrong) - len(found["skipped"])
+    stopped = " Stopped for want of time." if code == _INTERRUPTED else ""
     return Contracts(
-        f"{passed} passed, {len(wrong)} failed, {len(found['skipped'])} skipped.",
+        f"{passed} passed, {len(wrong)} failed, {len(found['skipped'])} skipped.{stopped}",
         tuple(f"{case.get('classname')}::{case.get('name')}" for case in wrong),
         is_kept=code == 0,
     )
@@ -127,17 +145,23 @@ def _benchmark(contracts: Contracts, folder: Path, *, size: str, rounds: int, co
     from benchmarks.peers_table import eager_peers
 
     case = build("llama", size)
-    table = eager_peers(
-        case, rounds=rounds, with_ours=True, chosen=ON_A_GPU, has_time=lambda: time.monotonic() < deadline
-    )
+    sections, lines = [], contracts.lines
+    try:
+        table = eager_peers(
+            case, rounds=rounds, with_ours=True, chosen=ON_A_GPU, has_time=lambda: time.monotonic() < deadline
+        )
+        sections = [Section(name=case.name, eager=table)]
+    except Exception as error:  # noqa: BLE001 - the contracts' answers are to be kept whatever happens here
+        traceback.print_exc()
+        lines += [f"The benchmark failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}", ""]
     return write_page(
-        [Section(name=case.name, eager=table)],
+        sections,
         folder,
         "gpu",
         device=device_name(case.device),
         command=command,
         versions=versions(),
-        before=contracts.lines,
+        before=lines,
     )
 
 

@@ -256,7 +256,11 @@ def test_a_killed_training_leaves_nothing_on_the_disk(offload, device, tmp_path)
     path = tmp_path / "plan.json"
     offload.save(path)
     script = textwrap.dedent(CHILD).format(width=WIDTH, rows=ROWS, plan=str(path), device=device.type)
-    environment = {**os.environ, "TMPDIR": str(directory), "PYTHONPATH": str(Path(steps.__file__).parent)}
+    environment = {
+        **os.environ,
+        "TMPDIR": str(directory),
+        "PYTHONPATH": os.pathsep.join([str(Path(steps.__file__).parent), *sys.path]),
+    }
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True)
     try:
         assert [child.stdout.readline() for _ in range(3)] == ["stepped\n"] * 3
