@@ -287,3 +287,31 @@ def test_wrong_parts_of_a_recipe_cannot_have_another_shape():
     for expected, found in zip(*saved, strict=True):
         assert (expected.shape, expected.stride(), expected.dtype) == (found.shape, found.stride(), found.dtype)
         assert equal_bits(expected.detach(), found.detach())
+
+
+class ReusesMemory(torch.autograd.Function):
+    """Writes its gradient into the tensor that it saved, as hand-written kernels do."""
+
+    @staticmethod
+    def forward(ctx, x, is_seen):
+        ctx.save_for_backward(x)
+        ctx.is_seen = is_seen
+        return x.sigmoid()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        y = x.sigmoid()
+        (x if ctx.is_seen else x.data).copy_(y * (1 - y))
+        return x * gradient, None
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+@pytest.mark.parametrize("prepare", [lambda x: x.sin(), lambda x: x * 1.5, lambda x: x])
+@pytest.mark.parametrize("kept", [(), ("mul", "sin")])
+def test_a_backward_that_reuses_its_saved_memory_keeps_every_bit(prepare, is_seen, kept):
+    def branches(x):
+        x = prepare(x)
+        return (x + 1).exp().tanh() + ReusesMemory.apply(x, is_seen)
+
+    assert_unchanged(stack_of(lambda: Inner(branches)), plain_step, steps=4, kept=kept)

@@ -29,7 +29,7 @@ class Readable(Protocol):
 
 
 class Restorer(Protocol):
-    """Brings back the tensor of a cell that does not hold it: the open call, or the replay of a dropped cell."""
+    """Brings back the tensor of a cell: the open call, or the replay of a dropped cell or of one that recipes start from."""
 
     def restore(self, cell: Cell) -> torch.Tensor: ...
 
@@ -164,10 +164,7 @@ def unpack(cell: Cell) -> torch.Tensor:
 
 def restore(cell: Cell) -> torch.Tensor:
     """The saved tensor; of a DTensor the local shard."""
-    if cell.tensor is not None:
-        return cell.read()
-    assert cell.restorer is not None
-    return cell.restorer.restore(cell)
+    return cell.read() if cell.restorer is None else cell.restorer.restore(cell)
 
 
 def modified_in_place(what: str, expected: int, found: int) -> SavedTensorModified:

@@ -122,6 +122,9 @@ class Program:
             sources = tuple(readable[value] for value in leaves)
             for slot in slots:
                 cells[slot].drop(sources, replay)
+        if self.recipes.is_learning or self.recipes.given_away:
+            for slot in plan.leaf_slots:
+                cells[slot].restorer = replay
         for slot, sample in samples.items():
             cells[slot].sample = sample
         call.close()

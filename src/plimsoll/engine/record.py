@@ -34,7 +34,7 @@ from plimsoll.tracing.torch_internals import sequence_number
 SMALL_BUFFER_BYTES = 1 << 20
 """Buffers up to this size are copied per call; larger ones are held and must not change before backward."""
 SMALL_PARAMETER_BYTES = 1 << 16
-"""The same of parameters that autograd did not save: biases are, weights of layers as a rule are not."""
+"""The same of vectors among the parameters that autograd did not save, as biases are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +302,7 @@ def _read_by_recipes(graph: RegionGraph, choice: DropChoice) -> set[int]:
 
 
 def _unsaved_parameters(call: _Watched, read: set[int] | None, local: Mapping[int, int]) -> set[int]:
-    """Small parameters (the bias of a linear layer) that recipes read (``None``: any) and autograd did not save.
+    """Vectors among the parameters (the bias of a linear layer) that recipes read (``None``: any) and autograd did not save.
 
     Without a plan they may be written between forward and backward, so recipes read a copy.
     """
@@ -313,6 +313,7 @@ def _unsaved_parameters(call: _Watched, read: set[int] | None, local: Mapping[in
         for value in call.sources.keys() - saved
         if values[value].origin is Origin.PARAMETER
         and values[value].bytes <= SMALL_PARAMETER_BYTES
+        and len(values[value].base.size) <= 1
         and (read is None or local.get(value) in read)
     }
 

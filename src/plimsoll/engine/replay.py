@@ -12,9 +12,10 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.autograd import profiler
+from torch.autograd.function import BackwardCFunction
 
 from plimsoll.engine.hooks import Cell, OpenCall, Readable
-from plimsoll.engine.replay_code import Code, SegmentFunction
+from plimsoll.engine.replay_code import Code, SegmentFunction, copy_storage
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.engine.sampling import Sampler
 from plimsoll.engine.split_backward import Halves
@@ -22,7 +23,7 @@ from plimsoll.engine.stored_forms import check_reader_of_sign
 from plimsoll.errors import ReplayMismatch
 from plimsoll.planning.replay_schedule import BOUNDARY
 from plimsoll.tracing.local_tensors import version_of
-from plimsoll.tracing.torch_internals import below_autograd, current_graph_task, is_profiled
+from plimsoll.tracing.torch_internals import below_autograd, current_autograd_node, current_graph_task, is_profiled
 
 
 class Examiner(Protocol):
@@ -48,6 +49,8 @@ class Recipes:
         self.is_learning = True
         self.has_failed = False
         """Whether they have made something else than forward did: the region is not to be served by them any more."""
+        self.given_away: set[int] = set()
+        """Slots that custom autograd functions read."""
         self._boundary = self.code
         self._solo: dict[int, SegmentFunction] = {}
 
@@ -139,8 +142,10 @@ class CallReplay:
         self._position = 0
 
     def restore(self, cell: Cell) -> torch.Tensor:
-        """What a dropped cell was (of a DTensor the local shard), checked where a sample of it was taken."""
+        """What a cell was (of a DTensor the local shard), checked where a sample of it was taken."""
         recipes = self.recipes
+        if cell.tensor is not None:
+            return self._given(cell.index, cell.read())
         if recipes.signs:
             check_reader_of_sign(recipes.signs, cell.index)
         halves = recipes.halves
@@ -157,7 +162,16 @@ class CallReplay:
             recipes.sampler.check(cell.index, cell.sample, value, recipes.fail)
         if halves is not None:
             halves.hold(cell, value)
-        return value
+        return self._given(cell.index, value)
+
+    def _given(self, slot: int, value: torch.Tensor) -> torch.Tensor:
+        """What autograd gets: a copy, where a backward written in Python may use the memory again for something else while
+        recipes still need the value.
+        """
+        given_away = self.recipes.given_away
+        if self._seen is not None and isinstance(current_autograd_node(), BackwardCFunction):
+            given_away.add(slot)
+        return copy_storage(value) if slot in given_away else value
 
     def run(self, slot: int, leaves: tuple[Readable, ...]) -> Any:
         """Run what the slot needs and has not run yet in this backward."""

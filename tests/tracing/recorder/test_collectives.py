@@ -79,7 +79,7 @@ def test_a_region_that_is_run_again_as_a_whole_does_not_choose_again():
         model(x).sum().backward()
         for region in handle.regions.values():
             for service in region.services.values():
-                service.engine, service.program = Engine.RERUN, None
+                service.give_up(Engine.RERUN, "it is asked for")
         model.zero_grad()
         with OpRecorder() as managed:
             model(x).sum().backward()
