@@ -443,7 +443,7 @@ def attach(
     host_budget: int | str | None = None,
     overrides: Sequence[str] = (),
     link: str | None = None,
-    verify_every: int = 0,
+    verify_every: int = 100,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Attachment:

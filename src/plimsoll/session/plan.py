@@ -125,7 +125,7 @@ def apply(
     plan: Plan,
     *,
     sentinel_every: int = 1,
-    verify_every: int = 0,
+    verify_every: int = 100,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Handle:

@@ -409,7 +409,7 @@ def attach_schedule(
     *,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     regions: Sequence[str] | None = None,
-    verify_every: int = 0,
+    verify_every: int = 100,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> ScheduleAttachment:

@@ -52,7 +52,7 @@ def apply_stages(
     schedule: Schedule,
     plans: Mapping[int, Plan] | str | Path,
     *,
-    verify_every: int = 0,
+    verify_every: int = 100,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> StagesHandle:
