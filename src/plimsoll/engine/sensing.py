@@ -28,7 +28,7 @@ from plimsoll.engine.codecs.protocol import Codec
 from plimsoll.engine.codecs.registry import find_codec
 from plimsoll.engine.hooks import Cell, restore
 from plimsoll.engine.stored_forms import whole_storage
-from plimsoll.tracing.local_tensors import is_sharded
+from plimsoll.tracing.local_tensors import densified, is_sharded
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import below_autograd, current_autograd_node
 
@@ -351,7 +351,7 @@ def _has_saved(node: Any) -> bool:
 def _squared_norm(tensor: torch.Tensor | None) -> float:
     if tensor is None:
         return 0.0
-    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)) ** 2
+    return float(torch.linalg.vector_norm(densified(tensor.detach()), dtype=torch.float32)) ** 2
 
 
 def relative_distance(value: torch.Tensor, other: torch.Tensor) -> float:
@@ -364,6 +364,6 @@ def _distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
     """‖first - second‖², in pieces, so that no temporary is large."""
     if first is None or second is None:
         return 0.0
-    flat, other = first.detach().reshape(-1), second.detach().reshape(-1)
+    flat, other = (densified(tensor.detach()).reshape(-1) for tensor in (first, second))
     pieces = zip(flat.split(_CHUNK), other.split(_CHUNK), strict=True)
     return sum(float(torch.linalg.vector_norm(a.float() - b.float())) ** 2 for a, b in pieces)

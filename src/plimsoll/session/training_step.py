@@ -19,9 +19,10 @@ from torch import nn
 from plimsoll.errors import InvalidOption
 from plimsoll.tracing.ddp import Twins, bucket_bytes, inner_module
 from plimsoll.tracing.fsdp2 import release_gathered, waiting_gradients
+from plimsoll.tracing.local_tensors import densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.recorder.calling import Loss, output_tensors, scalar_loss
-from plimsoll.tracing.recorder.untouched import KeptBuffers, forwards_kept, private_copy
+from plimsoll.tracing.recorder.untouched import KeptState, RandomState, forwards_kept, private_copy
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -35,7 +36,7 @@ class StepPeaks:
 
 
 class TrainingStep:
-    """One step, repeatable: ``run`` starts from the random state and the buffers that were there when it was made.
+    """One step, repeatable: ``run`` starts from the random states, buffers and attributes that were there when it was made.
 
     Under ``DistributedDataParallel`` it is the step of the model inside, which the reducer does not see: gradients are those of
     this process alone. ``context`` makes what is entered anew around every forward and backward (an offloading context of the
@@ -62,9 +63,8 @@ class TrainingStep:
         self._optimizer = optimizer
         self._context = context
         self._accumulates = [parameter.grad is not None for parameter in model.parameters()]
-        self._random = torch.get_rng_state()
-        self._cuda_random = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        self._buffers = KeptBuffers(model)
+        self._random = RandomState()
+        self._state = KeptState(model)
 
     def run(self) -> float:
         """Forward, loss and backward from the starting state; the loss's value."""
@@ -72,7 +72,7 @@ class TrainingStep:
         return self.go_on()
 
     def go_on(self) -> float:
-        """Forward, loss and backward from wherever the random state and the buffers are now."""
+        """Forward, loss and backward from wherever random states, buffers and attributes are now."""
         self.clear_gradients()
         return self._forward_and_backward(*private_copy((self._args, self._kwargs)))
 
@@ -106,18 +106,14 @@ class TrainingStep:
             release_gathered(self.model)
 
     def draws_random_numbers(self) -> bool:
-        """Whether forward moves torch's generator."""
+        """Whether forward moves a generator."""
         self.forward_loss()
-        if self._cuda_random is not None:
-            return not torch.equal(torch.cuda.get_rng_state(self.device), self._cuda_random)
-        return not torch.equal(torch.get_rng_state(), self._random)
+        return not self._random.is_current()
 
     def rewind(self) -> None:
-        """Put the random state and the buffers back."""
-        torch.set_rng_state(self._random)
-        if self._cuda_random is not None:
-            torch.cuda.set_rng_state(self._cuda_random, self.device)
-        self._buffers.put_back()
+        """Put random states, buffers and attributes back."""
+        self._random.put_back()
+        self._state.put_back()
 
     def clear_gradients(self) -> None:
         """No gradients, or zeros where the step accumulates into existing ones."""
@@ -156,8 +152,9 @@ class TrainingStep:
         return max(0, expected_bytes - self.optimizer_bytes())
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """The gradients of the last run, by parameter name (aliases, not copies)."""
-        return {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        """The gradients of the last run, by parameter name (aliases, not copies, but for sparse ones)."""
+        gradients = ((name, parameter.grad) for name, parameter in self.model.named_parameters())
+        return {name: None if gradient is None else densified(gradient) for name, gradient in gradients}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers as they are now, by name (aliases, not copies)."""

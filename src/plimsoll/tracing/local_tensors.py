@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from plimsoll.tracing.torch_internals import without_modes
+
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 """Types whose tensors hold their own memory. Nearly all tensors are of these, so they are checked first."""
 _SHARDED = ("torch.distributed.tensor", "DTensor")
@@ -30,7 +32,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The plain tensors that hold the memory of ``tensor``: itself, or a DTensor's local shard.
+    """The plain tensors that hold the memory of ``tensor``: itself, a DTensor's local shard, a sparse one's indices and values.
 
     The storage of a wrapper has the size of the whole tensor and no memory, so bytes are counted, and bits compared, here.
     No collective runs and autograd sees nothing.
@@ -39,12 +41,28 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         >>> [part.shape for part in dense_parts(torch.zeros(2, 3))]
         [torch.Size([2, 3])]
     """
+    if tensor.layout is not torch.strided:
+        with without_modes(), torch.no_grad():
+            return _sparse_parts(tensor)
     if not is_wrapper(tensor):
         return (tensor,)
     wrapper: Any = tensor
     names, _ = wrapper.__tensor_flatten__()
     inside = (getattr(tensor, name) for name in names)
     return tuple(part for it in inside if isinstance(it, torch.Tensor) for part in dense_parts(it))
+
+
+def densified(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a dense copy of a sparse one."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if tensor.layout is torch.sparse_coo:  # indices() and values() refuse what is not coalesced yet
+        return torch.ops.aten._indices(tensor), torch.ops.aten._values(tensor)
+    is_by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    places = (tensor.crow_indices, tensor.col_indices) if is_by_row else (tensor.ccol_indices, tensor.row_indices)
+    return places[0](), places[1](), tensor.values()
 
 
 def local_bytes(tensor: torch.Tensor) -> int:

@@ -18,7 +18,6 @@ import torch
 from plimsoll.analysis.probe.evidence import ARMS, BASELINE, PLAN, ArmLog, HeldOutRecord, StepRecord
 from plimsoll.analysis.probe.keeping import (
     ArmState,
-    RandomState,
     RunDirectory,
     Weights,
     put_weights,
@@ -33,7 +32,7 @@ from plimsoll.artifacts.progress import Progress
 from plimsoll.engine.apply import Handle
 from plimsoll.errors import ProbeRunMismatch
 from plimsoll.session.manage import manage
-from plimsoll.tracing.recorder.untouched import KeptBuffers
+from plimsoll.tracing.recorder.untouched import KeptState, RandomState
 
 _COMPARED = 1
 """The step of a chunk in which gradients are compared: the one after the plan's recording step."""
@@ -190,12 +189,12 @@ class Arms:
     def _reference(self, call: Call, managed: Handle) -> list[list[torch.Tensor | None]]:
         """The unmanaged gradients at the parameters of now, which stay as they are."""
         trainer = self._job.trainer
-        random, buffers = RandomState(), KeptBuffers(trainer.model)
+        random, state = RandomState(), KeptState(trainer.model)
         with managed.paused():
             trainer.backward(trainer.own(call))
         gradients = self._job.trainer.blocks.take_gradients()
-        buffers.put_back()
-        random.restore()
+        state.put_back()
+        random.put_back()
         return gradients
 
     def _enter(self, arm: str) -> torch.optim.Optimizer:

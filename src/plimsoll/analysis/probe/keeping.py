@@ -25,28 +25,11 @@ from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import ProbeRunMismatch, ProbeRunUnusable
 from plimsoll.tracing.local_tensors import dense_parts
-from plimsoll.tracing.recorder.untouched import untouched
+from plimsoll.tracing.recorder.untouched import RandomState, untouched
 from plimsoll.tracing.torch_internals import preserving_versions
 
 _IDENTITY = "run.json"
 _VERDICT = "verdict.json"
-
-
-class RandomState:
-    """The state of Python's, numpy's and torch's generators (of all CUDA devices that are in use)."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
 
 
 def seed_everything(seed: int) -> None:
@@ -63,7 +46,7 @@ def own_randomness() -> Iterator[None]:
     try:
         yield
     finally:
-        before.restore()
+        before.put_back()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from plimsoll.analysis.probe.keeping import RandomState, own_randomness, seed_everything
+from plimsoll.analysis.probe.keeping import own_randomness, seed_everything
 from plimsoll.errors import InvalidProbe
 from plimsoll.tracing.recorder.calling import split_batch
+from plimsoll.tracing.recorder.untouched import RandomState
 
 MOST_SET_APART = 8
 _SHARE_SET_APART = 10
@@ -108,7 +109,7 @@ class Stream:
     def _next_call(self) -> Call:
         with own_randomness():
             if self._state is not None:
-                self._state.restore()
+                self._state.put_back()
             call = _as_call(next(self._batches))
             self._state = RandomState()
         return call

@@ -6,10 +6,14 @@ Planning, attaching and verifying run steps on the user's own model. What they l
 from __future__ import annotations
 
 import contextlib
+import random
 import traceback
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -22,7 +26,7 @@ from plimsoll.tracing.recorder.storages import is_plain, same_contents
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Leave the model as it was: gradients, buffers, training flags and the random state are put back at the end.
+    """Leave the model as it was: gradients, buffers, attributes, training flags and random states are put back at the end.
 
     A model under ``fully_shard`` is ready for its next step, also where this one failed on the way. Hooks on parameters (an
     optimizer that steps in backward) and reductions that are not torch's own do not run in the block. Gradients that exist
@@ -31,31 +35,30 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """
     parameters = list(dict.fromkeys([*model.parameters(), *sharded_parameters(model)]))
     gradients = [parameter.grad for parameter in parameters]
-    buffers = KeptBuffers(model)
+    generators, state = RandomState(), KeptState(model)
     shards = KeptShards(model)
     hooks = [(table, dict(table)) for table in filter(None, map(_hooks_of, parameters))]
     flags = [(module, module.training) for module in model.modules()]
-    devices = sorted({parameter.device.index or 0 for parameter in parameters if parameter.is_cuda})
-    with torch.random.fork_rng(devices=devices):
-        try:
-            for table, _ in hooks:
-                table.clear()
-            for parameter in parameters:
-                parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
-            yield
-        except PlimsollError as error:
-            # Before 2.13 torch.utils.checkpoint lets go of its hooks only when the frame that failed goes.
-            traceback.clear_frames(error.__traceback__)
-            raise
-        finally:
-            shards.put_back()
-            for table, entries in hooks:
-                table.update(entries)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            for module, flag in flags:
-                module.training = flag
-            buffers.put_back()
+    try:
+        for table, _ in hooks:
+            table.clear()
+        for parameter in parameters:
+            parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
+        yield
+    except PlimsollError as error:
+        # Before 2.13 torch.utils.checkpoint lets go of its hooks only when the frame that failed goes.
+        traceback.clear_frames(error.__traceback__)
+        raise
+    finally:
+        shards.put_back()
+        for table, entries in hooks:
+            table.update(entries)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for module, flag in flags:
+            module.training = flag
+        state.put_back()
+        generators.put_back()
 
 
 def _hooks_of(parameter: torch.Tensor) -> dict[int, Any] | None:
@@ -64,19 +67,69 @@ def _hooks_of(parameter: torch.Tensor) -> dict[int, Any] | None:
     return found
 
 
-class KeptBuffers:
-    """What a model's buffers are and hold now, to be put back later: also where a step binds new tensors in their places."""
+class RandomState:
+    """The state of Python's, numpy's and torch's generators (of all CUDA devices that are in use)."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state(legacy=True)
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def put_back(self) -> None:
+        """Go on from where the generators were."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+    def is_current(self) -> bool:
+        """Whether nobody has drawn since."""
+        now = RandomState()
+        return (
+            now._python == self._python
+            and all(np.array_equal(one, other) for one, other in zip(now._numpy, self._numpy, strict=True))
+            and all(map(torch.equal, (now._torch, *now._cuda), (self._torch, *self._cuda)))
+        )
+
+
+class KeptState:
+    """What a model's buffers and attributes are and hold now, to be put back later: also where a step binds others in their
+    places, and what it has added since (a cache, a counter, a lazily made part).
+
+    Of an attribute that is a list, a set, a dictionary, a deque or a generator the contents are put back too, but not those
+    of what lies in it: what other objects are and hold inside is theirs.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
         self._kept = [
             (module._buffers, name, buffer, buffer.detach().clone(), buffer._version)
-            for module in model.modules()
+            for module in modules
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._attributes = [(vars(module), _without(_OF_MODULES, vars(module))) for module in modules]
+        self._names = [
+            (held, frozenset(held))
+            for module in modules
+            for held in (module._parameters, module._buffers, module._modules)
+        ]
+        values = {id(value): value for _, kept in self._attributes for value in kept.values()}
+        self._contents = [(value, _contents(value)) for value in values.values() if type(value) in _REFILLS]
 
     def put_back(self) -> None:
-        """The same tensors in their places, with the contents that they had; those that nobody wrote are not touched."""
+        """The same tensors and attributes in their places, with the contents that they had; tensors that nobody wrote are
+        not touched.
+        """
+        for members, names in self._names:
+            _drop(members, members.keys() - names)
+        for held, kept in self._attributes:
+            _drop(held, held.keys() - kept.keys() - _OF_MODULES)
+            held.update(kept)
+        for value, contents in self._contents:
+            _REFILLS[type(value)](value, contents)
         with torch.no_grad():
             for holder, name, buffer, copy, version in self._kept:
                 if holder.get(name) is not buffer:
@@ -100,6 +153,55 @@ def forwards_kept(model: nn.Module) -> Iterator[None]:
                 attributes["forward"] = forward
             else:
                 attributes.pop("forward", None)
+
+
+_OF_MODULES = frozenset({*vars(nn.Module()), "forward"} - {"_non_persistent_buffers_set"})
+"""What every module has: its parts are put back one by one, and hooks and wrappers by who has put them in."""
+
+
+def _refill_list(value: list[Any], contents: list[Any]) -> None:
+    value[:] = contents
+
+
+def _refill(value: Any, contents: Any) -> None:
+    value.clear()
+    value.update(contents)
+
+
+def _refill_deque(value: deque[Any], contents: deque[Any]) -> None:
+    value.clear()
+    value.extend(contents)
+
+
+def _rewind(value: torch.Generator, contents: torch.Tensor) -> None:
+    value.set_state(contents)
+
+
+_REFILLS: Mapping[type, Callable[[Any, Any], None]] = MappingProxyType(
+    {
+        list: _refill_list,
+        deque: _refill_deque,
+        **dict.fromkeys((dict, OrderedDict, defaultdict, Counter, set), _refill),
+        torch.Generator: _rewind,
+        random.Random: random.Random.setstate,
+    }
+)
+"""How the contents of an attribute are put back, by its very type: what subclasses do on a write is not known."""
+
+
+def _contents(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    return value.getstate() if isinstance(value, random.Random) else value.copy()
+
+
+def _without(names: frozenset[str], held: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in held.items() if name not in names}
+
+
+def _drop(held: dict[str, Any], names: Iterable[str]) -> None:
+    for name in list(names):
+        del held[name]
 
 
 def private_copy(batch: Any) -> Any:

@@ -1,0 +1,176 @@
+"""What models do besides computing, and what planning and checking leave of it: nothing."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import plimsoll
+from contracts.harness import Block, Stack, batch, differences, plain_step, train, weigh
+from plimsoll.artifacts.receipt import ReceiptVerdict
+from plimsoll.errors import TracingFailed
+from plimsoll.tracing.recorder.untouched import RandomState
+
+
+class Busy(Block):
+    """Counts, remembers, draws from every generator, and makes a part of itself and a mask in its first call."""
+
+    def __init__(self):
+        super().__init__(nn.Tanh())
+        self.calls, self.scale, self.spare = 0, 1.0, None
+        self.seen, self.recent, self.kinds = [], collections.deque(maxlen=3), {"all": set()}
+        self.own, self.dice = torch.Generator().manual_seed(1), random.Random(1)
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x):
+        if self.calls == 0:
+            self.late = nn.Identity()
+            self.register_buffer("mask", torch.ones(16), persistent=False)
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.recent.append(x.sum())
+        self.kinds[self.calls] = self.calls
+        self.total += 1
+        self.spare, self.scale = self.scale, self.scale * 1.01
+        drawn = random.random() + np.random.rand() + self.dice.random() + float(torch.rand((), generator=self.own))
+        return super().forward(self.late(x * self.mask)) * drawn
+
+
+def state_of(model):
+    """Everything that modules hold, with what lies in their containers, as text."""
+
+    def shown(value):
+        if isinstance(value, torch.Generator):
+            return value.get_state().tolist()
+        return value.getstate() if isinstance(value, random.Random) else repr(value)
+
+    return {
+        f"{name}.{key}": shown(value) for name, module in model.named_modules() for key, value in vars(module).items()
+    }
+
+
+def busy():
+    torch.manual_seed(0)
+    return Stack(Busy(), Busy())
+
+
+def plan_of(model, **options):
+    return plimsoll.plan(model, batch(0), loss=weigh, **options)
+
+
+WORK = {
+    "plan": (lambda model: plan_of(model, strategy="full"), 3),
+    "plan for a budget": (lambda model: plan_of(model, budget="10MiB"), 5),
+    "plan without its device": (lambda model: plan_of(model, device_profile="H100-SXM"), 1),
+    "verify": (
+        lambda model: plimsoll.verify(model, batch(0), plan_of(copy.deepcopy(model), strategy="full"), loss=weigh),
+        None,
+    ),
+    "explain": (lambda model: plimsoll.explain(model, batch(0), loss=weigh), None),
+}
+
+
+@pytest.mark.filterwarnings("ignore:plimsoll")
+@pytest.mark.parametrize("name", WORK)
+def test_a_model_that_counts_and_draws_is_left_as_it_was(name):
+    work, forwards = WORK[name]
+    model, calls = busy(), []
+    if name == "plan without its device":
+        for block in model.blocks:  # whose float(...) has no value there
+            block.forward = lambda x, block=block: Block.forward(block, x)
+    model.entrance.register_forward_hook(lambda *_: calls.append(1))
+    before, generators = state_of(model), RandomState()
+    work(model)
+    after = state_of(model)
+    assert before.keys() == after.keys()
+    assert [key for key in before if before[key] != after[key]] == []
+    assert generators.is_current()
+    assert forwards is None or len(calls) == forwards
+
+
+def test_attaching_trains_as_without_it_where_a_model_counts():
+    class Counting(Block):
+        def __init__(self):
+            super().__init__(nn.Tanh())
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * (1 + 0.1 * min(self.calls, 2))
+
+    torch.manual_seed(0)
+    plain = Stack(Counting(), Counting())
+    model = copy.deepcopy(plain)
+    with plimsoll.attach(model, "1GiB"):
+        assert differences(train(plain, plain_step, 3), train(model, plain_step, 3)) == []
+    assert [block.calls for block in model.blocks] == [3, 3]
+
+
+class Sparse(nn.Module):
+    """Embeddings whose gradients are sparse, before and inside of the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 16, sparse=True)
+        self.bags = nn.EmbeddingBag(50, 16, sparse=True, mode="sum")
+        self.blocks = nn.ModuleList(Looking() for _ in range(2))
+
+    def forward(self, words):
+        x = self.words(words) + self.bags(words)[:, None]
+        for block in self.blocks:
+            x = block(x, words)
+        return x
+
+
+class Looking(Block):
+    def __init__(self):
+        super().__init__(nn.Tanh())
+        self.table = nn.Embedding(50, 16, sparse=True)
+
+    def forward(self, x, words):
+        return super().forward(x) * self.table(words).sigmoid()
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"strategy": "full"}, {"budget": "10MiB"}, {"strategy": "int8", "allow": "compress", "max_error": 0.9}]
+)
+def test_sparse_gradients_are_planned_and_verified(options, accumulates):
+    torch.manual_seed(0)
+    model, words = Sparse(), torch.randint(0, 50, (64, 32))
+    if accumulates:
+        weigh(model(words)).backward()
+    plan = plimsoll.plan(model, words, loss=weigh, **options)
+    receipt = plimsoll.verify(model, words, plan, loss=weigh)
+    assert receipt.verdict in (ReceiptVerdict.VERIFIED, ReceiptVerdict.WITHIN_ERROR)
+    assert model.words.weight.grad is None or model.words.weight.grad.is_sparse
+
+
+def test_sparse_adam_trains_under_a_plan_as_without():
+    def trained(managed):
+        torch.manual_seed(0)
+        model, words = Sparse(), torch.randint(0, 50, (64, 32))
+        tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+        optimizer = torch.optim.SparseAdam(tables)
+        with plimsoll.attach(model, "1GiB") if managed else contextlib.nullcontext():
+            for _ in range(3):
+                optimizer.zero_grad()
+                weigh(model(words)).backward()
+                optimizer.step()
+        return tables
+
+    assert all(map(torch.equal, trained(False), trained(True)))
+
+
+def test_the_state_of_sparse_adam_is_left_to_the_user():
+    model = Sparse()
+    optimizer = torch.optim.SparseAdam([model.words.weight])
+    with pytest.raises(TracingFailed, match="plan without optimizer="):
+        plimsoll.plan(model, torch.randint(0, 50, (4, 6)), loss=weigh, budget="10MiB", optimizer=optimizer)
