@@ -48,7 +48,7 @@ def plan(
     One step is traced on the model's own device at the lowest memory (with fake tensors for a model on the meta device or
     a ``device_profile``); with a budget and a real device the plan is then run once, and solved again with less where it
     takes more than predicted. Where ``allow`` opens other forms, one more step shows what they take and lose. Model,
-    gradients, buffers, optimizer and random state are left as they were.
+    gradients, buffers, plain attributes, optimizer and random states are left as they were.
 
     On several ranks (torchrun) all call this alike. They run the steps together, the rank with the least room solves, and
     all return its plan, or all raise.
@@ -153,6 +153,7 @@ def apply(
     Raises:
         PlanMismatch: the plan was made for another model (both fingerprints are shown), or one is at work already.
         PlanNotUsable: it is no plan, or its status says that there is nothing to apply.
+        InvalidModel: it, or every region that the plan manages, is compiled by torch.compile.
         InvalidOption: ``sentinel_every`` below 1, or ``verify_every`` below 0.
         RanksDiffer: another rank has another plan; RankFailed: it could not apply it; RankMissing: it did not come.
 
