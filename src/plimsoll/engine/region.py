@@ -8,7 +8,6 @@ calls are recorded again (see ``service``). What cannot be recorded is left to t
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -75,10 +74,10 @@ class ManagedRegion:
         """Whether the region is to be left alone, since hooks around compiled code would unpack everything at once."""
         self.obstacle = compiled_part(self.module)
         if self.obstacle:
-            warnings.warn(
-                f"plimsoll: region {self.name!r} is left alone: {self.obstacle} is compiled by torch.compile",
-                stacklevel=6,
-            )
+            reason = f"{self.obstacle} is compiled by torch.compile"
+            for service in self.services.values():
+                service.give_up(Engine.KEEP, reason)
+            self._fallback.warn(Engine.KEEP, reason)
         return bool(self.obstacle)
 
     def install(self) -> None:
