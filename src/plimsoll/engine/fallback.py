@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from plimsoll.artifacts.decision import Engine
 from plimsoll.engine.call_stream import Stream, StreamGuard, StreamRecorder, called, references
@@ -112,29 +114,32 @@ class _TwoRuns:
         self._known = references((*entry.sources, *entry.inputs))
         self._states = _host_random()
         self._stream: Stream = ()
+        self._choices: list[Any] = []
+
+    def _routing(self, made: Sequence[Any] | None = None) -> contextlib.AbstractContextManager[Any]:
+        if not self._fallback.routes:
+            return contextlib.nullcontext()
+        return _Routing(self._choices if made is None else None, made or ())
 
     def contexts(self) -> tuple[Any, Any]:
         """For ``torch.utils.checkpoint``: the contexts of forward and of the second run."""
-        outer: tuple[Any, Any] = (contextlib.nullcontext(), contextlib.nullcontext())
-        if self._fallback.routes:
-            outer = create_selective_checkpoint_contexts(_policy)
-        return self._first(outer[0]), self._second(outer[1])
+        return self._first(), self._second()
 
     @contextlib.contextmanager
-    def _first(self, outer: Any) -> Iterator[None]:
+    def _first(self) -> Iterator[None]:
         recorder = StreamRecorder([*self._known])
-        with outer, recorder:
+        with self._routing(), recorder:
             yield
         self._stream = recorder.stream
 
     @contextlib.contextmanager
-    def _second(self, outer: Any) -> Iterator[None]:
+    def _second(self) -> Iterator[None]:
         recorder, now = StreamRecorder([*self._known]), _host_random()
         _set_host_random(self._states)
         others = [holder.get(key) for holder, key in self._places]
         self._put(self._sources)
         try:
-            with outer, recorder:
+            with self._routing(self._choices), recorder:
                 yield
         finally:
             self._put(others)
@@ -170,10 +175,27 @@ def _set_host_random(states: tuple[Any, Any]) -> None:
         sys.modules["numpy.random"].set_state(states[1])
 
 
-def _policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """What chose tokens or experts in forward is kept for the second run.
+class _Routing(TorchDispatchMode):
+    """Notes what chose tokens or experts in forward, or gives it again.
 
-    A router that runs again may break a tie otherwise, and would then send tokens to experts that forward did not use.
+    A router that runs again may break a tie otherwise, and would then send tokens to experts that forward did not use. Copies
+    are noted and given: routers normalise their choice in place.
     """
-    routes = isinstance(func, torch._ops.OpOverload) and is_routing(func)
-    return CheckpointPolicy.MUST_SAVE if routes else CheckpointPolicy.PREFER_RECOMPUTE
+
+    supports_higher_order_operators = True
+
+    def __init__(self, noted: list[Any] | None, made: Sequence[Any]) -> None:
+        super().__init__()
+        self._noted = noted
+        self._made = iter(made)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not isinstance(func, torch._ops.OpOverload) or not is_routing(func):
+            return func(*args, **(kwargs or {}))
+        if self._noted is None:
+            return tree_map_only(torch.Tensor, torch.clone, next(self._made))
+        out = func(*args, **(kwargs or {}))
+        self._noted.append(tree_map_only(torch.Tensor, torch.clone, out))
+        return out

@@ -55,6 +55,7 @@ class _Choosing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.up(x).sigmoid()
         weights, rows = hidden.mean(-1).topk(4, dim=0)
+        weights /= weights.sum()  # in place, as routers do
         out: torch.Tensor = x.index_add(0, rows, self.down(hidden[rows]) * weights[:, None])
         return out
 
