@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from benchmarks.floors import Case, measured
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -197,6 +198,13 @@ def test_a_budget_below_the_floor_in_mid_run_leaves_the_old_plan_in_force():
         loss_of(model, 128).backward()
         assert attachment.plan is plan
         assert [module for module in model.modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("case", [Case("vit", 4, "AdamW", "attach"), Case("resnet", 4, "SGD", "plan")])
+def test_the_floor_that_a_refusal_names_works_as_a_budget_at_once(case: Case):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert measured(case).is_kept
 
 
 def later_pairs(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:

@@ -16,8 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -51,6 +50,7 @@ from plimsoll.session.step_watch import (
     Situation,
     StepWatch,
     covers,
+    warn,
     warn_of_overrun,
     warn_of_unseen,
 )
@@ -65,10 +65,6 @@ from plimsoll.units import format_bytes
 
 _MOST_TRIES = 3
 """So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
-_MISTAKES = 4
-"""Another plan may be mistaken about its step by this part more than the one with the lowest peak was."""
-_TO_THE_CALL = 6
-"""Warnings point at about this many frames above: at the call of the model."""
 
 
 class _Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,7 +181,7 @@ class Attachment:
         if here.is_new:
             self._stay(situation)
         if all(each.is_measured for each in told) or (self._tries == _MOST_TRIES and self._steps.is_between_steps):
-            self._settle(max(each.in_flight for each in told))
+            self._settle(self._task(args, kwargs), max(each.in_flight for each in told))
         if self._is_calibrating:
             self._measure(args, kwargs)
 
@@ -195,32 +191,28 @@ class Attachment:
         told = self._agreement.gathered(f"larger batch in call {self._calls}", str(facts), str)
         if told is None or len(set(told)) > 1:
             self._stay(situation)
-            return
-        with self._agreement:
-            self._begin(args, kwargs, situation)
+        else:
+            with self._agreement:
+                self._begin(args, kwargs, situation)
 
     def _stay(self, situation: Situation) -> None:
         """Go on under the plan that all ranks have, although this rank's batch is larger than those that it is for."""
         self._shapes.append(situation.shapes)
         self._metered.know(situation)
-        warnings.warn(
-            f"plimsoll: the batch of this rank ({situation.shown}) is larger than those before it, and not so on all ranks "
-            "alike: the plan at work stays, and may take more than the budget. Pad batches to the same shape, or train on "
-            "every rank's largest one first",
-            stacklevel=_TO_THE_CALL,
+        found = (
+            f"the batch of this rank ({situation.shown}) is larger than those before it, and not so on all ranks alike"
         )
+        advice = "Pad batches to the same shape, or train on every rank's largest one first"
+        warn(f"{found}: the plan at work stays, and may take more than the budget. {advice}")
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """Trace this very call. Unless the plan at work is enough for it, let it run at the lowest peak, measured."""
         self._shapes.append(situation.shapes)
         if is_profiled():
-            warnings.warn(
-                "plimsoll: this training call is traced, which takes torch's profiler: yours records nothing of it",
-                stacklevel=_TO_THE_CALL,
-            )
+            warn("this training call is traced, which takes torch's profiler: yours records nothing of it")
         self._steps.stop()
         task = dataclasses.replace(self._task(args, kwargs), optimizer=self._optimizer or optimizer_in_view(self.model))
-        with self._steps.looking_away(), contextlib.nullcontext() if self._handle is None else self._handle.paused():
+        with self._unmanaged():
             planner = self._plan_for(task)
             if self._planner is not None and self._is_enough_for(planner):
                 return
@@ -284,7 +276,7 @@ class Attachment:
         )
         self._steps.meter(args, kwargs, with_optimizer=True)
 
-    def _settle(self, in_flight: int) -> None:
+    def _settle(self, task: TrainingTask, in_flight: int) -> None:
         """The first step is over: the plan for the budget, with what the trace did not see taken off.
 
         Raises:
@@ -302,24 +294,20 @@ class Attachment:
         self._counted_state_bytes = max(self._watch.bytes_after, planned_state_bytes(own))
         self._has_counted_state = self._watch.has_stepped
         if measured is None:
-            warnings.warn(
-                "plimsoll: the first steps could not be measured (they failed, or a profiler was running); the plan "
-                "relies on its trace alone",
-                stacklevel=_TO_THE_CALL,
+            warn(
+                "the first steps could not be measured (failed, or under a profiler); the plan relies on its trace alone"
             )
             taken = Taken()
             self._excess_bytes = self._counted_state_bytes - planned_state_bytes(own)
         else:
             taken = taken_bytes(measured, self._watch, own)
-            unseen = unseen_bytes(measured, self._watch, own)
-            known_bytes = taken.lasting_bytes + self._counted_state_bytes - planned_state_bytes(own)
-            self._excess_bytes = unseen + max(0, unseen - known_bytes) // _MISTAKES
+            self._excess_bytes = unseen_bytes(measured, self._watch, own)
         floor_bytes = planner.worst_bytes(taken.bytes)
         lasting_floor_bytes = planner.worst_bytes(taken.bytes + taken.lasting_bytes)
         if planner.worst_bytes(taken.optimizer_bytes) > planner.budget_bytes:
             raise planner.refusal(lowest, lasting_floor_bytes, is_optimizer=True)
         try:
-            plan = self._solve_for_budget()
+            plan = self._confirmed(task)
         except BudgetBelowFloor as error:
             if floor_bytes > planner.budget_bytes:
                 raise planner.refusal(lowest, lasting_floor_bytes) from error
@@ -328,6 +316,27 @@ class Attachment:
             plan = msgspec.structs.replace(lowest, budget_bytes=planner.budget_bytes)
         self._run(plan)
         self._is_calibrating, self._has_settled = False, True
+
+    def _confirmed(self, task: TrainingTask) -> Plan:
+        """The plan for the budget, run once: it is recorded in its first step, which may take more than is predicted."""
+        plan = self._solve_for_budget()
+        has_trial = any(region.dropped for region in plan.regions) and not is_profiled()
+        if self._planner is None or not self._agreement.every("trial", holds=has_trial):
+            return plan
+        step = dataclasses.replace(task, optimizer=self._optimizer or optimizer_in_view(self.model)).step()
+
+        def resolve(excess_bytes: int) -> Plan:
+            self._excess_bytes = excess_bytes
+            return self._solve_for_budget()
+
+        with self._unmanaged():
+            return self._planner.confirmed_beside(plan, step, self._excess_bytes, resolve)
+
+    @contextlib.contextmanager
+    def _unmanaged(self) -> Iterator[None]:
+        """Run steps that are not the user's, without a plan at work."""
+        with self._steps.looking_away(), contextlib.nullcontext() if self._handle is None else self._handle.paused():
+            yield
 
     def _solve_for_budget(self) -> Plan:
         """The plan for the budget less what was measured on any rank."""
@@ -351,21 +360,15 @@ class Attachment:
     def _tighten(self, situation: Situation) -> None:
         """Plan anew for a step that took more than the budget, or that is about to: more of its forwards wait at once."""
         assert self._planner is not None
-        needed_bytes = max(self._overrun_bytes, self._excess_bytes)
-        has_more_in_flight = situation.in_flight > self._planner.in_flight
-        self._overrun_bytes = 0
-        said = (needed_bytes, situation.in_flight)
-        told = self._agreement.gathered(f"over the budget in call {self._calls}", said, tuple[int, int])
-        if has_more_in_flight:
-            warnings.warn(
-                f"plimsoll: {situation.in_flight} forwards of the model wait for one backward, and the plan at work was "
-                f"made for {self._planner.in_flight}: this step may take more than the budget"
-                + ("" if told is None else ", and the next ones are planned for that"),
-                stacklevel=_TO_THE_CALL,
-            )
+        needed_bytes, self._overrun_bytes = max(self._overrun_bytes, self._excess_bytes), 0
+        told = self._agreement.gathered(f"over the budget in call {self._calls}", situation.in_flight, int)
+        if situation.in_flight > self._planner.in_flight:
+            found = f"{situation.in_flight} forwards of the model wait for one backward"
+            then = "" if told is None else ", and the next ones are planned for that"
+            warn(f"{found}, not {self._planner.in_flight} as planned: this step may take more than the budget{then}")
         if told is not None:
             with self._agreement:
-                self._planner.wait_for(max(self._planner.in_flight, *(in_flight for _, in_flight in told)))
+                self._planner.wait_for(max(self._planner.in_flight, *told))
                 self._excess_bytes = needed_bytes
                 self._replan("no plan takes less")
 
@@ -381,11 +384,10 @@ class Attachment:
         told = self._agreement.gathered(f"first step of the optimizer before call {self._calls}", new_bytes, int)
         self._counted_state_bytes += new_bytes
         if told is None:
-            warnings.warn(
-                f"plimsoll: the optimizer of this rank has stepped ({format_bytes(new_bytes)} of new state), and not on all "
-                "ranks: the plan at work stays, and does not count that state. Pass optimizer= to plimsoll.attach",
-                stacklevel=_TO_THE_CALL,
+            state = (
+                f"the optimizer of this rank has stepped ({format_bytes(new_bytes)} of new state), and not on all ranks"
             )
+            warn(f"{state}: the plan at work stays, and does not count that. Pass optimizer= to plimsoll.attach")
         elif any(told):
             with self._agreement:
                 self._excess_bytes += new_bytes
@@ -397,10 +399,8 @@ class Attachment:
         try:
             plan = self._solve_for_budget()
         except BudgetBelowFloor as error:
-            warnings.warn(
-                f"plimsoll: {error.found}\n  why   {why}; {error.why}\n  next  {error.next}; until then the plan with the "
-                "lowest peak is at work",
-                stacklevel=_TO_THE_CALL,
+            warn(
+                f"{error.found}\n  why   {why}; {error.why}\n  next  {error.next}; until then the lowest peak is at work"
             )
             lowest = self._planner.lowest(self._error_scale)
             plan = msgspec.structs.replace(lowest, budget_bytes=self._planner.budget_bytes)

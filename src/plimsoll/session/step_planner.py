@@ -6,6 +6,7 @@ with the others.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -89,6 +90,8 @@ class StepPlanner:
         self.budget_bytes = self.own_budget_bytes = budget_bytes
         self.gradients: Gradients | None = None
         self.in_flight = 1
+        self.mistake_bytes = 0
+        """What the plan with the lowest peak took more than it predicts, when it was run once."""
         self._sensed: Sensed | None = None
 
     @functools.cached_property
@@ -141,6 +144,22 @@ class StepPlanner:
             except BudgetBelowFloor as measured:
                 raise measured from error
 
+    def confirmed_beside(
+        self, plan: Plan, step: TrainingStep, excess_bytes: int, resolve: Callable[[int], Plan]
+    ) -> Plan:
+        """The plan, run once, or what ``resolve`` makes of more excess, where steps are known to take so much more.
+
+        The trial shows what the step itself takes more, and not the user's loss, what a step leaves behind, or state of
+        other optimizers.
+        """
+        unseen_bytes = max(0, excess_bytes - self.mistake_bytes)
+
+        def run(plan: Plan) -> TrialRun:
+            trial = self.run(step, plan)
+            return dataclasses.replace(trial, peak_bytes=trial.peak_bytes + unseen_bytes)
+
+        return confirmed(plan, run, lambda more, _: resolve(max(excess_bytes, more)), max_error=None, progress=silent)
+
     def lowest(self, error_scale: float = 1.0) -> Plan:
         """The plan with the lowest peak that there is."""
         anyhow = self.solve(self.budget_bytes, error_scale=error_scale, raise_below_floor=False)
@@ -173,6 +192,7 @@ class StepPlanner:
             run = self.run(step, plan)
         except torch.OutOfMemoryError:
             raise self.refusal(plan, plan.predicted_peak_bytes) from None
+        self.mistake_bytes = run.peak_bytes - plan.predicted_peak_bytes
         most_error = self.options.most_error("auto")
         is_wrong = run.error is not None and most_error is not None and run.error > most_error
         floor_bytes = max(run.peak_bytes, predicted_optimizer_bytes(plan))

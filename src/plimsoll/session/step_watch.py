@@ -302,21 +302,24 @@ class BudgetWatch:
             )
 
 
+def warn(text: str) -> None:
+    """Warn about a training step, at about the call of its model."""
+    warnings.warn(f"plimsoll: {text}", stacklevel=7)
+
+
 def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) -> None:
     """Say that a step took more than its budget, why, and what comes now."""
-    warnings.warn(
-        f"plimsoll: a training step took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - budget_bytes)} more than the "
-        f"budget {format_bytes(budget_bytes)}.\n  why   {cause}\n  next  {next_}",
-        stacklevel=5,
+    warn(
+        f"a training step took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - budget_bytes)} more than the "
+        f"budget {format_bytes(budget_bytes)}.\n  why   {cause}\n  next  {next_}"
     )
 
 
 def warn_of_unseen(model: nn.Module) -> None:
     """Say that a model is trained by other ways than through its forward."""
     children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
-    warnings.warn(
-        f"plimsoll: an optimizer has trained {type(model).__name__}, and attach has seen no training call of it: nothing is "
+    warn(
+        f"an optimizer has trained {type(model).__name__}, and attach has seen no training call of it: nothing is "
         "managed.\n  why   attach plans in the forward of the module itself; the training loop calls something else, or this "
-        f"module in evaluation mode\n  next  attach to the module that is called, such as .{[*children, 'module'][0]}",
-        stacklevel=6,
+        f"module in evaluation mode\n  next  attach to the module that is called, such as .{[*children, 'module'][0]}"
     )
