@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launching import Told, launch, on_ranks
+from plimsoll.tracing.torch_internals import is_at_least
 
 WITHIN = 0.02
 BUDGETED = "fsdp2"
@@ -60,6 +61,10 @@ def test_gradients_under_a_plan_are_those_without_one(studies, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_plan_sends_what_is_sent_without_one_in_the_same_order(studies, layout):
+    if "inside" in layout and not is_at_least(2, 13):
+        pytest.skip(
+            "a plan gathers once more per shard inside of a region on this torch: see docs/sharded-data-parallel.md"
+        )
     for rank in studies[layout]:
         assert rank["collectives"]
         assert all(plan["sends_the_same"] for plan in rank["plans"].values())
