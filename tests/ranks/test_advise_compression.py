@@ -32,6 +32,14 @@ def test_all_ranks_get_the_same_answer(told: Told):
     assert told[0]["traffic"] == told[1]["traffic"]
 
 
+def test_how_many_steps_there_will_be_is_told_after_the_first_with_their_time(told: Told):
+    for rank in told:
+        _, first, *later = rank["stages"]
+        assert first.startswith(f"about {rank['steps']} steps of ")
+        assert "fewer: measure_rounds=, --steps" in first
+        assert all(", of about " in stage for stage in later)
+
+
 def test_model_gradients_and_random_state_are_as_before_and_nothing_of_the_wrapper_stays(told: Told):
     for rank in told:
         assert rank["untouched"]

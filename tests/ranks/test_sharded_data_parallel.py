@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launching import Told, launch, on_ranks
+from launching import Told, on_ranks
 from plimsoll.tracing.torch_internals import is_at_least
 
 WITHIN = 0.02
@@ -27,12 +27,14 @@ WITHIN_A_BUFFER = 0.10
 pair = on_ranks(2, "ranks.sharding_scenarios:on_a_pair", {name: (0.5,) if name == BUDGETED else () for name in PAIRED})
 
 
+four = on_ranks(4, "ranks.sharding_scenarios:on_four", dict.fromkeys(FOURFOLD, ()))
+
+
 @pytest.fixture(scope="module")
-def studies(pair: Told) -> dict[str, Told]:
+def studies(pair: Told, four: Told) -> dict[str, Told]:
     """What every rank found, by layout."""
-    four = launch(4, "ranks.sharding_scenarios:studies", dict.fromkeys(FOURFOLD, ()))
     by_name = {name: [rank["studies"][name] for rank in pair] for name in PAIRED}
-    return by_name | {name: [rank[name] for rank in four] for name in FOURFOLD}
+    return by_name | {name: [rank["studies"][name] for rank in four] for name in FOURFOLD}
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +159,11 @@ def test_steps_that_plan_run_beside_what_reduces_gradients_in_the_users_way(habi
         found = rank["beside"][reduction]
         assert found["planning"] == 0 < found["training"]
         assert any(name in note and "is not counted" in note for note in found["notes"]) == bool(name)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp"])
+def test_gradients_that_wait_for_the_last_micro_batch_are_within_the_budget_or_told_of(habits, four, layout):
+    for rank in habits if layout == "fsdp2" else four:
+        found = rank["micro-batches"]
+        assert found["measured"] <= found["budget"]
+        assert any("gradients of an earlier backward are there already" in said for said in found["said"])

@@ -37,17 +37,22 @@ def everything() -> dict[str, Any]:
     """All scenarios of one launch, in the same order on every rank."""
     model, batches = llama_of_bytes(), make_batches()
     before = _state(model)
+    losses, stages = _Counted(), list[str]()
     traffic = advise_compression(
         model,
         batches,
         methods=["none", "powersgd:2", "topk:10%"],
+        loss=losses,
         measure_rounds=1,
         bucket_bytes=32 * 1024,
+        progress=lambda stage, share: stages.append(stage),
     )
     trained = _validated(model, batches)
     sharded = make_sharded(model)
     return {
         "traffic": to_json(traffic),
+        "stages": stages,
+        "steps": losses.count,
         "trained": trained,
         "untouched": _is_as_before(model, before),
         "hooks_left": _hooks_left(model),
@@ -73,6 +78,18 @@ def everything() -> dict[str, Any]:
         "fails_in_exchange": _fails_later(model, batches, calls=60),
         "fails_later": _fails_later(sharded, batches, calls=12),  # the last: it closes the connections of the ranks
     }
+
+
+class _Counted:
+    """The model's own loss, which counts the steps that are taken."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        self.count += 1
+        loss: torch.Tensor = output.loss
+        return loss
 
 
 def make_sharded(model: nn.Module) -> nn.Module:

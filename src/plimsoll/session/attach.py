@@ -57,7 +57,7 @@ from plimsoll.session.step_watch import (
 from plimsoll.session.task import BATCH, TrainingTask, check_model, detached
 from plimsoll.session.tightest_rank import planner_for
 from plimsoll.session.trial import error_scale
-from plimsoll.tracing.fsdp2 import splits_activations
+from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, splits_activations
 from plimsoll.tracing.recorder.fingerprint import fingerprint
 from plimsoll.tracing.refusals import refuse_compiled
 from plimsoll.tracing.torch_internals import is_profiled
@@ -111,7 +111,7 @@ class Attachment:
         self._has_warned = False
         self._metered = MeteredSituations()
         self._steps = StepWatch(model, self._before_call, self._after_step)
-        self._watch = OptimizerWatch(model.parameters(), after_step=self._optimizer_stepped)
+        self._watch = OptimizerWatch(every_parameter(model), after_step=self._optimizer_stepped)
 
     @property
     def is_calibrating(self) -> bool:
@@ -272,7 +272,7 @@ class Attachment:
         self._watch.remove()
         optimizer = self._optimizer or optimizer_in_view(self.model)
         self._watch = OptimizerWatch(
-            self.model.parameters(), () if optimizer is None else (optimizer,), after_step=self._optimizer_stepped
+            every_parameter(self.model), () if optimizer is None else (optimizer,), after_step=self._optimizer_stepped
         )
         self._steps.meter(args, kwargs, with_optimizer=True)
 
@@ -426,8 +426,7 @@ class Attachment:
         self._steps.graphs.abandon()
         if not self._watch.is_settled:
             self._metered = MeteredSituations()  # its state is there from now on
-        is_trained = any(parameter.grad is not None for parameter in self.model.parameters())
-        if self._calls == 0 and is_trained and not self._has_warned:
+        if self._calls == 0 and every_gradient(self.model) and not self._has_warned:
             self._has_warned = True
             warn_of_unseen(self.model)
 

@@ -24,6 +24,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.errors import InvalidLoss
 from plimsoll.tracing.ddp import bucket_bytes, inner_module
+from plimsoll.tracing.fsdp2 import Gathered, every_gradient, every_parameter
 from plimsoll.tracing.meters.memory import MeasurementLost, PeakMeter, storage_bytes
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
@@ -103,7 +104,7 @@ def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
 def optimizer_in_view(model: nn.Module) -> Optimizer | None:
     """The optimizer in this process that trains ``model``, if there is one and no other: its state can be counted ahead."""
     gc.collect()
-    parameters = frozenset(map(id, model.parameters()))
+    parameters = frozenset(map(id, every_parameter(model)))
     kinds = _subclasses(Optimizer)
     # Types are looked up, as `isinstance` would run the code of proxies. Wrappers have no groups of their own.
     found = [thing for thing in gc.get_objects() if type(thing) in kinds and "param_groups" in vars(thing)]
@@ -121,7 +122,7 @@ class MeasuredStep:
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._parameters = list(model.parameters())
+        self._parameters = every_parameter(model)
         self._device = self._parameters[0].device
         self._versions = [parameter._version for parameter in self._parameters]
         held = held_tensors(model, args, kwargs)
@@ -185,8 +186,9 @@ class MeasuredStep:
 
 def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """What a step finds and counts: parameters, buffers, gradients that are there, and its batch."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [*model.parameters(), *model.buffers(), *gradients, *output_tensors((args, kwargs))]
+    gathered = (tensor for _, tensor in Gathered(model).tensors())
+    held = (*every_parameter(model), *gathered, *model.buffers(), *every_gradient(model))
+    return [*held, *output_tensors((args, kwargs))]
 
 
 @dataclass(frozen=True, slots=True)

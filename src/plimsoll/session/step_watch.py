@@ -21,6 +21,7 @@ from torch import nn
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.copies import ModelHook
 from plimsoll.session.calibration import MeasuredStep, OptimizerWatch, beside_bytes, planned_state_bytes
+from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
 from plimsoll.tracing.meters.memory import RisingPeak
 from plimsoll.tracing.open_graphs import OpenGraphs, is_in_backward
 from plimsoll.tracing.recorder.calling import call_tensors
@@ -148,7 +149,7 @@ class StepWatch:
         hook: type[ModelHook] = ModelHook,
     ) -> None:
         self._model = model
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = [parameter for parameter in every_parameter(model) if parameter.requires_grad]
         self._device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
         self._before_call = before_call
         self._after_step = after_step
@@ -247,7 +248,7 @@ class StepWatch:
             self.end_step()
             self._watch.remove()
         if torch.is_grad_enabled() and module.training:
-            accumulates = any(parameter.grad is not None for parameter in self._parameters)
+            accumulates = bool(every_gradient(self._model))
             waiting = len(self.graphs)
             if not waiting:
                 self._begin_rising(args, kwargs)

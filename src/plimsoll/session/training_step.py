@@ -18,7 +18,7 @@ from torch import nn
 
 from plimsoll.errors import InvalidOption
 from plimsoll.tracing.ddp import Twins, bucket_bytes, inner_module
-from plimsoll.tracing.fsdp2 import release_gathered, waiting_gradients
+from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, release_gathered
 from plimsoll.tracing.local_tensors import densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.recorder.calling import Loss, output_tensors, scalar_loss
@@ -136,10 +136,8 @@ class TrainingStep:
 
     def static_bytes(self) -> int:
         """Parameters, buffers, batch, gradients, a reducer's buckets and optimizer state that are there before the step."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         batch = output_tensors((self._args, self._kwargs))
-        waiting = [gradient for _, gradient in waiting_gradients(self.model)]
-        held = [*self.model.parameters(), *self.model.buffers(), *gradients, *waiting, *batch]
+        held = [*every_parameter(self.model), *self.model.buffers(), *every_gradient(self.model), *batch]
         return storage_bytes(held, self.device) + bucket_bytes(self._wrapped) + self.optimizer_bytes()
 
     def optimizer_bytes(self) -> int:

@@ -63,6 +63,17 @@ def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [part.sharded_param for part in _parameters(model)]
 
 
+def every_parameter(model: nn.Module) -> list[nn.Parameter]:
+    """Every parameter once; of one that is gathered right now the shard too, which is what an optimizer holds."""
+    return list(dict.fromkeys([*model.parameters(), *sharded_parameters(model)]))
+
+
+def every_gradient(model: nn.Module) -> list[torch.Tensor]:
+    """The gradients that are there, also those that wait for a later reduction."""
+    reduced = [parameter.grad for parameter in every_parameter(model) if parameter.grad is not None]
+    return [*reduced, *(gradient for _, gradient in waiting_gradients(model))]
+
+
 def splits_activations(model: nn.Module) -> bool:
     """Whether ranks share the work on one batch (tensor parallelism), and do not only gather parameters for their own."""
     parts = _parameters(model)

@@ -24,7 +24,8 @@ from plimsoll.distributed.comm_cost.figures import ReplicaFigures, ShardFigures
 from plimsoll.distributed.comm_cost.findings import LEAST_ROUNDS, TrafficFindings, validate_methods
 from plimsoll.distributed.comm_cost.metering import Metering, meter_traffic
 from plimsoll.distributed.comm_cost.parallel_layout import check_layout, check_reducible, find_units, name_methods
-from plimsoll.distributed.comm_cost.training import Parallel
+from plimsoll.distributed.comm_cost.timed_step import time_call
+from plimsoll.distributed.comm_cost.training import Parallel, planned_steps
 from plimsoll.distributed.gradient_compression.method import CompressionSettings, parse_method
 from plimsoll.errors import InvalidOption
 from plimsoll.session.options import check_count
@@ -35,6 +36,7 @@ from plimsoll.tracing.fsdp2 import reshard
 from plimsoll.tracing.recorder.calling import Loss
 from plimsoll.tracing.recorder.fingerprint import fingerprint
 from plimsoll.tracing.recorder.untouched import untouched
+from plimsoll.units import format_seconds
 
 _TOPIC = "advise_compression"
 _PATIENCE_SECONDS = 300.0
@@ -226,10 +228,23 @@ def _try(conversation: Conversation, metering: Metering) -> int:
     # Without shards the ranks do not wait for each other yet, and nobody has to be released.
     with conversation.stepping() if metering.units else contextlib.nullcontext(), untouched(model):
         reshard(model)
-        metering.backward(model)
+        step_seconds = time_call(lambda: metering.backward(model), metering.device)
         unused = check_reducible(model, metering.units)
+        _foretell(metering, step_seconds)
     conversation.ask("a first step")
     return unused
+
+
+def _foretell(metering: Metering, step_seconds: float) -> None:
+    """Say how long it will take, first by itself and then with every stage."""
+    steps, told = planned_steps(metering), metering.report
+    all_of_it = format_seconds(steps * step_seconds)
+    told(
+        f"about {steps} steps of {format_seconds(step_seconds)}, {all_of_it} in all (fewer: measure_rounds=, --steps; "
+        "methods=, --methods)",
+        0.0,
+    )
+    metering.report = lambda stage, share: told(f"{stage}, of about {all_of_it}", share)
 
 
 def _measure(metering: Metering, unused: int) -> TrafficFindings:

@@ -44,12 +44,24 @@ _TIMED_STEPS = 2
 """In each turn of a method: a turn begins with connections of its own."""
 
 
+_STEPS_FOR_PARTS = 32
+"""Forwards and backwards in which buckets, and what transfers do to a step, are timed; with any number of methods."""
+_OTHER_STEPS = 4
+
+
 @dataclass(frozen=True, slots=True)
 class GradientError:
     """How far the first compressed gradient is from the uncompressed one: ‖Δg‖ / ‖g‖, and the angle's cosine."""
 
     relative: float
     cosine: float
+
+
+def planned_steps(metering: Metering) -> int:
+    """How many steps will be taken at most: for the parts of a step, in rounds of all methods, and in validation."""
+    methods, validated = len(metering.methods), metering.orders * metering.validate_steps
+    rounds = metering.measure_rounds * (_WARM_STEPS + _TIMED_STEPS + 1)
+    return _OTHER_STEPS + (0 if metering.units else _STEPS_FOR_PARTS) + methods * (1 + rounds + validated)
 
 
 class Parallel:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from plimsoll.tracing.ddp import inner_module
+from plimsoll.tracing.fsdp2 import every_gradient
 from plimsoll.tracing.local_tensors import layout_of
 from plimsoll.tracing.recorder.opkey import dtype_name
 
@@ -59,7 +60,7 @@ def signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
         for device in ("cpu", "cuda")
         if torch.is_autocast_enabled(device)
     ]
-    if any(parameter.grad is not None for parameter in model.parameters()):
+    if every_gradient(model):
         parts.append("accumulating")
     parts.append("loss: " + ("output" if loss is None else getattr(loss, "__qualname__", type(loss).__qualname__)))
     return "; ".join(parts)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from plimsoll.errors import PlimsollError
-from plimsoll.tracing.fsdp2 import KeptShards, sharded_parameters
+from plimsoll.tracing.fsdp2 import KeptShards, every_parameter
 from plimsoll.tracing.local_tensors import local_of
 from plimsoll.tracing.recorder.storages import is_plain, same_contents
 
@@ -33,7 +33,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     are replaced by zeros of their shape while the block runs (so that accumulating into them costs what it will cost), and
     are never written.
     """
-    parameters = list(dict.fromkeys([*model.parameters(), *sharded_parameters(model)]))
+    parameters = every_parameter(model)
     gradients = [parameter.grad for parameter in parameters]
     generators, state = RandomState(), KeptState(model)
     shards = KeptShards(model)
