@@ -71,12 +71,11 @@ class TorchCall:
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     made: Any
-    is_simple: bool = field(init=False, compare=False)
-    """Whether it is a function of known tensors alone that returned one tensor, as most calls are."""
 
-    def __post_init__(self) -> None:
-        is_simple = self.made == 1 and not self.kwargs and all(type(number) is int for number in self.args)
-        object.__setattr__(self, "is_simple", is_simple)
+    @property
+    def is_simple(self) -> bool:
+        """Whether it is a function of known tensors alone that returned one tensor, as most calls are."""
+        return self.made == 1 and not self.kwargs and all(type(number) is int for number in self.args)
 
 
 Stream = tuple[TorchCall, ...]
@@ -84,10 +83,17 @@ Stream = tuple[TorchCall, ...]
 
 @dataclass(slots=True)
 class Junction:
-    """A place in the tree of known streams: the calls that may come next, and what serves a call that ends here."""
+    """A place in the tree of known streams: the calls that may come next, and what serves a call that ends here.
+
+    Nearly all places have one call, of known tensors alone, behind them: its function, its arguments' numbers and the place
+    after it stand here, for this look-up is in the way of every torch call.
+    """
 
     branches: list[tuple[TorchCall, Junction]] = field(default_factory=list)
     program: Any = None
+    func: Any = None
+    numbers: tuple[int, ...] = ()
+    after: Junction | None = None
 
     def add(self, stream: Stream, program: Any) -> None:
         """Make a stream known."""
@@ -97,6 +103,10 @@ class Junction:
             if following is None:
                 following = Junction()
                 place.branches.append((call, following))
+                is_simple = len(place.branches) == 1 and call.is_simple
+                place.func, place.numbers, place.after = (
+                    (call.func, call.args, following) if is_simple else (None, (), None)
+                )
             place = following
         place.program = program
 
@@ -151,22 +161,17 @@ class StreamGuard(TorchFunctionMode):
         if place is None or type(result) in _ANSWERS:
             return result
         known = self._known
+        if place.func is func and not kwargs and len(args) == len(place.numbers) and isinstance(result, torch.Tensor):
+            for value, number in zip(args, place.numbers):  # noqa: B905 - their lengths are equal
+                if value is None or known[number]() is not value:
+                    break
+            else:
+                known.append(weakref.ref(result))
+                self._place = place.after
+                return result
         for call, following in place.branches:
-            if func is not call.func and func != call.func:
-                continue
-            if call.is_simple:
-                if kwargs or len(args) != len(call.args) or not isinstance(result, torch.Tensor):
-                    continue
-                for value, number in zip(args, call.args):  # noqa: B905 - this loop is in the way of every torch call
-                    if value is None or known[number]() is not value:
-                        break
-                else:
-                    known.append(weakref.ref(result))
-                    self._place = following
-                    return result
-                continue
             length = len(known)
-            if _fits_call(call, args, kwargs, result, known):
+            if (func is call.func or func == call.func) and _fits_call(call, args, kwargs, result, known):
                 self._place = following
                 return result
             del known[length:]
