@@ -52,7 +52,7 @@ current_autograd_node: Callable[[], Any] = internal("torch._C._current_autograd_
 """The node whose backward runs in this thread; ``None`` outside of backward."""
 current_graph_task: Callable[[], int] = internal("torch._C._current_graph_task_id")
 """The number of the backward that runs in this thread, or -1."""
-without_torch_function: Any = internal("torch._C.DisableTorchFunction")
+without_torch_function: Callable[[], AbstractContextManager[None]] = internal("torch._C.DisableTorchFunction")
 sequence_number: Callable[[], int] = internal("torch._C._autograd._get_sequence_nr")
 """How many autograd nodes this thread has made."""
 below_autograd: Callable[[], AbstractContextManager[None]] = internal("torch._C._AutoDispatchBelowAutograd")

@@ -15,7 +15,7 @@ from plimsoll.artifacts.receipt import Intermediate, Mismatch, finite
 from plimsoll.errors import InvalidRegions
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.storages import same_contents
-from plimsoll.tracing.torch_internals import current_graph_task
+from plimsoll.tracing.torch_internals import current_graph_task, without_torch_function
 
 Key = tuple[str, int, bool]
 """Module, which of its calls, and whether it is the gradient."""
@@ -95,7 +95,8 @@ def _copying_hook(name: str, found: Found) -> Callable[[nn.Module, Any, Any], No
         if current_graph_task() != -1 or not tensors:
             return
         call, tensor = next(calls), tensors[0]
-        found[name, call, False] = tensor.detach().clone()
+        with without_torch_function():  # a region under a plan would take it for a call of its own
+            found[name, call, False] = tensor.detach().clone()
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: found.__setitem__((name, call, True), gradient.detach().clone()))
         elif not torch.is_grad_enabled():  # re-entrant checkpointing
