@@ -24,7 +24,7 @@ from contracts.harness import (
 )
 from engine.models import Inner, scaled, step_on
 from plimsoll.artifacts.decision import Engine
-from plimsoll.engine.region import MAX_SIGNATURES
+from plimsoll.engine import region
 from plimsoll.errors import ReplayMismatch
 
 
@@ -61,8 +61,7 @@ class ListedExperts(Experts):
 def test_shapes_that_depend_on_data_stay_right(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        report = assert_unchanged(stack_of(kind), step_on(lambda index: batch(index, 9, 8)), steps=7, engine=None)
-    assert Engine.RERUN in report.engines
+        assert_unchanged(stack_of(kind), step_on(lambda index: batch(index, 9, 8)), steps=7)
 
 
 def branch(x):
@@ -71,26 +70,16 @@ def branch(x):
     return x.sigmoid() * x * 2
 
 
-def test_a_branch_on_data_is_rerun_with_one_warning():
-    torch.manual_seed(0)
-    plain = stack_of(lambda: Inner(branch), count=1)()
-    managed = copy.deepcopy(plain)
-    expected = train(plain, plain_step, 5)
-    with manage(managed) as handle:
-        with pytest.warns(UserWarning, match="re-run as a whole") as caught:
-            found = train(managed, plain_step, 5)
-        assert {outcome.engine for outcome in handle.outcomes()} == {Engine.RERUN}
-        assert "branch on data" in handle.outcomes()[0].reason
-    assert differences(expected, found) == []
-    assert len([warning for warning in caught if "plimsoll" in str(warning.message)]) == 1
+def branch_through_numpy(x):
+    return x.exp().tanh() if x.detach().numpy().mean() > 0 else x.sigmoid() * x
 
 
-def test_a_branch_on_data_through_numpy_is_rerun():
-    def branching(x):
-        return x.exp().tanh() if x.detach().numpy().mean() > 0 else x.sigmoid() * x
-
-    report = assert_unchanged(stack_of(lambda: Inner(branching)), plain_step, steps=5, engine=None)
-    assert report.engines == {Engine.RERUN}
+@pytest.mark.parametrize("function", [branch, branch_through_numpy])
+def test_a_branch_on_data_has_recipes_for_both_ways(function):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_unchanged(stack_of(lambda: Inner(function), count=1), plain_step, steps=8)
+    assert len([warning for warning in caught if "kept everything" in str(warning.message)]) <= 1
 
 
 def flagged(x):
@@ -169,7 +158,7 @@ def test_a_global_constant_that_changes_is_caught_before_the_optimizer(boundarie
                 break
             except ReplayMismatch:
                 continue
-        assert Engine.RERUN in {outcome.engine for outcome in handle.outcomes()}
+        assert Engine.KEEP in {outcome.engine for outcome in handle.outcomes()}
     assert differences(expected, first) == []
     assert differences(train(plain, later_step, 2), later) == []
 
@@ -185,14 +174,15 @@ def test_thinned_sentinels_still_catch_a_changed_constant_within_their_round():
             train(model, plain_step, 3)
 
 
-def test_changing_lengths_and_batch_sizes_record_once_each_and_are_rerun_after_some():
+def test_changing_lengths_and_batch_sizes_record_once_each_and_the_oldest_go(monkeypatch):
     shapes = [(3, 8), (5, 8), (2, 3, 8), (3, 8), (1, 8)]
     build = stack_of(lambda: nn.Dropout(0.2))
     some = step_on(lambda index: batch(index, *shapes[index % len(shapes)]))
     assert len(assert_unchanged(build, some, steps=10, boundaries=(2,)).outcomes) == 3 * 4
+    monkeypatch.setattr(region, "MAX_SIGNATURES", 4)
     growing = step_on(lambda index: batch(index, index + 2, 8))
-    report = assert_unchanged(build, growing, steps=MAX_SIGNATURES + 3, engine=None, boundaries=(2,))
-    assert report.engines == {Engine.RECIPE, Engine.RERUN}
+    report = assert_unchanged(build, growing, steps=7, boundaries=(2,))
+    assert len(report.outcomes) == 3 * 4
 
 
 def test_arguments_that_are_python_numbers_are_part_of_the_signature():

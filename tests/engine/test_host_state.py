@@ -147,11 +147,18 @@ class Holder(nn.Module):
         self.function = torch.tanh
         self.endless = itertools.cycle([0, 1, 2, 1])
         self.own_random = random.Random(0)
+        self.seed = 0
+        self.collected = []
         self.calls = 0
         self.called = [0]
         self.register_buffer("scale", torch.ones(()))
         self.register_buffer("mask", torch.ones(1))
         self.weights = nn.ParameterList(nn.Parameter(torch.full((1,), 0.5 + i)) for i in range(3))
+
+    @property
+    def generator(self):
+        self.seed += 1
+        return torch.Generator().manual_seed(self.seed)
 
     def set(self, now):
         self.attribute = self.config.now = self.table["deep"]["now"] = self.listed[0] = Shared.now = GLOBAL["now"] = now
@@ -222,7 +229,25 @@ def _value_and_random(holder, x):
     return (x * (1 + random.random())).sin().tanh() if holder.scale.item() > 1.5 else x.cos().tanh()
 
 
+def _threshold_in_numpy(holder, x):
+    where = x.detach().numpy() > float(holder.array[0]) / 4
+    return (x * torch.from_numpy(where.astype(np.float32))).sin().tanh()
+
+
+def _listed_constant(holder, x):
+    return (x.sin() + torch.tensor([float(v) for v in holder.listed]) * float(holder.scale.item())).tanh().exp()
+
+
+def _read_and_drawn(holder, x):
+    noise = torch.rand(x.shape[-1:], generator=holder.generator)
+    holder.collected.append(x.mean())
+    return (x * noise).sin().tanh() if float(x.sum()) > -1e9 else x
+
+
 WAYS = {
+    "a threshold that numpy compares": _threshold_in_numpy,
+    "a list that becomes a tensor, beside a value read": _listed_constant,
+    "draws of its own, beside a value read": _read_and_drawn,
     "a replaced buffer": _scaled,
     "a buffer that forward replaces": _replaced_within,
     "which of three weights": _one_of_three_weights,
@@ -254,8 +279,11 @@ def _step(shape):
             if isinstance(module, Holder):
                 module.set((index * 7 // 4) % 3)
         loss = weigh(model(batch(index, rows, columns, 8)))
+        for module in model.modules():
+            if isinstance(module, Holder):
+                module.set((index + 1) % 3)  # for the step that comes
         loss.backward()
-        return loss
+        return loss, torch.tensor([len(m.collected) + m.seed for m in model.modules() if isinstance(m, Holder)])
 
     return step
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import plimsoll
-from contracts.harness import Block, Drops, batch, differences, manage, plain_step, stack_of, train
+from contracts.harness import Block, Drops, Stack, batch, differences, manage, plain_step, stack_of, train
 from engine.models import Through, region_plan, step_on
 from plimsoll.engine.apply import apply_plan
 from plimsoll.engine.region import ManagedRegion
@@ -302,3 +302,33 @@ def test_the_signature_of_a_managed_forward_is_still_that_of_the_module():
     expected = inspect.signature(model.blocks[0].forward)
     with manage(model):
         assert inspect.signature(model.blocks[0].forward) == expected
+
+
+@pytest.mark.parametrize("change", ["the class's forward", "the class"])
+def test_another_forward_of_the_class_is_run_from_the_next_call_on(change):
+    def build():
+        class Own(Block):
+            pass
+
+        return Stack(*(Own(nn.Tanh()) for _ in range(2)))
+
+    class Other(Block):
+        def forward(self, x):
+            return super().forward(x).sin() * 2
+
+    def step(model, index):
+        if index == 2:
+            for block in model.blocks:
+                if change == "the class":
+                    block.__class__ = Other
+                else:
+                    type(block).forward = lambda self, x: Block.forward(self, x).sin() * 2
+        return plain_step(model, index)
+
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    managed = build()
+    with manage(managed), pytest.warns(UserWarning, match="kept everything"):
+        found = train(managed, step, 5)
+    assert differences(train(plain, step, 5), found) == []

@@ -60,7 +60,7 @@ class Exact(Codec):
         self.decoded += 1
         tensor = payload.parts[0].clone()
         if self.lies:
-            tensor.view(-1)[:1].add_(1)
+            tensor.add_(1)
         return tensor
 
 
@@ -524,7 +524,7 @@ def test_an_exact_form_that_comes_back_wrong_is_found_before_the_optimizer(case,
         if "int8" not in packs.values():
             found = train(model, plain_step, 2)
             assert differences(train(plain, plain_step, 2), found) == []
-        assert Engine.RERUN in {outcome.engine for outcome in handle.outcomes()} or "int8" in packs.values()
+        assert Engine.KEEP in {outcome.engine for outcome in handle.outcomes()} or "int8" in packs.values()
 
 
 def test_lossy_forms_trip_no_sentinel():

@@ -24,7 +24,7 @@ class Engine(enum.StrEnum):
     RECIPE = "recipe"
     """Saved tensors are rewritten: dropped ones come back through verified recipes."""
     RERUN = "rerun"
-    """The region cannot be recorded; ``torch.utils.checkpoint`` runs it again as a whole."""
+    """The region was run again as a whole. Only receipts of earlier versions say so."""
     KEEP = "keep"
     """The plan drops something here, but it cannot be brought back safely, so everything is kept."""
     UNTOUCHED = "untouched"

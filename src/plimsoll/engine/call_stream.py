@@ -33,7 +33,6 @@ _ANSWERS = frozenset({bool, int, float, complex, str, torch.Size, torch.dtype, t
 """Types of results that leave no trace among tensors: calls that only ask something are not part of the stream."""
 _MADE_FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer})
 """Functions whose first argument is data: the tensor that they make comes from outside, whatever it holds."""
-_READS_ON_THE_HOST = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 _BY_VALUE = frozenset({bool, int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device})
 
 
@@ -181,14 +180,13 @@ class StreamGuard(TorchFunctionMode):
 
 
 class StreamRecorder(TorchFunctionMode):
-    """Writes down the stream of a call. ``host_reads`` counts tensors whose contents leave PyTorch without an op."""
+    """Writes down the stream of a call."""
 
     def __init__(self, known: list[TensorRef]) -> None:
         super().__init__()
         self._known = known
         self._numbers = {id(tensor): number for number, ref in enumerate(known) if (tensor := ref()) is not None}
         self._calls: list[TorchCall] = []
-        self.host_reads = 0
 
     @property
     def stream(self) -> Stream:
@@ -199,7 +197,6 @@ class StreamRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
-        self.host_reads += func in _READS_ON_THE_HOST
         if not _leaves_a_trace(result):
             return result
         is_data = func in _MADE_FROM_DATA and _is_data(args)

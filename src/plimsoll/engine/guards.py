@@ -131,15 +131,6 @@ class SignatureReader:
         return Entry(signature, self.scalars(), sources, inputs)
 
 
-def is_transparent(value: Any) -> bool:
-    """Whether an argument is made of tensors, scalars and plain containers: nothing that a call could write to unseen."""
-    if isinstance(value, tuple | list):
-        return all(map(is_transparent, value))
-    if isinstance(value, dict):
-        return all(map(is_transparent, value.values()))
-    return value is None or isinstance(value, (torch.Tensor, *_SCALARS))
-
-
 def _share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None:
         return False

@@ -13,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.engine.call_stream import Stream, StreamRecorder, references
-from plimsoll.engine.fallback import host_state
 from plimsoll.engine.guards import NO_OFFSET, Entry, SignatureReader
 from plimsoll.engine.hooks import Cell, OpenCall, unpack
 from plimsoll.engine.program import Program, Shared
@@ -25,7 +24,7 @@ from plimsoll.engine.verifying import VerifyingRecorder
 from plimsoll.planning.replay_schedule import recipe_ops
 from plimsoll.tracing.local_tensors import is_sharded, local_of, settled, version_of
 from plimsoll.tracing.recorder.calling import ModuleStack, call_tensors, output_tensors
-from plimsoll.tracing.recorder.collectives import is_routing, peers_of
+from plimsoll.tracing.recorder.collectives import peers_of
 from plimsoll.tracing.recorder.graph import LocalIds, SlotRecord, build_region_graph, default_order
 from plimsoll.tracing.recorder.recorder import Ref
 from plimsoll.tracing.recorder.storages import Geometry, has_lazy_bits, is_plain
@@ -53,11 +52,8 @@ class Recorded:
 
     program: Program | None
     obstacle: str = ""
-    may_rerun: bool = False
     peers: tuple[int, ...] = ()
     """Global ranks with which the region's collectives talk."""
-    routes: bool = False
-    """Whether some op chooses which token goes where."""
     stream: Stream = ()
     is_misfit: bool = False
     """Whether the stream was known, but the call saved something else than the recorded one."""
@@ -121,7 +117,6 @@ def record_call(
     """
     plan, sensor = service.plan, shared.sensor
     unpack_hook = unpack if sensor is None else sensor.unpack(subject.name, plan.call)
-    state = host_state(subject.module)
     call = _watch(subject, entry, reader, args, kwargs, shared, unpack_hook)
     try:
         shared.transfers.leave(call.output)
@@ -132,11 +127,7 @@ def record_call(
     found = Recorded(
         None,
         _obstacle(call),
-        may_rerun=not _writes_outside(recorder)
-        and not any(op.scratch for op in recorder.ops)
-        and host_state(subject.module) == state,
         peers=tuple(sorted({rank for op in recorder.ops for rank in peers_of(op.func, op.args, op.kwargs)})),
-        routes=any(is_routing(op.func) for op in recorder.ops),
         stream=call.stream.stream,
     )
     if found.obstacle:
@@ -152,7 +143,7 @@ def record_call(
     link = shared.links.find(program.plan, call.inputs)
     if not program.drop(saved, call.inputs, call.versions, call.output, link):
         saved.keep_all()
-        return call.output, replace(found, obstacle="an input that it needs again is written in place", may_rerun=False)
+        return call.output, replace(found, obstacle="an input that it needs again is written in place")
     return call.output, replace(found, program=program, is_misfit=is_misfit)
 
 
@@ -197,8 +188,6 @@ def _watch(
 def _obstacle(call: _Watched) -> str:
     """Why a call that was recorded must not be repeated by recipes."""
     recorder = call.recorder
-    if recorder.value_reads or call.stream.host_reads:
-        return "it reads the value of a tensor (a branch on data)"
     recorder.notice([*call.saved.tensors, *map(local_of, output_tensors(call.output))])
     if recorder.has_hidden_writes:
         return "it writes to memory in a way that PyTorch does not see (numpy, raw pointers)"
@@ -226,12 +215,6 @@ def _register(recorder: VerifyingRecorder, module: nn.Module, reader: SignatureR
                 source = ParameterSource(name, place, is_copied, not is_copied, is_sharded(tensor))
                 sources.setdefault(value, source)
     return sources
-
-
-def _writes_outside(recorder: VerifyingRecorder) -> bool:
-    """Whether some op writes to a storage that no op of the region has made."""
-    born = {storage for op in recorder.ops for storage in op.births}
-    return any(recorder.values[value].storage not in born for op in recorder.ops for value in op.writes)
 
 
 def _build(call: _Watched, subject: RegionForward, plan: RegionPlan, shared: Shared) -> Program:

@@ -8,6 +8,7 @@ calls are recorded again (see ``service``). What cannot be recorded is left to t
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from plimsoll.artifacts.receipt import RegionOutcome
 from plimsoll.engine.call_stream import StreamGuard, references
 from plimsoll.engine.copies import CopiedForward, calling_module
 from plimsoll.engine.fallback import Fallback
-from plimsoll.engine.guards import Entry, SignatureReader, is_somebody_elses_call, is_transparent
+from plimsoll.engine.guards import Entry, SignatureReader, is_somebody_elses_call
 from plimsoll.engine.hooks import OpenCall, unpack
 from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.record import RegionForward, record_call
@@ -34,13 +35,8 @@ from plimsoll.tracing.recorder.calling import call_tensors
 from plimsoll.tracing.refusals import compiled_part, refuse_compiler
 from plimsoll.tracing.torch_internals import sequence_number
 
-MAX_SIGNATURES = 8
-"""Recipes for so many signatures of one region are held. Further ones are re-run as a whole; where a region may not run twice,
-the recipes that were not used for longest go.
-"""
-
-MAX_MISFITS = 2
-"""A signature whose calls save other tensors than the recorded ones more often than this is re-run as a whole."""
+MAX_SIGNATURES = 64
+"""Recipes for so many signatures of one region are held; those that were not used for longest go first."""
 
 
 class ManagedRegion:
@@ -57,15 +53,17 @@ class ManagedRegion:
         self.module = module
         self.calls = 0
         self.services: dict[tuple[Any, ...], Service] = {}
+        self._clock = 0
         self._plans = plans
         self._shared = shared
-        self._original: Callable[..., Any] = module.forward
-        self.__wrapped__ = self._original  # so that inspect.signature shows the module's own
+        self.__wrapped__ = module.forward  # so that inspect.signature shows the module's own
         self._had_own = "forward" in module.__dict__
+        # The class is asked in every call: it may get another forward, and the module another class.
+        self._original: Callable[..., Any] = module.forward if self._had_own else functools.partial(_run, module)
         device_type = next((p.device.type for p in module.parameters()), "cpu")
         self._subject = RegionForward(name, module, self._original, device_type)
         self._reader = SignatureReader(module, device_type)
-        self._fallback = Fallback(name, self._original)
+        self._fallback = Fallback(name)
         self._is_removed = False
         self.obstacle = compiled_part(module)
         """The part of it that is compiled by torch.compile."""
@@ -76,8 +74,8 @@ class ManagedRegion:
         if self.obstacle:
             reason = f"{self.obstacle} is compiled by torch.compile"
             for service in self.services.values():
-                service.give_up(Engine.KEEP, reason)
-            self._fallback.warn(Engine.KEEP, reason)
+                service.give_up(reason)
+            self._fallback.say_keeps(reason)
         return bool(self.obstacle)
 
     def install(self) -> None:
@@ -123,13 +121,18 @@ class ManagedRegion:
         if service is None:
             if self._is_fake(args, kwargs):
                 return self._original(*args, **kwargs)
-            service = self._admit(key, plan, args, kwargs)
+            service = self._admit(key, plan)
         if service.engine is not Engine.RECIPE:
-            return self._whole(service, entry, args, kwargs)
+            return self._keeping(args, kwargs)
+        if service.has_failed():
+            self._give_up(service, "a rebuilt value was not what forward made")
+            return self._keeping(args, kwargs)
+        self._clock += 1
+        service.last_call = self._clock
         if not service.is_watched(entry.scalars):
             return self._steady(service, entry, args, kwargs)
         if not self._shared.recording.acquire(blocking=False):
-            return self._fallback.run(Engine.KEEP, entry, self._reader.places, args, kwargs)
+            return self._keeping(args, kwargs)
         try:
             return self._watched(service, entry, args, kwargs)
         finally:
@@ -168,30 +171,20 @@ class ManagedRegion:
         leaves = (*tree_leaves((args, kwargs)), *self.module.parameters())
         return any(isinstance(x, FakeTensor | Proxy) or (isinstance(x, torch.Tensor) and x.is_meta) for x in leaves)
 
-    def _admit(self, key: tuple[Any, ...], plan: RegionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Service:
+    def _admit(self, key: tuple[Any, ...], plan: RegionPlan) -> Service:
         """A signature that was not met yet, or not for long."""
-        fallback = self._fallback
-        fallback.may_rerun &= is_transparent(args) and is_transparent(kwargs)
-        service = Service(plan, self._shared.alarm)
         if len(self.services) >= MAX_SIGNATURES:
-            if fallback.engine is Engine.RERUN:
-                self._give_up(service, f"more than {MAX_SIGNATURES} signatures")
-            else:
-                del self.services[next(iter(self.services))]
-        self.services[key] = service
+            del self.services[min(self.services, key=lambda other: self.services[other].last_call)]
+        service = self.services[key] = Service(plan, self._shared.alarm)
         return service
 
     def _watched(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that is recorded: it drops what the plan drops, whatever it does."""
-        fallback, shared = self._fallback, self._shared
+        shared = self._shared
         output, recorded = record_call(self._subject, service, entry, self._reader, args, kwargs, shared)
-        fallback.may_rerun &= recorded.may_rerun
-        fallback.routes |= recorded.routes
-        fallback.peers = tuple(sorted({*fallback.peers, *recorded.peers}))
         program = recorded.program
         if program is None:
-            is_shared = bool(recorded.peers) and shared.repeats_collectives and fallback.may_rerun
-            self._give_up(service, recorded.obstacle, Engine.RERUN if is_shared else fallback.engine)
+            self._give_up(service, recorded.obstacle)
         else:
             is_new = service.find(recorded.stream) is None
             service.learn(recorded.stream, program)
@@ -203,28 +196,24 @@ class ManagedRegion:
             shared.agree_on_service(self.name, recorded.peers, f"{service.engine} {', '.join(repeated)}")
         return output
 
-    def _whole(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the region without recipes."""
-        output = self._fallback.run(service.engine, entry, self._reader.places, args, kwargs)
+    def _keeping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the region with all that it saves kept."""
+        output = self._original(*args, **kwargs)
         self._shared.transfers.leave(output)
         return output
 
-    def _give_up(self, service: Service, reason: str, engine: Engine | None = None) -> None:
-        """Serve these calls without recipes; said once per way."""
-        service.give_up(engine or self._fallback.engine, reason)
-        if all(other.engine is not service.engine for other in self.services.values() if other is not service):
-            self._fallback.warn(service.engine, reason)
+    def _give_up(self, service: Service, reason: str) -> None:
+        """Serve these calls without recipes; said once. Where other ranks count on collectives in recipes, that is refused."""
+        program = service.program
+        if program is not None and program.plan.collectives:
+            raise self._fallback.refusal(reason)
+        service.give_up(reason)
+        if all(other is service or other.engine is not Engine.KEEP for other in self.services.values()):
+            self._fallback.say_keeps(reason)
 
     def _steady(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call like one that was recorded: hold what it saves, ask the guards, then drop."""
         shared = self._shared
-        latest = service.program
-        if latest is not None and latest.recipes.has_failed:
-            reason = "a rebuilt value was not what forward made"
-            if latest.plan.collectives:
-                raise self._fallback.refusal(reason)
-            self._give_up(service, reason)
-            return self._whole(service, entry, args, kwargs)
         call = OpenCall(service.points, entry.sources)
         pack = call.pack_random if service.points else call.pack
         inputs = call_tensors(args, kwargs) if service.needs_inputs else ()
@@ -261,11 +250,7 @@ class ManagedRegion:
         """A call of a known stream saved something else than the recorded one: its shapes depend on data."""
         if self._is_compiled():  # since it was recorded
             return
-        service.misfits += 1
-        if service.misfits > MAX_MISFITS and self._fallback.engine is Engine.RERUN:
-            self._give_up(service, "calls with the same signature save different tensors (shapes depend on data)")
-        else:
-            service.watch()
+        service.misfit()
 
     def _surprise(self, service: Service, guard: StreamGuard) -> None:
         """A call did something else than any recorded one. It has kept everything, so it is right by construction. Only
@@ -276,7 +261,6 @@ class ManagedRegion:
             raise self._fallback.refusal("this call makes other torch calls than the recorded one")
         if self._is_compiled():  # since it was recorded
             return
-        self._fallback.may_rerun = False
         self._shared.alarm.sound()
         self._fallback.say_surprise(guard, service.watch_length)
 
@@ -287,3 +271,7 @@ def _first_obstacle(program: Program) -> str:
         (name, form), times = next(iter(refused.items()))
         return f"{name} is kept: its codec {form} could not represent the data ({times} times)"
     return next((f"{name} is kept: {obstacle}" for name, obstacle in program.plan.choice.obstacles.items()), "")
+
+
+def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)

@@ -80,7 +80,7 @@ class Recipes:
         self.has_failed = True
         graph, packed, region = self.plan.graph, self.plan.choice.packed, self.plan.name
         value = graph.values[graph.slots[slot].value]
-        again = "the optimizer has not stepped; run the step again: the region is re-run as a whole from now on"
+        again = "the optimizer has not stepped; run the step again: the region keeps everything from now on"
         if value.id in packed:
             raise ReplayMismatch(
                 f"{value.name!r} of region {region!r} came back from {packed[value.id]!r} as something else.",

@@ -1,4 +1,4 @@
-"""How calls of one signature are served: by recipes, one program per stream of torch calls, or by the fallback.
+"""How calls of one signature are served: by recipes, one program per stream of torch calls, or by keeping everything.
 
 A call whose stream is new has kept everything. The calls after it are *watched*: recorded again, which is right and within
 the budget whatever they do, and teaches their programs. Where streams stay known for a while the region is steady again;
@@ -35,8 +35,9 @@ class Service:
         self.plan = plan
         self.engine = Engine.RECIPE
         self.reason = ""
-        self.misfits = 0
-        """Calls with a known stream that saved something else than the recorded one (shapes depend on data)."""
+        self.last_call = 0
+        """When a call was last served, in calls of the region."""
+        self._misfits = 0
         self.known = Junction()
         self.points: StatePoints = {}
         """Where steady calls take generator states, for any of the programs."""
@@ -51,8 +52,12 @@ class Service:
 
     @property
     def program(self) -> Program | None:
-        """The one that was learned last; ``None`` where recipes serve nothing."""
-        return next(reversed(self._programs.values()), None)
+        """The one that drops most; ``None`` where recipes serve nothing."""
+        return max(self._programs.values(), key=lambda program: program.plan.dropped_bytes, default=None)
+
+    def has_failed(self) -> bool:
+        """Whether some recipe has made something else than forward did."""
+        return any(program.recipes.has_failed for program in self._programs.values())
 
     def is_watched(self, scalars: tuple[Any, ...]) -> bool:
         """Whether the call that begins is to be recorded: recent ones have brought surprises, or a scalar attribute of the
@@ -69,7 +74,9 @@ class Service:
 
     def learn(self, stream: Stream, program: Program) -> None:
         """A recorded call has given a program for its stream."""
-        self._programs.pop(stream, None)
+        if self._programs.pop(stream, None) is program:
+            self._programs[stream] = program
+            return
         if len(self._programs) >= MAX_STREAMS:
             del self._programs[next(iter(self._programs))]
         self._programs[stream] = program
@@ -90,9 +97,10 @@ class Service:
         self._idle_changes = 0 if is_new else self._idle_changes + has_changed
         self._watch = max(self._watch - 1, self.watch_length if is_new else 0)
 
-    def watch(self) -> None:
-        """Record the calls that follow."""
-        self._watch = FIRST_WATCH
+    def misfit(self) -> None:
+        """A call of a known stream has saved something else than the recorded one: its shapes depend on data."""
+        self._misfits += 1
+        self._watch = FIRST_WATCH * 4 ** (self._misfits - 1)
 
     def stance(self) -> contextlib.AbstractContextManager[Any]:
         """Operators that take functions compile themselves when they are called, and Dynamo cannot look through the guard."""
@@ -101,9 +109,9 @@ class Service:
             return stance
         return _NO_STANCE
 
-    def give_up(self, engine: Engine, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
         """No recipes any more."""
-        self.engine, self.reason = engine, reason
+        self.engine, self.reason = Engine.KEEP, reason
         self._programs.clear()
         self.known = Junction()
 

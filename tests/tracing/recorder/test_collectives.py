@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import plimsoll
-from plimsoll.artifacts.decision import Decision, Engine
+from plimsoll.artifacts.decision import Decision
 from plimsoll.tracing.recorder.collectives import (
     IS_ROUTING,
     is_collective,
@@ -66,24 +66,3 @@ def test_what_was_chosen_in_forward_is_kept_by_every_plan():
     plan = plimsoll.plan(model, torch.randn(8, 16), strategy="full", loss=torch.sum)
     kept = {d.value: d.reason for region in plan.regions for d in region.decisions if d.decision is Decision.KEEP}
     assert any(IS_ROUTING in reason for name, reason in kept.items() if name.startswith("topk"))
-
-
-def test_a_region_that_is_run_again_as_a_whole_does_not_choose_again():
-    torch.manual_seed(0)
-    model = nn.Sequential(*(_Choosing() for _ in range(2)))
-    plan = plimsoll.plan(model, torch.randn(8, 16), strategy="full", loss=torch.sum)
-    x = torch.randn(8, 16)
-    with OpRecorder() as plain:
-        model(x).sum().backward()
-    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    with plimsoll.apply(model, plan) as handle:
-        model(x).sum().backward()
-        for region in handle.regions.values():
-            for service in region.services.values():
-                service.give_up(Engine.RERUN, "it is asked for")
-        model.zero_grad()
-        with OpRecorder() as managed:
-            model(x).sum().backward()
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True) if p.grad is not None)
-    assert sum(op.name == "topk" for op in managed.ops) == sum(op.name == "topk" for op in plain.ops)
-    assert sum(op.name == "sigmoid" for op in managed.ops) > sum(op.name == "sigmoid" for op in plain.ops)
