@@ -1,6 +1,8 @@
 """The peak meter against allocations of known size."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -156,3 +158,8 @@ def test_a_meter_whose_profiler_was_ended_by_another_says_that_nothing_was_measu
     with pytest.raises(MeasurementLost) as raised, PeakMeter(), torch.profiler.profile():
         torch.zeros(1024)
     assert "another one ended it" in raised.value.why
+
+
+def test_an_error_while_memory_is_measured_ends_the_process_as_without_a_meter():
+    code = "import plimsoll.tracing.meters.memory as m; m.PeakMeter('cpu').__enter__(); raise SystemExit(7)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7

@@ -16,6 +16,7 @@ The allocator warns once a second on stderr about the releases that its log lack
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import gc
@@ -159,6 +160,12 @@ def release_free_memory() -> None:
         trim(0)
 
 
+def _end_profiler() -> None:
+    """A process that ends with the profiler on crashes; an error of the user's may end it while it is measured."""
+    if is_profiler_on():
+        _disable_profiler()
+
+
 class _CpuMeter:
     """Allocator events of this thread, and the deaths of storages that were there before."""
 
@@ -175,6 +182,7 @@ class _CpuMeter:
         self._watched = _watch_deaths(_live_tensors("cpu") if held is None else held, self._note_death)
         del held
         self._run_profiler()
+        atexit.register(_end_profiler)
         torch.empty(1)  # the first event of the log: it tells which thread this is
         self._marks.append((time.time_ns(), "start"))
 
@@ -194,6 +202,7 @@ class _CpuMeter:
         self._marks.append((time.time_ns(), name))
 
     def stop(self) -> tuple[Window, ...]:
+        atexit.unregister(_end_profiler)
         events = _disable_profiler().experimental_event_tree() if is_profiler_on() else []
         if is_profiled():
             self._run_profiler()  # before 2.13 the user's own, which ours has ended, fails where it finds none to stop
