@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import plimsoll
+from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.errors import InvalidBatch, InvalidLoss, InvalidModel, TracingFailed
 from plimsoll.tracing.trace import merged_timings, trace
@@ -243,3 +245,19 @@ def test_a_tied_parameter_is_listed_once_with_its_other_names():
     model[1].weight = model[0].weight
     step = trace(model, torch.ones(2, 4), loss=torch.sum)
     assert [(p.name, p.aliases) for p in step.parameters] == [("0.weight", ("1.weight",))]
+
+
+def test_a_block_that_calls_itself_is_one_region():
+    class Recursive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(16, 16)
+
+        def forward(self, x, depth=2):
+            y = torch.tanh(self.line(x)) * torch.sin(x)
+            return self(y, depth - 1) if depth else y
+
+    model, x = nn.Sequential(Recursive(), Recursive()), torch.randn(8, 16)
+    plan = plimsoll.plan(model, x, strategy="full", loss=torch.sum)
+    assert [region.name for region in plan.regions] == ["0", "1"]
+    assert plimsoll.verify(model, x, plan, loss=torch.sum).verdict is ReceiptVerdict.VERIFIED

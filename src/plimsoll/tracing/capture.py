@@ -278,6 +278,9 @@ class StepCapture:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
+            outer = self._running
+            if outer is not None and outer.name == name and _is_on_top(outer.book):  # a block that calls itself
+                return original(*args, **kwargs)
             if self.tracer.phase is not Phase.FORWARD or not _is_on_top(self._outside):
                 raise self._already_checkpointed(name)
             log = self._running = self._enter(name, module, args, kwargs)
