@@ -93,7 +93,7 @@ def averaged(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) ->
 
 
 class Forgetful(Stack):
-    """Lets go of a cache in its first forward."""
+    """Lets go of a cache in its first forward. While that step is planned it is held, to be put back for the user's own."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__(count, width)
@@ -129,12 +129,13 @@ class Training:
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def assert_kept(training: Training, loop: Loop, share: float = 0.7, steps: int = 4) -> None:
-    """Weights of the unmanaged training, at a share of its peak, without a word."""
+def assert_kept(training: Training, loop: Loop, share: float = 0.7, steps: int = 4, held_bytes: int = 0) -> None:
+    """Weights of the unmanaged training, at a share of its peak, without a word; ``held_bytes`` are let go in step one."""
     expected = training.run(loop, steps=steps)
     budget = int(share * max(training.peaks))
     found = training.run(loop, budget, steps=steps)
-    assert max(training.peaks) <= budget
+    assert training.peaks[0] <= budget + held_bytes
+    assert max(training.peaks[1:]) <= budget
     assert training.said == []
     assert not training.attachment.is_calibrating
     assert any(region.dropped for region in training.attachment.plan.regions)
@@ -147,7 +148,8 @@ def assert_kept(training: Training, loop: Loop, share: float = 0.7, steps: int =
     + [(plain, Forgetful)],
 )
 def test_any_loop_keeps_to_its_budget(loop: Loop, make: type[Stack]):
-    assert_kept(Training(lambda: make(3, WIDTH), torch.optim.AdamW), loop)
+    held_bytes = 4 * MIB if make is Forgetful else 0
+    assert_kept(Training(lambda: make(3, WIDTH), torch.optim.AdamW), loop, held_bytes=held_bytes)
 
 
 @pytest.mark.parametrize(

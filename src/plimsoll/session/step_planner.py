@@ -152,12 +152,7 @@ class StepPlanner:
         The trial shows what the step itself takes more, and not the user's loss, what a step leaves behind, or state of
         other optimizers.
         """
-        unseen_bytes = max(0, excess_bytes - self.mistake_bytes)
-
-        def run(plan: Plan) -> TrialRun:
-            trial = self.run(step, plan)
-            return dataclasses.replace(trial, peak_bytes=trial.peak_bytes + unseen_bytes)
-
+        run = functools.partial(self.run, step, unseen_bytes=max(0, excess_bytes - self.mistake_bytes))
         return confirmed(plan, run, lambda more, _: resolve(max(excess_bytes, more)), max_error=None, progress=silent)
 
     def lowest(self, error_scale: float = 1.0) -> Plan:
@@ -269,9 +264,10 @@ class StepPlanner:
         """The plan as this process would run it: with the peak and the timeline of its own step."""
         return plan
 
-    def run(self, step: TrainingStep, plan: Plan) -> TrialRun:
-        """Run a plan and measure it."""
-        return run_trial(step, plan, self.gradients)
+    def run(self, step: TrainingStep, plan: Plan, *, unseen_bytes: int = 0) -> TrialRun:
+        """Run a plan and measure it; ``unseen_bytes`` are known to come on top."""
+        trial = run_trial(step, plan, self.gradients)
+        return dataclasses.replace(trial, peak_bytes=trial.peak_bytes + unseen_bytes)
 
     def excess_bytes(self, own_excess_bytes: int) -> int:
         """What has to be taken off the budget for a step that takes so much more than its plan says."""

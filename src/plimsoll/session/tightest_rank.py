@@ -142,10 +142,10 @@ class SharedPlanner(StepPlanner):
             classes=classes_at_peak(own),
         )
 
-    def run(self, step: TrainingStep, plan: Plan) -> TrialRun:
+    def run(self, step: TrainingStep, plan: Plan, *, unseen_bytes: int = 0) -> TrialRun:
         """Run a plan on all ranks: the largest error, and a peak as far over the budget as the worst one is."""
         with self._agreement.stepping():
-            own = super().run(step, plan)
+            own = super().run(step, plan, unseen_bytes=unseen_bytes)
         taken = _Taken(peak_bytes=own.peak_bytes, budget_bytes=self.own_budget_bytes, error=own.error)
         told = self._agreement.all_of("measured peaks", taken, _Taken)
         rank, tightest = max(zip(self._agreement.ranks, told, strict=True), key=lambda entry: entry[1].over_bytes)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.profiler import profile
@@ -169,6 +169,9 @@ def _end_profiler() -> None:
 class _CpuMeter:
     """Allocator events of this thread, and the deaths of storages that were there before."""
 
+    _starts: ClassVar[int] = 0
+    """How often the one profiler of the process was started by a meter: the latest one has it."""
+
     def __init__(self, held: Iterable[torch.Tensor] | None) -> None:
         self.timeline: tuple[tuple[int, int], ...] = ()
         self._held = None if held is None else [part for tensor in held for part in dense_parts(tensor)]
@@ -186,7 +189,14 @@ class _CpuMeter:
         torch.empty(1)  # the first event of the log: it tells which thread this is
         self._marks.append((time.time_ns(), "start"))
 
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the profiler is on, and ours."""
+        return is_profiler_on() and self._start == _CpuMeter._starts
+
     def _run_profiler(self) -> None:
+        _CpuMeter._starts += 1
+        self._start = _CpuMeter._starts
         session = profile(use_kineto=True, profile_memory=True)
         self._activities = session.kineto_activities
         before = os.environ.get(_KINETO_LOG_LEVEL)
@@ -203,7 +213,7 @@ class _CpuMeter:
 
     def stop(self) -> tuple[Window, ...]:
         atexit.unregister(_end_profiler)
-        events = _disable_profiler().experimental_event_tree() if is_profiler_on() else []
+        events = _disable_profiler().experimental_event_tree() if self.is_measuring else []
         if is_profiled():
             self._run_profiler()  # before 2.13 the user's own, which ours has ended, fails where it finds none to stop
         self._watched.clear()
