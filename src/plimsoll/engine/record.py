@@ -1,4 +1,4 @@
-"""Watches the first call of a region under a signature, and makes the program that serves the calls that follow."""
+"""Watches a call of a region, and makes the program that serves later calls like it."""
 
 from __future__ import annotations
 

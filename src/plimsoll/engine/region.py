@@ -183,15 +183,16 @@ class ManagedRegion:
         shared = self._shared
         output, recorded = record_call(self._subject, service, entry, self._reader, args, kwargs, shared)
         program = recorded.program
+        is_new = service.find(recorded.stream) is None
         if program is None:
             self._give_up(service, recorded.obstacle)
         else:
-            is_new = service.find(recorded.stream) is None
             service.learn(recorded.stream, program)
             service.watched(self._reader.scalars(), is_new=is_new)
             if recorded.is_misfit:
                 self._misfit(service)
-        if recorded.peers and shared.repeats_collectives and shared.agree_on_service is not None:
+        # A rank alone may watch again what all have agreed on: a surprise in another region makes it.
+        if is_new and recorded.peers and shared.repeats_collectives and shared.agree_on_service is not None:
             repeated = () if program is None else program.plan.collectives
             shared.agree_on_service(self.name, recorded.peers, f"{service.engine} {', '.join(repeated)}")
         return output
