@@ -22,7 +22,7 @@ from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.planning.replay_schedule import BOUNDARY
 from plimsoll.tracing.local_tensors import local_of, version_of
 from plimsoll.tracing.recorder.calling import output_tensors
-from plimsoll.tracing.recorder.storages import Geometry
+from plimsoll.tracing.recorder.storages import Geometry, is_plain
 
 
 class LinkedInput:
@@ -89,6 +89,10 @@ class LinkTable:
     def find(self, plan: ReplayPlan, inputs: Sequence[torch.Tensor]) -> LinkedInput | None:
         """A link to the input that the plan does not hold, if there is one and the region before made it."""
         return None if plan.choice.link is None else self.link_to(inputs[plan.link_position])
+
+    def has_made_first(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether the region before can make the first of these arguments again."""
+        return bool(self._offers and inputs) and is_plain(local_of(inputs[0])) and self.link_to(inputs[0]) is not None
 
     def link_to(self, tensor: torch.Tensor) -> LinkedInput | None:
         """A link to a tensor, if the region before made it."""

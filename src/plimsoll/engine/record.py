@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,18 +10,17 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from plimsoll.artifacts.plan import RegionPlan
-from plimsoll.artifacts.region import Origin, RegionGraph
+from plimsoll.artifacts.region import Origin
 from plimsoll.engine.call_stream import Stream, StreamRecorder, references
 from plimsoll.engine.guards import NO_OFFSET, Entry, SignatureReader
 from plimsoll.engine.hooks import Cell, OpenCall, unpack
 from plimsoll.engine.program import Program, Shared
+from plimsoll.engine.recording import Recording
 from plimsoll.engine.replay_code import RecordedRegion
-from plimsoll.engine.replay_plan import DropChoice, ParameterSource, ReplayPlan, choose
+from plimsoll.engine.replay_plan import ParameterSource
 from plimsoll.engine.replay_rng import RandomPoints
 from plimsoll.engine.service import Service
 from plimsoll.engine.verifying import VerifyingRecorder
-from plimsoll.planning.replay_schedule import recipe_ops
 from plimsoll.tracing.local_tensors import is_sharded, local_of, settled, version_of
 from plimsoll.tracing.recorder.calling import ModuleStack, call_tensors, output_tensors
 from plimsoll.tracing.recorder.collectives import peers_of
@@ -51,6 +50,8 @@ class Recorded:
     """How a recording ended: with a program, or with the obstacle that speaks against one."""
 
     program: Program | None
+    recording: Recording | None = None
+    """What is new about the region; ``None`` where its program was known."""
     obstacle: str = ""
     peers: tuple[int, ...] = ()
     """Global ranks with which the region's collectives talk."""
@@ -126,7 +127,7 @@ def record_call(
     recorder, saved = call.recorder, call.saved
     found = Recorded(
         None,
-        _obstacle(call),
+        obstacle=_obstacle(call),
         peers=tuple(sorted({rank for op in recorder.ops for rank in peers_of(op.func, op.args, op.kwargs)})),
         stream=call.stream.stream,
     )
@@ -137,7 +138,9 @@ def record_call(
     program = service.find(found.stream)
     is_misfit = program is not None and not program.guard.holds(saved, call.nodes)
     if program is None or is_misfit or program.plan.choice.link is not None:
-        program = _build(call, subject, plan, shared)
+        recording = _recording(call, subject)
+        program = recording.program(plan, shared, is_linked=shared.links.has_made_first(call.inputs))
+        found = replace(found, recording=recording)
     if sensor is not None:
         sensor.saw(subject.name, plan.call, program.plan.graph, saved.tensors, call.output, call.first_node)
     link = shared.links.find(program.plan, call.inputs)
@@ -217,7 +220,8 @@ def _register(recorder: VerifyingRecorder, module: nn.Module, reader: SignatureR
     return sources
 
 
-def _build(call: _Watched, subject: RegionForward, plan: RegionPlan, shared: Shared) -> Program:
+def _recording(call: _Watched, subject: RegionForward) -> Recording:
+    """What the call has shown, without the call's tensors."""
     recorder, sources = call.recorder, call.sources
     scratched = _refuse_readers_of_scratch(recorder)
     outputs = [_reference(recorder, tensor) for tensor in output_tensors(call.output)]
@@ -238,54 +242,26 @@ def _build(call: _Watched, subject: RegionForward, plan: RegionPlan, shared: Sha
         "",
     )
     local = ids.to_local
-    link_inputs = frozenset[int]()
-    if plan.is_boundary_dropped and call.input_values and shared.links.link_to(call.inputs[0]) is not None:
-        link_inputs = frozenset({local[call.input_values[0][1]]})
-    not_rebuildable = {local[v]: reason for v, reason in recorder.not_rebuildable.items() if v in local}
-    casts = sum(op.name == "_to_copy" for op in recorder.ops)
-    packer = shared.packer
-    choice = choose(graph, plan.dropped, not_rebuildable, link_inputs, plan.packed, packer.keeps_sign_only)
-    # Of a buffer that the region itself writes, replays get scratch copies, whatever it holds by then.
-    unchecked = {value for value in sources if recorder.values[value].storage in scratched}
-    copied = _unsaved_parameters(call, None if shared.links.is_used else _read_by_recipes(graph, choice), local)
-    parameters = tuple(
-        (
-            local[value],
-            replace(source, is_copied=value in copied, is_checked=False) if value in unchecked | copied else source,
-        )
-        for value, source in sources.items()
-        if value in local
-    )
-    replay_plan = ReplayPlan(
+    unsaved = _unsaved_parameters(call)
+    return Recording(
         name=subject.name,
-        call=plan.call,
         device_type=subject.device_type,
+        stream=call.stream.stream,
         graph=graph,
-        recording=_recording(call, ids, outputs),
-        choice=choice,
-        codecs={value: packer.codec(form) for value, form in choice.packed.items()},
-        parameters=parameters,
-        not_rebuildable=not_rebuildable,
-    )
-    shares = {d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes}
-    # Casts of parameters are cached inside of autocast, so that a later call may make fewer nodes than the recorded one.
-    return Program(
-        replay_plan,
-        range(call.nodes - casts, call.nodes + 1),
-        shares,
-        shared,
+        region=_recorded_region(call, ids, outputs),
+        sources={local[value]: source for value, source in sources.items() if value in local},
+        unsaved=frozenset(local[value] for value in unsaved if value in local),
+        scratched=frozenset(local[v] for v in sources if v in local and recorder.values[v].storage in scratched),
+        not_rebuildable={local[v]: reason for v, reason in recorder.not_rebuildable.items() if v in local},
+        first_input=local[call.input_values[0][1]] if call.input_values else None,
+        nodes=call.nodes,
+        casts=sum(op.name == "_to_copy" for op in recorder.ops),
         is_self_compiling=recorder.takes_functions,
     )
 
 
-def _read_by_recipes(graph: RegionGraph, choice: DropChoice) -> set[int]:
-    stored = choice.stored | choice.packed.keys()
-    made = (value for value in choice.dropped if graph.values[value].origin is Origin.OP)
-    return {read for value in made for op in recipe_ops(graph, value, stored)[0] for read in graph.ops[op].reads}
-
-
-def _unsaved_parameters(call: _Watched, read: set[int] | None, local: Mapping[int, int]) -> set[int]:
-    """Vectors among the parameters (the bias of a linear layer) that recipes read (``None``: any) and autograd did not save.
+def _unsaved_parameters(call: _Watched) -> set[int]:
+    """Vectors among the parameters (the bias of a linear layer) that autograd did not save.
 
     Without a plan they may be written between forward and backward, so recipes read a copy.
     """
@@ -297,11 +273,10 @@ def _unsaved_parameters(call: _Watched, read: set[int] | None, local: Mapping[in
         if values[value].origin is Origin.PARAMETER
         and values[value].bytes <= SMALL_PARAMETER_BYTES
         and len(values[value].base.size) <= 1
-        and (read is None or local.get(value) in read)
     }
 
 
-def _recording(call: _Watched, ids: LocalIds, outputs: list[Ref | None]) -> RecordedRegion:
+def _recorded_region(call: _Watched, ids: LocalIds, outputs: list[Ref | None]) -> RecordedRegion:
     recorder, saved = call.recorder, call.saved
     return RecordedRegion(
         ops=tuple(recorder.ops),
