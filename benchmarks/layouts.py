@@ -38,7 +38,7 @@ from benchmarks.page import format_mib, format_table
 from benchmarks.stages import SCHEDULES, StageTraining
 from plimsoll.artifacts.plan import Plan
 from plimsoll.distributed.pipelines.pipeline_stages import ScheduleAttachment, attach_schedule
-from plimsoll.session.attach import Attachment
+from plimsoll.session.attachment import Attachment
 from plimsoll.tracing.ddp import bucket_bytes
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 

@@ -1,0 +1,419 @@
+"""A budget at work on a model whose batches are not known yet: what the verb ``attach`` puts on it.
+
+The first call of the model in training is traced on the spot and runs under the plan with the lowest peak that there is.
+What that step takes in truth (the user's loss, the optimizer's state) is measured until the next call, and the plan for
+the budget is solved with the difference taken off. Later steps run that plan. A batch that is larger than any before it
+starts this over.
+
+On several ranks all of this is agreed, in the calls in which every rank calibrates. Later calls exchange nothing, unless
+something happens: a larger batch, or an optimizer's first step. The rank that sees it waits a few seconds for the others to
+see it too, in the same call. If all do, they start over together; if not, the plan stays. Batches may have another length on
+every rank, unless ranks share the work on one: each traces its own, and the plan keeps every rank within its budget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from plimsoll.artifacts.fault import Fault
+from plimsoll.artifacts.plan import Plan
+from plimsoll.errors import BudgetBelowFloor
+from plimsoll.session.agreement import Agreement
+from plimsoll.session.calibration import (
+    OptimizerWatch,
+    Taken,
+    as_batch,
+    optimizer_in_view,
+    planned_state_bytes,
+    predicted_before_optimizer,
+    stand_in_loss,
+    taken_bytes,
+    unseen_bytes,
+)
+from plimsoll.session.options import Budget, PlanOptions
+from plimsoll.session.plans_at_work import PlansAtWork
+from plimsoll.session.step_planner import StepPlanner, trace_and_cost
+from plimsoll.session.step_watch import (
+    MeteredSituations,
+    Shapes,
+    Situation,
+    StepWatch,
+    covers,
+    warn,
+    warn_of_overrun,
+    warn_of_unseen,
+)
+from plimsoll.session.task import BATCH, TrainingTask, detached
+from plimsoll.session.tightest_rank import planner_for
+from plimsoll.session.trial import error_scale
+from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, splits_activations
+from plimsoll.tracing.torch_internals import is_profiled
+from plimsoll.units import format_bytes
+
+_MOST_TRIES = 3
+"""So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
+
+
+class _Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank is in its calibration: its batch, whether it is a new one, what was measured, how many graphs waited."""
+
+    signature: str
+    is_new: bool
+    is_measured: bool
+    in_flight: int
+
+
+class Attachment:
+    """A budget at work on a model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budget: Budget,
+        options: PlanOptions,
+        agreement: Agreement,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        verify_every: int,
+    ) -> None:
+        self.model = model
+        self._budget = budget
+        self._optimizer = optimizer
+        self._options = options
+        self._agreement = agreement
+        self._work = PlansAtWork(agreement, model, verify_every)
+        self._calls = 0
+        self._shapes: list[Shapes] = []
+        self._has_counted_state = False
+        self._has_settled = False
+        self._planner: StepPlanner | None = None
+        self._error_scale = 1.0
+        self._is_calibrating, self._tries = False, 0
+        self._excess_bytes = 0
+        self._counted_state_bytes = 0
+        self._overrun_bytes = 0
+        self._has_warned = False
+        self._metered = MeteredSituations()
+        self._steps = StepWatch(model, self._before_call, self._after_step)
+        self._watch = OptimizerWatch(every_parameter(model), after_step=self._optimizer_stepped)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan at work; ``None`` until the first training step has begun, and final after it."""
+        return self._work.plan
+
+    @property
+    def is_calibrating(self) -> bool:
+        """Whether the plan for the budget is still to come: the model runs at its lowest peak."""
+        return self._is_calibrating
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """What ``verify_every`` has shown so far, under every plan that was at work."""
+        return self._work.faults
+
+    def remove(self) -> None:
+        """Undo everything; harmless when called twice."""
+        self._steps.end_step()
+        self._steps.remove()
+        self._watch.remove()
+        self._work.remove()
+        self._is_calibrating = False
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        """Before a training call: plan for it, or for what the one before it showed."""
+        self._calls += 1
+        if self._watch.is_settled:
+            self._watch.remove()
+        try:
+            if self._planner is None or self._is_calibrating:
+                with self._agreement:
+                    self._calibrate(args, kwargs, situation)
+            elif not any(covers(known, situation.shapes) for known in self._shapes):
+                self._grow(args, kwargs, situation)
+            elif self._overrun_bytes or situation.in_flight > self._planner.in_flight:
+                self._tighten(situation)
+            elif self._has_new_state():
+                self._count_state()
+        except BaseException:
+            if not self._has_settled:  # later the plan at work stays
+                self.remove()
+            raise
+        if not self._is_calibrating:
+            self._steps.meter_if_new(args, kwargs, situation, self._metered)
+
+    def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        """What every rank does in every call until the plan for the budget is there."""
+        facts = self._facts(args, kwargs)
+        if self._planner is None:
+            self._agreement.same("the first batch", facts)
+            self._begin(args, kwargs, situation)
+            return
+        here = _Standing(
+            signature=str(facts),
+            is_new=not any(covers(known, situation.shapes) for known in self._shapes),
+            is_measured=self._steps.is_between_steps and self._steps.measured is not None,
+            in_flight=situation.in_flight,
+        )
+        told = self._agreement.all_of("calibrating", here, _Standing)
+        if all(each.is_new for each in told) and len({each.signature for each in told}) == 1:
+            self._begin(args, kwargs, situation)
+            return
+        if here.is_new:
+            self._stay(situation)
+        if all(each.is_measured for each in told) or (self._tries == _MOST_TRIES and self._steps.is_between_steps):
+            self._settle(self._task(args, kwargs), max(each.in_flight for each in told))
+        if self._is_calibrating:
+            self._measure(args, kwargs)
+
+    def _grow(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        """A batch that may take more than any before it: plan for it, if all ranks have one."""
+        facts = self._facts(args, kwargs)
+        told = self._agreement.gathered(f"larger batch in call {self._calls}", str(facts), str)
+        if told is None or len(set(told)) > 1:
+            self._stay(situation)
+        else:
+            with self._agreement:
+                self._begin(args, kwargs, situation)
+
+    def _stay(self, situation: Situation) -> None:
+        """Go on under the plan that all ranks have, although this rank's batch is larger than those that it is for."""
+        self._shapes.append(situation.shapes)
+        self._metered.know(situation)
+        found = (
+            f"the batch of this rank ({situation.shown}) is larger than those before it, and not so on all ranks alike"
+        )
+        advice = "Pad batches to the same shape, or train on every rank's largest one first"
+        warn(f"{found}: the plan at work stays, and may take more than the budget. {advice}")
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        """Trace this very call. Unless the plan at work is enough for it, let it run at the lowest peak, measured."""
+        self._shapes.append(situation.shapes)
+        if is_profiled():
+            warn("this training call is traced, which takes torch's profiler: yours records nothing of it")
+        self._steps.stop()
+        task = dataclasses.replace(self._task(args, kwargs), optimizer=self._optimizer or optimizer_in_view(self.model))
+        with self._unmanaged():
+            planner = self._plan_for(task)
+            if self._planner is not None and self._is_enough_for(planner):
+                return
+            earlier, self._planner = self._planner, planner
+            try:
+                planner.wait_for(1 if earlier is None else earlier.in_flight)
+                lowest = planner.lowest_allowed(task.step, self._error_scale)
+            except BaseException:
+                self._planner = earlier
+                raise
+        self._run(lowest)
+        self._is_calibrating, self._tries, self._has_counted_state = True, 0, False
+        self._measure(args, kwargs)
+
+    def _is_enough_for(self, planner: StepPlanner) -> bool:
+        """Whether the plan at work keeps another step within the budget too, which takes less than the one that it is for."""
+        assert self._planner is not None
+        assert self.plan is not None
+        takes_less = planner.extremes.unmanaged_peak_bytes <= self._planner.extremes.unmanaged_peak_bytes
+        predicted_bytes = planner.predicted_bytes(self.plan) if takes_less and not self._is_calibrating else None
+        limit_bytes = (planner.own_budget_bytes or 0) - self._excess_bytes
+        return self._agreement.every("enough", holds=predicted_bytes is not None and predicted_bytes <= limit_bytes)
+
+    def _facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
+        """What has to be the same on all ranks: the batch too where ranks share the work on one."""
+        facts = self._task(args, kwargs).facts()
+        return facts if splits_activations(self.model) else {what: it for what, it in facts.items() if what != BATCH}
+
+    def _task(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
+        """The step of this very call, whose loss is not known."""
+        batch = detached(as_batch(self.model, args, kwargs))
+        return TrainingTask(model=self.model, batch=batch, loss=stand_in_loss)
+
+    def _plan_for(self, task: TrainingTask) -> StepPlanner:
+        """Trace the step, look for other forms of its values where they are allowed, and see how far off errors are."""
+        with self._agreement.stepping():
+            traced = trace_and_cost(task, self._options, optimizer_is_optional=self._optimizer is None)
+        budget_bytes = self._budget.bytes_on(traced[1])
+        planner = planner_for(self._agreement, traced, self._options, budget_bytes)
+        planner.try_forms(task.step)
+        self._error_scale = 1.0
+        if planner.gradients is not None:
+            self._error_scale = error_scale(
+                planner.solve(planner.budget_bytes), functools.partial(planner.run, task.step())
+            )
+        return planner
+
+    def _solve(self, budget_bytes: int | None, excess_bytes: int = 0) -> Plan:
+        assert self._planner is not None
+        return self._planner.solve(budget_bytes, excess_bytes=excess_bytes, error_scale=self._error_scale)
+
+    def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Measure the step that this call begins; within another one there is nothing to be measured."""
+        if not self._steps.is_between_steps:
+            return
+        self._tries += 1
+        self._watch.remove()
+        optimizer = self._optimizer or optimizer_in_view(self.model)
+        self._watch = OptimizerWatch(
+            every_parameter(self.model), () if optimizer is None else (optimizer,), after_step=self._optimizer_stepped
+        )
+        self._steps.meter(args, kwargs, with_optimizer=True)
+
+    def _settle(self, task: TrainingTask, in_flight: int) -> None:
+        """The first step is over: the plan for the budget, with what the trace did not see taken off.
+
+        Raises:
+            BudgetBelowFloor: what was measured at the lowest peak is more than the budget.
+        """
+        planner, measured, lowest = self._planner, self._steps.measured, self.plan
+        self._steps.measured = None
+        assert lowest is not None
+        assert planner is not None
+        assert planner.budget_bytes is not None
+        if in_flight > planner.in_flight:
+            planner.wait_for(in_flight)
+            lowest = planner.lowest(self._error_scale)
+        own = planner.own(lowest)
+        self._counted_state_bytes = max(self._watch.bytes_after, planned_state_bytes(own))
+        self._has_counted_state = self._watch.has_stepped
+        if measured is None:
+            warn(
+                "the first steps could not be measured (failed, or under a profiler); the plan relies on its trace alone"
+            )
+            taken = Taken()
+            self._excess_bytes = self._counted_state_bytes - planned_state_bytes(own)
+        else:
+            taken = taken_bytes(measured, self._watch, own)
+            self._excess_bytes = unseen_bytes(measured, self._watch, own)
+        floor_bytes = planner.worst_bytes(taken.bytes)
+        lasting_floor_bytes = planner.worst_bytes(taken.bytes + taken.lasting_bytes)
+        if planner.worst_bytes(taken.optimizer_bytes) > planner.budget_bytes:
+            raise planner.refusal(lowest, lasting_floor_bytes, is_optimizer=True)
+        try:
+            plan = self._confirmed(task)
+        except BudgetBelowFloor as error:
+            if floor_bytes > planner.budget_bytes:
+                raise planner.refusal(lowest, lasting_floor_bytes) from error
+            if lasting_floor_bytes > planner.budget_bytes and self._tries < _MOST_TRIES:
+                return  # that what is left stays is a guess: measure a step that begins with it
+            plan = msgspec.structs.replace(lowest, budget_bytes=planner.budget_bytes)
+        self._run(plan)
+        self._is_calibrating, self._has_settled = False, True
+
+    def _confirmed(self, task: TrainingTask) -> Plan:
+        """The plan for the budget, run once: it is recorded in its first step, which may take more than is predicted."""
+        plan = self._solve_for_budget()
+        has_trial = any(region.dropped for region in plan.regions) and not is_profiled()
+        if self._planner is None or not self._agreement.every("trial", holds=has_trial):
+            return plan
+        step = dataclasses.replace(task, optimizer=self._optimizer or optimizer_in_view(self.model)).step()
+
+        def resolve(excess_bytes: int) -> Plan:
+            self._excess_bytes = excess_bytes
+            return self._solve_for_budget()
+
+        with self._unmanaged():
+            return self._planner.confirmed_beside(plan, step, self._excess_bytes, resolve)
+
+    @contextlib.contextmanager
+    def _unmanaged(self) -> Iterator[None]:
+        """Run steps that are not the user's, without a plan at work."""
+        with self._steps.looking_away(), self._work.paused():
+            yield
+
+    def _solve_for_budget(self) -> Plan:
+        """The plan for the budget less what was measured on any rank."""
+        assert self._planner is not None
+        return self._solve(self._planner.budget_bytes, self._planner.excess_bytes(self._excess_bytes))
+
+    def _after_step(self) -> None:
+        """A step is over. Where it was measured under the plan for the budget, it has to have kept to that."""
+        planner, plan = self._planner, self.plan
+        if self._is_calibrating or plan is None or planner is None or planner.own_budget_bytes is None:
+            return
+        peak_bytes = self._steps.taken_bytes(max(self._watch.bytes_after, self._counted_state_bytes))
+        cause = self._metered.ended() if peak_bytes else ""
+        over_bytes = peak_bytes - planner.own_budget_bytes
+        if over_bytes > 0:
+            # Plans are discrete: less than what this one was off by may give the same plan again.
+            off_bytes = peak_bytes - predicted_before_optimizer(planner.own(plan))
+            self._overrun_bytes = max(self._excess_bytes + over_bytes, off_bytes)
+            warn_of_overrun(peak_bytes, planner.own_budget_bytes, cause, "the next step is planned with that taken off")
+
+    def _tighten(self, situation: Situation) -> None:
+        """Plan anew for a step that took more than the budget, or that is about to: more of its forwards wait at once."""
+        assert self._planner is not None
+        needed_bytes, self._overrun_bytes = max(self._overrun_bytes, self._excess_bytes), 0
+        told = self._agreement.gathered(f"over the budget in call {self._calls}", situation.in_flight, int)
+        if situation.in_flight > self._planner.in_flight:
+            found = f"{situation.in_flight} forwards of the model wait for one backward"
+            then = "" if told is None else ", and the next ones are planned for that"
+            warn(f"{found}, not {self._planner.in_flight} as planned: this step may take more than the budget{then}")
+        if told is not None:
+            with self._agreement:
+                self._planner.wait_for(max(self._planner.in_flight, *told))
+                self._excess_bytes = needed_bytes
+                self._replan("no plan takes less")
+
+    def _has_new_state(self) -> bool:
+        """Whether an optimizer has state that the plan does not count, or has made its first step since that was made."""
+        watch = self._watch
+        return watch.has_stepped and (not self._has_counted_state or watch.bytes_after > self._counted_state_bytes)
+
+    def _count_state(self) -> None:
+        """Take optimizer state that has come up off the budget, where all ranks have seen their optimizer step."""
+        self._has_counted_state = True
+        new_bytes = max(0, self._watch.bytes_after - self._counted_state_bytes)
+        told = self._agreement.gathered(f"first step of the optimizer before call {self._calls}", new_bytes, int)
+        self._counted_state_bytes += new_bytes
+        if told is None:
+            state = (
+                f"the optimizer of this rank has stepped ({format_bytes(new_bytes)} of new state), and not on all ranks"
+            )
+            warn(f"{state}: the plan at work stays, and does not count that. Pass optimizer= to plimsoll.attach")
+        elif any(told):
+            with self._agreement:
+                self._excess_bytes += new_bytes
+                self._replan(f"the optimizer has {format_bytes(new_bytes)} of new state")
+
+    def _replan(self, why: str) -> None:
+        """The plan for the budget with what has shown since taken off; the one with the lowest peak where none fits."""
+        assert self._planner is not None
+        try:
+            plan = self._solve_for_budget()
+        except BudgetBelowFloor as error:
+            warn(
+                f"{error.found}\n  why   {why}; {error.why}\n  next  {error.next}; until then the lowest peak is at work"
+            )
+            lowest = self._planner.lowest(self._error_scale)
+            plan = msgspec.structs.replace(lowest, budget_bytes=self._planner.budget_bytes)
+        self._run(plan)
+
+    def _run(self, plan: Plan) -> None:
+        """Put a plan to work; other decisions than before have to show that they keep to the budget."""
+        if self._work.run(plan):
+            self._metered = MeteredSituations()
+
+    def _optimizer_stepped(self) -> None:
+        """What waits for a backward now waits in vain; and a model that somebody trains has to have been called."""
+        self._steps.graphs.abandon()
+        if not self._watch.is_settled:
+            self._metered = MeteredSituations()  # its state is there from now on
+        if self._calls == 0 and every_gradient(self.model) and not self._has_warned:
+            self._has_warned = True
+            warn_of_unseen(self.model)
