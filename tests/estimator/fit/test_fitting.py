@@ -12,7 +12,7 @@ from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.fit import Fit
 from plimsoll.artifacts.store import from_json
 from plimsoll.errors import InvalidBatch, InvalidBudget, InvalidOption, PlimsollError
-from plimsoll.estimator.fit.polynomial import Shape
+from plimsoll.estimator.fit.search import Shape
 from plimsoll.estimator.fit.single_device import MicroBatches
 from plimsoll.ui.terminal import render_artifact
 from plimsoll.units import KIB

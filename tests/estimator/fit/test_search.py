@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.fit import FitPoint
-from plimsoll.estimator.fit.polynomial import Shape
-from plimsoll.estimator.fit.search import Outlook, Search, Space
+from plimsoll.estimator.fit.search import Outlook, Search, Shape, Space
 from samples import filled
 
 MOST_BATCH = 256

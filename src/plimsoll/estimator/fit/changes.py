@@ -15,7 +15,7 @@ import torch
 from plimsoll.artifacts.fit import FitChange, FitPoint
 from plimsoll.errors import PlimsollError
 from plimsoll.estimator.estimate import estimate
-from plimsoll.estimator.fit.polynomial import Shape
+from plimsoll.estimator.fit.search import Shape
 from plimsoll.estimator.fit.single_device import Accumulation, FitTraining, SingleDevice, described
 from plimsoll.estimator.optimizers import known_optimizers
 from plimsoll.session.options import PlanOptions

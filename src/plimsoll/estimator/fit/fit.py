@@ -21,8 +21,7 @@ from plimsoll.artifacts.trace import Category
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidOption
 from plimsoll.estimator.estimate_job import ROOFLINE_ERROR
 from plimsoll.estimator.fit.changes import find_changes
-from plimsoll.estimator.fit.polynomial import Shape
-from plimsoll.estimator.fit.search import MOST_SOLVES, Search, Space
+from plimsoll.estimator.fit.search import MOST_SOLVES, Search, Shape, Space
 from plimsoll.estimator.fit.single_device import (
     Accumulation,
     FitTraining,
@@ -268,8 +267,8 @@ def _notes(device: SingleDevice, points: Sequence[FitPoint], measured: Claim | N
     inexact_bytes = max(map(device.inexact_bytes, predicted), default=0)
     if inexact_bytes:
         yield (
-            f"Up to {format_bytes(inexact_bytes)} of a predicted point's storages are estimates: their sizes are no "
-            "polynomial of micro-batch and sequence."
+            f"Up to {format_bytes(inexact_bytes)} of a predicted point's storages are estimates: their sizes "
+            "do not follow from micro-batch and sequence."
         )
     for shape, why in device.strays().items():
         yield f"Nothing is predicted from the trace at {shape}, whose step runs other ops ({why})."

@@ -13,16 +13,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from plimsoll.artifacts.fit import FitPoint
-from plimsoll.estimator.fit.polynomial import Shape
 
 MOST_SOLVES = 16
 _WORTH = 1.002
 """A point that could be better by less than this is not solved."""
 _FINEST_SHARE = 0.03
 """Gaps below this share of the micro-batch are not halved."""
+
+
+class Shape(NamedTuple):
+    """One micro-batch: ``batch`` examples of ``sequence`` tokens (1 for models that have no sequence to vary)."""
+
+    batch: int
+    sequence: int
+
+    @property
+    def items(self) -> int:
+        """Tokens, or examples, in it."""
+        return self.batch * self.sequence
+
+    def __str__(self) -> str:
+        return f"{self.batch} × {self.sequence}" if self.sequence > 1 else f"{self.batch}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,10 @@ from plimsoll.artifacts.fit import FitPoint
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidBatch, InvalidOption
-from plimsoll.estimator.fit.family import Family
-from plimsoll.estimator.fit.polynomial import Shape
-from plimsoll.estimator.fit.search import Outlook
+from plimsoll.estimator.fit.search import Outlook, Shape
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import optimizer_seconds, roofline_costs
+from plimsoll.planning.family import Family
 from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
@@ -148,13 +147,13 @@ class StepFamily:
     report: Report
     traces: dict[Shape, Trace] = field(default_factory=dict)
     _costs: dict[Shape, Costs] = field(default_factory=dict)
-    _family: Family | None = None
+    _family: Family[Shape] | None = None
 
     def foreseen(self, shape: Shape) -> tuple[Trace, Costs] | None:
         """The step at an untraced shape as far as traces so far tell for certain; ``None`` where they do not."""
         if shape in self.traces or not self.traces:
             return None
-        return self._predicted(shape) if self.family.covers(shape) and self.family.is_checked else None
+        return self._predicted(shape) if self.family.knows(shape) else None
 
     def at(self, shape: Shape, *, must_trace: bool = False) -> tuple[Trace, Costs]:
         """The step at a shape with its costs; with ``must_trace`` a prediction will not do."""
@@ -165,7 +164,7 @@ class StepFamily:
         return self._predicted(shape)
 
     @property
-    def family(self) -> Family:
+    def family(self) -> Family[Shape]:
         """What the traces so far have in common."""
         if self._family is None:
             self._family = Family(self.traces)
@@ -181,7 +180,7 @@ class StepFamily:
         if not self.traces or not self.family.covers(shape):
             return False
         if self.training.is_elsewhere:
-            return self.family.is_checked
+            return self.family.knows(shape)
         members = [each.batch for each in self.family.shapes if each.sequence == shape.sequence]
         return any(batch < shape.batch for batch in members) and any(batch > shape.batch for batch in members)
 

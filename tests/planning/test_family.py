@@ -9,8 +9,8 @@ from torch import nn
 
 from plimsoll.artifacts.costs import Costs, CostSource, OpCost
 from plimsoll.artifacts.trace import Trace
-from plimsoll.estimator.fit.family import Family, find_difference
-from plimsoll.estimator.fit.polynomial import Shape
+from plimsoll.estimator.fit.search import Shape
+from plimsoll.planning.family import Family, find_difference
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full, choose_none
@@ -64,7 +64,7 @@ def lengths() -> dict[Shape, Trace]:
 def assert_exact(family: Family, shape: Shape, real: Trace) -> None:
     predicted = family.at(shape)
     assert family.covers(shape)
-    assert family.is_checked
+    assert family.knows(shape)
     assert family.inexact_bytes(shape) == 0
     assert [s.bytes for s in predicted.storages] == [s.bytes for s in real.storages]
     for ours, theirs in zip(predicted.regions, real.regions, strict=True):
@@ -106,11 +106,20 @@ def test_a_traced_shape_comes_back_as_it_was_traced_and_equal_blocks_of_a_predic
     assert len({region.kind for region in family.at(HELD_OUT).regions}) == 1
 
 
-def test_two_sequences_do_not_tell_a_third_one(lengths):
-    few = Family({shape: lengths[shape] for shape in LENGTHS if shape.sequence != 32})
-    assert few.covers(Shape(8, 16))
-    assert not few.covers(Shape(2, 48))
-    assert not few.covers(Shape(1, 16))
+def test_a_size_that_never_varied_tells_nothing_of_others_and_neither_does_a_size_of_one(lengths):
+    few = Family({shape: lengths[shape] for shape in LENGTHS if shape.batch == 2})
+    assert few.knows(Shape(2, 80))
+    assert not few.covers(Shape(4, 80))
+    assert not few.covers(Shape(2, 1))
+    assert not Family({LENGTHS[0]: lengths[LENGTHS[0]]}).covers(LENGTHS[1])
+
+
+def test_batches_that_only_grow_together_do_not_tell_one_that_does_not(lengths):
+    together = Family({shape: lengths[shape] for shape in (Shape(2, 32), Shape(4, 64))})
+    assert together.dimensions.count == 1
+    assert not together.covers(Shape(4, 32))
+    mixed = Family({shape: lengths[shape] for shape in (Shape(2, 32), Shape(4, 64), Shape(4, 16))})
+    assert mixed.knows(LONG)
 
 
 def test_a_difference_is_found_in_ops_lives_and_graphs(traces):

@@ -1,7 +1,7 @@
-"""Predicts the trace of a model at one shape from its traces at a few others: bytes and arithmetic as exact polynomials.
+"""Predicts the trace of a model at one size of its batch from its traces at a few others, exactly.
 
-Where a shape was traced, that very trace comes back. Elsewhere every size of storages and values, every op's arithmetic, moved
-bytes and workspace comes from a polynomial through the traced shapes (see ``polynomial``); ops keep their order, storages
+Where a batch was traced, that very trace comes back. Elsewhere every size of storages and values, every op's arithmetic, moved
+bytes and workspace follows from an expression through the traced sizes (see ``expressions``); ops keep their order, storages
 their lives. Cost keys name sizes, so ops of such a trace get keys of their own.
 
 Only traces of the same structure can be used: the same ops in the same order on the same storages with the same lives, so that
@@ -13,83 +13,89 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from math import prod
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from plimsoll.artifacts.costs import Costs, OpCost
 from plimsoll.artifacts.region import RegionGraph
 from plimsoll.artifacts.trace import OpSpec, RegionCall, Trace, TraceOp
-from plimsoll.estimator.fit.polynomial import Fitter, Polynomial, Shape
+from plimsoll.planning.expressions import Dimensions, Expression, Fitter, Sizes, same_structure
 
-LEAST_TRACES = 2
-LEAST_SEQUENCES = 3
-"""Terms in s and in s² cannot be told apart by two sequences."""
+S = TypeVar("S", bound=Sizes)
 
 
-class Family:
-    """One model at many shapes.
+class Family(Generic[S]):
+    """One model at many sizes of its batch.
 
-    The members are the traces with the structure of the largest shape; ``strays`` says of every other one what is different.
+    The members are the traces with the structure of the largest batch; ``strays`` says of every other one what is different.
     """
 
-    def __init__(self, traces: Mapping[Shape, Trace]) -> None:
+    def __init__(self, traces: Mapping[S, Trace]) -> None:
         assert traces, "a family has at least one trace"
         self._traces = dict(traces)
-        self.strays: dict[Shape, str] = {}
-        largest = max(traces, key=lambda shape: (shape.items, shape))
-        members = [largest]
+        self.strays: dict[S, str] = {}
+        largest = max(traces, key=lambda shape: (prod(shape), shape))
         for shape in sorted(traces):
             difference = "" if shape == largest else find_difference(traces[shape], traces[largest])
+            if not difference and not same_structure(shape, largest):
+                difference = "a size of 0 or 1, which may run other operations"
             if difference:
                 self.strays[shape] = difference
-            elif shape != largest:
-                members.append(shape)
-        self._shapes = tuple(sorted(members))
+        self._shapes = tuple(shape for shape in sorted(traces) if shape not in self.strays)
         self._members = [traces[shape] for shape in self._shapes]
-        self._fitter = Fitter(self._shapes)
+        self.dimensions = Dimensions(self._shapes)
+        self._fitter = Fitter(self.dimensions.points)
         self._keys = self._name_ops()
 
     @property
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[S, ...]:
         """The traced shapes that share one structure."""
         return self._shapes
 
-    def covers(self, shape: Shape) -> bool:
-        """Whether the trace of a shape is known or follows from those that are."""
-        if shape in self._traces:
-            return True
-        batches, sequences = ({s.batch for s in self._shapes}, {s.sequence for s in self._shapes})
-        is_within = len(sequences) >= LEAST_SEQUENCES or shape.sequence in sequences
-        return is_within and len(batches) >= LEAST_TRACES and shape.batch >= min(batches)
+    def covers(self, shape: S) -> bool:
+        """Whether the trace of a shape is there, or can be told from those that are, if only by estimates."""
+        return shape in self._traces or (len(self._shapes) > 1 and self.dimensions.can_tell(shape))
 
-    def traced(self, shape: Shape) -> Trace | None:
+    def knows(self, shape: S) -> bool:
+        """Whether every size of a storage at a shape is exact."""
+        return shape in self._traces or (self.covers(shape) and not self._estimates)
+
+    def traced(self, shape: S) -> Trace | None:
         """The trace that was made at this shape, if one was."""
         return self._traces.get(shape)
 
-    def at(self, shape: Shape) -> Trace:
-        """The trace of a shape: the one that was made there, else one of the polynomials'."""
+    def at(self, shape: S) -> Trace:
+        """The trace of a shape: the one that was made there, else one of the expressions'."""
         assert self.covers(shape)
         known = self._traces.get(shape)
         return known if known is not None else self._predict(shape)
 
-    def inexact_bytes(self, shape: Shape) -> int:
-        """Bytes of storages whose sizes no polynomial passes through, at a shape: those are estimates."""
-        if shape in self._traces:
-            return 0
-        return sum(polynomial.at(shape) for polynomial in self._storage_sizes() if not polynomial.is_exact)
+    def inexact_bytes(self, shape: S) -> int:
+        """Bytes of storages at a shape whose sizes are estimates."""
+        dimensions = self.dimensions.of(shape)
+        return 0 if shape in self._traces else sum(each.at(dimensions) for each in self._estimates)
 
-    @property
-    def is_checked(self) -> bool:
-        """Whether every size of a storage was determined with a traced shape to spare."""
-        return all(polynomial.is_checked for polynomial in self._storage_sizes())
+    @cached_property
+    def _estimates(self) -> tuple[Expression, ...]:
+        return tuple(each for each in self.storage_sizes() if not each.is_known)
 
-    def _storage_sizes(self) -> Iterator[Polynomial]:
-        """Of every storage, the polynomial of its bytes."""
+    def storage_sizes(self) -> Iterator[Expression]:
+        """Of every storage, the expression of its bytes."""
         for each in zip(*(trace.storages for trace in self._members), strict=True):
             yield self._fitter.fit(tuple(storage.bytes for storage in each))
 
-    def seconds_at(self, shape: Shape, known: Mapping[Shape, Costs]) -> Costs:
+    def workspaces(self) -> Iterator[Expression]:
+        """The bytes that operations allocate and free inside themselves, of every kind of operation."""
+        for keys in self._keys:
+            yield self._workspace(keys)
+
+    def _workspace(self, keys: tuple[str, ...]) -> Expression:
+        return self._fitter.fit(tuple(t.workspaces.get(key, 0) for t, key in zip(self._members, keys, strict=True)))
+
+    def seconds_at(self, shape: S, known: Mapping[S, Costs]) -> Costs:
         """Costs of the trace at an untraced shape, interpolated between costs that were measured at traced ones.
 
         An op's seconds are taken to be piecewise linear in its work (arithmetic and moved bytes), and to grow on beyond the
@@ -108,7 +114,7 @@ class Family:
                     samples.append((_work(spec), cost.seconds))
             if samples:
                 ops[name + suffix] = OpCost(seconds=_interpolate(samples, work))
-        nearest = min((place for place, _ in measured), key=lambda place: abs(self._shapes[place].items - shape.items))
+        nearest = min((place for place, _ in measured), key=lambda place: abs(prod(self._shapes[place]) - prod(shape)))
         return msgspec.structs.replace(known[self._shapes[nearest]], ops=ops)
 
     def _name_ops(self) -> dict[tuple[str, ...], str]:
@@ -119,18 +125,18 @@ class Family:
             names.setdefault(keys, f"{together[0].name}#{len(names)}")
         return names
 
-    def _number(self, values: Iterable[int], shape: Shape) -> int:
+    def _number(self, values: Iterable[int], shape: S) -> int:
         """What was counted at the members' shapes, at another one."""
-        return self._fitter.fit(tuple(values)).at(shape)
+        return self._fitter.fit(tuple(values)).at(self.dimensions.of(shape))
 
-    def _resized(self, sized: Sequence[Sequence[Any]], shape: Shape) -> tuple[Any, ...]:
+    def _resized(self, sized: Sequence[Sequence[Any]], shape: S) -> tuple[Any, ...]:
         """Storages or values of the first member, with the bytes that they have at a shape."""
         return tuple(
             msgspec.structs.replace(each[0], bytes=self._number((one.bytes for one in each), shape))
             for each in zip(*sized, strict=True)
         )
 
-    def _spec(self, keys: tuple[str, ...], shape: Shape) -> OpSpec:
+    def _spec(self, keys: tuple[str, ...], shape: S) -> OpSpec:
         specs = [trace.specs[key] for trace, key in zip(self._members, keys, strict=True)]
         return msgspec.structs.replace(
             specs[0],
@@ -138,13 +144,11 @@ class Family:
             moved_bytes=self._number((spec.moved_bytes for spec in specs), shape),
         )
 
-    def _predict(self, shape: Shape) -> Trace:
+    def _predict(self, shape: S) -> Trace:
         first, suffix = self._members[0], _suffix(shape)
         names = {keys: name + suffix for keys, name in self._keys.items()}
-        workspaces = {
-            name: self._number((t.workspaces.get(key, 0) for t, key in zip(self._members, keys, strict=True)), shape)
-            for keys, name in names.items()
-        }
+        dimensions = self.dimensions.of(shape)
+        workspaces = {name: self._workspace(keys).at(dimensions) for keys, name in names.items()}
         return msgspec.structs.replace(
             first,
             signature=f"a micro-batch of {shape}, not traced: it follows from {', '.join(map(str, self._shapes))}",
@@ -158,7 +162,7 @@ class Family:
             workspaces={name: size for name, size in workspaces.items() if size},
         )
 
-    def _region(self, calls: tuple[RegionCall, ...], shape: Shape, names: Mapping[tuple[str, ...], str]) -> RegionCall:
+    def _region(self, calls: tuple[RegionCall, ...], shape: S, names: Mapping[tuple[str, ...], str]) -> RegionCall:
         graphs: list[RegionGraph] = [call.graph for call in calls]
         graph = msgspec.structs.replace(
             graphs[0],
@@ -177,8 +181,8 @@ def _renamed(ops: Sequence[Sequence[Any]], names: Mapping[tuple[str, ...], str])
     )
 
 
-def _suffix(shape: Shape) -> str:
-    return f"@{shape.batch}x{shape.sequence}"
+def _suffix(shape: Sizes) -> str:
+    return f"@{'x'.join(map(str, shape))}"
 
 
 def _work(spec: OpSpec) -> int:

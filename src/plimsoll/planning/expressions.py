@@ -1,0 +1,215 @@
+"""Finds how a counted number follows from the sizes of a batch: the simplest expression through the points that are known.
+
+What a step counts (bytes, arithmetic) is a sum of products of the sizes of tensors. So it is a polynomial in the sizes of the
+batch with few terms: constants (weights), b·s (activations), b·s² (attention scores), s² (masks). A number is *known* where
+exactly one expression of the least number of terms passes through every point, with a point to spare that checks it. Where
+several pass, or none, it is not: it comes with an upper estimate. Arithmetic is in fractions: nothing is rounded.
+
+Known weakness: sizes that are padded to multiples are no polynomials, so these stay estimates.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+Sizes = tuple[int, ...]
+"""The sizes of a batch, in a fixed order: such as examples and tokens, or those of every dimension of every tensor."""
+Term = tuple[int, ...]
+"""The power of every dimension."""
+
+_MOST_DEGREES = 3
+_MOST_TERMS = 3
+_MOST_COMBINATIONS = 3000
+"""More dimensions than a few have too many combinations of terms to look through them all."""
+_TOLERANCE = 1e-9
+"""Floating point discards combinations that miss by more; fractions decide about the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A sum of coefficients times products of dimensions.
+
+    ``is_known``: nothing else that is as simple passes through the points. Otherwise it is an upper estimate.
+    """
+
+    terms: tuple[Term, ...]
+    coefficients: tuple[Fraction, ...]
+    is_known: bool = True
+
+    def at(self, dimensions: Sizes) -> int:
+        """The value, rounded up and never negative."""
+        value = sum(
+            (c * power(term, dimensions) for term, c in zip(self.terms, self.coefficients, strict=True)), Fraction(0)
+        )
+        return max(0, -((-value.numerator) // value.denominator))
+
+
+def power(term: Term, dimensions: Sizes) -> int:
+    """The product that a term stands for.
+
+    Example:
+        >>> power((1, 2), (3, 10))
+        300
+    """
+    return prod(size**exponent for size, exponent in zip(dimensions, term, strict=True))
+
+
+class Dimensions:
+    """Which sizes of a batch vary between the known ones: equal or proportional ones count once.
+
+    A size of 0 or 1 is part of the structure, as it decides which operations run, so it may not vary.
+    """
+
+    def __init__(self, points: Sequence[Sizes]) -> None:
+        self._first = points[0]
+        self._columns: list[int] = []
+        self._followed: list[int] = []
+        """For every size, the position of the one that it is proportional to; its own where it is a dimension or constant."""
+        for column, sizes in enumerate(zip(*points, strict=True)):
+            leader = next(
+                (c for c in self._columns if _are_proportional(sizes, [point[c] for point in points])), column
+            )
+            if leader == column and len(set(sizes)) > 1:
+                self._columns.append(column)
+            self._followed.append(leader)
+        self.points = tuple(map(self.of, points))
+
+    @property
+    def count(self) -> int:
+        """How many sizes vary on their own."""
+        return len(self._columns)
+
+    def of(self, sizes: Sizes) -> Sizes:
+        """The dimensions of a batch."""
+        return tuple(sizes[column] for column in self._columns)
+
+    def can_tell(self, sizes: Sizes) -> bool:
+        """Whether a batch differs from the known ones in its dimensions alone."""
+        return same_structure(sizes, self._first) and all(
+            size * self._first[leader] == sizes[leader] * self._first[column]
+            if leader != column
+            else column in self._columns or size == self._first[column]
+            for column, (size, leader) in enumerate(zip(sizes, self._followed, strict=True))
+        )
+
+
+def same_structure(one: Sizes, other: Sizes) -> bool:
+    """Whether two batches have as many sizes, and are 0 or 1 at the same places."""
+    return len(one) == len(other) and all(a == b or min(a, b) > 1 for a, b in zip(one, other, strict=True))
+
+
+def _are_proportional(some: Sequence[int], others: Sequence[int]) -> bool:
+    return all(a * others[0] == b * some[0] for a, b in zip(some, others, strict=True))
+
+
+class Fitter:
+    """Finds the expressions of numbers that were all counted at the same points."""
+
+    def __init__(self, points: Sequence[Sizes]) -> None:
+        self._points = tuple(points)
+        self._known: dict[tuple[int, ...], Expression] = {}
+
+    def fit(self, values: tuple[int, ...]) -> Expression:
+        """The expression with the fewest terms through all points; failing that, an upper estimate.
+
+        Example:
+            >>> points = [(1, 8), (2, 8), (2, 16), (3, 16)]
+            >>> found = Fitter(points).fit(tuple(5 + 4 * b * s for b, s in points))
+            >>> found.at((7, 32)), found.is_known
+            (901, True)
+        """
+        if values not in self._known:
+            self._known[values] = self._fit(values)
+        return self._known[values]
+
+    @cached_property
+    def terms(self) -> tuple[Term, ...]:
+        """Products of dimensions that may occur, the constant first."""
+        count = len(self._points[0])
+        found = (t for t in itertools.product(range(_MOST_DEGREES + 1), repeat=count) if sum(t) <= _MOST_DEGREES)
+        return tuple(sorted(found, key=lambda t: (sum(t), t)))
+
+    def _fit(self, values: tuple[int, ...]) -> Expression:
+        if not any(values):
+            return Expression((), ())
+        simplest: Expression | None = None
+        for supports in self._classes:
+            for support in supports:
+                coefficients = self._solved(support, values)
+                if coefficients is None:
+                    continue
+                if simplest is not None:
+                    return self._estimate(values)
+                simplest = Expression(tuple(self.terms[at] for at in support), coefficients)
+            if simplest is not None:
+                return simplest
+        return self._estimate(values)
+
+    @cached_property
+    def _classes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Sets of terms that are equally simple, the simplest first: all leave a point to spare that checks them."""
+        return tuple(tuple(each) for each in self._simple_classes())
+
+    def _simple_classes(self) -> Iterator[Iterator[tuple[int, ...]]]:
+        everything = range(len(self.terms))
+        if len(self._points) == 1 or not self._points[0]:
+            yield iter([(0,)])
+            return
+        yield ((at,) for at in everything)
+        if len(self._points) > 2:
+            yield ((0, at) for at in everything[1:])
+        for size in range(2, min(_MOST_TERMS, len(self._points) - 1) + 1):
+            if len(everything) ** size <= _MOST_COMBINATIONS:
+                yield itertools.combinations(everything, size)
+
+    @cached_property
+    def _powers(self) -> list[list[int]]:
+        return [[power(term, point) for term in self.terms] for point in self._points]
+
+    def _solved(self, support: tuple[int, ...], values: tuple[int, ...]) -> tuple[Fraction, ...] | None:
+        """The coefficients with which terms pass through every point; ``None`` where they do not, or one of them is 0."""
+        rows = [[row[at] for at in support] for row in self._powers]
+        matrix = np.array(rows, dtype=np.float64)
+        matrix /= matrix.max(axis=0)
+        found, _, rank, _ = np.linalg.lstsq(matrix, np.array(values, dtype=np.float64), rcond=None)
+        if rank < len(support) or np.abs(matrix @ found - values).max() > _TOLERANCE * max(values):
+            return None
+        return _exactly(rows, values)
+
+    def _estimate(self, values: tuple[int, ...]) -> Expression:
+        """The multiple of one term that lies above all points, and not far."""
+        best: tuple[Fraction, Term, Fraction] | None = None
+        for at, term in enumerate(self.terms):
+            ratio = max(Fraction(value, row[at]) for value, row in zip(values, self._powers, strict=True))
+            excess = sum((ratio * row[at] for row in self._powers), Fraction(0))
+            if best is None or excess < best[0]:
+                best = (excess, term, ratio)
+        assert best is not None
+        return Expression((best[1],), (best[2],), is_known=False)
+
+
+def _exactly(rows: Sequence[Sequence[int]], values: Sequence[int]) -> tuple[Fraction, ...] | None:
+    """Solves for coefficients by elimination in fractions, of all rows at once; ``None`` if not every row agrees."""
+    wide = [[*map(Fraction, row), Fraction(value)] for row, value in zip(rows, values, strict=True)]
+    size = len(rows[0])
+    for column in range(size):
+        pivot = next((row for row in range(column, len(wide)) if wide[row][column]), None)
+        if pivot is None:
+            return None
+        wide[column], wide[pivot] = wide[pivot], wide[column]
+        wide[column] = [entry / wide[column][column] for entry in wide[column]]
+        for row in range(len(wide)):
+            if row != column and wide[row][column]:
+                factor = wide[row][column]
+                wide[row] = [a - factor * b for a, b in zip(wide[row], wide[column], strict=True)]
+    if any(row[size] for row in wide[size:]):
+        return None
+    found = tuple(row[size] for row in wide[:size])
+    return found if all(found) else None
