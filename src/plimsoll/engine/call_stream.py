@@ -26,6 +26,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.recorder.storages import is_plain
 
+_Tensor, _ref = torch.Tensor, weakref.ref
+"""Short ways to what every torch call in a region needs."""
+
 TensorRef = Callable[[], torch.Tensor | None]
 """A weak reference, or `nothing`."""
 
@@ -117,7 +120,7 @@ def called(func: Any) -> str:
 
 def references(tensors: Iterable[torch.Tensor | None]) -> list[TensorRef]:
     """Numbers for tensors that are known before the call: their places in this list."""
-    return [_nothing if tensor is None else weakref.ref(tensor) for tensor in tensors]
+    return [_nothing if tensor is None else _ref(tensor) for tensor in tensors]
 
 
 class Alarm:
@@ -141,7 +144,6 @@ class StreamGuard(TorchFunctionMode):
     """Follows a steady call through the tree of known streams. ``known`` are tensors that are there before the call."""
 
     def __init__(self, root: Junction, known: list[TensorRef]) -> None:
-        super().__init__()
         self._known = known
         self._place: Junction | None = root
         self.stranger: Any = None
@@ -155,28 +157,37 @@ class StreamGuard(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        place = self._place
-        if place is None or type(result) in _ANSWERS:
+        if kwargs:
+            result = func(*args, **kwargs)
+            self._follow(func, args, kwargs, result)
             return result
-        known = self._known
-        if place.func is func and not kwargs and len(args) == len(place.numbers) and isinstance(result, torch.Tensor):
+        result = func(*args)
+        place = self._place
+        if place is not None and place.func is func and isinstance(result, _Tensor) and len(args) == len(place.numbers):
+            known = self._known
             for value, number in zip(args, place.numbers):  # noqa: B905 - their lengths are equal
-                if value is None or known[number]() is not value:
+                if known[number]() is not value or value is None:
                     break
             else:
-                known.append(weakref.ref(result))
+                known.append(_ref(result))
                 self._place = place.after
                 return result
+        self._follow(func, args, kwargs, result)
+        return result
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, result: Any) -> None:
+        """The same for calls of any kind."""
+        place, known = self._place, self._known
+        if place is None or type(result) in _ANSWERS:
+            return
         for call, following in place.branches:
             length = len(known)
             if (func is call.func or func == call.func) and _fits_call(call, args, kwargs, result, known):
                 self._place = following
-                return result
+                return
             del known[length:]
         if _leaves_a_trace(result):
             self._place, self.stranger = None, func
-        return result
 
 
 class StreamRecorder(TorchFunctionMode):

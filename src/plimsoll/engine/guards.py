@@ -13,8 +13,7 @@ What no guard can see, a constant inside a C++ extension say, is left to the sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -52,17 +51,14 @@ Places = list[tuple[dict[str, torch.Tensor | None], str]]
 """Where parameters and buffers are found: the dictionary of their module, and the name in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """What is known of a call before forward runs.
 
-    ``signature`` is all that decides which recipes may serve it; ``scalars`` are the scalar attributes of the region's
-    modules. ``sources`` are its parameters and buffers as they are now, in the order of the reader's `places`, ``inputs`` the
-    tensors among its arguments.
+    ``signature`` is all that decides which recipes may serve it. ``sources`` are the region's parameters and buffers as they
+    are now, in the order of the reader's `places`, ``inputs`` the tensors among its arguments.
     """
 
     signature: tuple[Any, ...]
-    scalars: tuple[Any, ...]
     sources: list[torch.Tensor | None]
     inputs: list[torch.Tensor]
 
@@ -117,7 +113,7 @@ class SignatureReader:
         inputs: list[torch.Tensor] = []
         described = (
             tuple([describe(value, inputs) for value in args]),
-            tuple([(name, describe(kwargs[name], inputs)) for name in sorted(kwargs)]),
+            tuple([(name, describe(kwargs[name], inputs)) for name in sorted(kwargs)]) if kwargs else (),
         )
         sources = [holder.get(name) for holder, name in self.places]
         signature = (
@@ -125,10 +121,10 @@ class SignatureReader:
             described,
             None if len(inputs) == 1 else _shared_bases(inputs),
             tuple([source is not None and source.requires_grad for source in sources]),
-            tuple([_share_memory(sources[one], sources[other]) for one, other in self._ties]),
+            tuple([_share_memory(sources[one], sources[other]) for one, other in self._ties]) if self._ties else (),
             torch.is_autocast_enabled(self._device_type) and torch.get_autocast_dtype(self._device_type),
         )
-        return Entry(signature, self.scalars(), sources, inputs)
+        return Entry(signature, sources, inputs)
 
 
 def _share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -142,23 +138,24 @@ def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
 
     The tensors that are met are added to ``tensors``.
     """
+    kind = type(value)
+    if kind in _PLAIN and value.layout is torch.strided:  # the fast way for all but DTensors and the like
+        tensors.append(value)
+        return (value.requires_grad, _lies(value))
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        kind = type(value)
         if is_sharded(value):
             return (kind, layout_key(value), value.requires_grad, _lies(local_of(value)))
         if is_pending(value):
             return (kind, value.requires_grad, _lies(local_of(value)))
-        if value.layout is not torch.strided or kind not in _PLAIN:
-            return (kind, value.layout, value.shape, value.dtype, value.requires_grad, value.device)
-        return (value.requires_grad, _lies(value))
+        return (kind, value.layout, value.shape, value.dtype, value.requires_grad, value.device)
     if value is None or isinstance(value, _SCALARS):
-        return (type(value), value)
+        return (kind, value)
     if isinstance(value, tuple | list):
-        return (type(value), *[describe(item, tensors) for item in value])
+        return (kind, *[describe(item, tensors) for item in value])
     if isinstance(value, dict):
         return (dict, *[(str(name), describe(item, tensors)) for name, item in value.items()])
-    return type(value)
+    return kind
 
 
 def _lies(value: torch.Tensor) -> tuple[Any, ...]:
@@ -189,10 +186,13 @@ class Guard:
 
     def __init__(self, plan: ReplayPlan, node_counts: range) -> None:
         self._node_counts = node_counts
-        self._geometries = tuple((g.size, g.dtype, g.stride, g.offset) for g in plan.recording.slot_geometries)
+        dropped = set(plan.dropped_slots)
+        self._slots = tuple(
+            (g.size, g.dtype, g.stride, g.offset, index in dropped)
+            for index, g in enumerate(plan.recording.slot_geometries)
+        )
         self._layouts = plan.recording.layouts
         self._twins = _find_twins(plan.graph)
-        self._dropped_slots = plan.dropped_slots
 
     def holds(self, call: OpenCall, node_count: int) -> bool:
         """Whether this call saved what the recorded one saved, and built as many autograd nodes.
@@ -200,28 +200,30 @@ class Guard:
         This is the last question before tensors are dropped: it is asked in every steady call, of nothing but the host.
         """
         tensors = call.tensors
-        if len(tensors) != len(self._geometries) or node_count not in self._node_counts:
+        if len(tensors) != len(self._slots) or node_count not in self._node_counts:
             return False
-        if not self._lies_alike(call):
+        if call.sharded != len(self._layouts) or (call.sharded and not self._lies_alike(call)):
             return False
-        for tensor, (size, dtype, stride, offset) in zip(tensors, self._geometries, strict=True):
+        for cell, tensor, (size, dtype, stride, offset, is_dropped) in zip(
+            call.cells, tensors, self._slots, strict=True
+        ):
             if (
                 tensor.shape != size
                 or tensor.dtype is not dtype
                 or (offset != NO_OFFSET and (tensor.stride() != stride or tensor.storage_offset() != offset))
             ):
                 return False
+            # What was written to after it was saved must raise in backward, as without a plan: kept cells do, recipes could
+            # not.
+            if is_dropped and cell.version_now(tensor) != cell.version:
+                return False
         for first, second in self._twins:
             if tensors[first].untyped_storage()._cdata != tensors[second].untyped_storage()._cdata:
                 return False
-        # What was written to after it was saved must raise in backward, as without a plan: kept cells do, recipes could not.
-        cells = call.cells
-        return all(cells[index].version_now(tensors[index]) == cells[index].version for index in self._dropped_slots)
+        return True
 
     def _lies_alike(self, call: OpenCall) -> bool:
         """Whether the same slots are DTensors, each with the same mesh, placements and global shape."""
-        if call.sharded != len(self._layouts):
-            return False
         shells = ((call.cells[index].shell, layout) for index, layout in self._layouts.items())
         return all(shell is not None and shell.layout == layout for shell, layout in shells)
 

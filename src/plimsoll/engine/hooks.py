@@ -11,7 +11,7 @@ when autograd lets go of it, they go with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ class Cell:
     tensor: torch.Tensor | None
     version: int
     leaves: tuple[Readable, ...]
-    sample: tuple[int, torch.Tensor] | None
+    sample: tuple[int, Any] | None
     between: Between | None
     shell: Shell | None
 

@@ -25,6 +25,7 @@ from plimsoll.engine.split_backward import Halves
 from plimsoll.engine.stored_forms import Packer, RegionPacker
 from plimsoll.tracing.local_tensors import settled, version_of
 from plimsoll.tracing.recorder.storages import Geometry
+from plimsoll.tracing.torch_internals import below_autograd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,9 @@ class Program:
         if copies is None:
             return False
         self._calls += 1
-        samples = {} if examiner is not None else self.sampler.take(call.tensors, self._calls)
+        with below_autograd():
+            samples = {} if examiner is not None else self.sampler.take(call.tensors, self._calls)
+            bound = self.recipes.bind(call.sources)
         packed = self.packer.pack(call, self._calls)
         cells, tensors = call.cells, call.tensors
         for index in plan.kept_slots:
@@ -117,7 +120,7 @@ class Program:
             assert link is not None
             readable[plan.choice.link] = link
         waiting = {slot: weakref.ref(cells[slot]) for slot in plan.dropped_slots}
-        replay = CallReplay(self.recipes, call, waiting, examiner)
+        replay = CallReplay(self.recipes, bound, call.states, waiting, examiner)
         for leaves, slots in plan.leaf_groups:
             sources = tuple(readable[value] for value in leaves)
             for slot in slots:
@@ -128,7 +131,8 @@ class Program:
         for slot, sample in samples.items():
             cells[slot].sample = sample
         call.close()
-        self._shared.transfers.send(packed.values())
+        if packed:
+            self._shared.transfers.send(packed.values())
         self._shared.links.offer(replay, cells, packed, link, output)
         return True
 

@@ -55,6 +55,7 @@ class ManagedRegion:
         self.services: dict[tuple[Any, ...], Service] = {}
         self._clock = 0
         self._plans = plans
+        self._untouched = {id(plan) for plan in plans if plan.is_untouched}
         self._shared = shared
         self.__wrapped__ = module.forward  # so that inspect.signature shows the module's own
         self._had_own = "forward" in module.__dict__
@@ -111,7 +112,7 @@ class ManagedRegion:
 
     def _managed(self, plan: RegionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run under the plan; what a region before has sent over the link is ended when this one's forward is through."""
-        if plan.is_untouched and self._shared.sensor is None:
+        if id(plan) in self._untouched and self._shared.sensor is None:
             output = self._original(*args, **kwargs)
             self._shared.transfers.leave(output)
             return output
@@ -129,7 +130,7 @@ class ManagedRegion:
             return self._keeping(args, kwargs)
         self._clock += 1
         service.last_call = self._clock
-        if not service.is_watched(entry.scalars):
+        if not service.is_watched(self._reader.scalars):
             return self._steady(service, entry, args, kwargs)
         if not self._shared.recording.acquire(blocking=False):
             return self._keeping(args, kwargs)
@@ -222,8 +223,8 @@ class ManagedRegion:
         guard = StreamGuard(service.known, references((*entry.sources, *entry.inputs)))
         before = sequence_number()
         try:
-            with saved_tensors_hooks(pack, unpack), service.stance(), guard:
-                output = self._original(*args, **kwargs)
+            with saved_tensors_hooks(pack, unpack), guard:
+                output = service.run(self._original, args, kwargs)
             nodes = sequence_number() - before
             shared.transfers.leave(output)
         except BaseException:

@@ -6,15 +6,16 @@ forward used as parameters, the generator states, and the rebuilt values that la
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.autograd import profiler
 from torch.autograd.function import BackwardCFunction
 
-from plimsoll.engine.hooks import Cell, OpenCall, Readable
+from plimsoll.engine.hooks import Cell, Readable
 from plimsoll.engine.replay_code import Code, SegmentFunction, copy_storage
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.engine.sampling import Sampler
@@ -22,7 +23,7 @@ from plimsoll.engine.split_backward import Halves
 from plimsoll.engine.stored_forms import check_reader_of_sign
 from plimsoll.errors import ReplayMismatch
 from plimsoll.planning.replay_schedule import BOUNDARY
-from plimsoll.tracing.local_tensors import version_of
+from plimsoll.tracing.local_tensors import local_of, version_of
 from plimsoll.tracing.torch_internals import below_autograd, current_autograd_node, current_graph_task, is_profiled
 
 
@@ -53,6 +54,18 @@ class Recipes:
         """Slots that custom autograd functions read."""
         self._boundary = self.code
         self._solo: dict[int, SegmentFunction] = {}
+        self._sources = tuple((source.place, source.is_copied) for _, source in plan.parameters)
+
+    def bind(self, sources: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """The very parameters of this call, or copies of their contents: the model may have others under the same names by
+        the time of backward. Called below autograd.
+        """
+        bound = []
+        for place, is_copied in self._sources:
+            found = sources[place]
+            assert found is not None, "a call that lacks a parameter makes another stream of torch calls"
+            bound.append(local_of(found).clone() if is_copied else found)
+        return bound
 
     def use_order(self, order: tuple[int, ...]) -> None:
         """Backward has shown in which order it reads; later calls run recipes that are compiled for it."""
@@ -121,15 +134,15 @@ class CallReplay:
     def __init__(
         self,
         recipes: Recipes,
-        call: OpenCall,
+        bound: Sequence[torch.Tensor],
+        states: Mapping[tuple[int, int], torch.Tensor],
         waiting: Mapping[int, weakref.ref[Cell]],
         examiner: Examiner | None,
     ) -> None:
         self.recipes = recipes
-        # The very objects of this call: the model may have others under the same names by the time of backward.
-        self._bound = tuple([source.read(call.sources) for _, source in recipes.plan.parameters])
-        self._versions = tuple([version_of(parameter) for parameter in self._bound])
-        self._states = call.states
+        self._bound = bound
+        self._versions = [version_of(parameter) for parameter in bound]
+        self._states = states
         self._waiting = waiting
         self._examiner = examiner
         self._code = recipes.code
@@ -241,20 +254,16 @@ class CallReplay:
         return self._run(self.recipes.alone(slot), leaves, {})
 
     def _run(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
-        """Run a recipe; a profiler that is on sees it under its region's name."""
-        if not is_profiled():
-            return self._run_below(segment, leaves, env)
-        with profiler.record_function(f"plimsoll.recompute: {self.recipes.plan.name}"):
-            return self._run_below(segment, leaves, env)
-
-    def _run_below(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
-        """Run below autograd and outside of autocast, as the ops were recorded."""
+        """Run a recipe below autograd and outside of autocast, as its ops were recorded; a profiler that is on sees it under
+        its region's name.
+        """
         device_type = self.recipes.plan.device_type
         with below_autograd():
-            if torch.is_grad_enabled():  # a backward that makes a graph: the ops were verified without
-                with torch.no_grad():
-                    return self._run_below(segment, leaves, env)
-            if not torch.is_autocast_enabled(device_type):
+            if not (is_profiled() or torch.is_grad_enabled() or torch.is_autocast_enabled(device_type)):
                 return segment(env, leaves, self._bound, self._states, self._versions)
-            with torch.autocast(device_type, enabled=False):
+            with contextlib.ExitStack() as stack:
+                if is_profiled():
+                    stack.enter_context(profiler.record_function(f"plimsoll.recompute: {self.recipes.plan.name}"))
+                stack.enter_context(torch.no_grad())  # a backward that makes a graph: the ops were verified without
+                stack.enter_context(torch.autocast(device_type, enabled=False))
                 return segment(env, leaves, self._bound, self._states, self._versions)

@@ -10,15 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-
 from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.engine.codecs.protocol import Codec
 from plimsoll.engine.hooks import Cell, Readable
 from plimsoll.engine.replay_code import Code, RecordedRegion, Sources, compile_segments
 from plimsoll.engine.replay_rng import StatePoints, state_points
 from plimsoll.planning.replay_schedule import BOUNDARY, Schedule, Unreachable, build_schedule, recipe_ops
-from plimsoll.tracing.local_tensors import local_of
 from plimsoll.tracing.recorder.collectives import is_collective
 from plimsoll.tracing.recorder.storages import Geometry
 
@@ -36,12 +33,6 @@ class ParameterSource:
     is_copied: bool
     is_checked: bool
     is_sharded: bool
-
-    def read(self, sources: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The object that this call's forward used, or a copy of its contents."""
-        found = sources[self.place]
-        assert found is not None, "a call that lacks a parameter makes another stream of torch calls"
-        return local_of(found).detach().clone() if self.is_copied else found
 
 
 @dataclass(frozen=True, slots=True)

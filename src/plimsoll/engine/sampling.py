@@ -16,20 +16,21 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from plimsoll.artifacts.region import Origin
 from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.tracing.recorder.storages import INTEGER_OF_SIZE, Geometry, same_bits
-from plimsoll.tracing.torch_internals import at_end_of_backward, below_autograd, current_graph_task
+from plimsoll.tracing.torch_internals import at_end_of_backward, current_graph_task
 
 SAMPLE_SIZE = 16
 _STRIDE_OF_CALLS = 2654435761
 """A prime: samples of consecutive calls lie far apart, and come everywhere."""
 
-Sample = tuple[int, torch.Tensor]
-"""Where it starts, and its elements as integers."""
+Sample = tuple[int, Any]
+"""Where it starts, and its elements as integers: a list on a CPU, where that is the cheapest, a tensor on other devices."""
 
 Failure = Callable[[], None]
 """Raises the error that belongs to one comparison."""
@@ -87,25 +88,31 @@ class Sampler:
         self._sentinels = {slot: found for slot, found in places.items() if found is not None}
 
     def take(self, tensors: Sequence[torch.Tensor], number: int) -> dict[int, Sample]:
-        """Elements of the sentinel slots of the ``number``-th call, as integers: bits are compared, not values."""
+        """Elements of the sentinel slots of the ``number``-th call, as integers: bits are compared, not values. Called
+        below autograd.
+        """
         if not self._sentinels or number % self._policy.every:
             return {}
-        with below_autograd():
-            return {
-                slot: (offset := places.offset(number), places.at(offset, tensors[slot]).clone())
-                for slot, places in self._sentinels.items()
-            }
+        samples: dict[int, Sample] = {}
+        for slot, places in self._sentinels.items():
+            offset, tensor = places.offset(number), tensors[slot]
+            bits = places.at(offset, tensor)
+            samples[slot] = (offset, bits.tolist() if tensor.is_cpu else bits.clone())
+        return samples
 
     def check(self, slot: int, taken: Sample, value: torch.Tensor, fail: Callable[[int], None]) -> None:
         """Call ``fail`` with the slot if a rebuilt tensor differs from its sample in any bit (on a GPU: when backward ends)."""
-        with below_autograd():
-            offset, sample = taken
-            again = self._sentinels[slot].at(offset, value)
-            if must_defer(value.device.type):
-                self._policy.deferred.add((sample != again).any(), functools.partial(fail, slot))
+        offset, sample = taken
+        again = self._sentinels[slot].at(offset, value)
+        if value.is_cpu:
+            if again.tolist() == sample:
                 return
-            if torch.equal(sample, again):
-                return
+            sample = torch.tensor(sample, dtype=again.dtype, device=again.device)
+        elif must_defer(value.device.type):
+            self._policy.deferred.add((sample != again).any(), functools.partial(fail, slot))
+            return
+        elif torch.equal(sample, again):
+            return
         # NaN has many bit patterns, and which one an op makes is not defined: any NaN is as good as another.
         if value.dtype.is_floating_point and same_bits(sample.view(value.dtype), again.clone().view(value.dtype)):
             return
@@ -158,4 +165,4 @@ class SamplePlaces:
 
     def at(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
         """The sample that starts there, a view."""
-        return torch.as_strided(tensor.view(self.integers), (self.size,), (self.stride,), offset)
+        return tensor.view(self.integers).as_strided((self.size,), (self.stride,), offset)

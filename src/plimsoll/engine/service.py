@@ -7,7 +7,7 @@ every further surprise in the model makes that while longer.
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,8 +24,6 @@ FIRST_WATCH = 16
 """So many calls are watched after the first surprise, four times as many after each further one."""
 MAX_IDLE_CHANGES = 3
 """Scalar attributes that changed so often without a change of the stream (counters) are no reason to watch any more."""
-
-_NO_STANCE = contextlib.nullcontext()
 
 
 class Service:
@@ -59,14 +57,14 @@ class Service:
         """Whether some recipe has made something else than forward did."""
         return any(program.recipes.has_failed for program in self._programs.values())
 
-    def is_watched(self, scalars: tuple[Any, ...]) -> bool:
+    def is_watched(self, scalars: Callable[[], tuple[Any, ...]]) -> bool:
         """Whether the call that begins is to be recorded: recent ones have brought surprises, or a scalar attribute of the
         region's modules is not what it was.
         """
         if self._heard != self._alarm.count:
             self._heard = self._alarm.count
             self._watch = self.watch_length
-        return self._watch > 0 or (self._idle_changes < MAX_IDLE_CHANGES and scalars != self._scalars)
+        return self._watch > 0 or (self._idle_changes < MAX_IDLE_CHANGES and scalars() != self._scalars)
 
     def find(self, stream: Stream) -> Program | None:
         """The program for a stream that was recorded."""
@@ -102,12 +100,14 @@ class Service:
         self._misfits += 1
         self._watch = FIRST_WATCH * 4 ** (self._misfits - 1)
 
-    def stance(self) -> contextlib.AbstractContextManager[Any]:
-        """Operators that take functions compile themselves when they are called, and Dynamo cannot look through the guard."""
-        if self._is_self_compiling:
-            stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-            return stance
-        return _NO_STANCE
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the region's forward under the guard. Operators that take functions compile themselves when they are called,
+        and Dynamo cannot look through the guard.
+        """
+        if not self._is_self_compiling:
+            return forward(*args, **kwargs)
+        with torch.compiler.set_stance("force_eager"):
+            return forward(*args, **kwargs)
 
     def give_up(self, reason: str) -> None:
         """No recipes any more."""
