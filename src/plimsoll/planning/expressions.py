@@ -90,6 +90,11 @@ class Dimensions:
         """The dimensions of a batch."""
         return tuple(sizes[column] for column in self._columns)
 
+    def scaled(self, sizes: Sizes, multiples: Sizes) -> Sizes:
+        """A batch whose dimensions are so many times as large."""
+        factors = dict(zip(self._columns, multiples, strict=True))
+        return tuple(size * factors.get(leader, 1) for size, leader in zip(sizes, self._followed, strict=True))
+
     def can_tell(self, sizes: Sizes) -> bool:
         """Whether a batch differs from the known ones in its dimensions alone."""
         return same_structure(sizes, self._first) and all(
@@ -181,7 +186,8 @@ class Fitter:
         found, _, rank, _ = np.linalg.lstsq(matrix, np.array(values, dtype=np.float64), rcond=None)
         if rank < len(support) or np.abs(matrix @ found - values).max() > _TOLERANCE * max(values):
             return None
-        return _exactly(rows, values)
+        exact = solve_exactly(rows, values)
+        return exact if exact is not None and all(exact) else None
 
     def _estimate(self, values: tuple[int, ...]) -> Expression:
         """The multiple of one term that lies above all points, and not far."""
@@ -195,8 +201,13 @@ class Fitter:
         return Expression((best[1],), (best[2],), is_known=False)
 
 
-def _exactly(rows: Sequence[Sequence[int]], values: Sequence[int]) -> tuple[Fraction, ...] | None:
-    """Solves for coefficients by elimination in fractions, of all rows at once; ``None`` if not every row agrees."""
+def solve_exactly(rows: Sequence[Sequence[int]], values: Sequence[int]) -> tuple[Fraction, ...] | None:
+    """Solves linear equations by elimination in fractions; ``None`` if they contradict each other, or are too few.
+
+    Example:
+        >>> solve_exactly([[1, 2], [1, 4], [1, 6]], [7, 11, 15])
+        (Fraction(3, 1), Fraction(2, 1))
+    """
     wide = [[*map(Fraction, row), Fraction(value)] for row, value in zip(rows, values, strict=True)]
     size = len(rows[0])
     for column in range(size):
@@ -211,5 +222,4 @@ def _exactly(rows: Sequence[Sequence[int]], values: Sequence[int]) -> tuple[Frac
                 wide[row] = [a - factor * b for a, b in zip(wide[row], wide[column], strict=True)]
     if any(row[size] for row in wide[size:]):
         return None
-    found = tuple(row[size] for row in wide[:size])
-    return found if all(found) else None
+    return tuple(row[size] for row in wide[:size])

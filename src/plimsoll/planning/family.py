@@ -71,7 +71,7 @@ class Family(Generic[S]):
         """The trace of a shape: the one that was made there, else one of the expressions'."""
         assert self.covers(shape)
         known = self._traces.get(shape)
-        return known if known is not None else self._predict(shape)
+        return known if known is not None else self.alike(shape)
 
     def inexact_bytes(self, shape: S) -> int:
         """Bytes of storages at a shape whose sizes are estimates."""
@@ -144,7 +144,8 @@ class Family(Generic[S]):
             moved_bytes=self._number((spec.moved_bytes for spec in specs), shape),
         )
 
-    def _predict(self, shape: S) -> Trace:
+    def alike(self, shape: S) -> Trace:
+        """The trace of a shape if its step has the structure of the members'."""
         first, suffix = self._members[0], _suffix(shape)
         names = {keys: name + suffix for keys, name in self._keys.items()}
         dimensions = self.dimensions.of(shape)

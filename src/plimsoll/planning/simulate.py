@@ -78,8 +78,7 @@ def run_choices(index: StepIndex, choices: Sequence[Choice]) -> Simulation:
     linked = links_of(index, choices)
     choices = [choice.as_is(linked.get(region, frozenset())) for region, choice in enumerate(choices)]
     replays = StepReplays(index, choices)
-    added = np.cumsum(_storage_changes(replays))[:-1]
-    curve = index.fixed + added + index.waits(int(added[index.handover]))
+    curve = replays.held()
     for outcome in replays.outcomes:
         _add_levels(curve, outcome)
     peak_instant = int(np.argmax(curve))
@@ -117,6 +116,11 @@ class StepReplays:
         """The instants at which a storage of the trace is alive, by itself or held for a region."""
         cover = actual_cover(self.index, storage, self.linked)
         return merge([*cover, *self.holds[storage]]) if storage in self.holds else cover
+
+    def held(self) -> Ints:
+        """Bytes per instant but for what replays make: what is there anyway, what is held, and what waits."""
+        added = np.cumsum(_storage_changes(self))[:-1]
+        return self.index.fixed + added + self.index.waits(int(added[self.index.handover]))
 
     def extras(self) -> Iterator[tuple[Span, int, str]]:
         """Copies of inputs, payloads of packed values, and what making these takes: span, bytes and label."""

@@ -1,0 +1,86 @@
+"""A ladder of plans for one family of steps: each batch takes the cheapest rung that fits it, found before it runs.
+
+The planner solves a handful of plans between the lowest peak and the unmanaged one of the largest step that is known. Their
+decisions are names of values, which every size of the batch has. So each of them is a plan at every size, and what it takes
+there is known to the byte (see ``peaks``): a short batch takes the rung that keeps everything, a long one drops more.
+
+Known weakness: between two rungs a plan that was solved for just this batch may be a little cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic
+
+import msgspec
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.planning.decisions import write_plan
+from plimsoll.planning.describe import describe_timeline
+from plimsoll.planning.family import S
+from plimsoll.planning.peaks import Forecast, ShapedPlan, ShapedStep
+from plimsoll.planning.replay_schedule import Unreachable
+from plimsoll.planning.solve import Planner
+
+
+def rungs_of(planner: Planner) -> tuple[Plan, ...]:
+    """The plans that a planner has solved, the cheapest first: those that no other one beats in both peak and seconds."""
+    rungs: list[Plan] = []
+    for simulation in sorted(planner.ladder, key=lambda s: (s.seconds, s.peak_bytes)):
+        if not rungs or simulation.peak_bytes < rungs[-1].predicted_peak_bytes:
+            prices = planner.region_prices(planner.window_prices(simulation, simulation.peak_bytes))
+            written = write_plan(simulation, planner.baseline, "auto", prices)
+            floor_bytes = min(planner.floor.peak_bytes, simulation.peak_bytes)
+            in_flight = planner.index.waiting + 1
+            rungs.append(
+                msgspec.structs.replace(
+                    written, floor_bytes=floor_bytes, timeline=describe_timeline(simulation), in_flight=in_flight
+                )
+            )
+    return tuple(rungs)
+
+
+@dataclass(frozen=True, slots=True)
+class Rung(Generic[S]):
+    """One plan of a ladder, and what it takes at every shape."""
+
+    plan: Plan
+    shaped: ShapedPlan[S]
+
+
+class Ladder(Generic[S]):
+    """Plans for every shape of a family. Plans that cannot be followed there are left out."""
+
+    def __init__(self, step: ShapedStep[S], plans: Iterable[Plan]) -> None:
+        self.step = step
+        self.rungs: list[Rung[S]] = []
+        for plan in plans:
+            try:
+                self.rungs.append(Rung(plan, step.under(plan.regions)))
+            except Unreachable:
+                continue
+        self._known: dict[S, tuple[Forecast, ...]] = {}
+
+    def at(self, shape: S) -> tuple[Forecast, ...]:
+        """What every rung takes at a shape that the family knows."""
+        if shape not in self._known:
+            self._known[shape] = tuple(rung.shaped.at(shape) for rung in self.rungs)
+        return self._known[shape]
+
+    def cheapest(self, shape: S, room_bytes: int) -> tuple[Plan, Forecast] | None:
+        """The rung with the least seconds whose forward and backward fit into the room; ``None`` where none does."""
+        fitting = [
+            (forecast.seconds, place)
+            for place, forecast in enumerate(self.at(shape))
+            if forecast.before_optimizer_bytes <= room_bytes
+        ]
+        if not fitting:
+            return None
+        place = min(fitting)[1]
+        return self.rungs[place].plan, self.at(shape)[place]
+
+    def lowest(self, shape: S) -> tuple[Plan, Forecast]:
+        """The rung with the lowest peak at a shape."""
+        place, forecast = min(enumerate(self.at(shape)), key=lambda entry: entry[1].before_optimizer_bytes)
+        return self.rungs[place].plan, forecast

@@ -1,0 +1,183 @@
+"""Says in microseconds what a plan takes at any size of a batch: every moment that can be the peak as one row of a matrix.
+
+What is alive at a moment is a sum of storages, and the bytes of each are an expression of the batch's dimensions (see
+``expressions``); so the moment is one too. Its coefficients come from replaying the plan at as many sizes as there are terms.
+A moment within a replay counts by itself, as another one may be the highest at another size. What is at most another moment in
+every term is left out. The peak of a batch is then one product of a small matrix with its terms, and a maximum.
+
+Seconds go the same way. They are an interpolation of measured ones, good for comparing plans.
+
+Known weakness: forms other than KEEP and RECOMPUTE have sizes of their own, which are known at one size of the batch only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Generic, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.plan import RegionPlan
+from plimsoll.planning.expressions import Sizes, Term, power, solve_exactly
+from plimsoll.planning.family import Family, S
+from plimsoll.planning.replay import Replay
+from plimsoll.planning.simulate import StepReplays, choices_of, replay_seconds
+from plimsoll.planning.step import StepIndex
+
+Floats = npt.NDArray[np.float64]
+_SNAP = 1e-3
+"""Coefficients so near to whole numbers are whole: what is off comes from floating point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What one plan takes at one size of the batch.
+
+    ``before_optimizer_bytes`` is the peak of forward and backward, ``peak_bytes`` that of the whole step.
+    """
+
+    before_optimizer_bytes: int
+    peak_bytes: int
+    seconds: float
+
+
+class ShapedStep(Generic[S]):
+    """The step of a family, sampled at a few sizes, for as many plans as are wanted. ``costs`` are those of traced shapes."""
+
+    def __init__(
+        self, family: Family[S], costs: Mapping[S, Costs], *, may_recompute: bool = True, in_flight: int = 1
+    ) -> None:
+        self.family = family
+        dimensions = family.dimensions
+        smallest = min(family.shapes, key=lambda shape: (prod(shape), shape))
+        self._unit = np.array(dimensions.of(smallest), dtype=np.float64)
+        expressions = [*family.storage_sizes(), *family.workspaces()]
+        terms = sorted({(0,) * dimensions.count, *(term for each in expressions for term in each.terms)})
+        self._exponents = np.array(terms, dtype=np.float64).reshape(len(terms), dimensions.count)
+        samples = _spread(terms, dimensions.points, dimensions.of(smallest))
+        self._inverse = _inverse([[power(term, sample) for term in terms] for sample in samples])
+        self._indices = []
+        for sample in samples:
+            shape = cast(S, dimensions.scaled(smallest, sample))
+            is_member = shape in family.shapes
+            seconds = costs[shape] if is_member and shape in costs else family.seconds_at(shape, costs)
+            trace = family.at(shape) if is_member else family.alike(shape)
+            self._indices.append(StepIndex(trace, seconds, may_recompute=may_recompute, in_flight=in_flight))
+
+    def under(self, regions: Sequence[RegionPlan]) -> ShapedPlan[S]:
+        """What a plan takes, by its decisions.
+
+        Raises:
+            Unreachable: a dropped value cannot be rebuilt in this family.
+        """
+        sampled, seconds = [], []
+        for index in self._indices:
+            choices = choices_of(index, regions)
+            replays = StepReplays(index, choices)
+            sampled.append(_moments(replays))
+            ops = [op for outcome in replays.outcomes for op in outcome.ops]
+            seconds.append(index.base_seconds + replay_seconds(index, dict(enumerate(choices)), ops))
+        is_before = np.array([instant < self._indices[0].last_wait for instant, _ in sampled[0]])
+        moments = np.array([[size for _, size in each] for each in sampled], dtype=np.float64)
+        rows = (self._inverse @ moments).T
+        whole = np.rint(rows)
+        rows = np.where(np.abs(rows - whole) < _SNAP, whole, rows)
+        before = _undominated(rows[is_before])
+        return ShapedPlan(
+            self, before, _undominated(rows[~is_before]), self._inverse @ np.array(seconds, dtype=np.float64)
+        )
+
+    def terms_at(self, shape: S) -> Floats:
+        """The terms of a shape, in units of the smallest sizes."""
+        scaled: Floats = np.array(self.family.dimensions.of(shape), dtype=np.float64) / self._unit
+        return np.asarray(np.prod(scaled**self._exponents, axis=1))
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedPlan(Generic[S]):
+    """One plan at every shape of a family: coefficients of moments before the optimizer's step and in it, and of seconds."""
+
+    step: ShapedStep[S]
+    before: Floats
+    optimizer: Floats
+    seconds: Floats
+
+    def at(self, shape: S) -> Forecast:
+        """What the plan takes at a shape that the family knows."""
+        terms = self.step.terms_at(shape)
+        before = round(float((self.before @ terms).max()))
+        optimizer = round(float((self.optimizer @ terms).max(initial=0.0)))
+        return Forecast(before, max(before, optimizer), max(float(self.seconds @ terms), 0.0))
+
+
+def _moments(replays: StepReplays) -> list[tuple[int, int]]:
+    """Instant and bytes of every moment that can be the highest, in the same order at every size."""
+    curve = replays.held()
+    summits: dict[int, list[list[int]]] = {}
+    for outcome in replays.outcomes:
+        level = np.zeros_like(curve)
+        for instant, start, highs, left in _levels(outcome):
+            level[instant:] = start
+            level[instant + 1 :] = left
+            if highs:
+                summits.setdefault(instant, []).append([high - start for high in highs])
+        curve += level
+    found = list(enumerate(curve.tolist()))
+    for instant, each in sorted(summits.items()):
+        found += [(instant, found[instant][1] + sum(highs)) for highs in itertools.product(*each)]
+    return found
+
+
+def _levels(outcome: Replay) -> Iterator[tuple[int, int, list[int], int]]:
+    """Bytes at every instant at which buffers of a replay come or go: when slots have let go, at its summits, and after it."""
+    now = 0
+    for instant, together in itertools.groupby(outcome.buffers, key=lambda event: event.instant):
+        events = list(together)
+        made = list(itertools.dropwhile(lambda event: event.is_due, events))
+        now += sum(event.bytes for event in events[: len(events) - len(made)])
+        start, highs, is_rising = now, list[int](), True
+        for event in made:
+            if event.bytes < 0 and is_rising:
+                highs.append(now)
+            is_rising = event.bytes >= 0
+            now += event.bytes
+        if made and is_rising:
+            highs.append(now)
+        yield instant, start, highs, now
+
+
+def _undominated(rows: Floats) -> Floats:
+    """The rows of which no other is at least as large in every column."""
+    kept: list[Floats] = []
+    for row in sorted(np.unique(rows, axis=0), key=lambda row: -float(row.sum())):
+        if not kept or not (np.array(kept) >= row).all(axis=1).any():
+            kept.append(row)
+    return np.array(kept).reshape(len(kept), rows.shape[1])
+
+
+def _spread(terms: Sequence[Term], points: Sequence[Sizes], unit: Sizes) -> list[Sizes]:
+    """Multiples of the unit at which the terms can be told apart, as many as there are terms, within reach of the points."""
+    choices = []
+    for column, size in enumerate(unit):
+        most = max(4, -(-max(point[column] for point in points) // size))
+        choices.append(sorted({1, 2, 3, most, max(4, round(most**0.5))}))
+    found: list[Sizes] = []
+    for sample in sorted(itertools.product(*choices), key=lambda sample: (sum(sample), sample)):
+        rows = np.array([[power(term, each) for term in terms] for each in [*found, sample]], dtype=np.float64)
+        if np.linalg.matrix_rank(rows / rows.max(axis=0)) == len(rows):
+            found.append(sample)
+        if len(found) == len(terms):
+            return found
+    raise AssertionError("distinct products are told apart by enough multiples")
+
+
+def _inverse(matrix: Sequence[Sequence[int]]) -> Floats:
+    """In fractions, as terms of many sizes are too far apart for floating point."""
+    units = np.eye(len(matrix), dtype=np.int64).tolist()
+    columns = [solve_exactly(matrix, unit) or () for unit in units]
+    return np.array([[float(entry) for entry in column] for column in columns]).T
