@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.receipt import RegionOutcome
+from plimsoll.engine.any_size import Recordings
 from plimsoll.engine.call_stream import StreamGuard, references
 from plimsoll.engine.copies import CopiedForward, calling_module
 from plimsoll.engine.fallback import Fallback
@@ -53,9 +54,10 @@ class ManagedRegion:
         self.module = module
         self.calls = 0
         self.services: dict[tuple[Any, ...], Service] = {}
+        self._recordings = Recordings(MAX_SIGNATURES)
         self._clock = 0
-        self._plans = plans
-        self._untouched = {id(plan) for plan in plans if plan.is_untouched}
+        self._decisions: dict[tuple[Any, ...], RegionPlan] = {}
+        self.use(plans)
         self._shared = shared
         self.__wrapped__ = module.forward  # so that inspect.signature shows the module's own
         self._had_own = "forward" in module.__dict__
@@ -78,6 +80,11 @@ class ManagedRegion:
                 service.give_up(reason)
             self._fallback.say_keeps(reason)
         return bool(self.obstacle)
+
+    def use(self, plans: tuple[RegionPlan, ...]) -> None:
+        """Decide like this from the next call on. What was recorded stays, and so do programs for decisions met before."""
+        self._plans = tuple(self._decisions.setdefault(_decisions_of(plan), plan) for plan in plans)
+        self._untouched = {id(plan) for plan in self._plans if plan.is_untouched}
 
     def install(self) -> None:
         self.module.forward = self
@@ -122,7 +129,7 @@ class ManagedRegion:
         if service is None:
             if self._is_fake(args, kwargs):
                 return self._original(*args, **kwargs)
-            service = self._admit(key, plan)
+            service = self._admit(key, plan, entry)
         if service.engine is not Engine.RECIPE:
             return self._keeping(args, kwargs)
         if service.has_failed():
@@ -143,12 +150,14 @@ class ManagedRegion:
         """One entry per call of a step and signature: what serves it, and what was and could be dropped."""
         found = []
         for service in self.services.values():
+            if not any(service.plan is plan for plan in self._plans):
+                continue
             program = service.program
             plan = None if program is None else program.plan
             found.append(
                 RegionOutcome(
                     name=self.name,
-                    call=self._plans.index(service.plan),
+                    call=service.plan.call,
                     engine=service.engine,
                     reason=service.reason or ("" if program is None else _first_obstacle(program)),
                     activation_bytes=0 if plan is None else plan.activation_bytes,
@@ -172,11 +181,20 @@ class ManagedRegion:
         leaves = (*tree_leaves((args, kwargs)), *self.module.parameters())
         return any(isinstance(x, FakeTensor | Proxy) or (isinstance(x, torch.Tensor) and x.is_meta) for x in leaves)
 
-    def _admit(self, key: tuple[Any, ...], plan: RegionPlan) -> Service:
-        """A signature that was not met yet, or not for long."""
+    def _admit(self, key: tuple[Any, ...], plan: RegionPlan, entry: Entry) -> Service:
+        """A signature that was not met yet, or not for long, or not under this plan. Where recordings tell what such calls do,
+        recipes serve it at once.
+        """
         if len(self.services) >= MAX_SIGNATURES:
             del self.services[min(self.services, key=lambda other: self.services[other].last_call)]
+        latest = max(self.services.values(), key=lambda other: other.last_call, default=None)
         service = self.services[key] = Service(plan, self._shared.alarm)
+        known = self._recordings.at(entry.signature)
+        if known and latest is not None:
+            is_linked = self._shared.links.has_made_first(entry.inputs)
+            for recording in known:
+                service.learn(recording.stream, recording.program(plan, self._shared, is_linked=is_linked))
+            service.follow(latest)
         return service
 
     def _watched(self, service: Service, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,6 +206,10 @@ class ManagedRegion:
         if program is None:
             self._give_up(service, recorded.obstacle)
         else:
+            if (
+                recorded.recording is not None and not recorded.peers
+            ):  # what repeats collectives is agreed on when recorded
+                self._recordings.add(entry.signature, recorded.recording)
             service.learn(recorded.stream, program)
             service.watched(self._reader.scalars(), is_new=is_new)
             if recorded.is_misfit:
@@ -273,6 +295,11 @@ def _first_obstacle(program: Program) -> str:
         (name, form), times = next(iter(refused.items()))
         return f"{name} is kept: its codec {form} could not represent the data ({times} times)"
     return next((f"{name} is kept: {obstacle}" for name, obstacle in program.plan.choice.obstacles.items()), "")
+
+
+def _decisions_of(plan: RegionPlan) -> tuple[Any, ...]:
+    """What makes a difference to the region."""
+    return (plan.call, plan.dropped, tuple(sorted(plan.packed.items())), plan.is_boundary_dropped)
 
 
 def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

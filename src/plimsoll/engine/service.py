@@ -88,6 +88,11 @@ class Service:
         self._is_self_compiling |= program.is_self_compiling
         self.needs_inputs = any(other.plan.needs_inputs for other in self._programs.values())
 
+    def follow(self, other: Service) -> None:
+        """Be as watchful as the service of another signature of the region, which calls have met last."""
+        self._watch, self._heard = other._watch, other._heard
+        self._scalars, self._idle_changes = other._scalars, other._idle_changes
+
     def watched(self, scalars: tuple[Any, ...], *, is_new: bool) -> None:
         """A watched call has ended; its stream was new, or one of those known."""
         has_changed = self._scalars is not None and scalars != self._scalars

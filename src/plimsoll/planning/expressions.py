@@ -62,7 +62,8 @@ def power(term: Term, dimensions: Sizes) -> int:
 
 
 class Dimensions:
-    """Which sizes of a batch vary between the known ones: equal or proportional ones count once.
+    """Which sizes of a batch vary on their own between the known ones. Those that are multiples of others, or of the product of
+    two, follow them, as strides do.
 
     A size of 0 or 1 is part of the structure, as it decides which operations run, so it may not vary.
     """
@@ -70,15 +71,14 @@ class Dimensions:
     def __init__(self, points: Sequence[Sizes]) -> None:
         self._first = points[0]
         self._columns: list[int] = []
-        self._followed: list[int] = []
-        """For every size, the position of the one that it is proportional to; its own where it is a dimension or constant."""
+        self._followers: list[tuple[int, tuple[int, ...]]] = []
+        """Every other size, with those of which it is a multiple; none where it is constant."""
         for column, sizes in enumerate(zip(*points, strict=True)):
-            leader = next(
-                (c for c in self._columns if _are_proportional(sizes, [point[c] for point in points])), column
-            )
-            if leader == column and len(set(sizes)) > 1:
+            leaders = () if len(set(sizes)) == 1 else self._find_leaders(points, column)
+            if leaders is None:
                 self._columns.append(column)
-            self._followed.append(leader)
+            else:
+                self._followers.append((column, leaders))
         self.points = tuple(map(self.of, points))
 
     @property
@@ -98,20 +98,23 @@ class Dimensions:
     def can_tell(self, sizes: Sizes) -> bool:
         """Whether a batch differs from the known ones in its dimensions alone."""
         return same_structure(sizes, self._first) and all(
-            size * self._first[leader] == sizes[leader] * self._first[column]
-            if leader != column
-            else column in self._columns or size == self._first[column]
-            for column, (size, leader) in enumerate(zip(sizes, self._followed, strict=True))
+            self._follows(sizes, column, leaders) for column, leaders in self._followers
         )
+
+    def _find_leaders(self, points: Sequence[Sizes], column: int) -> tuple[int, ...] | None:
+        single = ((leader,) for leader in self._columns)
+        groups = itertools.chain(single, itertools.combinations_with_replacement(self._columns, 2))
+        return next((g for g in groups if all(self._follows(point, column, g) for point in points)), None)
+
+    def _follows(self, sizes: Sizes, column: int, leaders: tuple[int, ...]) -> bool:
+        """Whether a size is the same multiple of the product of others as in the first batch."""
+        now, first = (prod(of[leader] for leader in leaders) for of in (sizes, self._first))
+        return sizes[column] * first == self._first[column] * now
 
 
 def same_structure(one: Sizes, other: Sizes) -> bool:
     """Whether two batches have as many sizes, and are 0 or 1 at the same places."""
     return len(one) == len(other) and all(a == b or min(a, b) > 1 for a, b in zip(one, other, strict=True))
-
-
-def _are_proportional(some: Sequence[int], others: Sequence[int]) -> bool:
-    return all(a * others[0] == b * some[0] for a, b in zip(some, others, strict=True))
 
 
 class Fitter:
