@@ -25,7 +25,6 @@ from plimsoll.engine.linked_inputs import LinkTable
 from plimsoll.engine.offload.protocol import Link
 from plimsoll.engine.offload.transfers import TransfersUnderWay
 from plimsoll.engine.program import Shared
-from plimsoll.engine.region import ManagedRegion
 from plimsoll.engine.replay_rng import generators_of
 from plimsoll.engine.sampling import SentinelPolicy
 from plimsoll.engine.stored_forms import Packer
@@ -67,9 +66,11 @@ class FormOf:
 class Drops:
     """Stands for a ``RegionPlan`` that drops everything but what it keeps or packs, whatever the values are called."""
 
+    name: str
     kept: tuple[str, ...] = ()
     packs: Mapping[str, str] = field(default_factory=dict)
     is_boundary_dropped: bool = False
+    has_offload: bool = False
     is_untouched: bool = False
     call: int = 0
     decisions: tuple[ValueDecision, ...] = ()
@@ -79,6 +80,10 @@ class Drops:
     def __post_init__(self) -> None:
         self.dropped = Names((*self.kept, *self.packs))
         self.packed = FormOf(self.packs)
+
+    @property
+    def effect(self) -> object:
+        return (self.call, self.kept, tuple(self.packs.items()), self.is_boundary_dropped, self.is_untouched)
 
 
 def manage(
@@ -96,21 +101,17 @@ def manage(
 
     ``packs`` maps parts of values' names to codecs or the link; ``boundaries`` are regions whose input is dropped too.
     """
-    modules = dict(model.named_modules())
-    found = find_regions(model) if regions is None else {name: modules[name] for name in regions}
     shared = Shared(
-        links=LinkTable(is_used=bool(boundaries)),
+        links=LinkTable(),
         packer=Packer(link),
         transfers=TransfersUnderWay(),
         policy=SentinelPolicy(every=sentinel_every),
         inspector=Inspector(verify_every, device_of(model)),
         generators=generators_of([parameter.device for parameter in model.parameters()]),
     )
-    managed = {
-        name: ManagedRegion(name, module, (Drops(kept, packs or {}, index in boundaries),), shared)
-        for index, (name, module) in enumerate(found.items())
-    }
-    return Handle(model, SimpleNamespace(regions=()), managed, shared)
+    names = find_regions(model) if regions is None else regions
+    drops = [Drops(name, kept, packs or {}, index in boundaries) for index, name in enumerate(names)]
+    return Handle(model, SimpleNamespace(regions=drops), shared)
 
 
 def device_of(model: nn.Module) -> torch.device:

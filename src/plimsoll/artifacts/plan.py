@@ -69,6 +69,11 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
         return {d.value: d.form for d in self.decisions if d.is_packed}
 
     @property
+    def effect(self) -> tuple[object, ...]:
+        """What the region will do: plans that are equal in this differ in predictions alone."""
+        return (self.call, self.dropped, tuple(sorted(self.packed.items())), self.is_boundary_dropped)
+
+    @property
     def has_offload(self) -> bool:
         """Whether some value of this region goes over a link."""
         return any(d.decision is Decision.OFFLOAD for d in self.decisions)

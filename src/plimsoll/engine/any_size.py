@@ -52,9 +52,18 @@ class Recordings:
         self._most = most
         self._watched: dict[Any, dict[Stream, Recording]] = {}
         self._families: dict[Any, list[_Family]] = {}
+        self._is_trusted = True
+
+    def distrust(self) -> None:
+        """A recipe has made something else than forward did: from now on every signature is watched for itself."""
+        self._is_trusted = False
+        self._watched.clear()
+        self._families.clear()
 
     def add(self, signature: tuple[Any, ...], recording: Recording) -> None:
         """A call with this signature was watched."""
+        if not self._is_trusted:
+            return
         if len(self._watched) >= self._most and signature not in self._watched:
             del self._watched[next(iter(self._watched))]
         self._watched.setdefault(signature, {})[recording.stream] = recording

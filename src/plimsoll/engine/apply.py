@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -52,33 +52,71 @@ class Handle:
         ...     model(torch.randn(4, 8)).sum().backward()
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, regions: Mapping[str, ManagedRegion], shared: Shared) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, shared: Shared, compiled: Collection[str] = ()) -> None:
         self.model = model
-        self._plan = plan
-        self.regions = dict(regions)
+        self._compiled = frozenset(compiled)
+        """Regions that are left alone."""
+        self.regions: dict[str, ManagedRegion] = {}
+        self._known: dict[str, ManagedRegion] = {}
+        """The regions at work, and those that were under another plan."""
         self._shared = shared
-        shared.inspector.watch(tuple(self.regions))
         self._root_hooks: list[Any] = []
-        if self.regions:
+        self._others: list[Removable] = []
+        self._begin(plan)
+
+    def remove(self) -> None:
+        """Undo everything: the model is as it was before ``apply``. Calling it twice is harmless."""
+        self.pause()
+        for hook in (*self._root_hooks, *self._others):
+            hook.remove()
+        self._root_hooks, self._others = [], []
+        self.regions, self._known = {}, {}
+
+    def switch(self, plan: Plan) -> None:
+        """Put another plan for this model to work, from its next call on. What regions have recorded stays: where they have met
+        such a call before, under whatever plan, recipes serve it at once.
+
+        Raises:
+            PlanMismatch: the plan needs another link, or other leave to talk to other ranks, than the one at work.
+        """
+        shared = self._shared
+        if plan.link not in ("", self._plan.link) or (COLLECTIVES in plan.allow) is not shared.repeats_collectives:
+            raise PlanMismatch(
+                "This plan cannot take the place of the one at work.",
+                why="its link, or whether its recipes repeat collectives, is another",
+                next="call handle.remove() and apply the plan",
+            )
+        self.pause()
+        self._begin(plan)
+
+    def _begin(self, plan: Plan) -> None:
+        """Let the plan decide about the regions that it manages."""
+        shared, model = self._shared, self.model
+        calls = _managed_regions(plan) if shared.sensor is None else _regions(plan)
+        modules = dict(model.named_modules())
+        managed = {name: modules[name] for name in calls}
+        shared.links.serve(
+            emptied_after_forward(model, managed),
+            is_used=any(call.is_boundary_dropped for each in calls.values() for call in each),
+        )
+        for name, module in managed.items():
+            if name in self._known:
+                self._known[name].use(calls[name])
+            elif name not in self._compiled:
+                self._known[name] = ManagedRegion(name, module, calls[name], shared)
+        self._plan = plan
+        self.regions = {name: self._known[name] for name in calls if name in self._known}
+        shared.inspector.watch(tuple(self.regions))
+        if self.regions and not self._root_hooks:
             self._root_hooks = [
                 model.register_forward_pre_hook(ModelHook(model, lambda *_: self.begin_step()), prepend=True),
                 model.register_forward_hook(ModelHook(model, lambda *_: shared.links.clear()), always_call=True),
             ]
-        for region in self.regions.values():
-            region.install()
-
-    def remove(self) -> None:
-        """Undo everything: the model is as it was before ``apply``. Calling it twice is harmless."""
-        for region in self.regions.values():
-            region.remove()
-        for hook in self._root_hooks:
-            hook.remove()
-        self._root_hooks = []
-        self.regions = {}
+        self.resume()
 
     def remove_with_me(self, hook: Removable) -> None:
         """Take out something else that belongs to this plan when the plan is taken off."""
-        self._root_hooks.append(hook)
+        self._others.append(hook)
 
     def pause(self) -> None:
         """Take the wrappers out for a while; what was recorded is kept."""
@@ -197,16 +235,13 @@ def apply_plan(
     managed = _managed_regions(plan) if sensor is None else _regions(plan)
     for name in {region.name for region in plan.regions}:
         _check_module(model, modules, name, is_managed=name in managed)
-    open_to_us = uncompiled_regions(model, {name: modules[name] for name in managed})
+    compiled = managed.keys() - uncompiled_regions(model, {name: modules[name] for name in managed}).keys()
     parameters = list(model.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
     if link is None and plan.link:
         link = open_link(plan.link, device, host_budget=plan.host_budget_bytes, directory=None)
     shared = Shared(
-        links=LinkTable(
-            emptied_after_forward(model, {name: modules[name] for name in managed}),
-            is_used=any(call.is_boundary_dropped for calls in managed.values() for call in calls),
-        ),
+        links=LinkTable(),
         packer=Packer(link, plan.link),
         transfers=TransfersUnderWay(),
         policy=SentinelPolicy(every=sentinel_every),
@@ -217,8 +252,7 @@ def apply_plan(
         splits_backward=splits_backward,
         repeats_collectives=COLLECTIVES in plan.allow,
     )
-    regions = {name: ManagedRegion(name, module, managed[name], shared) for name, module in open_to_us.items()}
-    return Handle(model, plan, regions, shared)
+    return Handle(model, plan, shared, compiled)
 
 
 def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:

@@ -58,10 +58,14 @@ class LinkTable:
     ``silent`` regions offer none: their parameters may be gone by the time (a sharded model frees what it gathered).
     """
 
-    def __init__(self, silent: Collection[str] = (), *, is_used: bool) -> None:
-        self.is_used = is_used
-        self._silent = frozenset(silent)
+    def __init__(self) -> None:
+        self.is_used = False
+        self._silent: frozenset[str] = frozenset()
         self._offers: list[_Offer] = []
+
+    def serve(self, silent: Collection[str], *, is_used: bool) -> None:
+        """A plan begins that drops boundaries, or does not."""
+        self._silent, self.is_used = frozenset(silent), is_used
 
     def offer(
         self,

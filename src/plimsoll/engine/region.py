@@ -56,7 +56,7 @@ class ManagedRegion:
         self.services: dict[tuple[Any, ...], Service] = {}
         self._recordings = Recordings(MAX_SIGNATURES)
         self._clock = 0
-        self._decisions: dict[tuple[Any, ...], RegionPlan] = {}
+        self._decisions: dict[object, RegionPlan] = {}
         self.use(plans)
         self._shared = shared
         self.__wrapped__ = module.forward  # so that inspect.signature shows the module's own
@@ -83,7 +83,7 @@ class ManagedRegion:
 
     def use(self, plans: tuple[RegionPlan, ...]) -> None:
         """Decide like this from the next call on. What was recorded stays, and so do programs for decisions met before."""
-        self._plans = tuple(self._decisions.setdefault(_decisions_of(plan), plan) for plan in plans)
+        self._plans = tuple(self._decisions.setdefault(plan.effect, plan) for plan in plans)
         self._untouched = {id(plan) for plan in self._plans if plan.is_untouched}
 
     def install(self) -> None:
@@ -133,6 +133,7 @@ class ManagedRegion:
         if service.engine is not Engine.RECIPE:
             return self._keeping(args, kwargs)
         if service.has_failed():
+            self._recordings.distrust()
             self._give_up(service, "a rebuilt value was not what forward made")
             return self._keeping(args, kwargs)
         self._clock += 1
@@ -295,11 +296,6 @@ def _first_obstacle(program: Program) -> str:
         (name, form), times = next(iter(refused.items()))
         return f"{name} is kept: its codec {form} could not represent the data ({times} times)"
     return next((f"{name} is kept: {obstacle}" for name, obstacle in program.plan.choice.obstacles.items()), "")
-
-
-def _decisions_of(plan: RegionPlan) -> tuple[Any, ...]:
-    """What makes a difference to the region."""
-    return (plan.call, plan.dropped, tuple(sorted(plan.packed.items())), plan.is_boundary_dropped)
 
 
 def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
