@@ -93,7 +93,8 @@ class Dimensions:
     def scaled(self, sizes: Sizes, multiples: Sizes) -> Sizes:
         """A batch whose dimensions are so many times as large."""
         factors = dict(zip(self._columns, multiples, strict=True))
-        return tuple(size * factors.get(leader, 1) for size, leader in zip(sizes, self._followed, strict=True))
+        factors |= {column: prod(factors[leader] for leader in leaders) for column, leaders in self._followers}
+        return tuple(size * factors[column] for column, size in enumerate(sizes))
 
     def can_tell(self, sizes: Sizes) -> bool:
         """Whether a batch differs from the known ones in its dimensions alone."""
