@@ -7,6 +7,7 @@ import itertools
 import math
 
 import networkx
+import numpy as np
 import pytest
 
 from planning.builders import StepBuilder, random_step, transformer
@@ -15,7 +16,7 @@ from planning.form_builders import block_forms, compressed, forms_for, random_fo
 from plimsoll.artifacts.forms import Form
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.choices import prices_of
-from plimsoll.planning.cut import SINK, SOURCE, Mode, Prices, build_edges, solve_cut
+from plimsoll.planning.cut import SINK, SOURCE, Cut, Mode, Network, Offers, Prices, solve_cuts
 from plimsoll.planning.frontier import modes_of, sweep_prices
 from plimsoll.planning.replay_schedule import recipe_ops
 from plimsoll.planning.step import RegionView, StepIndex
@@ -25,11 +26,17 @@ ERROR_PRICES = (0.0, 10.0, 1000.0)
 CHOICES_AT_MOST = 600
 
 
+def solve_cut(view: RegionView, prices: Prices, price: float) -> Cut:
+    [[cut]] = solve_cuts(Network(view), [(Offers(view, prices), np.array([price]))])
+    return cut
+
+
 def value_by_networkx(view: RegionView, prices: Prices, price: float) -> float:
-    edges = build_edges(view, prices, price)
+    network = Network(view)
+    [capacities] = network.capacities(Offers(view, prices), np.array([price]))
     graph = networkx.DiGraph()
     graph.add_nodes_from((SOURCE, SINK))
-    for tail, head, capacity in zip(edges.tails, edges.heads, edges.capacities, strict=True):
+    for tail, head, capacity in zip(network.tails, network.heads, capacities, strict=True):
         known = graph.get_edge_data(tail, head, {"capacity": 0.0})["capacity"]
         graph.add_edge(tail, head, capacity=min(known + capacity, 1e12))
     return float(networkx.minimum_cut_value(graph, SOURCE, SINK))
@@ -101,6 +108,15 @@ def test_cut_is_the_best_of_all_choices_at_every_price_of_memory_and_error(seed:
             assert own is not None
             value = price * own.held_bytes + own.seconds + error_price * own.squared_error
             assert value == pytest.approx(best, abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cuts_solved_side_by_side_are_those_solved_alone(seed: int) -> None:
+    for view, prices, _ in random_views(seed, with_forms=True):
+        dear = dataclasses.replace(prices, error_price=10.0)
+        requests = [(Offers(view, each), np.array(PRICES)) for each in (prices, dear)]
+        together = solve_cuts(Network(view), requests)
+        assert together == [[solve_cut(view, each, price) for price in PRICES] for each in (prices, dear)]
 
 
 @pytest.mark.parametrize("with_forms", [False, True])

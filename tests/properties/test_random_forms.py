@@ -20,8 +20,9 @@ from plimsoll.artifacts.trace import Trace
 from plimsoll.planning import choices as generation
 from plimsoll.planning.choice import Limits
 from plimsoll.planning.choices import ChoiceSet
-from plimsoll.planning.effects import likeness, measure_effect
+from plimsoll.planning.effects import likeness
 from plimsoll.planning.frontier import Hull
+from plimsoll.planning.measuring import Measuring
 from plimsoll.planning.simulate import run_choices, simulate
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
@@ -124,7 +125,7 @@ def test_alike_regions_add_what_they_share_where_each_of_them_is() -> None:
         sets = {}
         for view, key in zip(index.views, keys, strict=True):
             if key not in sets:
-                effects = tuple(measure_effect(index, view, random_choice(draw, view)) for _ in range(6))
+                effects = tuple(Measuring(index, view).measure([random_choice(draw, view) for _ in range(6)]))
                 sets[key] = ChoiceSet(effects, Hull((), ()), is_complete=False)
         windows = build_windows(index, [sets[key] for key in keys])
         picks = [draw.randrange(len(effects)) for effects in windows.effects]

@@ -13,8 +13,8 @@ from planning.slow_simulator import SlowStep
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.choices import ChoiceSet, prices_of
 from plimsoll.planning.describe import classes_at_peak, describe_peak
-from plimsoll.planning.effects import measure_effect
 from plimsoll.planning.frontier import sweep_prices
+from plimsoll.planning.measuring import Measuring
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.windows import build_windows
@@ -49,7 +49,7 @@ def test_what_regions_add_to_windows_sums_to_the_peaks_of_the_simulator(first: i
         sets = []
         for view in index.views:
             choices: dict[Choice, None] = dict.fromkeys(random_choice(draw, view) for _ in range(DRAWS))
-            effects = tuple(measure_effect(index, view, choice) for choice in choices)
+            effects = tuple(Measuring(index, view).measure(list(choices)))
             sets.append(ChoiceSet(effects, sweep_prices(view, prices_of(index, view)), is_complete=False))
         windows = build_windows(index, sets)
         for _ in range(DRAWS):

@@ -13,17 +13,18 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.cut import Prices
-from plimsoll.planning.effects import Effect, Relief, frame_of, held_bytes, likeness, measure_effect
-from plimsoll.planning.frontier import Hull, limit_offload, modes_of, packing_sweeps, sweep_prices
+from plimsoll.planning.effects import Effect, Relief, held_bytes, likeness, program
+from plimsoll.planning.frontier import Hull, Sweeper, limit_offload, modes_of, packing_sweeps
+from plimsoll.planning.measuring import Measuring
 from plimsoll.planning.pins import pinned
-from plimsoll.planning.step import Ints, RegionView, StepIndex, slot_stop
+from plimsoll.planning.step import RegionView, StepIndex, slot_stop
 
 _ENUMERATED_CHOICES = 512
 """Regions with no more choices than this get all of them, so that plans can be proven optimal."""
@@ -70,13 +71,15 @@ def generate_choices(
     """
     wanted = list(extra)
     by_likeness: dict[Hashable, ChoiceSet] = {} if known is None else known
+    sweepers: dict[Hashable, Sweeper] = {}
     sets = []
     keys = [likeness(index, view) for view in index.views]
     for view, key in zip(index.views, keys, strict=True):
         if key not in by_likeness:
             regions = [v.call.index for v, k in zip(index.views, keys, strict=True) if k == key]
-            given = {choices[region] for choices in wanted for region in regions}
-            by_likeness[key] = _Generator(index, view, most_squared_error, len(regions)).generate(given)
+            given = dict.fromkeys(choices[region] for choices in wanted for region in regions)
+            sweeper = sweepers.setdefault(program(view), Sweeper(view))
+            by_likeness[key] = _Generator(index, view, sweeper, most_squared_error, len(regions)).generate(given)
         sets.append(by_likeness[key])
     return tuple(sets)
 
@@ -84,30 +87,38 @@ def generate_choices(
 class _Generator:
     """Measures choices of one kind of region, each once."""
 
-    def __init__(self, index: StepIndex, view: RegionView, most_squared_error: float, alike: int) -> None:
+    def __init__(
+        self, index: StepIndex, view: RegionView, sweeper: Sweeper, most_squared_error: float, alike: int
+    ) -> None:
         self.index = index
         self.view = view
+        self.sweeper = sweeper
         self.alike = alike
         self.most_squared_error = most_squared_error
         self.prices = prices_of(index, view)
+        self.measuring = Measuring(index, view)
+        self.fixed = index.fixed[self.measuring.frame.start : self.measuring.frame.stop]
+        self.by_size = sorted(view.droppable, key=lambda v: -view.graph.values[v].bytes)
         self.known: dict[Choice, Effect] = {}
+        self.peaks: dict[Choice, int] = {}
+        """Per choice the most that is there in the region's backward, if nothing is held for other regions."""
 
-    def measure(self, choice: Choice) -> Effect:
-        choice = pinned(self.view, choice)
-        if choice not in self.known:
-            self.known[choice] = measure_effect(self.index, self.view, choice)
-        return self.known[choice]
+    def measure(self, choices: Iterable[Choice]) -> None:
+        new = [c for c in dict.fromkeys(pinned(self.view, choice) for choice in choices) if c not in self.known]
+        effects = self.measuring.measure(new)
+        self.known.update(zip(new, effects, strict=True))
+        if len(self.fixed):
+            self.peaks.update((e.choice, int((self.fixed + e.backward).max())) for e in effects)
 
-    def generate(self, given: set[Choice]) -> ChoiceSet:
+    def generate(self, given: Iterable[Choice]) -> ChoiceSet:
         """Every choice if they are few; else those without other forms, the more for each form, and their neighbours."""
         view = self.view
         every = _every_choice(view)
         if every is not None:
-            hull = sweep_prices(view, self.prices)
-            effects = [self.measure(choice) for choice in every]
-            return ChoiceSet(self._usable(), hull, is_complete=all(effect.is_additive for effect in effects))
-        for choice in (Choice(view.everything), Choice(view.nothing), *given):
-            self.measure(choice)
+            self.measure(every)
+            is_complete = all(effect.is_additive for effect in self.known.values())
+            return ChoiceSet(self._usable(), self.sweeper.sweep([self.prices])[0], is_complete)
+        self.measure([Choice(view.everything), Choice(view.nothing), *given])
         hull = self._explore(dataclasses.replace(self.prices, modes={}))
         if self.prices.modes:
             # What is allowed besides must not take away: without other forms there are the same choices as ever.
@@ -116,41 +127,30 @@ class _Generator:
 
     def _explore(self, prices: Prices) -> Hull:
         """Measure the vertices of the hull and choices around them."""
-        hull = self._sweep(prices)
-        fixed = _fixed_backward(self.index, self.view)
+        [hull] = self._sweep([prices])
         for _ in range(_PEAK_ROUNDS):
-            for choice in _variants(self.index, self.view, prices, self._usable(), fixed):
-                self.measure(choice)
-        self._descend_beside_others(fixed)
+            self.measure(self._variants(prices, self._usable()))
+        self._descend()
         return hull
 
     def _explore_forms(self) -> Hull:
         """Measure the vertices of the hulls with other forms, at prices of what regions share, and choices around them."""
         known = set(self.known)
-        hull = self._sweep(self.prices)
+        sweeps = list(packing_sweeps(self.prices, self.most_squared_error / self.alike))
+        limited = limit_offload(self.index, self.view, self.prices)
+        hull, *others = self._sweep([self.prices, *(sweep.prices for sweep in sweeps), *limited])
         lines = list(hull.lines)
-        for sweep in packing_sweeps(self.prices, self.most_squared_error / self.alike):
-            lines += sweep.lines(self._sweep(sweep.prices).lines)
-        for limited in limit_offload(self.index, self.view, self.prices):
-            self._sweep(limited)
-        fixed = _fixed_backward(self.index, self.view)
-        vertices = tuple(e for choice, e in self.known.items() if choice not in known and self._is_usable(e))
-        for choice in _variants(self.index, self.view, self.prices, _undominated(list(vertices)), fixed):
-            self.measure(choice)
-        self._descend_beside_others(fixed)
+        for sweep, other in zip(sweeps, others, strict=False):
+            lines += sweep.lines(other.lines)
+        vertices = [e for choice, e in self.known.items() if choice not in known and self._is_usable(e)]
+        self.measure(self._variants(self.prices, _undominated(vertices)))
+        self._descend()
         return Hull(hull.cuts, tuple(lines))
 
-    def _descend_beside_others(self, fixed: Ints) -> None:
-        # What alike regions hold counts beside this one's backward, but how many of them do is not known here: none, one,
-        # all, or all of every micro-batch in flight.
-        for others in sorted({0, 1, self.alike, self.alike * (self.index.waiting + 1)}):
-            self._descend(fixed, others)
-
-    def _sweep(self, prices: Prices) -> Hull:
-        hull = sweep_prices(self.view, prices)
-        for cut in hull.cuts:
-            self.measure(cut.choice)
-        return hull
+    def _sweep(self, prices: Sequence[Prices]) -> list[Hull]:
+        hulls = self.sweeper.sweep(prices)
+        self.measure(cut.choice for hull in hulls for cut in hull.cuts)
+        return hulls
 
     def _usable(self) -> tuple[Effect, ...]:
         """What has been measured, without what causes too large an error and what another choice beats."""
@@ -160,27 +160,64 @@ class _Generator:
         """Whether its error is small enough; never if it is infinite."""
         return effect.squared_error <= self.most_squared_error and not math.isinf(effect.squared_error)
 
-    def _descend(self, fixed: Ints, others: int) -> None:
-        """Flip values, one or a pair, as long as that lowers the peak of a region's backward beside ``others`` alike."""
+    def _variants(self, prices: Prices, effects: tuple[Effect, ...]) -> dict[Choice, None]:
+        """Choices near the given ones that differ in values alive at the highest instant of the region's backward."""
         view = self.view
+        if not len(self.fixed):
+            return {}
+        stops = {v: max(slot_stop(self.index.trace, slot) for slot in view.slots_of[v]) for v in view.droppable}
+        found: dict[Choice, None] = {}
+        peaks: dict[int, None] = {}
+        for effect in effects:
+            instant = self.measuring.frame.start + int(np.argmax(self.fixed + effect.backward))
+            peaks.setdefault(instant)
+            alive = [v for v in self.by_size if stops[v] > instant]
+            dropped = [v for v in alive if v not in effect.choice.kept]
+            found.update((_keep(effect.choice, {v}), None) for v in dropped[:_FLIPS_PER_CHOICE])
+            waiting = [v for v in alive if v in effect.choice.kept]
+            found.update((effect.choice.without(frozenset({v})), None) for v in waiting[:_FLIPS_PER_CHOICE])
+        weighed = []
+        for instant in list(peaks)[:_PEAKS_REPRICED]:
+            read = {v for v in view.slots_of if v in prices.held_bytes and _is_read_by(self.index, view, v, instant)}
+            for factor in (0.0, 0.5, 2.0):
+                weights = {v: bytes_ * (factor if v in read else 1.0) for v, bytes_ in prices.held_bytes.items()}
+                weighed.append(dataclasses.replace(prices, held_bytes=weights))
+        found.update((cut.choice, None) for hull in self.sweeper.sweep(weighed) for cut in hull.cuts)
+        return found
 
-        def height(effect: Effect) -> tuple[int, float]:
-            if not self._is_usable(effect):
-                return sys.maxsize, effect.seconds
-            peak = int((fixed + effect.backward).max()) if len(fixed) else 0
-            return peak + others * effect.retained_bytes, effect.seconds
+    def _descend(self) -> None:
+        """Flip values, one or a pair, as long as that lowers the peak of the region's backward beside what others hold.
 
-        by_size = sorted(view.droppable, key=lambda v: -view.graph.values[v].bytes)
-        best = min(self.known.values(), key=height)
+        What alike regions hold counts beside this one's backward, but how many of them do is not known here: none, one, all,
+        or all of every micro-batch in flight. The descents go on side by side: what all of them ask next is measured at once.
+        """
+        pairs = list(itertools.combinations(self.by_size[:_PAIRED_VALUES], 2))
+        flips = ([(value,) for value in self.by_size], pairs)
+        others = sorted({0, 1, self.alike, self.alike * (self.index.waiting + 1)})
+        best = {many: min(self.known, key=lambda choice: self._height(choice, many)) for many in others}
+        moving = others
         for _ in range(_DESCENTS_AT_MOST):
-            start = best
-            for flips in (itertools.combinations(by_size, 1), itertools.combinations(by_size[:_PAIRED_VALUES], 2)):
-                best = min((self.measure(_flip(best.choice, flip)) for flip in flips), key=height, default=best)
-                if height(best) < height(start):
-                    break
-                best = start
-            if best is start:
-                return
+            left, moving = moving, []
+            for values in flips:
+                near = {many: [_flip(best[many], value) for value in values] for many in left}
+                self.measure(choice for choices in near.values() for choice in choices)
+                stuck = []
+                for many, choices in near.items():
+                    lowest = min(
+                        (pinned(self.view, c) for c in choices), key=lambda c: self._height(c, many), default=best[many]
+                    )
+                    if self._height(lowest, many) < self._height(best[many], many):
+                        best[many] = lowest
+                        moving.append(many)
+                    else:
+                        stuck.append(many)
+                left = stuck
+
+    def _height(self, choice: Choice, others: int) -> tuple[int, float]:
+        effect = self.known[choice]
+        if not self._is_usable(effect):
+            return sys.maxsize, effect.seconds
+        return self.peaks.get(choice, 0) + others * effect.retained_bytes, effect.seconds
 
 
 def _every_choice(view: RegionView) -> Iterable[Choice] | None:
@@ -213,44 +250,6 @@ def _flip(choice: Choice, values: Iterable[int]) -> Choice:
     return Choice(rest.kept | (wanted - choice.kept), rest.packed)
 
 
-def _fixed_backward(index: StepIndex, view: RegionView) -> Ints:
-    frame = frame_of(index, view)
-    return index.fixed[frame.start : frame.stop]
-
-
-def _variants(
-    index: StepIndex, view: RegionView, prices: Prices, effects: tuple[Effect, ...], fixed: Ints
-) -> set[Choice]:
-    """Choices near the given ones that differ in values alive at the highest instant of the region's backward."""
-    frame = frame_of(index, view)
-    found: set[Choice] = set()
-    peaks: dict[int, None] = {}
-    for effect in effects:
-        if not len(fixed):
-            continue
-        instant = frame.start + int(np.argmax(fixed[: len(effect.backward)] + effect.backward))
-        peaks.setdefault(instant)
-        by_size = sorted(view.droppable, key=lambda v: -view.graph.values[v].bytes)
-        alive = [v for v in by_size if v not in effect.choice.kept and _is_held(index, view, v, instant)]
-        found.update(_keep(effect.choice, {v}) for v in alive[:_FLIPS_PER_CHOICE])
-        waiting = [v for v in by_size if v in effect.choice.kept and _is_held(index, view, v, instant)]
-        found.update(effect.choice.without(frozenset({v})) for v in waiting[:_FLIPS_PER_CHOICE])
-    for instant in list(peaks)[:_PEAKS_REPRICED]:
-        for factor in (0.0, 0.5, 2.0):
-            weighted = {
-                v: bytes_ * (factor if v in view.slots_of and _is_read_by(index, view, v, instant) else 1.0)
-                for v, bytes_ in prices.held_bytes.items()
-            }
-            cuts = sweep_prices(view, dataclasses.replace(prices, held_bytes=weighted)).cuts
-            found.update(cut.choice for cut in cuts)
-    return found
-
-
-def _is_held(index: StepIndex, view: RegionView, value: int, instant: int) -> bool:
-    """Whether a kept value would be alive at an instant of backward."""
-    return any(slot_stop(index.trace, slot) > instant for slot in view.slots_of[value])
-
-
 def _is_read_by(index: StepIndex, view: RegionView, value: int, instant: int) -> bool:
     """Whether a value must be in memory at an instant whatever is decided."""
     return any(2 * slot.unpacked <= instant < slot_stop(index.trace, slot) for slot in view.slots_of[value])
@@ -271,7 +270,10 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
     if not order:
         return ()
     shared = [(e.squared_error, e.link_bytes, e.copied_bytes, e.exit_bytes, *_retained_range(e)) for e in order]
-    figures = np.hstack([np.array(shared), np.stack([effect.backward for effect in order])])
+    curves = np.stack([effect.backward for effect in order])
+    # Where no curve changes from one instant to the next, one of the two says it all.
+    curves = curves[:, (np.diff(curves, axis=1, prepend=-1) != 0).any(axis=0)]
+    figures = np.hstack([np.array(shared), curves])
     least, most = np.delete(figures, 5, axis=1), np.delete(figures, 4, axis=1)
     kept = np.empty_like(most)
     alike: dict[tuple[Relief, ...], list[int]] = {}

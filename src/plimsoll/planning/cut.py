@@ -15,7 +15,8 @@ is true. Edges:
 its forms; μ is the price of error. A form that is private serves the slots of v, but
 no op that reads v: it is edge 1 that pays for it, and x_v stays false. An edge counts when it leaves the source side. All
 terms are submodular, so the cut is the optimum for this price; what a price cannot see is that the replay itself needs
-memory (``choices`` looks after that).
+memory (``choices`` looks after that). Only capacities differ between prices, so any number of them are solved as one flow
+through as many copies of the graph side by side: the solver's own work per call is more than that of a small graph.
 
 Source: project selection (Picard 1976) as used for rematerialisation by Checkmate's and torch's min-cut partitioners; here
 storing is priced per byte, so that a sweep gives the whole frontier. scipy's ``maximum_flow`` takes 32-bit capacities:
@@ -24,16 +25,20 @@ seconds are scaled so that all finite capacities together stay below 2^29, and `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from plimsoll.planning.choice import Choice, Packed
 from plimsoll.planning.step import RegionView
+
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 
 _FINITE_TOTAL = 2**29
 _INFINITE = 2**30
@@ -72,22 +77,6 @@ class Prices:
         """Seconds of a mode, and what its error is worth."""
         return mode.seconds + self.error_price * mode.squared_error
 
-    def cheapest(self, value: int, price_seconds_per_byte: float) -> tuple[float, Mode | None]:
-        """The least cost of holding a value for whoever reads it, and in which form (``None``: as it is)."""
-        best: tuple[float, Mode | None] = (price_seconds_per_byte * self.held_bytes[value], None)
-        shared = (mode for mode in self.modes.get(value, ()) if not mode.is_private)
-        return min([best, *self._costs(shared, price_seconds_per_byte)], key=lambda cost: cost[0])
-
-    def cheapest_private(self, value: int, price_seconds_per_byte: float) -> tuple[float, Mode | None]:
-        """The least cost of holding a value for its own slots alone, and in which form; infinite if there is none."""
-        private = (mode for mode in self.modes.get(value, ()) if mode.is_private)
-        best: tuple[float, Mode | None] = (np.inf, None)
-        return min([best, *self._costs(private, price_seconds_per_byte)], key=lambda cost: cost[0])
-
-    def _costs(self, modes: Iterable[Mode], price_seconds_per_byte: float) -> Iterator[tuple[float, Mode]]:
-        for mode in modes:
-            yield price_seconds_per_byte * mode.held_bytes + self.seconds(mode), mode
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -110,134 +99,203 @@ class Cut:
         return Choice(self.kept, self.packed)
 
 
-@dataclass(frozen=True, slots=True)
-class Edges:
-    """The graph of the cut; ``capacities`` in seconds, ``inf`` where a cut may not pass."""
-
-    nodes: int
-    tails: tuple[int, ...]
-    heads: tuple[int, ...]
-    capacities: tuple[float, ...]
-
-
 SOURCE, SINK = 0, 1
 
 
-def value_node(value: int) -> int:
-    """The node of ``x_v``."""
-    return 2 + value
+class Network:
+    """The graph of the cuts of one region: ``tails[e]`` to ``heads[e]`` for every edge ``e``; see ``capacities``."""
+
+    def __init__(self, view: RegionView) -> None:
+        self.view = view
+        graph = view.graph
+        self.first_op = 2 + len(graph.values)
+        self.nodes = self.first_op + len(graph.ops)
+        self.read = sorted({graph.slots[slot].value for slot in graph.backward_order} & set(view.decided))
+        held_anyway = view.free | view.forced
+        self.held = [value.id for value in graph.values if value.id not in held_anyway]
+        """Values whose holding is an edge of its own, in the order of these edges."""
+        edges = [(SOURCE, self.value_node(value)) for value in self.read]
+        for value in self.held:
+            producer = graph.values[value].producer
+            is_leaf = producer < 0 or value in view.movable
+            edges.append((self.value_node(value), SINK if is_leaf else self.first_op + producer))
+        edges += [(self.first_op + op.id, SINK) for op in graph.ops]
+        for op in graph.ops:
+            reads = (read for read in dict.fromkeys(op.reads) if read not in held_anyway)
+            edges += [(self.first_op + op.id, self.value_node(read)) for read in reads]
+        ends = np.array(edges, dtype=np.int64).reshape(-1, 2)
+        self.tails, self.heads = ends[:, 0], ends[:, 1]
+
+    def value_node(self, value: int) -> int:
+        """The node of ``x_v``."""
+        return 2 + value
+
+    def capacities(self, offers: Offers, prices_seconds_per_byte: Floats) -> Floats:
+        """Seconds per price and edge; ``inf`` where a cut may not pass. ``offers`` are those of this graph's view."""
+        graph = self.view.graph
+        found = np.full((len(prices_seconds_per_byte), len(self.tails)), np.inf)
+        reads, holds = len(self.read), len(self.held)
+        found[:, :reads] = offers.private(prices_seconds_per_byte)[0][:, self.read]
+        found[:, reads : reads + holds] = offers.shared(prices_seconds_per_byte)[0][:, self.held]
+        ops = found[:, reads + holds : reads + holds + len(graph.ops)]
+        is_replayable = [not op.obstacle for op in graph.ops]
+        ops[:, is_replayable] = np.array(offers.prices.op_seconds)[is_replayable]
+        return found
+
+    @cached_property
+    def _places(self) -> tuple[npt.NDArray[np.int64], ...]:
+        """Rows, columns and edges of a matrix with an entry per edge and per reverse edge (whose edge is -1).
+
+        Two more entries per copy join its source and sink with those of all copies.
+        """
+        count = len(self.tails)
+        ends = (SOURCE, SINK)
+        rows = np.concatenate([self.tails, self.heads, ends])
+        columns = np.concatenate([self.heads, self.tails, (self.nodes, self.nodes)])
+        edges = np.concatenate([np.arange(count), np.full(count, -1), (-1, -1)])
+        order = np.lexsort((columns, rows))
+        return rows[order], columns[order], edges[order]
+
+    def minimum_cuts(self, capacities: npt.NDArray[np.int64]) -> tuple[Mask, npt.NDArray[np.int64]]:
+        """Per row of capacities the nodes on the source side of the smallest cut, and its value."""
+        rows, columns, edges = self._places
+        copies, width = len(capacities), len(rows)
+        source, sink = copies * self.nodes, copies * self.nodes + 1
+        at = np.arange(copies)
+        data = np.where(edges >= 0, capacities[:, edges], 0)
+        heads = columns + at[:, None] * self.nodes
+        is_outer = columns == self.nodes
+        from_source, to_sink = is_outer & (rows == SOURCE), is_outer & (rows == SINK)
+        heads[:, from_source], heads[:, to_sink] = source, sink
+        data[:, to_sink] = _INFINITE
+        starts = np.searchsorted(rows, np.arange(self.nodes))
+        starts = (starts + at[:, None] * width).ravel()
+        ends = copies * width + copies * np.arange(3)
+        matrix = csr_array(
+            (
+                np.concatenate([data.ravel(), np.full(copies, _INFINITE), np.zeros(copies)]).astype(np.int32),
+                np.concatenate([heads.ravel(), at * self.nodes + SOURCE, at * self.nodes + SINK]).astype(np.int32),
+                np.concatenate([starts, ends]).astype(np.int32),
+            ),
+            shape=(sink + 1, sink + 1),
+        )
+        flow = maximum_flow(matrix, source, sink).flow
+        assert np.array_equal(flow.indices, matrix.indices), "the flow has an entry per edge and reverse edge"
+        has_room = matrix.data > flow.data
+        left = csr_array(
+            (
+                np.ones(int(has_room.sum()), dtype=np.int8),
+                matrix.indices[has_room],
+                np.concatenate([[0], np.cumsum(has_room)])[matrix.indptr],
+            ),
+            shape=matrix.shape,
+        )
+        reached = np.zeros(sink + 1, dtype=np.bool_)
+        reached[breadth_first_order(left, source, return_predecessors=False)] = True
+        values = flow.data[copies * width : copies * width + copies].astype(np.int64)
+        return reached[:source].reshape(copies, self.nodes), values
 
 
-def op_node(view: RegionView, op: int) -> int:
-    """The node of ``y_o``."""
-    return 2 + len(view.graph.values) + op
+class Offers:
+    """The ways of holding the values of one region, as tables: bytes and seconds per value and way.
+
+    The first way of a table is that of a value as it is; there is none for values that cannot be stored.
+    """
+
+    def __init__(self, view: RegionView, prices: Prices) -> None:
+        self.prices = prices
+        values = len(view.graph.values)
+        self._tables = []
+        for is_private in (False, True):
+            found = {v: [m for m in modes if m.is_private == is_private] for v, modes in prices.modes.items()}
+            ways = 1 + max(map(len, found.values()), default=0)
+            held_bytes, seconds = np.zeros((values, ways)), np.full((values, ways), np.inf)
+            if not is_private:
+                stored = list(prices.held_bytes)
+                held_bytes[stored, 0], seconds[stored, 0] = list(prices.held_bytes.values()), 0.0
+            for value, modes in found.items():
+                for at, mode in enumerate(modes, 1):
+                    held_bytes[value, at], seconds[value, at] = mode.held_bytes, prices.seconds(mode)
+            self._tables.append((held_bytes, seconds, found))
+
+    def shared(self, prices_seconds_per_byte: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
+        """Per price and value the least cost of holding it for whoever reads it, and in which way."""
+        return self._least(0, prices_seconds_per_byte)
+
+    def private(self, prices_seconds_per_byte: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
+        """The same for its own slots alone; infinite if there is no such way."""
+        return self._least(1, prices_seconds_per_byte)
+
+    def _least(self, table: int, prices_seconds_per_byte: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
+        held_bytes, seconds, _ = self._tables[table]
+        costs = prices_seconds_per_byte[:, None, None] * held_bytes + seconds
+        ways = costs.argmin(axis=2)
+        return np.take_along_axis(costs, ways[:, :, None], axis=2)[:, :, 0], ways
+
+    def mode(self, value: int, way: int, *, is_private: bool) -> Mode | None:
+        """The mode that a way stands for; ``None`` for the value as it is."""
+        return self._tables[is_private][2][value][way - 1] if way else None
 
 
-def read_values(view: RegionView) -> set[int]:
-    """The decided values that backward reads."""
-    return {view.graph.slots[slot].value for slot in view.graph.backward_order} & set(view.decided)
-
-
-def build_edges(view: RegionView, prices: Prices, price_seconds_per_byte: float) -> Edges:
-    """The edges 1 to 5 of the module's legend."""
-    graph = view.graph
-    tails: list[int] = []
-    heads: list[int] = []
-    capacities: list[float] = []
-
-    def add(tail: int, head: int, capacity: float) -> None:
-        tails.append(tail)
-        heads.append(head)
-        capacities.append(capacity)
-
-    for value in read_values(view):
-        add(SOURCE, value_node(value), prices.cheapest_private(value, price_seconds_per_byte)[0])
-    held_anyway = view.free | view.forced
-    for value_ in graph.values:
-        if value_.id in held_anyway:
-            continue
-        can_be_held = value_.id in prices.held_bytes
-        capacity = prices.cheapest(value_.id, price_seconds_per_byte)[0] if can_be_held else np.inf
-        must_be_held = value_.producer < 0 or value_.id in view.movable
-        add(value_node(value_.id), SINK if must_be_held else op_node(view, value_.producer), capacity)
-    for op in graph.ops:
-        add(op_node(view, op.id), SINK, np.inf if op.obstacle else prices.op_seconds[op.id])
-        for read in op.reads:
-            if read not in held_anyway:
-                add(op_node(view, op.id), value_node(read), np.inf)
-    nodes = 2 + len(graph.values) + len(graph.ops)
-    return Edges(nodes, tuple(tails), tuple(heads), tuple(capacities))
-
-
-def solve_cut(view: RegionView, prices: Prices, price_seconds_per_byte: float) -> Cut:
-    """The cheapest choice of one region at one price.
+def solve_cuts(network: Network, requests: Sequence[tuple[Offers, Floats]]) -> list[list[Cut]]:
+    """The cheapest choices of one region.
 
     Args:
-        view: the region.
-        prices: bytes and seconds.
-        price_seconds_per_byte: what one byte held from forward to backward costs.
+        network: the region's.
+        requests: what holding takes, and the prices at which to weigh it: what one byte held from forward to backward
+            costs, in seconds.
+
+    Returns:
+        Per request one cut per price.
     """
-    edges = build_edges(view, prices, price_seconds_per_byte)
-    capacities = np.array(edges.capacities)
+    if not any(len(prices) for _, prices in requests):
+        return [[] for _ in requests]
+    capacities = np.concatenate([network.capacities(offers, prices) for offers, prices in requests])
     is_finite = np.isfinite(capacities)
-    total = float(capacities[is_finite].sum())
-    unit = total / _FINITE_TOTAL if total > 0 else 1.0
-    scaled = np.full(len(capacities), _INFINITE, dtype=np.int64)
-    scaled[is_finite] = np.rint(capacities[is_finite] / unit).astype(np.int64)
-    reached, flow_value = _minimum_cut(edges, scaled)
+    totals = np.where(is_finite, capacities, 0.0).sum(axis=1)
+    units = np.where(totals > 0, totals / _FINITE_TOTAL, 1.0)
+    scaled = np.full(capacities.shape, _INFINITE, dtype=np.int64)
+    scaled[is_finite] = np.rint((capacities / units[:, None])[is_finite]).astype(np.int64)
+    reached, values = network.minimum_cuts(scaled)
     # Rounding changes a capacity by half a unit at most, so one unit per edge is more than a cut can be off by.
-    lower_value = max(flow_value - int(is_finite.sum()), 0) * unit
-    return _read_off(view, prices, price_seconds_per_byte, reached, lower_value)
+    lower = np.maximum(values - is_finite.sum(axis=1), 0) * units
+    found, first = [], 0
+    for offers, prices in requests:
+        stop = first + len(prices)
+        found.append(_read_off(network, offers, prices, reached[first:stop], lower[first:stop]))
+        first = stop
+    return found
 
 
-def _minimum_cut(edges: Edges, capacities: npt.NDArray[np.int64]) -> tuple[set[int], int]:
-    """The nodes on the source side of the smallest cut, and its value."""
-    tails, heads = np.array(edges.tails), np.array(edges.heads)
-    # Every edge with its reverse, so that the flow comes back in the same places.
-    keys = np.concatenate([tails * edges.nodes + heads, heads * edges.nodes + tails])
-    places, place_of = np.unique(keys, return_inverse=True)
-    data = np.zeros(len(places), dtype=np.int64)
-    # Parallel edges add up here; infinite ones are capped again, or the sum would leave 32 bits.
-    np.add.at(data, place_of[: len(tails)], capacities)
-    data = np.minimum(data, _INFINITE).astype(np.int32)
-    rows, columns = np.divmod(places, edges.nodes)
-    starts = np.searchsorted(rows, np.arange(edges.nodes + 1)).astype(np.int32)
-    matrix = csr_array((data, columns.astype(np.int32), starts), shape=(edges.nodes, edges.nodes))
-    flow = maximum_flow(matrix, SOURCE, SINK)
-    assert np.array_equal(flow.flow.indices, matrix.indices), "the flow has an entry per edge and reverse edge"
-    has_room = data > flow.flow.data
-    after: dict[int, list[int]] = {}
-    for tail, head in zip(rows[has_room].tolist(), columns[has_room].tolist(), strict=True):
-        after.setdefault(tail, []).append(head)
-    reached, pending = {SOURCE}, [SOURCE]
-    while pending:
-        fresh = [head for head in after.get(pending.pop(), ()) if head not in reached]
-        reached.update(fresh)
-        pending += fresh
-    return reached, int(flow.flow_value)
-
-
-def _read_off(
-    view: RegionView, prices: Prices, price_seconds_per_byte: float, reached: set[int], lower_value: float
-) -> Cut:
-    """The choice that the source side of a cut stands for."""
-    graph = view.graph
-    ops = frozenset(op.id for op in graph.ops if op_node(view, op.id) in reached)
-    available = {value.id for value in graph.values if value_node(value.id) in reached}
-    read = read_values(view)
-    held = {v for v in view.decided if v in available and graph.values[v].producer not in ops}
-    held |= set(view.movable) - read
-    copied = frozenset(available & view.copied)
-    mode_of = {v: prices.cheapest(v, price_seconds_per_byte)[1] for v in held}
-    mode_of |= {v: prices.cheapest_private(v, price_seconds_per_byte)[1] for v in read - available}
-    modes = {v: mode for v, mode in mode_of.items() if mode is not None}
-    kept = frozenset(held - modes.keys())
-    return Cut(
-        kept=kept,
-        packed=frozenset((v, mode.form) for v, mode in modes.items()),
-        copied=copied,
-        ops=ops,
-        held_bytes=sum(prices.held_bytes[v] for v in kept | copied) + sum(m.held_bytes for m in modes.values()),
-        seconds=sum(prices.op_seconds[op] for op in ops) + sum(prices.seconds(mode) for mode in modes.values()),
-        lower_value=lower_value,
-    )
+def _read_off(network: Network, offers: Offers, prices: Floats, reached: Mask, lower: Floats) -> list[Cut]:
+    """The choices that the source sides of cuts stand for."""
+    view, graph = network.view, network.view.graph
+    weights = offers.prices
+    available = reached[:, 2 : network.first_op]
+    runs = reached[:, network.first_op :]
+    shared, private = offers.shared(prices)[1], offers.private(prices)[1]
+    read = set(network.read)
+    cuts = []
+    for at in range(len(prices)):
+        ops = frozenset(np.flatnonzero(runs[at]).tolist())
+        there = set(np.flatnonzero(available[at]).tolist())
+        held = {v for v in view.decided if v in there and graph.values[v].producer not in ops}
+        held |= set(view.movable) - read
+        copied = frozenset(there & view.copied)
+        mode_of = {v: offers.mode(v, shared[at, v], is_private=False) for v in held}
+        mode_of |= {v: offers.mode(v, private[at, v], is_private=True) for v in read - there}
+        modes = {v: mode for v, mode in mode_of.items() if mode is not None}
+        kept = frozenset(held - modes.keys())
+        cuts.append(
+            Cut(
+                kept=kept,
+                packed=frozenset((v, mode.form) for v, mode in modes.items()),
+                copied=copied,
+                ops=ops,
+                held_bytes=sum(weights.held_bytes[v] for v in kept | copied)
+                + sum(m.held_bytes for m in modes.values()),
+                seconds=sum(weights.op_seconds[op] for op in ops) + sum(weights.seconds(m) for m in modes.values()),
+                lower_value=float(lower[at]),
+            )
+        )
+    return cuts

@@ -1,7 +1,7 @@
-"""Measures what one choice of one region adds to the step's memory and time.
+"""What one choice of one region adds to the step's memory and time; `measuring` finds it.
 
 Regions that are *alike* (same graph, same ticks relative to their forward and backward, same storages held anyway) share
-their effects, so a choice of 80 equal blocks is replayed once. The bytes come from ``replay``, the code of the simulator.
+their effects, so a choice of 80 equal blocks is measured once.
 """
 
 from __future__ import annotations
@@ -10,12 +10,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
-from plimsoll.planning.choice import Choice, choice_error, link_bytes
-from plimsoll.planning.replay import replay
-from plimsoll.planning.simulate import replay_seconds
-from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, merge, slot_stop, subtract
+from plimsoll.planning.choice import Choice
+from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, merge, slot_stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +108,19 @@ def likeness(index: StepIndex, view: RegionView) -> Hashable:
         tuple((relative(a), relative(b)) for a, b in own_cover(index, frame, graph.values[v].storage))
         for v in view.saved
     )
-    keys = tuple((op.cost_key, op.reads, op.writes, op.obstacle) for op in graph.ops)
-    values = tuple((v.bytes, v.producer, v.origin.value) for v in graph.values)
     span = (frame.exit - frame.entry, frame.stop - frame.start)
     # Overrides belong to it: one block of many may be pinned, and its choices are not those of the others.
     pins = tuple(sorted(view.pins.items()))
-    decided = (view.droppable, view.movable, tuple(view.forms.items()), pins, _windows(index, view))
-    return (decided, view.copied, slots, covers, keys, values, graph.backward_order, graph.outputs, span)
+    return (program(view), tuple(view.forms.items()), pins, _windows(index, view), slots, covers, graph.outputs, span)
+
+
+def program(view: RegionView) -> Hashable:
+    """Equal for regions that run the same ops at the same costs and decide about the same values."""
+    graph = view.graph
+    ops = tuple((op.cost_key, op.reads, op.writes, op.obstacle) for op in graph.ops)
+    values = tuple((v.bytes, v.producer, v.origin.value) for v in graph.values)
+    saved = tuple(slot.value for slot in graph.slots)
+    return (view.droppable, view.movable, view.copied, view.free, ops, values, saved, graph.backward_order)
 
 
 def _windows(index: StepIndex, view: RegionView) -> Hashable:
@@ -140,71 +142,3 @@ def held_bytes(index: StepIndex, view: RegionView) -> dict[int, int]:
         is_free = is_between(frame, own_cover(index, frame, storage))
         bytes_[value] = 0 if is_free else view.graph.values[value].bytes
     return bytes_ | {value: view.graph.values[value].bytes for value in view.copied}
-
-
-def measure_effect(index: StepIndex, view: RegionView, choice: Choice) -> Effect:
-    """Replay one choice of one region alone.
-
-    Raises:
-        Unreachable: a dropped value cannot be rebuilt.
-    """
-    frame = frame_of(index, view)
-    region = view.call.index
-    outcome = replay(index, {region: choice}, {})
-    length = frame.stop - frame.start
-    change = np.zeros(length + 1, dtype=np.int64)
-    retained = 0
-    is_additive = True
-    relief: list[Relief] = []
-    own = {view.graph.values[v].storage for v in view.decided}
-
-    def add(start: int, stop: int, size: int) -> None:
-        change[min(max(start - frame.start, 0), length)] += size
-        change[min(max(stop - frame.start, 0), length)] -= size
-
-    for storage, spans in outcome.holds.items():
-        # What is alive anyway is in the fixed bytes. A storage that is not this region's to decide on (an input) may be held
-        # by another region too: then a sum over regions counts it twice, and the effect is not additive.
-        size = index.trace.storages[storage].bytes
-        clipped = merge((max(a, frame.exit), b) for a, b in spans)
-        covered = own_cover(index, frame, storage)
-        for a, b in subtract(clipped, covered):
-            is_additive &= storage in own
-            add(a, b, size)
-        if is_between(frame, clipped) and not is_between(frame, covered):
-            retained += size
-            relief += [Relief(a - frame.exit, b - frame.exit, size) for a, b in relief_spans(index, frame, storage)]
-        elif not is_between(frame, clipped):
-            part = subtract(((a, min(b, frame.start)) for a, b in clipped), covered)
-            relief += [Relief(a - frame.exit, b - frame.exit, -size) for a, b in part if b > a]
-    for (a, b), size, _ in outcome.payloads:
-        add(a, b, size)
-        if a <= frame.exit and b >= frame.start:
-            retained += size
-        elif a < frame.start:
-            relief.append(Relief(a - frame.start, min(b - frame.start, 0), -size, is_before_backward=True))
-    copied = sum(size for _, size, _ in outcome.copies)
-    for (_, b), size, _ in outcome.copies:
-        add(frame.start, b, size)
-    curve = np.cumsum(change)[:-1]
-    _add_rebuilt(curve, outcome.levels, frame)
-    return Effect(
-        choice=choice,
-        copied_bytes=copied,
-        exit_bytes=sum(size for _, size, _ in outcome.packing),
-        retained_bytes=retained + copied,
-        relief=tuple(sorted(relief)),
-        backward=curve,
-        seconds=replay_seconds(index, {region: choice}, outcome.ops),
-        is_additive=is_additive,
-        squared_error=choice_error(view, choice),
-        link_bytes=link_bytes(view, choice),
-    )
-
-
-def _add_rebuilt(curve: Ints, levels: list[tuple[int, int]], frame: RegionFrame) -> None:
-    last = dict(levels)
-    instants = sorted(last)
-    for instant, following in zip(instants, [*instants[1:], frame.stop][: len(instants)], strict=True):
-        if last[instant]:
-            curve[max(instant - frame.start, 0) : max(following - frame.start, 0)] += last[instant]

@@ -17,12 +17,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+
+import numpy as np
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.forms import Form
-from plimsoll.planning.cut import Cut, Mode, Prices, solve_cut
+from plimsoll.planning.cut import Cut, Mode, Network, Offers, Prices, solve_cuts
 from plimsoll.planning.step import RegionView, StepIndex
 
 _POINTS_AT_MOST = 48
@@ -54,39 +56,82 @@ class Hull:
     lines: tuple[Line, ...]
 
 
+class Sweeper:
+    """Sweeps one region, and those that have the same graph and costs, at any number of prices; each sweep is made once."""
+
+    def __init__(self, view: RegionView) -> None:
+        self._network = Network(view)
+        self._known: dict[Hashable, Hull] = {}
+
+    def sweep(self, wanted: Sequence[Prices]) -> list[Hull]:
+        """All vertices of the hulls; ``seconds`` are those of replayed ops and of packing alone, without the engine's.
+
+        The sweeps go on side by side: what all of them ask next is one flow.
+        """
+        keys = [_key(prices) for prices in wanted]
+        new = {key: prices for key, prices in zip(keys, wanted, strict=True) if key not in self._known}
+        bisections = {key: _Bisection(self._network.view, prices) for key, prices in new.items()}
+        running = list(bisections.values())
+        while running := [bisection for bisection in running if bisection.asked]:
+            requests = [(bisection.offers, np.array(bisection.asked)) for bisection in running]
+            for bisection, cuts in zip(running, solve_cuts(self._network, requests), strict=True):
+                bisection.take(cuts)
+        self._known |= {key: bisection.hull() for key, bisection in bisections.items()}
+        return [self._known[key] for key in keys]
+
+
 def sweep_prices(view: RegionView, prices: Prices) -> Hull:
-    """All vertices of a region's hull; ``seconds`` are those of replayed ops and of packing alone, without the engine's."""
-    total_seconds = sum(prices.op_seconds) + sum(mode.seconds for modes in prices.modes.values() for mode in modes)
-    smallest = min((b for b in _steps(prices) if b > 0), default=0.0)
-    lines: list[Line] = []
+    """The hull of one region."""
+    return Sweeper(view).sweep([prices])[0]
 
-    def at(price: float) -> Cut:
-        cut = solve_cut(view, prices, price)
-        lines.append(Line(price, cut.lower_value, prices.error_price))
-        return cut
 
-    loose = at(0.0)
-    held_bytes = sum(prices.held_bytes[v] for v in view.everything)
-    keep = Cut(view.everything, frozenset(), frozenset(), frozenset(), held_bytes, 0.0, 0.0)
-    if smallest <= 0 or total_seconds <= 0:
-        return Hull(cuts=(keep, loose), lines=tuple(lines))
-    # At this price even the smallest step of bytes is worth more than running everything again.
-    tight = at(2 * total_seconds / smallest)
-    found = [keep, tight]
-    pending = [(keep, tight)]
-    while pending and len(found) < _POINTS_AT_MOST:
-        more, less = pending.pop(0)
-        if more.held_bytes <= less.held_bytes:
-            continue
-        price = (less.seconds - more.seconds) / (more.held_bytes - less.held_bytes)
-        middle = at(price)
-        chord = price * more.held_bytes + more.seconds
-        if price * middle.held_bytes + middle.seconds >= chord - _TOLERANCE * max(chord, total_seconds):
-            continue
-        found.append(middle)
-        pending += [(more, middle), (middle, less)]
-    found.sort(key=lambda cut: (-cut.held_bytes, cut.seconds))
-    return Hull(cuts=tuple(found), lines=tuple(lines))
+def _key(prices: Prices) -> Hashable:
+    return tuple(prices.held_bytes.items()), prices.op_seconds, tuple(prices.modes.items()), prices.error_price
+
+
+class _Bisection:
+    """One sweep: ``asked`` are the prices to solve next, between neighbouring points that may not be neighbours."""
+
+    def __init__(self, view: RegionView, prices: Prices) -> None:
+        self.offers = Offers(view, prices)
+        modes = (mode for modes in prices.modes.values() for mode in modes)
+        self._total_seconds = sum(prices.op_seconds) + sum(mode.seconds for mode in modes)
+        smallest = min((b for b in _steps(prices) if b > 0), default=0.0)
+        held_bytes = sum(prices.held_bytes[v] for v in view.everything)
+        keep = Cut(view.everything, frozenset(), frozenset(), frozenset(), held_bytes, 0.0, 0.0)
+        self._found = [keep]
+        self._lines: list[Line] = []
+        self._pairs: list[tuple[Cut, Cut]] = []
+        self.asked = [0.0]
+        if smallest > 0 and self._total_seconds > 0:
+            # At this price even the smallest step of bytes is worth more than running everything again.
+            self.asked.append(2 * self._total_seconds / smallest)
+
+    def take(self, cuts: Sequence[Cut]) -> None:
+        """The cuts at the prices that were asked."""
+        error_price = self.offers.prices.error_price
+        self._lines += [Line(p, cut.lower_value, error_price) for p, cut in zip(self.asked, cuts, strict=True)]
+        if not self._pairs:
+            # What is free to rebuild counts only where memory has no price worth asking about.
+            self._found.append(cuts[-1])
+            pairs = [(self._found[0], cuts[-1])] if len(cuts) > 1 else []
+        else:
+            pairs = []
+            for (more, less), price, middle in zip(self._pairs, self.asked, cuts, strict=True):
+                chord = price * more.held_bytes + more.seconds
+                least = chord - _TOLERANCE * max(chord, self._total_seconds)
+                if price * middle.held_bytes + middle.seconds < least and len(self._found) < _POINTS_AT_MOST:
+                    self._found.append(middle)
+                    pairs += [(more, middle), (middle, less)]
+        self._pairs = [(more, less) for more, less in pairs if more.held_bytes > less.held_bytes]
+        if len(self._found) >= _POINTS_AT_MOST:
+            self._pairs = []
+        self.asked = [(less.seconds - more.seconds) / (more.held_bytes - less.held_bytes) for more, less in self._pairs]
+
+    def hull(self) -> Hull:
+        """What was found."""
+        found = sorted(self._found, key=lambda cut: (-cut.held_bytes, cut.seconds))
+        return Hull(cuts=tuple(found), lines=tuple(self._lines))
 
 
 def _steps(prices: Prices) -> list[float]:

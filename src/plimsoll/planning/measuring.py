@@ -1,0 +1,418 @@
+"""Measures what many choices of one region add to the step's memory and time, all in one pass over the region's ops.
+
+The rules are those of `replay_schedule` and `replay`, which the simulator follows choice by choice; here every number is an
+array with one entry per choice. Time within backward is counted in *keys*: the moments at which slots let go or are read,
+one after the other, and within a moment the ops in program order, each with its loads before and its frees after it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.forms import Form
+from plimsoll.artifacts.trace import RegionCall
+from plimsoll.planning.choice import Choice, choice_error, link_bytes, packing_seconds
+from plimsoll.planning.effects import Effect, Relief, frame_of, is_between, own_cover, relief_spans
+from plimsoll.planning.replay_schedule import Unreachable
+from plimsoll.planning.simulate import engine_seconds, is_touched
+from plimsoll.planning.step import Ints, RegionView, StepIndex, slot_stop, subtract
+
+Mask = npt.NDArray[np.bool_]
+
+_AT_ONCE = 256
+"""Choices per pass: what a pass needs in memory grows with them, and its time per choice hardly falls any more."""
+_NEVER = np.iinfo(np.int64).max // 2**22
+"""A key after all others, small enough to be multiplied by the number of events."""
+_FOREVER = np.iinfo(np.int64).max
+_NO_PEAK = np.iinfo(np.int64).min // 2
+"""The workspace of what goes: while several buffers go one after the other, nothing is highest."""
+
+
+class Measuring:
+    """One region of a step, made ready to measure choices of it."""
+
+    def __init__(self, index: StepIndex, view: RegionView) -> None:
+        self.index, self.view, self.frame = index, view, frame_of(index, view)
+        graph = view.graph
+        self.reads = [slot for slot in graph.backward_order if graph.slots[slot].value in view.everything]
+        """The slots that a choice may have rebuilt, in the order of reading."""
+        self.read_values = [graph.slots[slot].value for slot in self.reads]
+        at = [2 * graph.slots[slot].unpacked for slot in self.reads]
+        self.stops = [slot_stop(index.trace, graph.slots[slot]) for slot in self.reads]
+        self.instants = sorted({*at, *self.stops})
+        moments = sorted([(instant, -1) for instant in self.instants] + [(i, s) for s, i in enumerate(at)])
+        self.release_moment = {instant: m for m, (instant, read) in enumerate(moments) if read < 0}
+        self.read_moment = np.array(
+            [m for _, m in sorted((read, m) for m, (_, read) in enumerate(moments) if read >= 0)] + [0], dtype=np.int64
+        )
+        self.is_release = np.array([read < 0 for _, read in moments] + [False])
+        where = {instant: i for i, instant in enumerate(self.instants)}
+        self.instant_of = np.array([where[instant] for instant, _ in moments] + [len(where)], dtype=np.int64)
+        self.keys = 4 * len(graph.ops) + 6
+        """Keys per moment: a load, an op and a free per op; then what no op reads is loaded, then the slot's value is freed."""
+        self.op_seconds = np.array([index.replay_seconds(op.cost_key) for op in graph.ops])
+        self.workspaces = np.array([index.trace.workspaces.get(op.cost_key, 0) for op in graph.ops], dtype=np.int64)
+        self.touch_seconds = engine_seconds(index, view)
+        self.columns = self._columns()
+        storages = dict.fromkeys(graph.values[value].storage for value in view.saved)
+        self.covers = {storage: own_cover(index, self.frame, storage) for storage in storages}
+        self.slot_stops = {v: max(slot_stop(index.trace, slot) for slot in view.slots_of[v]) for v in view.saved}
+        self.own = {graph.values[value].storage for value in view.decided}
+
+    def measure(self, choices: Sequence[Choice]) -> list[Effect]:
+        """The effect of every choice, each as if replayed alone.
+
+        Raises:
+            Unreachable: a dropped value cannot be rebuilt.
+        """
+        effects = []
+        for first in range(0, len(choices), _AT_ONCE):
+            effects += _Pass(self, choices[first : first + _AT_ONCE]).effects()
+        return effects
+
+    def _columns(self) -> Ints:
+        """Per instant of backward its column in what ``_Pass.rebuilt`` stacks: nothing, the highest, and after each instant."""
+        found = []
+        for instant in range(self.frame.start, self.frame.stop):
+            last = bisect_right(self.instants, instant) - 1
+            is_at = last >= 0 and self.instants[last] == instant
+            found.append(1 + last + (0 if is_at else len(self.instants)) if last >= 0 else 0)
+        return np.array(found, dtype=np.int64)
+
+
+class _Pass:
+    """Some choices of one region: values are rows of lists, choices entries of arrays."""
+
+    def __init__(self, region: Measuring, choices: Sequence[Choice]) -> None:
+        self.region, self.choices = region, choices
+        view = region.view
+        self.count = len(choices)
+        values = len(view.graph.values)
+        self.kept = np.zeros((values, self.count), dtype=np.bool_)
+        self.packed: dict[tuple[int, str], Mask] = {}
+        for at, choice in enumerate(choices):
+            self.kept[list(choice.kept), at] = True
+            for pair in choice.packed:
+                self.packed.setdefault(pair, np.zeros(self.count, dtype=np.bool_))[at] = True
+        self.away = np.zeros_like(self.kept)
+        for (value, _), mask in self.packed.items():
+            self.away[value] |= mask
+        self.held = self.kept & ~self.away
+        self.held[list(view.leaves)] = True
+        self.there = self.held | self.away
+        self.gone = np.zeros_like(self.kept)
+        decided = list(view.decided)
+        self.gone[decided] = ~self.kept[decided] | self.away[decided]
+        self._demand()
+        self._order()
+
+    # When what is needed ------------------------------------------------------------------------------------------
+
+    def _demand(self) -> None:
+        """Walk from the last op to the first: which read first needs each value, and until when a slot made of it lives.
+
+        ``first`` is the position of a read (their number: never), ``until`` an instant (-1: never).
+        """
+        region, graph = self.region, self.region.view.graph
+        never = len(region.reads)
+        self.first = np.full(self.kept.shape, never, dtype=np.int64)
+        self.until = np.full(self.kept.shape, -1, dtype=np.int64)
+        for position in reversed(range(never)):
+            value = region.read_values[position]
+            gone = self.gone[value]
+            self.first[value][gone] = position
+            np.maximum(self.until[value], region.stops[position], out=self.until[value], where=gone)
+        self.runs: dict[int, tuple[Ints, Mask]] = {}
+        """Per op that runs again under some choice: the read before which it does, and under which choices."""
+        for op in reversed(graph.ops):
+            writes = list(op.writes)
+            is_free = ~self.there[writes]
+            position = np.where(is_free, self.first[writes], never).min(axis=0, initial=never)
+            runs = position < never
+            if not runs.any():
+                continue
+            if op.obstacle:
+                raise Unreachable(op.writes[0], f"{op.name}: {op.obstacle}")
+            until = np.where(is_free, self.until[writes], -1).max(axis=0)
+            self.runs[op.id] = position, runs
+            for value in dict.fromkeys(op.reads):
+                np.minimum(self.first[value], position, out=self.first[value])
+                np.maximum(self.until[value], until, out=self.until[value])
+        for value_ in graph.values:
+            if value_.producer < 0 and (~self.there[value_.id] & (self.first[value_.id] < never)).any():
+                raise Unreachable(value_.id, f"{value_.name} is not held for backward")
+
+    def _order(self) -> None:
+        """The key of every op and load, the last use of every value, and which op works in whose memory."""
+        region, graph = self.region, self.region.view.graph
+        self.key: dict[int, Ints] = {}
+        last = np.full(self.kept.shape, -1, dtype=np.int64)
+        for read, value in enumerate(region.read_values):
+            last[value][self.gone[value]] = region.read_moment[read] * region.keys + region.keys - 1
+        for op_id, (position, runs) in self.runs.items():
+            key = np.where(runs, region.read_moment[position] * region.keys + 4 * op_id + 2, -2)
+            self.key[op_id] = key
+            for value in graph.ops[op_id].reads:
+                np.maximum(last[value], key + 1, out=last[value])
+        self.last = last
+        self.loads = {value: self._load_key(value) for value in sorted({value for value, _ in self.packed})}
+        end = last.copy()
+        for read, value in enumerate(region.read_values):
+            release = region.release_moment[region.stops[read]] * region.keys
+            np.maximum(end[value], release, out=end[value], where=self.gone[value])
+        self.taken: dict[int, Mask] = {}
+        for op_id in sorted(self.runs, reverse=True):
+            key, runs = self.key[op_id], self.runs[op_id][1]
+            for write in graph.ops[op_id].writes:
+                # Nobody asks the replay for what is held anyway; the end of what is packed is that of its load.
+                end[write] = np.where(self.held[write], key + 1, end[write])
+                np.maximum(end[write], key + 1, out=end[write], where=~self.away[write])
+                left = runs.copy()
+                for read in reversed(graph.ops[op_id].reads):
+                    if graph.values[read].storage == graph.values[write].storage:
+                        takes = left & ~self.held[read] & (last[read] == key + 1)
+                        left &= ~takes
+                        np.maximum(end[read], end[write], out=end[read], where=takes)
+                self.taken[write] = runs & ~left
+        self.end = end
+
+    def _load_key(self, value: int) -> Ints:
+        """When a packed value is brought back: right before the first op that reads it, or last before its slot is read."""
+        region = self.region
+        position = np.where(self.away[value], self.first[value], len(region.reads))
+        place: Ints = np.full(self.count, region.keys - 2, dtype=np.int64)
+        for op_id in sorted(self.runs, reverse=True):
+            if value in region.view.graph.ops[op_id].reads:
+                runs_at, runs = self.runs[op_id]
+                place = np.where(runs & (runs_at == position), 4 * op_id + 1, place)
+        return np.where(position < len(region.reads), region.read_moment[position] * region.keys + place, _NEVER)
+
+    # What is rebuilt ----------------------------------------------------------------------------------------------
+
+    def _events(self) -> Iterator[tuple[Ints, Ints, Ints | int]]:
+        """Key, bytes that come (or go), and workspace of everything that happens to the replay's own buffers."""
+        graph = self.region.view.graph
+        for value, loaded in self.loads.items():
+            size = graph.values[value].bytes
+            is_loaded = loaded < _NEVER
+            end = self.end[value]
+            producer = graph.values[value].producer
+            if producer in self.runs:  # its op runs too, for another result: then that one's buffer is the value's
+                made = self.key[producer]
+                end = np.where(self.runs[producer][1] & (loaded < made) & (made < self.last[value]), _NEVER, end)
+            spaces = np.zeros(self.count, dtype=np.int64)
+            for (packed, name), mask in self.packed.items():
+                if packed == value:
+                    spaces += mask * self.region.view.form(value, name).workspace_bytes
+            yield loaded, is_loaded * size, spaces
+            yield np.where(is_loaded, end, _NEVER), is_loaded * -size, _NO_PEAK
+        for op_id, (_, runs) in self.runs.items():
+            come = np.zeros(self.count, dtype=np.int64)
+            for write in graph.ops[op_id].writes:
+                size = graph.values[write].bytes
+                if size:
+                    made = (runs & ~self.taken[write]) * size
+                    come += made
+                    yield np.where(made > 0, self._made_until(write, op_id), _NEVER), -made, _NO_PEAK
+            yield np.where(runs, self.key[op_id], _NEVER), come, runs * self.region.workspaces[op_id]
+
+    def _made_until(self, value: int, op_id: int) -> Ints:
+        """When the buffer goes in which an op leaves a value; one that is also loaded, later, loses its name and stays."""
+        until: Ints = self.end[value]
+        loaded = self.loads.get(value)
+        if loaded is not None:
+            key = self.key[op_id]
+            is_asked = self.last[value] > key
+            end = np.where(is_asked & (loaded > key), _NEVER, np.where(is_asked, until, key + 1))
+            until = np.where(self.away[value], end, until)
+        return until
+
+    def rebuilt(self) -> Ints:
+        """Bytes of rebuilt values per choice and instant of backward: at an even one the highest of the replay there."""
+        region = self.region
+        instants = len(region.instants)
+        events = list(self._events())
+        if not events:
+            return np.zeros((self.count, len(region.columns)), dtype=np.int64)
+        keys = np.stack([key for key, _, _ in events], axis=1)
+        change = np.stack([change for _, change, _ in events], axis=1)
+        spaces = np.stack([np.broadcast_to(space, self.count) for _, _, space in events], axis=1)
+        order = np.argsort(keys, axis=1, kind="stable")
+        keys, change, spaces = (np.take_along_axis(table, order, axis=1) for table in (keys, change, spaces))
+        level = np.cumsum(change, axis=1) + spaces
+        moment = np.minimum(keys // region.keys, len(region.is_release) - 1)
+        width = instants + 1
+        flat = (np.arange(self.count) * width)[:, None] + region.instant_of[moment]
+
+        def summed(change: Ints) -> Ints:
+            # Sums of bytes are exact in a double up to 8 PiB.
+            sums = np.bincount(flat.ravel(), weights=change.ravel(), minlength=self.count * width)
+            return sums.astype(np.int64).reshape(self.count, width)[:, :instants]
+
+        after = np.cumsum(summed(change), axis=1)
+        released = summed(np.where(region.is_release[moment], change, 0))
+        highest = np.zeros((self.count, width), dtype=np.int64)
+        highest[:, 1:instants] = after[:, :-1]
+        highest[:, :instants] += released
+        np.maximum.at(highest.reshape(-1), flat.ravel(), level.ravel())
+        table = np.concatenate([np.zeros((self.count, 1), dtype=np.int64), highest[:, :instants], after], axis=1)
+        curves: Ints = table[:, region.columns]
+        return curves
+
+    # What is held -------------------------------------------------------------------------------------------------
+
+    def effects(self) -> list[Effect]:
+        """The effect of every choice."""
+        region, view, frame = self.region, self.region.view, self.region.frame
+        self.change = np.zeros((self.count, frame.stop - frame.start + 1), dtype=np.int64)
+        self.retained = np.zeros(self.count, dtype=np.int64)
+        self.is_additive = np.ones(self.count, dtype=np.bool_)
+        self.reliefs: list[list[Relief]] = [[] for _ in range(self.count)]
+        held_until = self._held_until()
+        for storage, until in held_until.items():
+            self._hold(storage, until)
+        self._hold_payloads()
+        copied = self._copy()
+        exit_bytes = self._packing_bytes(held_until)
+        curves = np.cumsum(self.change, axis=1)[:, :-1] + self.rebuilt()
+        seconds = np.zeros(self.count)
+        for op_id, (_, runs) in self.runs.items():
+            seconds += runs * region.op_seconds[op_id]
+        found = []
+        for at, choice in enumerate(self.choices):
+            took = float(seconds[at]) + (region.touch_seconds if is_touched(view, choice) else 0.0)
+            found.append(
+                Effect(
+                    choice=choice,
+                    copied_bytes=int(copied[at]),
+                    exit_bytes=int(exit_bytes[at]),
+                    retained_bytes=int(self.retained[at] + copied[at]),
+                    relief=tuple(sorted(self.reliefs[at])),
+                    backward=curves[at],
+                    seconds=took + (packing_seconds(region.index, view, choice) if choice.packed else 0.0),
+                    is_additive=bool(self.is_additive[at]),
+                    squared_error=choice_error(view, choice) if choice.packed else 0.0,
+                    link_bytes=link_bytes(view, choice),
+                )
+            )
+        return found
+
+    def _held_until(self) -> dict[int, Ints]:
+        """Per storage until when it is held: for kept values, for slots that are made of them, for transfers on their way."""
+        view, values = self.region.view, self.region.view.graph.values
+        held: dict[int, Ints] = {}
+        for value in view.saved:
+            if value in view.free:
+                continue
+            until = np.where(self.held[value], self.until[value], -1)
+            if value in view.everything:
+                until = np.where(self.held[value], np.maximum(until, self.region.slot_stops[value]), until)
+            storage = values[value].storage
+            held[storage] = np.maximum(held.get(storage, -1), until)
+        for (value, name), mask in self.packed.items():
+            if view.form(value, name).decision is Decision.OFFLOAD:
+                sent = np.where(mask & (self.until[value] >= 0), 2 * self._neighbour().forward[1], -1)
+                held[values[value].storage] = np.maximum(held[values[value].storage], sent)
+        return {storage: until for storage, until in held.items() if (until >= 0).any()}
+
+    def _neighbour(self) -> RegionCall:
+        after = self.region.index.neighbour(self.region.view.call.index)
+        assert after is not None, "only regions with a neighbour have forms that go over a link"
+        return after
+
+    def _add(self, start: Ints | int, stop: Ints | int, size: Ints | int) -> None:
+        frame, rows = self.region.frame, np.arange(self.count)
+        length = self.change.shape[1] - 1
+        for instant, sign in ((start, 1), (stop, -1)):
+            columns = np.broadcast_to(np.clip(np.asarray(instant) - frame.start, 0, length), self.count)
+            self.change[rows, columns] += sign * np.asarray(size)
+
+    def _relieve(self, mask: Mask, *reliefs: Relief) -> None:
+        if reliefs:
+            for at in np.flatnonzero(mask):
+                self.reliefs[at] += reliefs
+
+    def _hold(self, storage: int, until: Ints) -> None:
+        """What is alive anyway is in the fixed bytes. A storage that is not this region's to decide on (an input) may be
+        held by another region too: then a sum over regions counts it twice, and the effect is not additive.
+        """
+        region, frame = self.region, self.region.frame
+        size, covered = region.index.trace.storages[storage].bytes, region.covers[storage]
+        for start, stop in subtract([(frame.exit, _FOREVER)], covered):
+            is_held = until > start
+            self._add(start, np.minimum(until, stop), is_held * size)
+            if storage not in region.own:
+                self.is_additive &= ~is_held
+        is_through = (until > frame.exit) & (until >= frame.start)
+        if not is_between(frame, covered):
+            self.retained += is_through * size
+            spans = relief_spans(region.index, frame, storage)
+            self._relieve(is_through, *(Relief(a - frame.exit, b - frame.exit, size) for a, b in spans))
+        for stop in np.unique(until[~is_through & (until > frame.exit)]).tolist():
+            part = subtract([(frame.exit, min(stop, frame.start))], covered)
+            reliefs = (Relief(a - frame.exit, b - frame.exit, -size) for a, b in part if b > a)
+            self._relieve(~is_through & (until == stop), *reliefs)
+
+    def _copy(self) -> Ints:
+        """Bytes of the inputs that are copied at entry."""
+        view = self.region.view
+        copied = np.zeros(self.count, dtype=np.int64)
+        for value in view.copied:
+            size = view.graph.values[value].bytes
+            is_copied = self.until[value] >= 0
+            copied += is_copied * size
+            self._add(self.region.frame.start, self.until[value], is_copied * size)
+        return copied
+
+    def _hold_payloads(self) -> None:
+        """What packed values leave on the device, and the buffers into which transfers come back."""
+        view, frame, region = self.region.view, self.region.frame, self.region
+        for (value, name), mask in self.packed.items():
+            form = view.form(value, name)
+            if form.decision is not Decision.OFFLOAD:
+                spans = [(frame.exit, self.until[value], mask & (self.until[value] >= 0), form.held_bytes)]
+            else:
+                since = 2 * self._neighbour().backward[0]
+                loaded = self.loads[value]
+                at = region.instant_of[np.minimum(loaded // region.keys, len(region.instant_of) - 1)]
+                back = np.array([*region.instants, -1])[at]
+                spans = [(since, np.maximum(since, back), mask & (loaded < _NEVER), view.graph.values[value].bytes)]
+            for start, stops, is_there, size in spans:
+                self._add(start, np.where(is_there, stops, start), is_there * size)
+                is_through = is_there & (stops >= frame.start) & (start <= frame.exit)
+                self.retained += is_through * size
+                for stop in np.unique(stops[is_there & ~is_through]).tolist() if start < frame.start else ():
+                    relief = Relief(start - frame.start, min(stop - frame.start, 0), -size, is_before_backward=True)
+                    self._relieve(is_there & ~is_through & (stops == stop), relief)
+
+    def _packing_bytes(self, held_until: dict[int, Ints]) -> Ints:
+        """The most that payloads and workspaces take beside what forward saved (see ``replay``)."""
+        view, exit_ = self.region.view, self.region.frame.exit
+        values = view.graph.values
+        position = {value: at for at, value in enumerate(view.saved)}
+        pairs: list[tuple[int, Form, Mask]] = []
+        for (value, name), mask in self.packed.items():
+            form = view.form(value, name)
+            if form.decision is not Decision.OFFLOAD:
+                pairs.append((value, form, mask & (self.until[value] >= 0)))
+        pairs.sort(key=lambda pair: (pair[1].held_bytes - values[pair[0]].bytes, position[pair[0]]))
+        now = np.zeros(self.count, dtype=np.int64)
+        most = np.zeros(self.count, dtype=np.int64)
+        for at, (value, form, mask) in enumerate(pairs):
+            now += mask * form.held_bytes
+            np.maximum(most, now + form.workspace_bytes, out=most, where=mask)
+            storage = values[value].storage
+            if any(start <= exit_ < stop for start, stop in self.region.index.covered(storage)):
+                continue
+            stays = held_until.get(storage, np.full(self.count, -1)) > exit_
+            for other, _, later in itertools.islice(pairs, at + 1, None):
+                if values[other].storage == storage:
+                    stays = stays | later
+            now -= (mask & ~stays) * values[value].bytes
+        return most
