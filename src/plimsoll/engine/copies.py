@@ -29,13 +29,24 @@ _CALLS = frozenset(
         *(part for part in nn.Module._call_impl.__code__.co_consts if isinstance(part, types.CodeType)),
     }
 )
+_WRAPPED = nn.Module._wrapped_call_impl.__code__
+"""What calls that, where the module has no hooks."""
 
 
-def calling_module() -> nn.Module | None:
-    """The module whose call has led to the caller of this function; ``None`` where ``forward`` is called by its name."""
-    frame = sys._getframe(2)
-    found = frame.f_locals.get("self") if frame.f_code in _CALLS else None
-    return found if isinstance(found, nn.Module) else None
+def calling_module(stand_in: object) -> nn.Module | None:
+    """The module whose call has led to the caller of this function, which is its forward; ``None`` where that is called by
+    its name.
+    """
+    try:
+        frame = sys._getframe(3)
+    except ValueError:  # it is called by its name, at the top of a script
+        return None
+    if frame.f_code is not _WRAPPED:  # which has the fewest locals, and every look makes a dictionary of all of them
+        frame = sys._getframe(2)
+        if frame.f_code not in _CALLS:
+            return None
+    found = frame.f_locals.get("self")
+    return found if isinstance(found, nn.Module) and found.__dict__.get("forward") is stand_in else None
 
 
 class CopiedForward:
@@ -55,7 +66,7 @@ class CopiedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
-        module = calling_module() or self.__self__
+        module = calling_module(self) or self.__self__
         if module.__dict__.get("forward") is self:
             del module.__dict__["forward"]
         return type(module).forward(module, *args, **kwargs)

@@ -65,7 +65,7 @@ class Cell:
     def keep(self, tensor: torch.Tensor) -> None:
         """Hold the tensor; ``version`` stays the one that it had when autograd saved it."""
         # An alias: the tensor itself may be the output of the node that holds this cell, and the two would never be freed.
-        self.tensor = tensor.detach()
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.restorer = None
         if self.shell is not None:
             self.shell.keep()

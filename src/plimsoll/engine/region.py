@@ -107,8 +107,8 @@ class ManagedRegion:
         if torch.compiler.is_compiling():
             refuse_compiler(self.module)
             return self._original(*args, **kwargs)
-        caller = calling_module()
-        if caller is not None and caller is not self.module and caller.__dict__.get("forward") is self:
+        caller = calling_module(self)
+        if caller is not None and caller is not self.module:
             self._leave(caller)  # a shallow copy of the module: it is not managed, and its weights may be others
             return caller.forward(*args, **kwargs)
         if not torch.is_grad_enabled() or self.obstacle or self._is_removed or is_somebody_elses_call():

@@ -147,11 +147,7 @@ class CallReplay:
         self._examiner = examiner
         self._code = recipes.code
         self._seen: list[int] | None = [] if recipes.is_learning else None
-        self._env: dict[int, torch.Tensor] = {}
-        """Rebuilt values that later slots of this backward read."""
-        self._early: dict[int, Any] = {}
-        """Slots rebuilt before they were read, because backward reads in another order than expected."""
-        self._task = -2  # no graph task has this number
+        self._task = -2  # no graph task has this number: the first read begins a backward
         self._position = 0
 
     def restore(self, cell: Cell) -> torch.Tensor:
@@ -222,8 +218,10 @@ class CallReplay:
         """A new backward pass: nothing is rebuilt yet."""
         self._task = task
         self._position = 0
-        self._env.clear()
-        self._early.clear()
+        self._env: dict[int, torch.Tensor] = {}
+        """Rebuilt values that later slots of this backward read."""
+        self._early: dict[int, Any] = {}
+        """Slots rebuilt before they were read, because backward reads in another order than expected."""
         if self._seen is not None:
             self._seen.clear()
 
@@ -264,6 +262,8 @@ class CallReplay:
             with contextlib.ExitStack() as stack:
                 if is_profiled():
                     stack.enter_context(profiler.record_function(f"plimsoll.recompute: {self.recipes.plan.name}"))
-                stack.enter_context(torch.no_grad())  # a backward that makes a graph: the ops were verified without
-                stack.enter_context(torch.autocast(device_type, enabled=False))
+                if torch.is_grad_enabled():  # a backward that makes a graph: the ops were verified without
+                    stack.enter_context(torch.no_grad())
+                if torch.is_autocast_enabled(device_type):
+                    stack.enter_context(torch.autocast(device_type, enabled=False))
                 return segment(env, leaves, self._bound, self._states, self._versions)
