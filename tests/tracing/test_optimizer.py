@@ -116,8 +116,26 @@ def test_optimizer_of_another_model_is_refused():
         trace(zoo.Stack(), torch.randn(2, 8), optimizer=other, repeats=1)
 
 
+class Evaluating(torch.optim.SGD):
+    """Cannot step without evaluating the model."""
+
+    def step(self, closure):
+        closure()
+        return super().step()
+
+
 def test_optimizer_that_needs_a_closure_is_refused():
     model = zoo.Stack()
-    with pytest.raises(TracingFailed, match="LBFGS") as caught:
-        trace(model, torch.randn(2, 8), optimizer=torch.optim.LBFGS(model.parameters()), repeats=1)
+    with pytest.raises(TracingFailed, match="Evaluating") as caught:
+        trace(model, torch.randn(2, 8), optimizer=Evaluating(model.parameters()), repeats=1)
     assert "without optimizer=" in caught.value.next
+
+
+@pytest.mark.parametrize(("search", "held"), [(None, 5), ("strong_wolfe", 11)])
+def test_the_full_history_of_lbfgs_is_counted_before_it_is_there(search, held):
+    model = zoo.Stack(width=32)
+    optimizer = torch.optim.LBFGS(model.parameters(), history_size=3, line_search_fn=search)
+    step = trace(model, torch.randn(2, 32), optimizer=optimizer, repeats=1)
+    bytes_ = sum(parameter.nbytes for parameter in model.parameters())
+    assert state_bytes(step) == (2 * 3 + 2 + held) * bytes_
+    assert not optimizer.state

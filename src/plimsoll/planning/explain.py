@@ -18,7 +18,12 @@ _WORTH_CHUNKING = 0.05
 
 
 def floor_error(
-    budget_bytes: int, floor: Peak, excess_bytes: int = 0, *, chunked_bytes: int | None = None
+    budget_bytes: int,
+    floor: Peak,
+    excess_bytes: int = 0,
+    *,
+    chunked_bytes: int | None = None,
+    accumulating_bytes: int = 0,
 ) -> BudgetBelowFloor:
     """The error for a budget that no plan reaches, naming who holds the floor.
 
@@ -27,6 +32,7 @@ def floor_error(
         floor: the smallest peak.
         excess_bytes: what was measured on top of it.
         chunked_bytes: the same plan's peak with the loss computed in chunks, where there is a head for that.
+        accumulating_bytes: what was measured with gradients of earlier micro-batches there.
     """
     floor_bytes = floor.bytes + excess_bytes
     chunked = ""
@@ -34,10 +40,14 @@ def floor_error(
         then = format_bytes(chunked_bytes + excess_bytes)
         chunked = f"plimsoll.chunked.chunk_loss(model) before planning (floor {then}), or "
     measured = f", and {format_bytes(excess_bytes)} were measured on top" if excess_bytes > 0 else ""
+    accumulating = ""
+    if accumulating_bytes > floor_bytes:
+        accumulating = f", or {budget_text(accumulating_bytes)} where gradients accumulate over micro-batches"
     return BudgetBelowFloor(
         f"budget {format_bytes(budget_bytes)} is below the smallest reachable peak, {format_bytes(floor_bytes)}.",
         why=f"{name_holders(floor)} are alive together in {floor.moment}{measured}",
-        next=f"{chunked}{budget_text(floor_bytes)} ({floor_bytes} bytes), or a smaller micro-batch, or fewer optimizer states",
+        next=f"{chunked}{budget_text(floor_bytes)} ({floor_bytes} bytes){accumulating}, or a smaller micro-batch, or fewer "
+        "optimizer states",
     )
 
 

@@ -298,19 +298,19 @@ class Attachment:
             taken = Taken()
             self._excess_bytes = self._counted_state_bytes - planned_state_bytes(own)
         else:
-            taken = taken_bytes(measured, self._watch, own)
+            taken = taken_bytes(measured, self._watch, own, planner.recording_bytes if self._tries == 1 else 0)
             self._excess_bytes = unseen_bytes(measured, self._watch, own)
         floor_bytes = planner.worst_bytes(taken.bytes)
-        lasting_floor_bytes = planner.worst_bytes(taken.bytes + taken.lasting_bytes)
+        most_bytes = planner.worst_bytes(taken.most_bytes)
         if planner.worst_bytes(taken.optimizer_bytes) > planner.budget_bytes:
-            raise planner.refusal(lowest, lasting_floor_bytes, is_optimizer=True)
+            raise planner.refusal(lowest, most_bytes, is_optimizer=True)
         try:
             plan = self._confirmed(task)
         except BudgetBelowFloor as error:
             if floor_bytes > planner.budget_bytes:
-                raise planner.refusal(lowest, lasting_floor_bytes) from error
-            if lasting_floor_bytes > planner.budget_bytes and self._tries < _MOST_TRIES:
-                return  # that what is left stays is a guess: measure a step that begins with it
+                raise planner.refusal(lowest, most_bytes) from error
+            if most_bytes > planner.budget_bytes and self._tries < _MOST_TRIES:
+                return  # that is a guess: measure a step that begins with what this one left, and records nothing
             plan = msgspec.structs.replace(lowest, budget_bytes=planner.budget_bytes)
         self._run(plan)
         self._is_calibrating, self._has_settled = False, True
@@ -328,7 +328,8 @@ class Attachment:
             return self._solve_for_budget()
 
         with self._unmanaged():
-            return self._planner.confirmed_beside(plan, step, self._excess_bytes, resolve)
+            seen_bytes = self._planner.mistake_bytes + (self._planner.recording_bytes if self._tries == 1 else 0)
+            return self._planner.confirmed_beside(plan, step, self._excess_bytes, resolve, seen_bytes=seen_bytes)
 
     @contextlib.contextmanager
     def _unmanaged(self) -> Iterator[None]:

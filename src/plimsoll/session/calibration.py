@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Category, Phase
 from plimsoll.errors import InvalidLoss
-from plimsoll.tracing.ddp import bucket_bytes, inner_module
+from plimsoll.tracing.ddp import bucket_bytes, has_rebuilt_buckets, inner_module
 from plimsoll.tracing.fsdp2 import Gathered, every_gradient, every_parameter
 from plimsoll.tracing.meters.memory import MeasurementLost, PeakMeter, storage_bytes
 from plimsoll.tracing.recorder.calling import output_tensors
@@ -126,7 +126,10 @@ class MeasuredStep:
         self._device = self._parameters[0].device
         self._versions = [parameter._version for parameter in self._parameters]
         held = held_tensors(model, args, kwargs)
-        self.static_bytes = storage_bytes(held, self._device) + bucket_bytes(model)
+        self._model = model
+        self._bucket_bytes, self._has_rebuilt_before = bucket_bytes(model), has_rebuilt_buckets(model)
+        self._replaced_bytes = 0
+        self.static_bytes = storage_bytes(held, self._device) + self._bucket_bytes
         self.has_failed = False
         self.has_trained = False
         """Set by those who know; otherwise gradients, or parameters that were written, tell."""
@@ -155,6 +158,9 @@ class MeasuredStep:
         except MeasurementLost:
             self._meter = None
             return False
+        if self._device.type == "cpu" and has_rebuilt_buckets(self._model) and not self._has_rebuilt_before:
+            self._replaced_bytes = self._bucket_bytes
+            self.static_bytes -= self._bucket_bytes
         return not self.has_failed and (self.has_trained or self._has_trained())
 
     @property
@@ -175,7 +181,7 @@ class MeasuredStep:
     def left_bytes(self) -> int:
         """What the step left behind, optimizer state included."""
         assert self._meter is not None
-        return self._meter.resident_bytes
+        return self._meter.resident_bytes - self._replaced_bytes
 
     def _has_trained(self) -> bool:
         """Whether there are gradients, or were: parameters have been written since."""
@@ -193,22 +199,31 @@ def held_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a measured step took: in all, in the optimizer's part, and what it left behind but for the optimizer's state.
-
-    State that it made is counted as if it had been there. What is left is gradients that stay, above all.
-    """
+    """What a measured step took, and what it left behind but for the optimizer's state: gradients that stay, above all."""
 
     bytes: int = 0
+    """So much at least the coming steps take: the state that this one made is there then."""
+    most_bytes: int = 0
+    """So much at most: with what it left behind, and if what it took to record comes with the state."""
     optimizer_bytes: int = 0
+    """In the optimizer's part."""
     lasting_bytes: int = 0
 
 
-def taken_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan) -> Taken:
-    """What a step took under a plan, which may count an optimizer's state that has not come up yet."""
-    step_bytes = step.step_peak_bytes + max(watch.bytes_after, planned_state_bytes(plan))
+def taken_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan, recording_bytes: int = 0) -> Taken:
+    """What a step took under a plan, which may count an optimizer's state that has not come up yet.
+
+    If it recorded the plan, it took up to ``recording_bytes`` for that, which the coming steps do not.
+    """
+    state_bytes = max(watch.bytes_after, planned_state_bytes(plan))
     optimizer_bytes = step.optimizer_peak_bytes + watch.bytes_before
     lasting_bytes = max(0, step.left_bytes - (watch.bytes_after - watch.bytes_before))
-    return Taken(max(step_bytes, optimizer_bytes), optimizer_bytes, lasting_bytes)
+    return Taken(
+        max(step.step_peak_bytes + max(watch.bytes_before, state_bytes - recording_bytes), optimizer_bytes),
+        max(step.step_peak_bytes + state_bytes, optimizer_bytes) + lasting_bytes,
+        optimizer_bytes,
+        lasting_bytes,
+    )
 
 
 def unseen_bytes(step: MeasuredStep, watch: OptimizerWatch, plan: Plan) -> int:

@@ -80,9 +80,6 @@ def trace_and_cost(
 class StepPlanner:
     """Makes plans of one step under a budget (``None``: no limit)."""
 
-    measures_floor = True
-    """Whether a refused budget is answered with a measured floor; several ranks name the one that is in the way."""
-
     def __init__(self, trace: Trace, costs: Costs, options: PlanOptions, budget_bytes: int | None) -> None:
         self.trace = options.opened(trace)
         self.costs = costs
@@ -91,7 +88,11 @@ class StepPlanner:
         self.gradients: Gradients | None = None
         self.in_flight = 1
         self.mistake_bytes = 0
-        """What the plan with the lowest peak took more than it predicts, when it was run once."""
+        """What the plan with the lowest peak took more than it predicts in steady steps, when it was tried."""
+        self.recording_bytes = 0
+        """What it took more in the step that recorded it."""
+        self._ran = TrialRun(0, None)
+        """The last trial as this process saw it."""
         self._sensed: Sensed | None = None
 
     @functools.cached_property
@@ -136,7 +137,7 @@ class StepPlanner:
                 progress=progress,
             )
         except BudgetBelowFloor as error:
-            if self.trace.is_fake or strategy != "auto" or not self.measures_floor:
+            if self.trace.is_fake or strategy != "auto":
                 raise
             progress("running the plan with the lowest peak", 0.9)
             try:
@@ -145,14 +146,14 @@ class StepPlanner:
                 raise measured from error
 
     def confirmed_beside(
-        self, plan: Plan, step: TrainingStep, excess_bytes: int, resolve: Callable[[int], Plan]
+        self, plan: Plan, step: TrainingStep, excess_bytes: int, resolve: Callable[[int], Plan], *, seen_bytes: int
     ) -> Plan:
         """The plan, run once, or what ``resolve`` makes of more excess, where steps are known to take so much more.
 
         The trial shows what the step itself takes more, and not the user's loss, what a step leaves behind, or state of
-        other optimizers.
+        other optimizers. ``seen_bytes`` of the excess are what the first trial has shown as well.
         """
-        run = functools.partial(self.run, step, unseen_bytes=max(0, excess_bytes - self.mistake_bytes))
+        run = functools.partial(self.run, step, unseen_bytes=max(0, excess_bytes - seen_bytes))
         return confirmed(plan, run, lambda more, _: resolve(max(excess_bytes, more)), max_error=None, progress=silent)
 
     def lowest(self, error_scale: float = 1.0) -> Plan:
@@ -171,7 +172,7 @@ class StepPlanner:
         """The plan with the lowest peak; ``BudgetBelowFloor`` where the budget is below what that takes."""
         assert self.budget_bytes is not None
         lowest = self.lowest(error_scale)
-        if lowest.predicted_peak_bytes <= (1 - _CLOSE) * self.budget_bytes:
+        if self.worst_bytes(self.own(lowest).predicted_peak_bytes) <= (1 - _CLOSE) * self.budget_bytes:
             return lowest
         return self.lowest_that_fits(step(), error_scale)
 
@@ -187,17 +188,21 @@ class StepPlanner:
             run = self.run(step, plan)
         except torch.OutOfMemoryError:
             raise self.refusal(plan, plan.predicted_peak_bytes) from None
-        self.mistake_bytes = run.peak_bytes - plan.predicted_peak_bytes
+        own = self.own(plan)
+        self.recording_bytes = self._ran.recording_bytes
+        self.mistake_bytes = self._ran.steady_bytes - own.predicted_peak_bytes
         most_error = self.options.most_error("auto")
         is_wrong = run.error is not None and most_error is not None and run.error > most_error
-        floor_bytes = max(run.peak_bytes, predicted_optimizer_bytes(plan))
+        floor_bytes = max(run.peak_bytes, self.worst_bytes(predicted_optimizer_bytes(own)))
         if floor_bytes > self.budget_bytes or is_wrong:
-            raise self.refusal(plan, floor_bytes)
+            raise self.refusal(plan, floor_bytes, accumulating_bytes=self.run(step.accumulating(), plan).peak_bytes)
         return msgspec.structs.replace(plan, budget_bytes=self.budget_bytes, notes=(*plan.notes, run.told))
 
-    def refusal(self, lowest: Plan, floor_bytes: int, *, is_optimizer: bool = False) -> BudgetBelowFloor:
+    def refusal(
+        self, lowest: Plan, floor_bytes: int, *, accumulating_bytes: int = 0, is_optimizer: bool = False
+    ) -> BudgetBelowFloor:
         """The error for a budget below what the plan with the lowest peak was measured to take, in the optimizer's step or
-        before it.
+        before it; also where gradients of earlier micro-batches are there.
         """
         assert self.budget_bytes is not None
         if is_optimizer:
@@ -214,6 +219,7 @@ class StepPlanner:
             lowest.peak,
             floor_bytes - lowest.peak.bytes,
             chunked_bytes=peak_with_chunked_loss(self._planner.floor) if has_solved else None,
+            accumulating_bytes=accumulating_bytes,
         )
 
     def wait_for(self, in_flight: int) -> None:
@@ -267,6 +273,7 @@ class StepPlanner:
     def run(self, step: TrainingStep, plan: Plan, *, unseen_bytes: int = 0) -> TrialRun:
         """Run a plan and measure it; ``unseen_bytes`` are known to come on top."""
         trial = run_trial(step, plan, self.gradients)
+        self._ran = trial
         return dataclasses.replace(trial, peak_bytes=trial.peak_bytes + unseen_bytes)
 
     def excess_bytes(self, own_excess_bytes: int) -> int:

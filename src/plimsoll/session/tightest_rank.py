@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -27,7 +26,7 @@ from plimsoll.session.options import PlanOptions
 from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.session.trial import TrialRun
-from plimsoll.units import format_bytes
+from plimsoll.units import budget_text, format_bytes, format_bytes_up
 
 
 class _Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,8 +53,6 @@ class SharedPlanner(StepPlanner):
 
     ``budget_bytes`` is that rank's. Every method is called on all ranks alike.
     """
-
-    measures_floor = False
 
     def __init__(
         self,
@@ -100,28 +97,16 @@ class SharedPlanner(StepPlanner):
         raise AssertionError("the lowest peak ends it")
 
     def _lowest(self, refusal: BudgetBelowFloor, attempt: int) -> Plan:
-        """The plan with the lowest peak, if every rank keeps to its budget under it; else who does not, and what it needs.
+        """The plan with the lowest peak, if every rank is predicted to keep to its budget under it; else the refusal.
 
         If it was refused in the first attempt, the tightest rank cannot keep to its own.
         """
         made = self._agreement.made_by(
             self._tightest, "solving for the lowest peak", lambda: self._made(self._planner.floor.peak_bytes, "auto")
         )
-        over = dict(zip(self._agreement.ranks, self._over_bytes(made), strict=True))
-        rank = max(over, key=lambda rank: over[rank])
-        if over[rank] <= 0 and attempt:
+        if max(self._over_bytes(made)) <= 0 and attempt:
             return msgspec.structs.replace(made, budget_bytes=self.budget_bytes)
-        if over[rank] <= 0 or rank == self._tightest:
-            raise refusal
-        budget_bytes = self._budgets[rank] or 0
-        need_bytes = budget_bytes + over[rank]
-        raise BudgetBelowFloor(
-            f"budget {format_bytes(budget_bytes)} of rank {rank} is below the smallest peak that its step reaches, "
-            f"{format_bytes(need_bytes)}.",
-            why="all ranks run one plan, and under the one with the lowest peak this rank still takes so much: its batch is "
-            "longer, its shards are larger, or more was measured on top of its trace",
-            next=f'budget "{need_bytes}B" on rank {rank}, or shorter batches there, or a smaller micro-batch',
-        ) from refusal
+        raise refusal
 
     def _over_bytes(self, plan: Plan) -> list[int]:
         """By how much each rank would exceed its budget under a plan, with what it has measured on top of its trace."""
@@ -168,14 +153,16 @@ class SharedPlanner(StepPlanner):
         own_budget_bytes = self.own_budget_bytes or 0
         return (self.budget_bytes or 0) + max(self._agreement.all_of("worst", own_bytes - own_budget_bytes, int))
 
-    def lowest_allowed(self, step: Callable[[], TrainingStep], error_scale: float = 1.0) -> Plan:
-        """As `StepPlanner.lowest_allowed`; where one rank's prediction is above its budget, that rank is named."""
-        self.solve(self.budget_bytes, error_scale=error_scale)
-        return super().lowest_allowed(step, error_scale)
-
-    def refusal(self, lowest: Plan, floor_bytes: int, *, is_optimizer: bool = False) -> BudgetBelowFloor:
-        """As `StepPlanner.refusal`: the tightest rank's error."""
-        error = super().refusal(lowest, floor_bytes, is_optimizer=is_optimizer)
+    def refusal(self, lowest: Plan, floor_bytes: int, **why: Any) -> BudgetBelowFloor:
+        """As `StepPlanner.refusal`: the tightest rank's error. Where budgets differ, all lack what the worst rank lacks."""
+        error = super().refusal(lowest, floor_bytes, **why)
+        if self._uneven_budget_bytes:
+            more = format_bytes_up(floor_bytes - (self.budget_bytes or 0))
+            error = BudgetBelowFloor(
+                error.found,
+                why=f"of {self._agreement.size} ranks one lacks {more} of its budget; on rank {self._tightest} {error.why}",
+                next=f"{budget_text(floor_bytes)} on rank {self._tightest} and {more} more on every other one",
+            )
         return self._agreement.refused_by(self._tightest, error)
 
     def _sense(self, step: TrainingStep) -> Sensed:

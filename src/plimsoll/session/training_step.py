@@ -7,6 +7,7 @@ backward has ended. The optimizer does not step, so every run starts from the sa
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import math
 from collections.abc import Callable, Mapping
@@ -122,6 +123,12 @@ class TrainingStep:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()
+
+    def accumulating(self) -> TrainingStep:
+        """The same step in a loop that lets gradients stay: all runs but the first one begin with some."""
+        other = copy.copy(self)
+        other._accumulates = [parameter.requires_grad for parameter in self.model.parameters()]
+        return other
 
     def measure_peak(self) -> StepPeaks:
         """The step's peak, exactly: allocator events on a CPU, the allocator's statistics on CUDA."""

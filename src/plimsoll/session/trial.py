@@ -45,6 +45,10 @@ class TrialRun:
     peak_bytes: int
     error: float | None
     note: str = ""
+    steady_bytes: int = 0
+    """Its peak when everything was recorded, with all of the optimizer's state."""
+    recording_bytes: int = 0
+    """What the step that records takes more than a steady one."""
 
     @property
     def told(self) -> str:
@@ -57,7 +61,8 @@ def run_trial(step: TrainingStep, plan: Plan, gradients: Gradients | None = None
     """Run a plan: the larger peak of the recording step and a steady one, and the error beside the unmanaged
     ``gradients``.
 
-    Optimizer state that is not there yet is added to the peak. The model is left as it was.
+    Optimizer state that is not there yet comes with the user's first step, which records, so it is added to the steady one.
+    The model is left as it was.
     """
     error = None
     with untouched(step.model), manage(step.model, plan):
@@ -66,7 +71,13 @@ def run_trial(step: TrainingStep, plan: Plan, gradients: Gradients | None = None
         if gradients is not None and not plan.is_lossless:
             error = relative_error(gradients, step.gradients())
     absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
-    return TrialRun(max(recording.peak_bytes, steady.peak_bytes) + absent_bytes, error)
+    steady_bytes = steady.peak_bytes + absent_bytes
+    return TrialRun(
+        max(recording.peak_bytes, steady_bytes),
+        error,
+        steady_bytes=steady_bytes,
+        recording_bytes=max(0, recording.peak_bytes - steady.peak_bytes),
+    )
 
 
 class Resolving(Protocol):

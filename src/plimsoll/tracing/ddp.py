@@ -41,6 +41,14 @@ def bucket_bytes(model: nn.Module) -> int:
     )
 
 
+def has_rebuilt_buckets(model: nn.Module) -> bool:
+    """Whether the reducer has arranged its buckets anew, as it does once, in the forward that follows its first backward.
+
+    Only C++ knows the buckets, so whoever measures that step sees the new ones come and not the old ones go.
+    """
+    return isinstance(model, DistributedDataParallel) and bool(model._has_rebuilt_buckets)  # seen in torch 2.9 to 2.13
+
+
 def gradients_are_views(model: nn.Module) -> bool:
     """Whether gradients move into the buckets as soon as they are complete."""
     return isinstance(model, DistributedDataParallel) and bool(model.gradient_as_bucket_view)

@@ -9,6 +9,7 @@ Known weakness: where a step asks a fake tensor for a number (Adafactor: the nor
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import msgspec
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.artifacts.region import Origin
@@ -90,10 +91,11 @@ def trace_optimizer(
                 for parameter in _parameters(optimizer):
                     if parameter.requires_grad and names[id(parameter)] not in without_gradient:
                         twins[id(parameter)].grad = torch.empty_like(twins[id(parameter)])
-                twin.step()
+                step = functools.partial(_step_lbfgs, twin) if isinstance(twin, LBFGS) else twin.step
+                step()
                 tracer, states = _register(twin, {id(p): names[key] for key, p in twins.items()})
                 with tracer:
-                    twin.step()
+                    step()
                 tracer.note_deaths()
         except torch.OutOfMemoryError:
             raise
@@ -180,6 +182,26 @@ def _copy(optimizer: Optimizer, twins: dict[int, torch.Tensor], mode: FakeTensor
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = True
     return twin
+
+
+def _step_lbfgs(twin: LBFGS) -> None:
+    """What a step of L-BFGS does to memory when its history is full: its own asks for numbers, and for the model.
+
+    ``held`` is the most that it holds while the model is evaluated again: the flat gradient, two directions, and what it has
+    not put into its history; with a line search also where that started, and gradients at the points that it has tried.
+    """
+    (group,) = twin.param_groups
+    flat = torch.cat([parameter.detach().flatten() for parameter in group["params"]])
+    state = twin.state[group["params"][0]]
+    for name in ("d", "prev_flat_grad"):
+        state.setdefault(name, torch.empty_like(flat))
+    history, held = group["history_size"], 5 if group["line_search_fn"] is None else 11
+    for name, count in (("old_dirs", history), ("old_stps", history), ("held", held)):
+        there = state.setdefault(name, [])
+        there.extend(torch.empty_like(flat) for _ in range(count - len(there)))
+    newest = flat.sub(state["prev_flat_grad"]), state["d"].mul(1.0)
+    flat.neg().mul(1.0)
+    del newest
 
 
 def _register(twin: Optimizer, names: dict[int, str]) -> tuple[StepTracer, frozenset[int]]:

@@ -178,7 +178,7 @@ def _run_twice(step: TrainingStep, evidence: Evidence, absent_bytes: int) -> Pla
     recording_bytes = step.measure_peak().peak_bytes
     apart = compare_with(evidence, step)
     steady_bytes = step.measure_peak().peak_bytes
-    return PlanMeasurement(max(recording_bytes, steady_bytes) + absent_bytes, apart.worst(compare_with(evidence, step)))
+    return PlanMeasurement(max(recording_bytes, steady_bytes + absent_bytes), apart.worst(compare_with(evidence, step)))
 
 
 def _managed_run(step: TrainingStep, handle: Handle) -> Callable[[], object]:

@@ -279,7 +279,7 @@ def _hold_plan(
         predicted_peak_bytes=plan.predicted_peak_bytes,
         measured_baseline_peak_bytes=baseline_peak_bytes + absent_bytes,
         measured_peak_bytes=steady_peak_bytes + absent_bytes,
-        measured_recording_peak_bytes=recording_peak_bytes + absent_bytes,
+        measured_recording_peak_bytes=recording_peak_bytes,  # the first step records, and has no state yet
         predicted_baseline_seconds=plan.baseline_seconds,
         predicted_seconds=plan.predicted_seconds,
         regions=outcomes,
