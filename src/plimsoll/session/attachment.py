@@ -347,7 +347,7 @@ class Attachment:
         planner, plan = self._planner, self.plan
         if self._is_calibrating or plan is None or planner is None or planner.own_budget_bytes is None:
             return
-        peak_bytes = self._steps.taken_bytes(max(self._watch.bytes_after, self._counted_state_bytes))
+        peak_bytes = self._steps.taken_bytes(self._watch.bytes_now)
         cause = self._metered.ended() if peak_bytes else ""
         over_bytes = peak_bytes - planner.own_budget_bytes
         if over_bytes > 0:

@@ -71,9 +71,14 @@ class OptimizerWatch:
         return sum(self._before.values())
 
     @property
+    def bytes_now(self) -> int:
+        """State after the last step that was seen."""
+        return sum(self._now.values())
+
+    @property
     def bytes_after(self) -> int:
-        """State after the last step that was seen; where steps go on adding to it (L-BFGS), after the next one."""
-        return sum(self._now.values()) + self._growth_bytes
+        """State after the last step that was seen; where steps go on adding to it, after the next one."""
+        return self.bytes_now + self._growth_bytes
 
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_ours(optimizer) and not self.has_stepped:

@@ -299,7 +299,8 @@ class BudgetWatch:
                 peak_bytes,
                 self._budget_bytes,
                 cause,
-                "plan for such steps, or use plimsoll.attach, which plans for them itself",
+                "plan for such steps (where gradients accumulate: when the first micro-batch has gone backward, so that what "
+                "waits is counted), or use plimsoll.attach, which plans for them itself",
             )
 
 
