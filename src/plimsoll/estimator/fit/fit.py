@@ -223,9 +223,10 @@ class _Job:
                 plan = bounded
             self._stage("measuring the best point")
             with untouched(training.model), manage(training.model, plan):
-                peak_bytes = max(step.measure_peak().peak_bytes for _ in range(2))  # a recording step, and a steady one
+                recording, steady = step.measure_peak(), step.measure_peak()
                 timing = time_in_turns({"best": step.run}, device=step.device, rounds=_ROUNDS)["best"]
-        peak_bytes += step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
+        absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
+        peak_bytes = max(recording.peak_bytes, steady.peak_bytes + absent_bytes)
         optimizer = device.optimizer_seconds(shape)
         return plan, Claim(
             predicted_peak_bytes=plan.predicted_peak_bytes,
