@@ -12,6 +12,7 @@ the sizes that were worked out, before anything is dropped. Samples and inspecti
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,19 +21,22 @@ from typing import Any
 
 import msgspec
 
+from plimsoll.artifacts.plan import RegionPlan
 from plimsoll.artifacts.region import RegionGraph
 from plimsoll.engine.call_stream import Constant, Outsider, Several, Stream, TorchCall
+from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.recording import Recording
+from plimsoll.engine.replay_code import Number, Unknown
+from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.planning.expressions import Dimensions, Expression, Fitter, Sizes, power
-from plimsoll.tracing.recorder.recorder import RecordedOp, Ref
+from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
 from plimsoll.tracing.recorder.storages import Geometry
 
 LEAST_RECORDINGS = 3
 MOST_RECORDINGS = 8
 """A family that needs more is not worth it: its region is watched at every size."""
 
-Number = int | float
-Change = Callable[[Number], Number]
+Change = Callable[[Any], Any]
 """What becomes of one number of a recording."""
 
 _FROM_WHOLE: tuple[tuple[Callable[[int], float], Callable[[float], float]], ...] = (
@@ -71,21 +75,22 @@ class Recordings:
             return
         skeleton, sizes = _split(signature)
         families = self._families.setdefault(skeleton, [])
-        bare, numbers = _numbers_of(recording)
+        numbers: list[Number] = []
+        bare = replace(_with_numbers(recording, _noting(numbers)), not_rebuildable={})
         family = next((each for each in families if each.bare == bare), None)
         if family is None:
             family = _Family(bare, recording)
             families.append(family)
-        family.add(sizes, numbers, recording.not_rebuildable)
+        family.add(sizes, tuple(numbers), recording.not_rebuildable)
 
-    def at(self, signature: tuple[Any, ...]) -> tuple[Recording, ...]:
+    def at(self, signature: tuple[Any, ...]) -> tuple[Recording | Resized, ...]:
         """Recordings for the streams of calls with this signature: watched ones, else those that follow from other sizes."""
         watched = self._watched.get(signature)
         if watched is not None:
             return tuple(watched.values())
         skeleton, sizes = _split(signature)
         found = (family.at(sizes) for family in self._families.get(skeleton, ()))
-        return tuple(recording for recording in found if recording is not None)
+        return tuple(resized for resized in found if resized is not None)
 
 
 class _Family:
@@ -96,63 +101,110 @@ class _Family:
         self._first = first
         self._points: dict[Sizes, tuple[Number, ...]] = {}
         self._not_rebuildable: dict[int, str] = {}
-        self._rules: _Rules | None = None
+        self._open: _OpenRecording | None = None
 
     def add(self, sizes: Sizes, numbers: tuple[Number, ...], not_rebuildable: Mapping[int, str]) -> None:
+        """One more of them."""
         self._points[sizes] = numbers
         self._not_rebuildable.update(not_rebuildable)
-        self._rules = None
+        self._open = None
 
-    def at(self, sizes: Sizes) -> Recording | None:
+    def at(self, sizes: Sizes) -> Resized | None:
         """The recording at other sizes; ``None`` where it cannot be told."""
         if not LEAST_RECORDINGS <= len(self._points) <= MOST_RECORDINGS:
             return None
-        if self._rules is None:
-            self._rules = _Rules(self._points)
-        numbers = self._rules.at(sizes)
-        if numbers is None:
-            return None
-        following = iter(numbers)
-        resized = _resized(self._first, lambda _: next(following))
-        return replace(resized, not_rebuildable=self._not_rebuildable)
+        if self._open is None:
+            self._open = _OpenRecording(replace(self._first, not_rebuildable=self._not_rebuildable), self._points)
+        numbers = self._open.numbers_at(sizes)
+        return None if numbers is None else Resized(self._open, numbers)
 
 
-class _Rules:
-    """How every number of a recording follows from the sizes that vary."""
+class _OpenRecording:
+    """A recording whose numbers are left open, the rules that fill them in, and the programs that plans have made of it."""
 
-    def __init__(self, points: dict[Sizes, tuple[Number, ...]]) -> None:
+    def __init__(self, first: Recording, points: dict[Sizes, tuple[Number, ...]]) -> None:
         self._dimensions = Dimensions(tuple(points))
         self._fitter = Fitter(self._dimensions.points)
-        self._found: dict[tuple[Any, ...], Callable[[Sizes], Number | None]] = {}
-        self._columns = [self._rule(values) for values in zip(*points.values(), strict=True)]
+        self._rules: list[Callable[[Sizes], Number | None]] = []
+        self._unknowns: dict[tuple[str, ...], Unknown] = {}
+        columns = iter([self._described(values) for values in zip(*points.values(), strict=True)])
+        self.recording = _with_numbers(first, lambda _: next(columns))
+        self._calls = [at for at, call in enumerate(self.recording.stream) if _is_open(call)]
+        self._plans: dict[tuple[int, bool], ReplayPlan] = {}
+        self._programs: dict[tuple[int, bool], Program] = {}
 
-    def at(self, sizes: Sizes) -> tuple[Number, ...] | None:
-        """All numbers at other sizes; ``None`` if one of them is not known there."""
+    def numbers_at(self, sizes: Sizes) -> tuple[Number, ...] | None:
+        """The open numbers at other sizes; ``None`` if one of them is not known there."""
         if not self._dimensions.can_tell(sizes):
             return None
         dimensions = self._dimensions.of(sizes)
-        values = {column: rule(dimensions) for column, rule in self._found.items()}
-        if None in values.values():
-            return None
-        return tuple([values[column] for column in self._columns])  # type: ignore[misc]
+        numbers = tuple([rule(dimensions) for rule in self._rules])
+        return None if None in numbers else numbers  # type: ignore[return-value]
 
-    def _rule(self, values: tuple[Number, ...]) -> tuple[Any, ...]:
-        """A name for a number's values at the known points, which tells 1 from 1.0; the rule of each is found once."""
-        name = tuple(map(repr, values))
-        if name not in self._found:
-            self._found[name] = self._explained(values)
-        return name
+    def stream(self, fill: Change) -> Stream:
+        """The stream with its numbers filled in."""
+        calls = list(self.recording.stream)
+        for at in self._calls:
+            calls[at] = _call(calls[at], fill)
+        return tuple(calls)
 
-    def _explained(self, values: tuple[Number, ...]) -> Callable[[Sizes], Number | None]:
-        first = values[0]
-        if len(set(map(repr, values))) == 1:
-            return lambda _: first
-        for make, unmake in _FROM_WHOLE if isinstance(first, float) else _WHOLE:
+    def program(self, plan: RegionPlan, shared: Shared, numbers: tuple[Number, ...], *, is_linked: bool) -> Program:
+        """What serves calls with these numbers under a plan: what programs for others have found out is theirs, too."""
+        key = (id(plan), is_linked)
+        if key not in self._plans:
+            self._plans[key] = self.recording.replay_plan(plan, shared, is_linked=is_linked)
+        made = self._fill(self._plans[key], numbers)
+        program = self.recording.serve(made, plan, shared, like=self._programs.get(key))
+        self._programs[key] = program
+        return program
+
+    def _fill(self, plan: ReplayPlan, numbers: tuple[Number, ...]) -> ReplayPlan:
+        """Ops keep their numbers open: recipes are written once, and get their numbers when they are bound."""
+        fill = _filling(numbers)
+        region = self.recording.region
+        return plan.at(
+            numbers,
+            _graph(self.recording.graph, fill),
+            replace(
+                region,
+                values=tuple([_value(value, fill) for value in region.values]),
+                slot_geometries=tuple([_geometry(geometry, fill) for geometry in region.slot_geometries]),
+            ),
+        )
+
+    def _described(self, values: tuple[Number, ...]) -> Number | Unknown:
+        """A number's values at the known points: one number, or an unknown with a rule of its own."""
+        name = tuple(map(repr, values))  # tells 1 from 1.0
+        if len(set(name)) == 1:
+            return values[0]
+        if name not in self._unknowns:
+            self._unknowns[name] = Unknown(len(self._rules))
+            self._rules.append(self._rule(values))
+        return self._unknowns[name]
+
+    def _rule(self, values: tuple[Number, ...]) -> Callable[[Sizes], Number | None]:
+        for make, unmake in _FROM_WHOLE if isinstance(values[0], float) else _WHOLE:
             wholes = tuple(_nearest_whole(value, unmake) for value in values)
             if all(whole and make(whole) == value for whole, value in zip(wholes, values, strict=True)):
-                found = self._fitter.fit(wholes)
-                return lambda dimensions: _exact(found, dimensions, make)
+                return functools.partial(_exact, self._fitter.fit(wholes), make)
         return lambda _: None
+
+
+class Resized:
+    """What a region does at a size at which nobody watched it."""
+
+    def __init__(self, recording: _OpenRecording, numbers: tuple[Number, ...]) -> None:
+        self._open = recording
+        self._numbers = numbers
+
+    @property
+    def stream(self) -> Stream:
+        """Its torch calls."""
+        return self._open.stream(_filling(self._numbers))
+
+    def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> Program:
+        """As `Recording.program`."""
+        return self._open.program(plan, shared, self._numbers, is_linked=is_linked)
 
 
 def _nearest_whole(value: Number, unmake: Callable[[Any], Number]) -> int:
@@ -163,7 +215,7 @@ def _nearest_whole(value: Number, unmake: Callable[[Any], Number]) -> int:
         return 0
 
 
-def _exact(expression: Expression, dimensions: Sizes, make: Callable[[int], Number]) -> Number | None:
+def _exact(expression: Expression, make: Callable[[int], Number], dimensions: Sizes) -> Number | None:
     """The value; ``None`` where the expression is a guess, or does not give a whole number."""
     terms = zip(expression.terms, expression.coefficients, strict=True)
     value = sum((c * power(term, dimensions) for term, c in terms), Fraction(0))
@@ -185,19 +237,22 @@ def _split(signature: tuple[Any, ...]) -> tuple[Any, Sizes]:
     return skeleton, tuple(sizes)
 
 
-def _numbers_of(recording: Recording) -> tuple[Recording, tuple[Number, ...]]:
-    """A recording without its numbers, and those."""
-    numbers: list[Number] = []
+def _noting(numbers: list[Number]) -> Change:
+    """Leaves zeros in the place of numbers, and notes them."""
 
-    def note(number: Number) -> Number:
+    def note(number: Any) -> int:
         numbers.append(number)
         return 0
 
-    bare = replace(_resized(recording, note), not_rebuildable={})
-    return bare, tuple(numbers)
+    return note
 
 
-def _resized(recording: Recording, change: Change) -> Recording:
+def _filling(numbers: tuple[Number, ...]) -> Change:
+    """Puts numbers in the place of unknown ones."""
+    return lambda number: numbers[number.index] if type(number) is Unknown else number
+
+
+def _with_numbers(recording: Recording, change: Change) -> Recording:
     """A recording with every number changed, in an order that is always the same."""
     region = recording.region
     return replace(
@@ -207,9 +262,7 @@ def _resized(recording: Recording, change: Change) -> Recording:
         region=replace(
             region,
             ops=tuple([_op(op, change) for op in region.ops]),
-            values=tuple(
-                [replace(v, bytes=change(v.bytes), base=_geometry(v.base, change)) for v in region.values]  # type: ignore[arg-type]
-            ),
+            values=tuple([_value(value, change) for value in region.values]),
             slot_geometries=tuple([_geometry(geometry, change) for geometry in region.slot_geometries]),
             output_refs=tuple([ref and _ref(ref, change) for ref in region.output_refs]),
         ),
@@ -221,8 +274,12 @@ def _graph(graph: RegionGraph, change: Change) -> RegionGraph:
     return msgspec.structs.replace(
         graph,
         values=tuple([msgspec.structs.replace(value, bytes=change(value.bytes)) for value in graph.values]),
-        ops=tuple([msgspec.structs.replace(op, cost_key="") for op in graph.ops]),
+        ops=tuple([op if not op.cost_key else msgspec.structs.replace(op, cost_key="") for op in graph.ops]),
     )
+
+
+def _value(value: RecordedValue, change: Change) -> RecordedValue:
+    return replace(value, bytes=change(value.bytes), base=_geometry(value.base, change))
 
 
 def _op(op: RecordedOp, change: Change) -> RecordedOp:
@@ -236,7 +293,7 @@ def _op(op: RecordedOp, change: Change) -> RecordedOp:
 
 
 def _argument(value: Any, change: Change) -> Any:
-    if type(value) is int or (type(value) is float and math.isfinite(value)):
+    if _is_number(value):
         return change(value)
     if isinstance(value, Ref):
         return _ref(value, change)
@@ -245,17 +302,21 @@ def _argument(value: Any, change: Change) -> Any:
     return value
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) is int or type(value) is Unknown or (type(value) is float and math.isfinite(value))
+
+
 def _ref(ref: Ref, change: Change) -> Ref:
     return Ref(ref.value, _geometry(ref.geometry, change))
 
 
 def _geometry(geometry: Geometry, change: Change) -> Geometry:
-    size, stride = _whole(geometry.size, change), _whole(geometry.stride, change)
-    return Geometry(size, stride, change(geometry.offset), geometry.dtype)  # type: ignore[arg-type]
-
-
-def _whole(values: tuple[int, ...], change: Change) -> tuple[Any, ...]:
-    return tuple([change(value) for value in values])
+    return Geometry(
+        tuple([change(size) for size in geometry.size]),
+        tuple([change(stride) for stride in geometry.stride]),
+        change(geometry.offset),
+        geometry.dtype,
+    )
 
 
 def _call(call: TorchCall, change: Change) -> TorchCall:
@@ -265,12 +326,23 @@ def _call(call: TorchCall, change: Change) -> TorchCall:
     return TorchCall(call.func, tuple([_described(value, change) for value in call.args]), kwargs, made)
 
 
+def _is_open(call: TorchCall) -> bool:
+    """Whether some number of a call is unknown."""
+    numbers: list[Any] = []
+    _call(call, _noting(numbers))
+    return any(type(number) is Unknown for number in numbers)
+
+
 def _described(value: Any, change: Change) -> Any:
+    """An argument; numbers that are not whole are held as text."""
     if isinstance(value, Constant):
-        if value.kind is int:
-            return Constant(int, change(value.value))
-        is_finite = value.kind is float and math.isfinite(float(value.value))
-        return Constant(float, repr(change(float(value.value)))) if is_finite else value
+        held = value.value
+        if value.kind is float and type(held) is str:
+            held = float(held)
+        if value.kind not in (int, float) or not _is_number(held):
+            return value
+        changed = change(held)
+        return Constant(value.kind, repr(changed) if type(changed) is float else changed)
     if isinstance(value, Several):
         return Several(value.kind, tuple([_described(item, change) for item in value.items]))
     return Outsider(_looks(value.looks, change)) if isinstance(value, Outsider) else value
@@ -278,4 +350,5 @@ def _described(value: Any, change: Change) -> Any:
 
 def _looks(looks: tuple[Any, ...], change: Change) -> tuple[Any, ...]:
     kind, is_parameter, shape, stride, *rest = looks
-    return (kind, is_parameter, _whole(shape, change), _whole(stride, change), *rest)
+    shape, stride = (tuple([change(number) for number in numbers]) for numbers in (shape, stride))
+    return (kind, is_parameter, shape, stride, *rest)

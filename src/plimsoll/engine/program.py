@@ -61,7 +61,7 @@ class Program:
 
     ``node_counts`` says how many autograd nodes a call like the recorded one makes; ``shares``, by the value's name,
     what the plan counted for a payload as a share of the value's bytes. ``is_self_compiling``: the region calls operators
-    that take functions.
+    that take functions. ``like`` serves calls of other sizes alike.
     """
 
     def __init__(
@@ -72,12 +72,15 @@ class Program:
         shared: Shared,
         *,
         is_self_compiling: bool = False,
+        like: Program | None = None,
     ) -> None:
         self.plan = plan
         self.guard = Guard(plan, node_counts)
         self.packer = RegionPacker(plan, shared.packer, shares)
         self.sampler = Sampler(plan, shared.policy)
-        self.recipes = Recipes(plan, self.sampler, Halves() if shared.splits_backward else None)
+        self.recipes: Recipes = Recipes(
+            plan, self.sampler, Halves() if shared.splits_backward else None, None if like is None else like.recipes
+        )
         self.is_self_compiling = is_self_compiling
         self._shared = shared
         self._calls = 0

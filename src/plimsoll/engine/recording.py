@@ -43,12 +43,16 @@ class Recording:
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> Program:
         """What serves such calls under a plan. ``is_linked``: the region before can make the first argument again."""
+        return self.serve(self.replay_plan(plan, shared, is_linked=is_linked), plan, shared)
+
+    def replay_plan(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> ReplayPlan:
+        """What becomes of every value under a plan."""
         links = frozenset[int]()
         if plan.is_boundary_dropped and is_linked and self.first_input is not None:
             links = frozenset({self.first_input})
         packer = shared.packer
         choice = choose(self.graph, plan.dropped, self.not_rebuildable, links, plan.packed, packer.keeps_sign_only)
-        replay_plan = ReplayPlan(
+        return ReplayPlan(
             name=self.name,
             call=plan.call,
             device_type=self.device_type,
@@ -59,10 +63,13 @@ class Recording:
             parameters=self._parameters(choice, shared),
             not_rebuildable=self.not_rebuildable,
         )
+
+    def serve(self, made: ReplayPlan, plan: RegionPlan, shared: Shared, like: Program | None = None) -> Program:
+        """The program of a replay plan. ``like``: one that serves calls of other sizes, and may have seen backward's order."""
         shares = {d.value: d.held_bytes / d.bytes for d in plan.decisions if d.is_packed and d.bytes}
         # Casts of parameters are cached inside of autocast, so that a later call may make fewer nodes than the recorded one.
         node_counts = range(self.nodes - self.casts, self.nodes + 1)
-        return Program(replay_plan, node_counts, shares, shared, is_self_compiling=self.is_self_compiling)
+        return Program(made, node_counts, shares, shared, is_self_compiling=self.is_self_compiling, like=like)
 
     def _parameters(self, choice: DropChoice, shared: Shared) -> tuple[tuple[int, ParameterSource], ...]:
         """Where recipes read parameters and buffers. Of a buffer that the region itself writes, replays get scratch copies,

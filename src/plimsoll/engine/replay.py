@@ -38,19 +38,20 @@ class Examiner(Protocol):
 class Recipes:
     """The compiled recipes of one region under one signature, for the orders of reading that were met.
 
-    ``halves`` holds tensors between the halves of a backward that is split; ``None``: it is not.
+    ``halves`` holds tensors between the halves of a backward that is split; ``None``: it is not. ``like`` are recipes for calls
+    of other sizes, whose backward reads in the same order.
     """
 
-    def __init__(self, plan: ReplayPlan, sampler: Sampler, halves: Halves | None) -> None:
+    def __init__(self, plan: ReplayPlan, sampler: Sampler, halves: Halves | None, like: Recipes | None = None) -> None:
         self.plan = plan
         self.sampler = sampler
         self.halves = halves
         self.signs = plan.signs
-        self.code = plan.compile()
-        self.is_learning = True
+        self.is_learning: bool = like is None or like.is_learning
+        self.code: Code = plan.compile(None if like is None or like.is_learning else like.code.order)
         self.has_failed = False
         """Whether they have made something else than forward did: the region is not to be served by them any more."""
-        self.given_away: set[int] = set()
+        self.given_away: set[int] = set() if like is None else set(like.given_away)
         """Slots that custom autograd functions read."""
         self._boundary = self.code
         self._solo: dict[int, SegmentFunction] = {}

@@ -12,7 +12,7 @@ that the parameters had.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -28,6 +28,14 @@ from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
 from plimsoll.tracing.recorder.storages import Geometry
 
 SegmentFunction = Callable[..., torch.Tensor]
+Number = int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Stands in a recording for a number that depends on the size of the call; ``index`` is its place among those."""
+
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +80,41 @@ class Code:
     segments: tuple[SegmentFunction, ...]
 
 
-def compile_segments(graph: RegionGraph, recording: RecordedRegion, schedule: Schedule, sources: Sources) -> Code:
+@dataclass(frozen=True, slots=True)
+class WrittenSegments:
+    """Segments whose unknown numbers are still open."""
+
+    order: tuple[int, ...]
+    code: CodeType
+    constants: Mapping[str, Any]
+
+    def bind(self, numbers: Sequence[Number]) -> Code:
+        """One function per segment, for calls with these numbers."""
+        namespace = {**self.constants, **{f"n{index}": number for index, number in enumerate(numbers)}}
+        exec(self.code, namespace)
+        functions = tuple([namespace[f"segment_{position}"] for position in range(len(self.order))])
+        return Code(self.order, {slot: position for position, slot in enumerate(self.order)}, functions)
+
+
+def write_segments(
+    graph: RegionGraph, recording: RecordedRegion, schedule: Schedule, sources: Sources
+) -> WrittenSegments:
     """One function per segment, in the order of the schedule."""
     writer = _Writer(graph, recording, sources)
     for position, (segment, read_later) in enumerate(_with_later_reads(schedule, graph)):
         writer.segment(position, segment, schedule.leaves[segment.slot], read_later)
-    namespace: dict[str, Any] = {
+    constants: dict[str, Any] = {
         "as_strided": torch.as_strided,
         "copy_storage": copy_storage,
         "local_of": local_of,
+        "seen_as": seen_as,
         "version_of": version_of,
         "tensors_of": flat_tensors,
         "check_version": functools.partial(check_version, sources.protected),
         **writer.constants,
     }
-    exec(_compiled(writer.source), namespace)
     order = tuple(segment.slot for segment in schedule.segments)
-    functions = tuple(namespace[f"segment_{position}"] for position in range(len(order)))
-    return Code(order, {slot: position for position, slot in enumerate(order)}, functions)
+    return WrittenSegments(order, _compiled(writer.source), constants)
 
 
 @functools.lru_cache(maxsize=256)
@@ -102,6 +127,13 @@ def copy_storage(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     storage = tensor.untyped_storage().clone()
     return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def seen_as(
+    base: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The storage of a tensor in another dtype."""
+    return Geometry(size, stride, offset, dtype).view_on(base)
 
 
 def check_version(names: Mapping[int, str], position: int, expected: int, found: int) -> None:
@@ -245,8 +277,8 @@ class _Writer:
         if isinstance(value, list | tuple):
             inner = ", ".join(self._argument(item, renamed, op) for item in value)
             return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if value else "()"
-        if value is None or isinstance(value, bool | int):
-            return repr(value)
+        if value is None or isinstance(value, bool | int | Unknown):
+            return _number(value)
         return self._constant(value)
 
     def _seen(self, value: int, geometry: Geometry, name: str | None = None) -> str:
@@ -255,9 +287,10 @@ class _Writer:
         name = name or f"v{value}"
         if base == geometry:
             return name
+        size, stride, offset = (_number(part) for part in (geometry.size, geometry.stride, geometry.offset))
         if base.dtype is geometry.dtype:
-            return f"as_strided({name}, {geometry.size!r}, {geometry.stride!r}, {geometry.offset})"
-        return f"{self._constant(geometry)}.view_on({name})"
+            return f"as_strided({name}, {size}, {stride}, {offset})"
+        return f"seen_as({name}, {size}, {stride}, {offset}, {self._constant(geometry.dtype)})"
 
     def _load(self, value: int) -> Geometry:
         """Make sure that ``v<value>`` is bound in this segment; how it lies on its storage."""
@@ -296,3 +329,10 @@ class _Writer:
 
     def _emit(self, line: str, indent: int = 1) -> None:
         self._lines.append("    " * indent + line)
+
+
+def _number(value: Any) -> str:
+    """Source text for a number, or a tuple of numbers, that may be known later."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_number, value))},)" if value else "()"
+    return f"n{value.index}" if isinstance(value, Unknown) else repr(value)

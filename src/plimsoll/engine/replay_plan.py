@@ -6,14 +6,16 @@ never changes: calls of the region, and replays in their backwards, only read it
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.engine.codecs.protocol import Codec
 from plimsoll.engine.hooks import Cell, Readable
-from plimsoll.engine.replay_code import Code, RecordedRegion, Sources, compile_segments
+from plimsoll.engine.replay_code import Code, Number, RecordedRegion, Sources, Unknown, WrittenSegments, write_segments
 from plimsoll.engine.replay_rng import StatePoints, state_points
 from plimsoll.planning.replay_schedule import BOUNDARY, Schedule, Unreachable, build_schedule, recipe_ops
 from plimsoll.tracing.recorder.collectives import is_collective
@@ -114,6 +116,19 @@ class ReplayPlan:
     codecs: Mapping[int, Codec | None]
     parameters: tuple[tuple[int, ParameterSource], ...]
     not_rebuildable: Mapping[int, str]
+    template: ReplayPlan | None = None
+    """The same plan with its numbers left open, where it was made of one."""
+    numbers: tuple[Number, ...] = ()
+    """Those numbers."""
+
+    def at(self, numbers: tuple[Number, ...], graph: RegionGraph, recording: RecordedRegion) -> ReplayPlan:
+        """The plan, which leaves numbers open, for calls with these numbers. What does not depend on numbers is shared."""
+        for name, member in vars(ReplayPlan).items():
+            if isinstance(member, cached_property):
+                getattr(self, name)
+        made = copy.copy(self)
+        made.__dict__.update(template=self, numbers=numbers, graph=graph, recording=recording)
+        return made
 
     @cached_property
     def dropped_slots(self) -> tuple[int, ...]:
@@ -192,12 +207,22 @@ class ReplayPlan:
         """Where forward takes generator states; empty where no random op runs again."""
         return state_points((self.recording.ops[op] for op in self.replayed_ops), self.recording.generators)
 
-    def compile(self, order: Sequence[int] | None = None) -> Code:
+    def compile(self, order: tuple[int, ...] | None = None) -> Code:
         """The recipes for slots that are read in this order; by default in the one that is expected."""
-        schedule = self._schedule if order is None else self._scheduled(order)
-        visible = {slot: self._visible(slot, leaves) for slot, leaves in schedule.leaves.items()}
-        shown = Schedule(segments=schedule.segments, leaves=visible)
-        return compile_segments(self.graph, self.recording, shown, self._sources)
+        return (self.template or self)._write(order).bind(self.numbers)
+
+    def _write(self, order: tuple[int, ...] | None) -> WrittenSegments:
+        written = self._written.get(order)
+        if written is None:
+            schedule = self._schedule if order is None else self._scheduled(order)
+            visible = {slot: self._visible(slot, leaves) for slot, leaves in schedule.leaves.items()}
+            shown = Schedule(segments=schedule.segments, leaves=visible)
+            written = self._written[order] = write_segments(self.graph, self.recording, shown, self._sources)
+        return written
+
+    @cached_property
+    def _written(self) -> dict[tuple[int, ...] | None, WrittenSegments]:
+        return {}
 
     def recipe_of(self, slot: int) -> tuple[int, ...]:
         """The ops that rebuild a dropped slot."""
@@ -310,6 +335,7 @@ class ReplayPlan:
         for slot in self.graph.slots:
             if slot.is_managed and slot.value in self.choice.packed:  # whole storages are packed, and come back flat
                 dtype = self.recording.slot_geometries[slot.index].dtype
-                count = self.graph.values[slot.value].bytes // dtype.itemsize
+                nbytes: int | Unknown = self.graph.values[slot.value].bytes
+                count: Any = nbytes if isinstance(nbytes, Unknown) else nbytes // dtype.itemsize
                 geometries.setdefault(slot.value, Geometry((count,), (1,), 0, dtype))
         return geometries
