@@ -190,6 +190,8 @@ class ManagedRegion:
             del self.services[min(self.services, key=lambda other: self.services[other].last_call)]
         latest = max(self.services.values(), key=lambda other: other.last_call, default=None)
         service = self.services[key] = Service(plan, self._shared.alarm)
+        if any(other.has_failed() for other in self.services.values()):
+            self._recordings.distrust()
         known = self._recordings.at(entry.signature)
         if known and latest is not None:
             is_linked = self._shared.links.has_made_first(entry.inputs)
