@@ -65,6 +65,8 @@ def test_samples_come_to_every_element_and_lie_at_many_features_at_once(size, is
     tensor = tensor.contiguous() if is_dense else tensor
     places = SamplePlaces.of(Geometry.of(tensor))
     taken = [places.at(places.offset(number), tensor) for number in range(1, 9000)]
+    assert all(places.peek(places.offset(number), tensor) == taken[number - 1].tolist() for number in range(1, 200))
+    assert places.peek(tensor.untyped_storage().nbytes(), tensor) == []  # never past the end
     assert set(torch.cat(taken).tolist()) == set(tensor.flatten().tolist())
     positions = taken[0] // 2 % size[-1]
     assert len(set(positions.tolist())) >= min(len(taken[0]), size[-1]) or not is_dense

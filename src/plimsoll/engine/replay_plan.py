@@ -235,19 +235,12 @@ class ReplayPlan:
         """What remaking the outputs starts from, for a next region that does not hold its input; ``None`` if they cannot
         be remade.
         """
-        dropped = frozenset(self.graph.outputs) - self.choice.stored - self.choice.packed.keys()
-        try:
-            schedule = build_schedule(self.graph, self.choice.stored, dropped, (BOUNDARY,), self.choice.packed)
-        except Unreachable:
-            return None
+        wanted = self._boundary_values
         readable: dict[int, Readable] = {value: cells[slot] for value, slot in self._cell_of.items()}
         readable.update(packed)
         if link is not None and self.choice.link is not None:
             readable[self.choice.link] = link
-        if BOUNDARY not in schedule.leaves:
-            return None
-        wanted = self._visible(BOUNDARY, schedule.leaves[BOUNDARY])
-        if any(value not in readable for value in wanted):
+        if wanted is None or any(value not in readable for value in wanted):
             return None
         return tuple(readable[value] for value in wanted)
 
@@ -274,6 +267,17 @@ class ReplayPlan:
 
     def _bytes_of(self, values: Iterable[int]) -> int:
         return sum({self.graph.values[v].storage: self.graph.values[v].bytes for v in values}.values())
+
+    @cached_property
+    def _boundary_values(self) -> tuple[int, ...] | None:
+        """The stored values that remaking the outputs starts from; ``None`` if they cannot be remade."""
+        dropped = frozenset(self.graph.outputs) - self.choice.stored - self.choice.packed.keys()
+        try:
+            schedule = build_schedule(self.graph, self.choice.stored, dropped, (BOUNDARY,), self.choice.packed)
+        except Unreachable:
+            return None
+        leaves = schedule.leaves.get(BOUNDARY)
+        return None if leaves is None else self._visible(BOUNDARY, leaves)
 
     @cached_property
     def _schedule(self) -> Schedule:
