@@ -102,16 +102,17 @@ class _Family:
         self._points: dict[Sizes, tuple[Number, ...]] = {}
         self._not_rebuildable: dict[int, str] = {}
         self._open: _OpenRecording | None = None
+        self._follows_sizes = True
 
     def add(self, sizes: Sizes, numbers: tuple[Number, ...], not_rebuildable: Mapping[int, str]) -> None:
-        """One more of them."""
-        self._points[sizes] = numbers
+        """One more of them. Numbers that are others at the same sizes are data."""
+        self._follows_sizes &= self._points.setdefault(sizes, numbers) == numbers
         self._not_rebuildable.update(not_rebuildable)
         self._open = None
 
     def at(self, sizes: Sizes) -> Resized | None:
         """The recording at other sizes; ``None`` where it cannot be told."""
-        if not LEAST_RECORDINGS <= len(self._points) <= MOST_RECORDINGS:
+        if not self._follows_sizes or not LEAST_RECORDINGS <= len(self._points) <= MOST_RECORDINGS:
             return None
         if self._open is None:
             self._open = _OpenRecording(replace(self._first, not_rebuildable=self._not_rebuildable), self._points)

@@ -209,9 +209,8 @@ class ManagedRegion:
         if program is None:
             self._give_up(service, recorded.obstacle)
         else:
-            if (
-                recorded.recording is not None and not recorded.peers
-            ):  # what repeats collectives is agreed on when recorded
+            # What repeats collectives has to be agreed on when it is recorded.
+            if recorded.recording is not None and not recorded.peers:
                 self._recordings.add(entry.signature, recorded.recording)
             service.learn(recorded.stream, program)
             service.watched(self._reader.scalars(), is_new=is_new)
