@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plimsoll.session import step_snapshot
+from plimsoll.tracing import trace as tracing
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import has_storage
 
@@ -62,3 +67,55 @@ class LiveStorages(TorchDispatchMode):
 
     def _let_go(self, size: int) -> None:
         self.bytes -= size
+
+
+class Device(LiveStorages):
+    """A device with so many bytes: raises what an allocator raises where ops would hold more, also at the op ``fails_at``.
+
+    An op that allocates nothing does not fail for want of room. Copies that are kept of a step lie in host memory, which on
+    a CPU has no other name.
+    """
+
+    def __init__(self, limit_bytes: int | None = None, *, fails_at: int = 0) -> None:
+        super().__init__()
+        self.limit_bytes = limit_bytes
+        self.fails_at = fails_at
+        self.ops = 0
+        self.failures = 0
+        self._is_host = False
+
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[Device]:
+        """The device of whatever runs in the block: Plimsoll asks it for free memory, and keeps copies beside it."""
+
+        def kept(tensor: torch.Tensor) -> torch.Tensor:
+            self._is_host = True
+            try:
+                return copy(tensor)
+            finally:
+                self._is_host = False
+
+        copy = step_snapshot.kept_copy
+        with (
+            mock.patch.object(step_snapshot, "kept_copy", kept),
+            mock.patch.object(tracing, "free_bytes", self._free_bytes),
+            self,
+        ):
+            yield self
+
+    def _free_bytes(self, device: torch.device) -> int:
+        return 2**40 if self.limit_bytes is None else self.limit_bytes - self.bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_host:
+            return func(*args, **(kwargs or {}))
+        self.ops += 1
+        if self.ops == self.fails_at:
+            self.failures += 1
+            raise torch.OutOfMemoryError(f"injected at op {self.ops}")
+        before_bytes = self.bytes
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.limit_bytes is not None and self.bytes > max(self.limit_bytes, before_bytes):
+            self.failures += 1
+            raise torch.OutOfMemoryError(f"{self.bytes} bytes of {self.limit_bytes}")
+        return made

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from plimsoll.errors import PlanMismatch, PlanNotUsable
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import emptied_after_forward
 from plimsoll.tracing.refusals import uncompiled_regions
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Removable(Protocol):
@@ -60,6 +63,7 @@ class Handle:
         self._known: dict[str, ManagedRegion] = {}
         """The regions at work, and those that were under another plan."""
         self._shared = shared
+        self._retry: Callable[..., Any] | None = None
         self._root_hooks: list[Any] = []
         self._others: list[Removable] = []
         self._begin(plan)
@@ -136,6 +140,43 @@ class Handle:
             yield
         finally:
             self.resume()
+
+    def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run one training step, ``function(*args, **kwargs)``; where it runs out of memory, go on with less.
+
+        On ``torch.OutOfMemoryError`` everything is put back as it was before the step (parameters, optimizers, gradient
+        scalers, gradients, buffers, attributes, random states), a plan that takes less is put to work, and the step is
+        run again. So it has to be all of a step, and only that: the batch is made before it, and what it returns is
+        logged after it.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            BudgetBelowFloor: it runs out of memory under the plan with the lowest peak, too.
+            torch.OutOfMemoryError: what the step wrote cannot be put back; a note of the error says what.
+
+        Example:
+            >>> def train(batch):  # doctest: +SKIP
+            ...     loss = model(**batch).loss
+            ...     loss.backward()
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+            ...     return loss.detach()
+            >>> for batch in batches:  # doctest: +SKIP
+            ...     print(handle.step(train, batch))
+        """
+        retry: Callable[..., T] | None = self._retry
+        return function(*args, **kwargs) if retry is None else retry(function, *args, **kwargs)
+
+    def retry_with(self, retry: Callable[..., Any]) -> None:
+        """Steps are run by this from now on."""
+        self._retry = retry
+
+    @property
+    def plan(self) -> Plan:
+        """The plan at work."""
+        return self._plan
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
         """How every region of the plan is served so far."""

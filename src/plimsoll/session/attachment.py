@@ -16,9 +16,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 import torch
@@ -41,6 +41,7 @@ from plimsoll.session.calibration import (
 )
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import PlansAtWork
+from plimsoll.session.retry import Retry, floor_of
 from plimsoll.session.step_planner import StepPlanner, trace_and_cost
 from plimsoll.session.step_watch import (
     MeteredSituations,
@@ -58,6 +59,9 @@ from plimsoll.session.trial import error_scale
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, splits_activations
 from plimsoll.tracing.torch_internals import is_profiled
 from plimsoll.units import format_bytes
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _MOST_TRIES = 3
 """So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
@@ -101,8 +105,11 @@ class Attachment:
         self._excess_bytes = 0
         self._counted_state_bytes = 0
         self._overrun_bytes = 0
+        self._withheld_bytes = 0
+        """Taken off the budget for now, as something else takes room on the device."""
         self._has_warned = False
         self._metered = MeteredSituations()
+        self._retry = Retry(model, self)
         self._steps = StepWatch(model, self._before_call, self._after_step)
         self._watch = OptimizerWatch(every_parameter(model), after_step=self._optimizer_stepped)
 
@@ -128,6 +135,30 @@ class Attachment:
         self._watch.remove()
         self._work.remove()
         self._is_calibrating = False
+
+    def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run one training step; where it runs out of memory, put everything back, plan tighter and run it again.
+
+        As `plimsoll.engine.apply.Handle.step`.
+        """
+        return self._retry.run(function, *args, **kwargs)
+
+    def tighten(self) -> bool:
+        """The step has run out of memory: put a plan to work that takes less. Whether there is one."""
+        self._steps.forget()
+        if self._planner is None or self.plan is None or self._is_calibrating:
+            return False
+        room_bytes = self._planner.halfway_bytes(self.plan, self._error_scale)
+        if room_bytes is None:
+            return False
+        self._withheld_bytes = (self._planner.budget_bytes or 0) - self._excess_bytes - room_bytes
+        self._run(self._solve_for_budget())
+        return True
+
+    def floor(self, *, is_optimizer: bool) -> BudgetBelowFloor | None:
+        """What to say where nothing takes less; ``None`` before there is a plan."""
+        planner = self._planner
+        return None if planner is None else floor_of(planner, self._excess_bytes, is_optimizer=is_optimizer)
 
     def __enter__(self) -> Attachment:
         return self
@@ -340,7 +371,8 @@ class Attachment:
     def _solve_for_budget(self) -> Plan:
         """The plan for the budget less what was measured on any rank."""
         assert self._planner is not None
-        return self._solve(self._planner.budget_bytes, self._planner.excess_bytes(self._excess_bytes))
+        excess_bytes = self._planner.excess_bytes(self._excess_bytes + self._withheld_bytes)
+        return self._solve(self._planner.budget_bytes, excess_bytes)
 
     def _after_step(self) -> None:
         """A step is over. Where it was measured under the plan for the budget, it has to have kept to that."""

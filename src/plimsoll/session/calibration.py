@@ -108,13 +108,20 @@ def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
 
 def optimizer_in_view(model: nn.Module) -> Optimizer | None:
     """The optimizer in this process that trains ``model``, if there is one and no other: its state can be counted ahead."""
-    gc.collect()
     parameters = frozenset(map(id, every_parameter(model)))
-    kinds = _subclasses(Optimizer)
-    # Types are looked up, as `isinstance` would run the code of proxies. Wrappers have no groups of their own.
-    found = [thing for thing in gc.get_objects() if type(thing) in kinds and "param_groups" in vars(thing)]
+    found = [
+        thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing)
+    ]  # wrappers have none of their own
     ours = [optimizer for optimizer in found if trains(optimizer, parameters)]
     return ours[0] if len(ours) == 1 else None
+
+
+def instances_of(*bases: type) -> list[Any]:
+    """All objects in this process that are of one of these types, or of one derived from it."""
+    gc.collect()
+    kinds = {kind for base in bases for kind in _subclasses(base)}
+    # Types are looked up, as `isinstance` would run the code of proxies.
+    return [thing for thing in gc.get_objects() if type(thing) in kinds]
 
 
 def _subclasses(kind: type) -> set[type]:

@@ -17,6 +17,7 @@ from plimsoll.session.agreement import agreement_for, described
 from plimsoll.session.manage import check_plan, manage_together, refuse_other_model
 from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
+from plimsoll.session.retry import AppliedPlan
 from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.step_watch import BudgetWatch
 from plimsoll.session.task import TrainingTask, check_module
@@ -173,6 +174,7 @@ def apply(
         budget_bytes = plan.budget_bytes_of_ranks.get(str(agreement.rank), plan.budget_bytes)
         if budget_bytes is not None:
             handle.remove_with_me(BudgetWatch(model, plan, budget_bytes))
+        handle.retry_with(AppliedPlan(handle, model, plan).run)
         return handle
 
 

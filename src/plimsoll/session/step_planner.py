@@ -168,6 +168,16 @@ class StepPlanner:
         except Unreachable:
             return None
 
+    def halfway_bytes(self, plan: Plan, error_scale: float = 1.0) -> int | None:
+        """A peak halfway between that of a plan and the lowest one; that itself where it is close; ``None`` if it is the
+        plan's.
+        """
+        taken_bytes, lowest_bytes = self.predicted_bytes(plan), self.lowest(error_scale).predicted_peak_bytes
+        spare_bytes = (plan.predicted_peak_bytes if taken_bytes is None else taken_bytes) - lowest_bytes
+        if spare_bytes <= 0:
+            return None
+        return lowest_bytes if spare_bytes < _CLOSE * lowest_bytes else lowest_bytes + spare_bytes // 2
+
     def lowest_allowed(self, step: Callable[[], TrainingStep], error_scale: float = 1.0) -> Plan:
         """The plan with the lowest peak; ``BudgetBelowFloor`` where the budget is below what that takes."""
         assert self.budget_bytes is not None

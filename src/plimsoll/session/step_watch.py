@@ -199,6 +199,13 @@ class StepWatch:
             step.has_trained |= self.graphs.has_backward
             self.measured = step if step.end() else None
 
+    def forget(self) -> None:
+        """The step has failed and is begun anew."""
+        if self.running is not None:
+            self.running.has_failed = True
+        self.stop()
+        self.graphs.begin()
+
     def meter_if_new(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation, situations: MeteredSituations
     ) -> None:

@@ -99,13 +99,13 @@ class KeptState:
     places, and what it has added since (a cache, a counter, a lazily made part).
 
     Of an attribute that is a list, a set, a dictionary, a deque or a generator the contents are put back too, but not those
-    of what lies in it: what other objects are and hold inside is theirs.
+    of what lies in it: what other objects are and hold inside is theirs. ``copy`` says where copies of buffers lie.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
         modules = list(model.modules())
         self._kept = [
-            (module._buffers, name, buffer, buffer.detach().clone(), buffer._version)
+            (module._buffers, name, buffer, copy(buffer.detach()), buffer._version)
             for module in modules
             for name, buffer in module._buffers.items()
             if buffer is not None
@@ -117,7 +117,7 @@ class KeptState:
             for held in (module._parameters, module._buffers, module._modules)
         ]
         values = {id(value): value for _, kept in self._attributes for value in kept.values()}
-        self._contents = [(value, _contents(value)) for value in values.values() if type(value) in _REFILLS]
+        self._contents = [(value, contents_of(value)) for value in values.values() if type(value) in REFILLS]
 
     def put_back(self) -> None:
         """The same tensors and attributes in their places, with the contents that they had; tensors that nobody wrote are
@@ -129,16 +129,16 @@ class KeptState:
             _drop(held, held.keys() - kept.keys() - _OF_MODULES)
             held.update(kept)
         for value, contents in self._contents:
-            _REFILLS[type(value)](value, contents)
+            REFILLS[type(value)](value, contents)
         with torch.no_grad():
             for holder, name, buffer, copy, version in self._kept:
                 if holder.get(name) is not buffer:
                     holder[name] = buffer
                 # A write that no version counter shows (batch norm's) must not go unnoticed.
                 if buffer._version != version or not (
-                    buffer.is_meta or same_contents(local_of(buffer), local_of(copy))
+                    buffer.is_meta or same_contents(local_of(buffer), local_of(copy).to(buffer.device))
                 ):
-                    buffer.copy_(copy)
+                    local_of(buffer).copy_(local_of(copy))
 
 
 @contextlib.contextmanager
@@ -177,7 +177,7 @@ def _rewind(value: torch.Generator, contents: torch.Tensor) -> None:
     value.set_state(contents)
 
 
-_REFILLS: Mapping[type, Callable[[Any, Any], None]] = MappingProxyType(
+REFILLS: Mapping[type, Callable[[Any, Any], None]] = MappingProxyType(
     {
         list: _refill_list,
         deque: _refill_deque,
@@ -189,7 +189,8 @@ _REFILLS: Mapping[type, Callable[[Any, Any], None]] = MappingProxyType(
 """How the contents of an attribute are put back, by its very type: what subclasses do on a write is not known."""
 
 
-def _contents(value: Any) -> Any:
+def contents_of(value: Any) -> Any:
+    """What ``REFILLS`` puts back later."""
     if isinstance(value, torch.Generator):
         return value.get_state()
     return value.getstate() if isinstance(value, random.Random) else value.copy()

@@ -1,0 +1,219 @@
+"""Runs a training step again under a tighter plan where it runs out of memory, as if that plan had been there before it.
+
+The step is a function, because what a failed step has made must go before it is run again: the names of a function are ours
+to clear, those of a loop around a ``with`` block are not, and they would hold the failed step's graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.engine.apply import Handle
+from plimsoll.engine.copies import ModelHook
+from plimsoll.errors import BudgetBelowFloor
+from plimsoll.session.calibration import as_batch, optimizer_in_view, stand_in_loss
+from plimsoll.session.options import PlanOptions
+from plimsoll.session.rendezvous.world import refuse_several_ranks
+from plimsoll.session.step_planner import StepPlanner, trace_and_cost
+from plimsoll.session.step_snapshot import Companions, StepSnapshot
+from plimsoll.session.task import TrainingTask, detached
+from plimsoll.units import format_bytes
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
+
+
+class TighterPlans(Protocol):
+    """A plan at work that can be exchanged for one that takes less."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The one at work; ``None`` before the first."""
+        ...
+
+    def tighten(self) -> bool:
+        """Put a plan to work that takes less; whether there is one."""
+        ...
+
+    def floor(self, *, is_optimizer: bool) -> BudgetBelowFloor | None:
+        """What to say where nothing takes less; ``None`` before there is a plan."""
+        ...
+
+
+class Retry:
+    """Runs training steps of a model until they do not run out of memory, or nothing takes less."""
+
+    def __init__(self, model: nn.Module, plans: TighterPlans) -> None:
+        self._model = model
+        self._plans = plans
+        self._companions: Companions | None = None
+        self._is_running = False
+
+    def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """The function's result, from the first time that it comes to its end.
+
+        Raises:
+            BudgetBelowFloor, torch.OutOfMemoryError: as for `plimsoll.engine.apply.Handle.step`.
+            InvalidModel: other ranks train the model too.
+        """
+        if self._is_running:  # a part of a step that is run again as a whole
+            return function(*args, **kwargs)
+        if self._companions is None:
+            refuse_several_ranks(self._model, "step")
+            self._companions = Companions()
+        self._is_running, had_none_tighter = True, False
+        try:
+            while True:
+                snapshot = StepSnapshot(self._model, self._companions.alive(), (args, kwargs))
+                try:
+                    with snapshot:
+                        return function(*args, **kwargs)
+                except torch.OutOfMemoryError as error:
+                    failure = error
+                _let_go(failure)
+                is_last = had_none_tighter
+                had_none_tighter = not self._go_back(snapshot, failure, is_last=is_last)
+        finally:
+            self._is_running = False
+
+    def _go_back(self, snapshot: StepSnapshot, failure: torch.OutOfMemoryError, *, is_last: bool) -> bool:
+        """Make the state of before the step, and plan tighter; whether something takes less.
+
+        Where nothing does, the step is run once more: its regions are recorded in their first call, and this is rid of
+        what the allocator held.
+        """
+        written = snapshot.written()
+        if written:
+            failure.add_note(f"plimsoll: the step cannot be run again, as not all of it can be put back: {written}.")
+            raise failure
+        snapshot.put_back()
+        torch.clear_autocast_cache()
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        before = self._plans.plan
+        is_tighter = self._plans.tighten()
+        if not is_tighter and is_last:
+            raise self._plans.floor(is_optimizer=snapshot.is_in_optimizer) or failure from failure
+        _LOG.warning(_line(before, self._plans.plan if is_tighter else None))
+        return is_tighter
+
+
+def _line(before: Plan | None, after: Plan | None) -> str:
+    """What the log says of a step that is run again."""
+    if before is None:
+        return "plimsoll: out of memory before there was a plan; everything was put back, the step is run again"
+    then = "no plan takes less; the step is run once more"
+    if after is not None:
+        then = f"the step is run again with {format_bytes(after.predicted_peak_bytes)}"
+    had = format_bytes(before.predicted_peak_bytes)
+    return f"plimsoll: out of memory under a plan of {had}; everything was put back, {then}"
+
+
+def _let_go(error: BaseException) -> None:
+    """Clear the names of all frames that an error went through: they hold what the step had made."""
+    for each in _chain(error, set()):
+        traceback.clear_frames(each.__traceback__)
+
+
+def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
+    if error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        yield from _chain(error.__cause__, seen)
+        yield from _chain(error.__context__, seen)
+
+
+def floor_of(planner: StepPlanner, excess_bytes: int, *, is_optimizer: bool) -> BudgetBelowFloor:
+    """The error for a step that runs out of memory under the plan with the lowest peak there is."""
+    lowest = planner.lowest()
+    floor_bytes = lowest.predicted_peak_bytes + max(0, excess_bytes)
+    told = planner.refusal(lowest, floor_bytes, is_optimizer=is_optimizer)
+    found = f"Out of memory under the plan with the lowest peak there is, {format_bytes(floor_bytes)}."
+    return _refusal(found, f"the device has less left for this step; {told.why}", floor_bytes)
+
+
+def _refusal(found: str, why: str, floor_bytes: int) -> BudgetBelowFloor:
+    return BudgetBelowFloor(
+        found,
+        why=why,
+        next=f"free {format_bytes(floor_bytes)} for it, use a smaller micro-batch, or open more to the plan "
+        "(allow=('recompute', 'offload')); the state is that of before the step",
+    )
+
+
+class AppliedPlan:
+    """A plan that the user has applied, and the tighter ones in its place. The step to be planned is the one that failed."""
+
+    def __init__(self, handle: Handle, model: nn.Module, plan: Plan) -> None:
+        self.plan: Plan | None = plan
+        self._first = plan
+        self._handle = handle
+        self._model = model
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._planner: StepPlanner | None = None
+        self._retry = Retry(model, self)
+
+    def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `Retry.run`; the step's call of the model is remembered while it runs, to be planned for."""
+        hook = self._model.register_forward_pre_hook(ModelHook(self._model, self._note), with_kwargs=True)
+        try:
+            return self._retry.run(function, *args, **kwargs)
+        finally:
+            hook.remove()
+            self._call = None
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and module.training:
+            self._call = (args, kwargs)
+
+    def tighten(self) -> bool:
+        """Put a plan to work that takes less; whether there is one."""
+        call, self._call = self._call, None
+        if call is not None:
+            # Tracing takes memory as well: about that of the lowest peak.
+            with self._handle.paused(), contextlib.suppress(torch.OutOfMemoryError):
+                self._planner = self._plan_for(*call)
+        if self._planner is None or self.plan is None:
+            return False
+        room_bytes = self._planner.halfway_bytes(self.plan)
+        if room_bytes is None:
+            return False
+        self.plan = self._planner.solve(room_bytes)
+        self._handle.switch(self.plan)
+        return True
+
+    def floor(self, *, is_optimizer: bool) -> BudgetBelowFloor | None:
+        """What to say where nothing takes less."""
+        if self._planner is not None:
+            return floor_of(self._planner, 0, is_optimizer=is_optimizer)
+        floor_bytes = self._first.floor_bytes
+        found = f"Out of memory, and the lowest peak that any plan reaches is {format_bytes(floor_bytes)}."
+        return _refusal(found, "tracing the step, to plan tighter, took more than there is, too", floor_bytes)
+
+    def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlanner:
+        """The planner of the step that failed, with what the plan was allowed."""
+        options = PlanOptions(
+            regions=tuple(dict.fromkeys(region.name for region in self._first.regions)) or None,
+            allow=self._first.allow,
+            max_error=self._first.max_error or 0.0,
+            host_budget_bytes=self._first.host_budget_bytes,
+            link=self._first.link,
+        )
+        batch = detached(as_batch(self._model, args, kwargs))
+        optimizer = optimizer_in_view(self._model)
+        task = TrainingTask(model=self._model, batch=batch, loss=stand_in_loss, optimizer=optimizer)
+        traced = trace_and_cost(task, options, optimizer_is_optional=True)
+        planner = StepPlanner(*traced, options, self._first.budget_bytes)
+        planner.try_forms(task.step)
+        return planner

@@ -1,0 +1,174 @@
+"""A step that runs out of memory loses nothing: it is run again under a tighter plan, or refused with all as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.out_of_memory import cases, told
+from torch.optim import optimizer as torch_optimizer
+
+import plimsoll
+from metering import Device
+from plimsoll.errors import BudgetBelowFloor
+from plimsoll.session import step_snapshot
+from plimsoll.units import MIB
+from steps import Stack, mean_square
+from unchanged import snapshot
+
+ROWS, WIDTH = 1024, 32
+STEPS, SCARCE = 4, 2
+"""As many steps; from the one with this number on the device has a limit."""
+LIMIT = 5 * MIB
+"""Above the lowest peak of the model, below half of what it takes without a plan."""
+
+
+class Training:
+    """Blocks with dropout, trained with AdamW."""
+
+    def __init__(self, blocks: int = 6) -> None:
+        torch.manual_seed(0)
+        self.model = Stack(blocks, WIDTH)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def managed(self, verb: str) -> Any:
+        if verb == "attach":
+            return plimsoll.attach(self.model, "1GiB", optimizer=self.optimizer)
+        batch = torch.randn(ROWS, WIDTH)
+        return plimsoll.apply(
+            self.model, plimsoll.plan(self.model, batch, "1GiB", loss=mean_square, optimizer=self.optimizer)
+        )
+
+    def step(self, batch: torch.Tensor) -> float:
+        loss = mean_square(self.model(batch))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def run(self, verb: str = "", limit: int | None = None) -> tuple[list[Any], Device]:
+        """Losses and weights of some steps, without a verb without Plimsoll."""
+        handle = self.managed(verb) if verb else None
+        made: list[Any] = []
+        with Device().standing_in() as device:
+            for number in range(STEPS):
+                torch.manual_seed(number)
+                batch = torch.randn(ROWS, WIDTH)
+                if number == SCARCE and limit is not None:
+                    device.limit_bytes = limit
+                made.append(self.step(batch) if handle is None else handle.step(self.step, batch))
+        if handle is not None:
+            handle.remove()
+        return [*made, *(parameter.detach() for parameter in self.model.parameters())], device
+
+
+@pytest.mark.parametrize(("seed", "case"), [*enumerate(cases(2)), (5, cases(6)[-1])], ids=str)
+@pytest.mark.filterwarnings("ignore:plimsoll. a training step took")
+def test_a_step_that_fails_at_a_random_moment_has_the_bits_of_one_under_the_tighter_plan(seed: int, case: Any):
+    ((part, moment),) = case.moments(1, seed)
+    row, is_right = told(case, part, moment)
+    assert is_right, row
+
+
+@pytest.mark.parametrize("verb", ["attach", "apply"])
+def test_training_goes_on_on_a_device_that_has_lost_half_of_its_memory(verb: str, caplog: pytest.LogCaptureFixture):
+    plain, _ = Training().run()
+    found, device = Training().run(verb, LIMIT)
+    assert device.failures > 0
+    assert "everything was put back, the step is run again with" in caplog.text
+    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(plain, found, strict=True))
+
+
+@pytest.mark.parametrize("verb", ["attach", "apply"])
+def test_where_no_plan_fits_the_floor_is_named_and_everything_is_as_before_the_step(verb: str):
+    training = Training()
+    with training.managed(verb) as handle:
+        for _ in range(3):
+            handle.step(training.step, torch.randn(ROWS, WIDTH))
+        batch = torch.randn(ROWS, WIDTH)
+        before = {
+            name: value for name, value in snapshot(training.model, training.optimizer).items() if " own" not in name
+        }
+        with Device(MIB).standing_in(), pytest.raises(BudgetBelowFloor, match=r"the lowest peak .* MiB"):
+            handle.step(training.step, batch)
+        after = snapshot(training.model, training.optimizer)
+        for name, value in before.items():
+            if name.endswith(("value", "buffer", "random state")) or name.startswith("optimizer "):
+                assert torch.equal(value, after[name]) if isinstance(value, torch.Tensor) else value == after[name], (
+                    name
+                )
+
+
+def test_state_that_did_not_exist_before_is_gone_and_a_batch_is_whole_again():
+    training = Training()
+    seen: list[tuple[int, list[str]]] = []
+
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        seen.append((len(training.optimizer.state), list(batch)))
+        mean_square(training.model(batch.pop("x"))).backward()
+        training.optimizer.step()
+        if len(seen) == 1:
+            raise torch.OutOfMemoryError("after all is done")
+
+    with training.managed("attach") as handle:
+        handle.step(step, {"x": torch.randn(ROWS, WIDTH)})
+    assert seen == [(0, ["x"]), (0, ["x"])]
+
+
+def test_gradients_that_were_there_are_there_again():
+    training = Training()
+    with training.managed("attach") as handle:
+        mean_square(training.model(torch.randn(ROWS, WIDTH))).backward()
+        batch, gradients = torch.randn(ROWS, WIDTH), [p.grad for p in training.model.parameters()]
+        before, tries = [gradient.clone() for gradient in gradients], []
+
+        def step() -> None:
+            tries.append([torch.equal(p.grad, was) for p, was in zip(training.model.parameters(), before, strict=True)])
+            mean_square(training.model(batch)).backward()
+            if len(tries) == 1:
+                training.model.zero_grad()
+                raise torch.OutOfMemoryError
+
+        handle.step(step)
+    assert len(tries) == 2
+    assert all(map(all, tries))
+    assert all(p.grad is gradient for p, gradient in zip(training.model.parameters(), gradients, strict=True))
+
+
+def write_a_parameter(training: Training, batch: torch.Tensor) -> None:
+    with torch.no_grad():
+        training.model.blocks[0].up.weight.mul_(2)
+
+
+def write_the_batch(training: Training, batch: torch.Tensor) -> None:
+    batch.add_(1)
+
+
+@pytest.mark.parametrize(("write", "named"), [(write_a_parameter, "a parameter"), (write_the_batch, "a tensor")])
+def test_what_cannot_be_put_back_is_said_and_the_error_is_the_users(write: Any, named: str):
+    training = Training()
+
+    def step(batch: torch.Tensor) -> None:
+        write(training, batch)
+        raise torch.OutOfMemoryError("of the user's")
+
+    with training.managed("attach") as handle, pytest.raises(torch.OutOfMemoryError, match="of the user's") as raised:
+        handle.step(step, torch.randn(ROWS, WIDTH))
+    assert named in raised.value.__notes__[0]
+
+
+def test_nothing_is_copied_without_step_and_other_errors_pass(monkeypatch: pytest.MonkeyPatch):
+    training, copied = Training(), []
+    monkeypatch.setattr(step_snapshot, "kept_copy", lambda tensor: copied.append(tensor) or tensor.clone())
+    with training.managed("attach") as handle:
+        for _ in range(3):
+            training.step(torch.randn(ROWS, WIDTH))
+        assert not copied
+
+        def step() -> None:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            handle.step(step)
+    assert not torch_optimizer._global_optimizer_pre_hooks
