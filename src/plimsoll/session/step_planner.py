@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.decision import Status
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.trace import Trace
@@ -253,7 +254,7 @@ class StepPlanner:
         ``error_scale`` says how many times larger than expected errors are.
 
         Raises:
-            BudgetBelowFloor: nothing fits, and ``raise_below_floor`` says that this is an error.
+            BudgetBelowFloor: nothing fits, or nothing was found in time, and ``raise_below_floor`` says that this is an error.
         """
         planner = self._planner
         limits = self.options.limits(error_scale)
@@ -268,6 +269,13 @@ class StepPlanner:
             excess_bytes=excess_bytes,
             raise_below_floor=raise_below_floor,
         )
+        if (
+            made.status is Status.TIMED_OUT
+            and raise_below_floor
+            and budget_bytes is not None
+            and not self.trace.is_fake
+        ):
+            raise floor_error(budget_bytes, made.peak, excess_bytes)  # the lowest peak that is known can be tried
         notes = made.notes
         if self.options.wants_forms and not planner.index.forms.regions:
             notes = (*notes, "Nothing is compressed or offloaded although it was allowed: everything fits as it is.")
