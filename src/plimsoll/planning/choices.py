@@ -13,14 +13,14 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.cut import Prices
-from plimsoll.planning.effects import Effect, Relief, held_bytes, likeness, program
+from plimsoll.planning.effects import Effect, Relief, held_bytes, likeness, program, structure
 from plimsoll.planning.frontier import Hull, Sweeper, limit_offload, modes_of, packing_sweeps
 from plimsoll.planning.measuring import Measuring
 from plimsoll.planning.pins import pinned
@@ -33,6 +33,7 @@ _PEAKS_REPRICED = 4
 _PEAK_ROUNDS = 2
 """Variants of variants can lower a peak further; every round measures about as many choices as the one before."""
 _DESCENTS_AT_MOST = 12
+_TELLING = 12
 _PAIRED_VALUES = 10
 """Flips in pairs are tried among the largest values only: there are quadratically many."""
 
@@ -72,14 +73,19 @@ def generate_choices(
     wanted = list(extra)
     by_likeness: dict[Hashable, ChoiceSet] = {} if known is None else known
     sweepers: dict[Hashable, Sweeper] = {}
+    explored: dict[Hashable, dict[Choice, None]] = {}
     sets = []
     keys = [likeness(index, view) for view in index.views]
     for view, key in zip(index.views, keys, strict=True):
         if key not in by_likeness:
             regions = [v.call.index for v, k in zip(index.views, keys, strict=True) if k == key]
             given = dict.fromkeys(choices[region] for choices in wanted for region in regions)
-            sweeper = sweepers.setdefault(program(view), Sweeper(view))
-            by_likeness[key] = _Generator(index, view, sweeper, most_squared_error, len(regions)).generate(given)
+            generator = _Generator(index, view, sweepers.setdefault(program(view), Sweeper(view)), len(regions))
+            generator.most_squared_error = most_squared_error
+            # Regions with other costs, or with other things alive beside them, have much the same choices.
+            near = explored.setdefault(structure(view), {})
+            by_likeness[key] = generator.generate(given, near)
+            near.update((effect.choice, None) for effect in by_likeness[key].effects)
         sets.append(by_likeness[key])
     return tuple(sets)
 
@@ -87,14 +93,13 @@ def generate_choices(
 class _Generator:
     """Measures choices of one kind of region, each once."""
 
-    def __init__(
-        self, index: StepIndex, view: RegionView, sweeper: Sweeper, most_squared_error: float, alike: int
-    ) -> None:
+    most_squared_error = 0.0
+
+    def __init__(self, index: StepIndex, view: RegionView, sweeper: Sweeper, alike: int) -> None:
         self.index = index
         self.view = view
         self.sweeper = sweeper
         self.alike = alike
-        self.most_squared_error = most_squared_error
         self.prices = prices_of(index, view)
         self.measuring = Measuring(index, view)
         self.fixed = index.fixed[self.measuring.frame.start : self.measuring.frame.stop]
@@ -110,27 +115,30 @@ class _Generator:
         if len(self.fixed):
             self.peaks.update((e.choice, int((self.fixed + e.backward).max())) for e in effects)
 
-    def generate(self, given: Iterable[Choice]) -> ChoiceSet:
-        """Every choice if they are few; else those without other forms, the more for each form, and their neighbours."""
+    def generate(self, given: Iterable[Choice], explored: Collection[Choice]) -> ChoiceSet:
+        """Every choice if they are few; else those without other forms, the more for each form, and their neighbours.
+
+        ``explored`` are the choices of regions like this one: around them little is new.
+        """
         view = self.view
         every = _every_choice(view)
         if every is not None:
             self.measure(every)
             is_complete = all(effect.is_additive for effect in self.known.values())
             return ChoiceSet(self._usable(), self.sweeper.sweep([self.prices])[0], is_complete)
-        self.measure([Choice(view.everything), Choice(view.nothing), *given])
-        hull = self._explore(dataclasses.replace(self.prices, modes={}))
+        self.measure([Choice(view.everything), Choice(view.nothing), *given, *explored])
+        hull = self._explore(dataclasses.replace(self.prices, modes={}), 0 if explored else _PEAK_ROUNDS)
         if self.prices.modes:
             # What is allowed besides must not take away: without other forms there are the same choices as ever.
             hull = self._explore_forms()
         return ChoiceSet(self._usable(), hull, is_complete=False)
 
-    def _explore(self, prices: Prices) -> Hull:
+    def _explore(self, prices: Prices, rounds: int) -> Hull:
         """Measure the vertices of the hull and choices around them."""
         # As if ops took no time but by their number, so that how low a peak can be does not depend on what was timed.
         timeless = dataclasses.replace(prices, op_seconds=(1e-6,) * len(prices.op_seconds))
         hull, _ = self._sweep([prices, timeless])
-        for _ in range(_PEAK_ROUNDS):
+        for _ in range(rounds):
             self.measure(self._variants(prices, self._usable()))
         self._descend()
         return hull
@@ -275,7 +283,8 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
     curves = np.stack([effect.backward for effect in order])
     # Where no curve changes from one instant to the next, one of the two says it all.
     curves = curves[:, (np.diff(curves, axis=1, prepend=-1) != 0).any(axis=0)]
-    figures = np.hstack([np.array(shared), curves])
+    # What tells choices apart best comes first: few need to be compared in all the rest.
+    figures = np.hstack([np.array(shared), curves[:, :: max(curves.shape[1] // _TELLING, 1)], curves])
     least, most = np.delete(figures, 5, axis=1), np.delete(figures, 4, axis=1)
     kept = np.empty_like(most)
     alike: dict[tuple[Relief, ...], list[int]] = {}
@@ -283,7 +292,8 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
     for position, effect in enumerate(order):
         same = alike.setdefault(effect.relief, [])
         # Relieved at other times, one's most has to be compared with the other's least.
-        if (kept[: len(left)] <= least[position]).all(axis=1).any():
+        near = np.flatnonzero((kept[: len(left), :_TELLING] <= least[position, :_TELLING]).all(axis=1))
+        if (kept[near] <= least[position]).all(axis=1).any():
             continue
         if (most[same] <= most[position]).all(axis=1).any():
             continue

@@ -109,18 +109,24 @@ def likeness(index: StepIndex, view: RegionView) -> Hashable:
         for v in view.saved
     )
     span = (frame.exit - frame.entry, frame.stop - frame.start)
-    # Overrides belong to it: one block of many may be pinned, and its choices are not those of the others.
-    pins = tuple(sorted(view.pins.items()))
-    return (program(view), tuple(view.forms.items()), pins, _windows(index, view), slots, covers, graph.outputs, span)
+    return (program(view), tuple(view.forms.items()), _windows(index, view), slots, covers, graph.outputs, span)
 
 
 def program(view: RegionView) -> Hashable:
     """Equal for regions that run the same ops at the same costs and decide about the same values."""
+    return structure(view), tuple(op.cost_key for op in view.graph.ops)
+
+
+def structure(view: RegionView) -> Hashable:
+    """Equal for regions that have the same choices, whatever these cost."""
     graph = view.graph
-    ops = tuple((op.cost_key, op.reads, op.writes, op.obstacle) for op in graph.ops)
+    ops = tuple((op.reads, op.writes, op.obstacle) for op in graph.ops)
     values = tuple((v.bytes, v.producer, v.origin.value) for v in graph.values)
     saved = tuple(slot.value for slot in graph.slots)
-    return (view.droppable, view.movable, view.copied, view.free, ops, values, saved, graph.backward_order)
+    forms = tuple((value, tuple(form.name for form in entry.forms)) for value, entry in view.forms.items())
+    # Overrides belong to it: one block of many may be pinned, and its choices are not those of the others.
+    pins = tuple(sorted(view.pins.items()))
+    return (view.droppable, view.movable, view.copied, view.free, ops, values, saved, graph.backward_order, forms, pins)
 
 
 def _windows(index: StepIndex, view: RegionView) -> Hashable:

@@ -33,7 +33,8 @@ from scipy.sparse import coo_array, csr_array, vstack
 from plimsoll.planning.choice import Limits
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.effects import Effect
-from plimsoll.planning.rounding import round_down
+from plimsoll.planning.quiet import quiet
+from plimsoll.planning.rounding import QUICK, THOROUGH, Room, Taken, lower_peak, round_down, search_near
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.windows import build_windows
 
@@ -42,9 +43,9 @@ Floats = npt.NDArray[np.float64]
 FINE_GAP = 1e-4
 COARSE_GAP = 3e-3
 EXACT_GAP = 0.0
-CLOSE_GAP = 2e-3
-"""Equal blocks make a program symmetric, and closing its last thousandth can take minutes: a solution this close ends the
-search when ``MOST_NODES`` are spent."""
+WIDE_GAP = 1e-2
+"""Near the floor many windows bind at once, and what is found near the relaxed optimum may be so far from it: there branching
+is worth its time."""
 MOST_NODES = 400
 STAGE_SECONDS = 2.0
 """What those nodes may take; in deep models one node can take longer than a whole search in shallow ones."""
@@ -98,12 +99,14 @@ class ChoiceProblem:
         # A power of two, so that sums of bytes stay exact: HiGHS's presolve can go round for ever on ones that are rounded.
         self.unit_bytes = 2.0 ** round(math.log2(max(float(self.windows.fixed_bytes.max()) / 10, 1.0)))
         self.matrix = self._rows()
+        self._found: tuple[Taken, ...] = ()
         self._set_limits(limits or Limits())
 
     def relimited(self, limits: Limits, time_limit_seconds: float) -> ChoiceProblem:
         """The same program under other limits."""
         other = copy.copy(self)
         other.deadline = time.monotonic() + time_limit_seconds
+        other._found = ()
         other._set_limits(limits)
         return other
 
@@ -117,27 +120,60 @@ class ChoiceProblem:
     def choose(self, budget_bytes: int, gap_of_step: float = FINE_GAP) -> Selection:
         """The choices with the least seconds whose load fits the budget in every window.
 
-        The relaxed program is rounded first; only if that is not within the gap, the solver branches, over the choices
-        whose reduced cost leaves them a chance to be better than the rounded ones.
+        The relaxed program is rounded first; only if that is not within the gap, combinations near the optimum are searched.
+        Where no gap is allowed, the solver branches, over the choices whose reduced cost leaves them a chance to be better.
 
         Args:
             budget_bytes: what no window may exceed.
-            gap_of_step: how far from the optimum the answer may be, as a share of the step.
+            gap_of_step: how far from the optimum the answer may be, as a share of the step, if that is found soon.
         """
         relaxed = self.relax(budget_bytes)
         if relaxed is None:
             return Selection(effects=None, lower_value=np.inf, is_finished=True)
-        rounded = round_down(self.windows, relaxed.shares, budget_bytes, self.limits)
-        rounded_seconds = sum(effect.seconds for effect in rounded) if rounded is not None else np.inf
-        if rounded_seconds - relaxed.seconds <= gap_of_step * self.step_seconds:
-            return Selection(rounded, relaxed.seconds, is_finished=True)
+        room = Room(self.windows, budget_bytes, self.limits)
+        starts = [taken for taken in self._found if room.holds(taken)]
+        rounded = round_down(room, relaxed.shares)
+        starts += [] if rounded is None else [rounded]
+        best = min(starts, key=lambda taken: room.figures(taken)[0], default=None)
+        enough_seconds = relaxed.seconds + gap_of_step * self.step_seconds
+        if gap_of_step > EXACT_GAP:
+            effort = THOROUGH if gap_of_step < COARSE_GAP else QUICK
+            best = search_near(room, relaxed.reduced_seconds, best, relaxed.seconds, enough_seconds, effort)
+            if gap_of_step < COARSE_GAP:
+                enough_seconds = relaxed.seconds + WIDE_GAP * self.step_seconds
+        if gap_of_step < COARSE_GAP and (best is None or room.figures(best)[0] > enough_seconds):
+            selection = self._branch(budget_bytes, relaxed, best, gap_of_step)
+            if gap_of_step == EXACT_GAP or selection.effects is None:
+                return selection
+            best = search_near(
+                room, relaxed.reduced_seconds, self._taken_of(selection.effects), relaxed.seconds, enough_seconds
+            )
+        return self._selection(best, relaxed.seconds, is_finished=True)
+
+    def _selection(self, taken: Taken | None, lower_value: float, *, is_finished: bool) -> Selection:
+        """A combination of choices, from which later searches may start as well."""
+        if taken is None:
+            return Selection(None, lower_value, is_finished)
+        self._found = tuple(dict.fromkeys((*self._found, taken)))
+        return Selection(self._effects_of(taken), lower_value, is_finished)
+
+    def _effects_of(self, taken: Taken) -> tuple[Effect, ...]:
+        return tuple(choices[c] for choices, c in zip(self.effects, taken, strict=True))
+
+    def _taken_of(self, effects: tuple[Effect, ...]) -> Taken:
+        return tuple(choices.index(effect) for choices, effect in zip(self.effects, effects, strict=True))
+
+    def _branch(self, budget_bytes: int, relaxed: Relaxed, known: Taken | None, gap_of_step: float) -> Selection:
+        """The optimum within a gap, if time allows; ``known`` is a combination that fits."""
         bounds = self._budget_bounds(budget_bytes)
-        slack_seconds = (rounded_seconds - relaxed.seconds) * (1 + 1e-6) + 1e-9 * self.step_seconds
+        known_effects = None if known is None else self._effects_of(known)
+        known_seconds = sum(effect.seconds for effect in known_effects) if known_effects is not None else np.inf
+        slack_seconds = (known_seconds - relaxed.seconds) * (1 + 1e-6) + 1e-9 * self.step_seconds
         bounds.ub[: self.columns][relaxed.reduced_seconds > slack_seconds] = 0.0
         aim = np.concatenate([self.seconds / self.step_seconds, np.zeros(len(self.windows.spans)), [1.0]])
-        selection = self._search(aim, bounds, gap_of_step, relaxed.seconds)
-        if selection.effects is None and rounded is not None:
-            return Selection(rounded, relaxed.seconds, selection.is_finished)
+        selection = self._solve(aim, bounds, [], gap_of_step, None if gap_of_step == EXACT_GAP else MOST_NODES)
+        if selection.effects is None and known_effects is not None:
+            return Selection(known_effects, relaxed.seconds, selection.is_finished)
         lower_seconds = max((selection.lower_value - 1.0) * self.step_seconds, relaxed.seconds)
         return Selection(selection.effects, lower_seconds, selection.is_finished)
 
@@ -152,22 +188,48 @@ class ChoiceProblem:
         below_peak = coo_array((data, (rows, columns)), shape=(windows, len(aim))).tocsr()
         room = LinearConstraint(below_peak, -np.inf, -self.windows.fixed_bytes / self.unit_bytes)
         bounds = self._bounds(np.full(windows, np.inf), (0.0, np.inf))
-        least_bytes = self._relaxed_peak(aim, bounds, room) * self.unit_bytes
-        for gap in (0.0, FLOOR_GAP / 10, FLOOR_GAP):
-            rounded = self._round_peak(least_bytes, gap)
-            if rounded is not None:
-                return rounded
+        least, lifts = self._relaxed_peak(aim, bounds, room)
+        least_bytes = least * self.unit_bytes
+        if not np.isfinite(least_bytes):
+            return Selection(effects=None, lower_value=np.inf, is_finished=True)
+        start = self._lowest_rounded(least_bytes, lifts * self.unit_bytes)
+        if start is not None and self._peak_bytes(start) <= least_bytes * (1 + FLOOR_GAP):
+            return self._selection(start, least_bytes, is_finished=True)
+        if start is not None:
+            bounds.ub[-1] = self._peak_bytes(start) * (1 + _HAIR) / self.unit_bytes
         selection = self._solve(aim, bounds, [room], FLOOR_GAP, MOST_NODES)
-        if not selection.is_finished and not self._is_near_floor(selection):
-            selection = self._solve(aim, bounds, [room], NEAR_FLOOR)
-        return Selection(
-            selection.effects,
-            selection.lower_value * self.unit_bytes,
-            selection.is_finished or self._is_near_floor(selection),
-        )
+        lower_bytes = max(selection.lower_value * self.unit_bytes, least_bytes) if selection.effects else least_bytes
+        found = [] if start is None else [start]
+        if selection.effects is not None:
+            taken = self._taken_of(selection.effects)
+            found.append(lower_peak(self.windows, self.limits, lifts, taken, int(lower_bytes)))
+        best = min(found, key=self._peak_bytes, default=None)
+        if best is not None and self._peak_bytes(best) <= lower_bytes * (1 + NEAR_FLOOR):
+            return self._selection(best, lower_bytes, is_finished=True)
+        if selection.is_finished and best is None:
+            return selection
+        selection = self._solve(aim, bounds, [room], NEAR_FLOOR)
+        if selection.effects is None:
+            return self._selection(best, lower_bytes, is_finished=selection.is_finished)
+        return Selection(selection.effects, selection.lower_value * self.unit_bytes, selection.is_finished)
 
-    def _relaxed_peak(self, aim: Floats, bounds: Bounds, room: LinearConstraint) -> float:
-        """The smallest peak of the program without whole numbers; infinite if it has no solution."""
+    def _peak_bytes(self, taken: Taken) -> int:
+        return int(Room(self.windows, 0, self.limits).load(taken).max())
+
+    def _lowest_rounded(self, least_bytes: float, lifts: Floats) -> Taken | None:
+        """Whole choices with a small peak: the relaxed optimum under a few budgets, rounded, and what is near it."""
+        for gap in (0.0, FLOOR_GAP / 10, FLOOR_GAP, NEAR_FLOOR, 5 * NEAR_FLOOR):
+            budget_bytes = max(math.ceil(least_bytes * (1 - _HAIR)), int(least_bytes * (1 + gap)))
+            relaxed = self.relax(budget_bytes)
+            rounded = (
+                None if relaxed is None else round_down(Room(self.windows, budget_bytes, self.limits), relaxed.shares)
+            )
+            if rounded is not None:
+                return lower_peak(self.windows, self.limits, lifts, rounded, math.ceil(least_bytes))
+        return None
+
+    def _relaxed_peak(self, aim: Floats, bounds: Bounds, room: LinearConstraint) -> tuple[float, Floats]:
+        """The smallest peak of the program without whole numbers, infinite if it has no solution; and reduced costs."""
         right_sides = [room.ub] if self.shared is None else [room.ub, np.ones(self.shared.shape[0])]
         result = linprog(
             aim,
@@ -179,28 +241,9 @@ class ChoiceProblem:
             method="highs",
         )
         if result.status == _INFEASIBLE:
-            return np.inf
+            return np.inf, np.zeros(self.columns)
         assert result.status == _OPTIMAL, f"HiGHS: {result.message}"
-        return float(result.fun)
-
-    def _round_peak(self, least_bytes: float, gap: float) -> Selection | None:
-        """Whole choices whose peak is within ``gap`` of the relaxed smallest one, if rounding finds some."""
-        if not np.isfinite(least_bytes):
-            return None
-        budget_bytes = max(math.ceil(least_bytes * (1 - _HAIR)), int(least_bytes * (1 + gap)))
-        relaxed = self.relax(budget_bytes)
-        rounded = None if relaxed is None else round_down(self.windows, relaxed.shares, budget_bytes, self.limits)
-        return None if rounded is None else Selection(rounded, least_bytes, is_finished=True)
-
-    def _is_near_floor(self, selection: Selection) -> bool:
-        """Whether the peak of the choices found is so close to the bound that looking further does not pay."""
-        if selection.effects is None:
-            return False
-        load = self.windows.fixed_bytes.astype(np.float64)
-        for added, effects, taken in zip(self.windows.added_bytes, self.effects, selection.effects, strict=True):
-            load = load + added[:, next(i for i, effect in enumerate(effects) if effect is taken)]
-        peak_bytes = float(load.max())
-        return peak_bytes - selection.lower_value * self.unit_bytes <= NEAR_FLOOR * peak_bytes
+        return float(result.fun), np.maximum(result.lower.marginals[: self.columns], 0.0)
 
     def relax(self, budget_bytes: int) -> Relaxed | None:
         """The program without whole numbers; ``None`` if not even that fits."""
@@ -274,20 +317,6 @@ class ChoiceProblem:
                 )
         return csr_array(np.array(rows)) if rows else None
 
-    def _search(self, aim: Floats, bounds: Bounds, gap_of_step: float, relaxed_seconds: float) -> Selection:
-        """Branch over a few nodes; go on to the deadline only while what was found is not close to the bound."""
-        if gap_of_step == EXACT_GAP:
-            return self._solve(aim, bounds, [], gap_of_step)
-        selection = self._solve(aim, bounds, [], gap_of_step, MOST_NODES)
-        if selection.is_finished or gap_of_step >= COARSE_GAP:
-            return selection
-        if selection.effects is not None:
-            lower_seconds = max((selection.lower_value - 1.0) * self.step_seconds, relaxed_seconds)
-            found_seconds = sum(effect.seconds for effect in selection.effects)
-            if found_seconds - lower_seconds <= CLOSE_GAP * self.step_seconds:
-                return Selection(selection.effects, selection.lower_value, is_finished=True)
-        return self._solve(aim, bounds, [], max(gap_of_step, CLOSE_GAP))
-
     def _solve(
         self,
         aim: Floats,
@@ -300,17 +329,18 @@ class ChoiceProblem:
             return Selection(effects=None, lower_value=np.inf, is_finished=True)
         right = self._right_side()
         shared = [] if self.shared is None else [LinearConstraint(self.shared, -np.inf, 1.0)]
-        result = milp(
-            aim,
-            integrality=np.concatenate([np.ones(self.columns), np.zeros(len(aim) - self.columns)]),
-            bounds=bounds,
-            constraints=[LinearConstraint(self.matrix, right, right), *shared, *more],
-            options={
-                "mip_rel_gap": gap_of_step,
-                "time_limit": max(self.deadline - time.monotonic(), 0.1) if most_nodes is None else STAGE_SECONDS,
-                "node_limit": most_nodes or sys.maxsize >> 32,
-            },
-        )
+        with quiet():
+            result = milp(
+                aim,
+                integrality=np.concatenate([np.ones(self.columns), np.zeros(len(aim) - self.columns)]),
+                bounds=bounds,
+                constraints=[LinearConstraint(self.matrix, right, right), *shared, *more],
+                options={
+                    "mip_rel_gap": gap_of_step,
+                    "time_limit": max(self.deadline - time.monotonic(), 0.1) if most_nodes is None else STAGE_SECONDS,
+                    "node_limit": most_nodes or sys.maxsize >> 32,
+                },
+            )
         return self._read(result)
 
     def _read(self, result: Any) -> Selection:

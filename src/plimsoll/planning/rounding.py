@@ -1,65 +1,289 @@
-"""Rounds a relaxed optimum to whole choices that fit the budget: towards less memory, then repair, then spend what is left.
+"""Rounds a relaxed optimum to whole choices that fit the budget, and looks for better combinations near it.
 
 A vertex of the relaxed program splits no more regions between choices than there are windows at the budget, so rounding changes
-little. Where the result is within the gap, nothing has to be branched.
+little: `round_down` goes towards less memory, then repairs, then spends what is left. What is still lost is room that no
+single region can use. So `search_near` takes some regions at a time and tries many combinations of theirs at once, the others
+staying as they are: a large neighbourhood search, each step a beam search.
+
+Source: Shaw (1998) for the neighbourhoods; reduced costs as the measure of nearness as in Balas and Zemel's (1980) core.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from plimsoll.planning.choice import Limits
-from plimsoll.planning.effects import Effect
 from plimsoll.planning.step import Ints
 from plimsoll.planning.windows import Windows
+
+Floats = npt.NDArray[np.float64]
+Taken = tuple[int, ...]
+"""One choice per region, by its position among the region's."""
 
 _SUPPORT = 1e-6
 """Shares below are noise of the linear program, no choices."""
 _PASSES_AT_MOST = 4
+_GROUPS = ((10, 3), (12, 2), (8, 2), (4, 1))
+"""How many regions change together, and how many of them are ones that take no time now: in turn, round by round."""
+_ROUNDS_AT_MOST = 12
+"""How often all regions are grouped anew."""
+_NEAREST = 256
+"""Choices per region among which combinations are looked for."""
+_LEAST_WIDTH = 32
 
 
-def round_down(
-    windows: Windows, shares: npt.NDArray[np.float64], budget_bytes: int, limits: Limits
-) -> tuple[Effect, ...] | None:
-    """Whole choices near a relaxed optimum.
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How hard to look: the most combinations that go on from one region to the next, the numbers that a beam may add up,
+    and how often all regions may be grouped anew in vain.
+    """
+
+    width: int
+    work: int
+    stale_rounds: int
+
+
+QUICK, THOROUGH = Effort(256, 2_000_000, 2), Effort(1024, 8_000_000, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What combinations of choices have to keep to: bytes in every window, and what all regions may spend together."""
+
+    windows: Windows
+    budget_bytes: int
+    limits: Limits
+
+    def starts(self) -> list[int]:
+        """The column of every region's first choice where the choices of all regions are columns of one table."""
+        return [0, *np.cumsum([len(choices) for choices in self.windows.effects]).tolist()]
+
+    def load(self, taken: Taken) -> Ints:
+        """The bytes of every window."""
+        parts = (table[:, choice] for table, choice in zip(self.windows.added_bytes, taken, strict=True))
+        return sum(parts, self.windows.fixed_bytes.copy())
+
+    def figures(self, taken: Taken) -> tuple[float, float, int]:
+        """Seconds, squared error, and bytes on the link."""
+        effects = [choices[c] for choices, c in zip(self.windows.effects, taken, strict=True)]
+        return (
+            sum(effect.seconds for effect in effects),
+            sum(effect.squared_error for effect in effects),
+            sum(effect.link_bytes for effect in effects),
+        )
+
+    def holds(self, taken: Taken) -> bool:
+        """Whether a combination keeps to it."""
+        _, squared_error, link_bytes = self.figures(taken)
+        return self.limits.allow(squared_error, link_bytes) and int(self.load(taken).max()) <= self.budget_bytes
+
+
+def round_down(room: Room, shares: Floats) -> Taken | None:
+    """Whole choices near a relaxed optimum, ``None`` if rounding leaves the room.
 
     Args:
-        windows: the choices of every region, and what they add when.
+        room: what the choices have to keep to.
         shares: per (region, choice) how much of it the relaxed optimum takes.
-        budget_bytes: what no window may exceed.
-        limits: what the choices may spend together.
-
-    Returns:
-        One effect per region, or ``None`` if rounding leaves the budget.
     """
     taken: list[int] = []
-    first = 0
-    for choices in windows.effects:
+    for first, choices in zip(room.starts(), room.windows.effects, strict=False):
         support = np.flatnonzero(shares[first : first + len(choices)] > _SUPPORT)
         taken.append(min((int(c) for c in support), key=lambda c: (choices[c].retained_bytes, choices[c].seconds)))
-        first += len(choices)
-    search = _Search(windows, taken, budget_bytes, limits)
+    search = _Search(room, taken)
     if not search.repair():
         return None
     search.improve()
-    return tuple(choices[c] for choices, c in zip(windows.effects, search.taken, strict=True))
+    return tuple(search.taken)
+
+
+def search_near(
+    room: Room,
+    reduced: Floats,
+    start: Taken | None,
+    least_seconds: float,
+    enough_seconds: float,
+    effort: Effort = THOROUGH,
+) -> Taken | None:
+    """The fastest combination of choices that is found near a relaxed optimum.
+
+    A combination takes the relaxed optimum's seconds, the reduced costs of its choices, and what the room is worth that it
+    leaves. So parts are ranked by their reduced costs, and what costs more than is to be gained is left out.
+
+    Args:
+        room: what the choices have to keep to.
+        reduced: per (region, choice) what taking it whole costs beyond the optimum, at least.
+        start: a combination that keeps to the room; ``None`` if there is none yet.
+        least_seconds: the relaxed optimum.
+        enough_seconds: what is good enough to stop.
+        effort: how hard to look.
+    """
+    regions = range(len(room.windows.effects))
+    beam = _Beam(room.windows, room.limits, reduced, effort)
+    best = start if start is not None else beam.run(regions, [0] * len(regions), room.budget_bytes)
+    draw = np.random.default_rng(0)
+    stale = 0
+    for turn in range(_ROUNDS_AT_MOST):
+        if best is None or stale == effort.stale_rounds:
+            break
+        stale += 1
+        for group in _grouped(best, beam.costs, beam.seconds, draw, turn):
+            seconds = room.figures(best)[0]
+            if seconds <= enough_seconds:
+                return best
+            found = beam.run(group, best, room.budget_bytes, seconds - least_seconds)
+            if found is not None and room.figures(found)[0] < seconds * (1 - 1e-12):
+                best, stale = found, 0
+    return best
+
+
+def lower_peak(windows: Windows, limits: Limits, reduced: Floats, start: Taken, least_bytes: int) -> Taken:
+    """A combination of choices with a smaller peak than ``start``'s, where one is found; ``least_bytes`` is the smallest.
+
+    ``reduced`` says per (region, choice) how far taking it whole lifts the peak, at least.
+    """
+    best, stale = start, 0
+    beam = _Beam(windows, limits, reduced, QUICK)
+    draw = np.random.default_rng(0)
+    for turn in range(_ROUNDS_AT_MOST):
+        if stale == QUICK.stale_rounds:
+            break
+        stale += 1
+        for group in _grouped(best, beam.costs, beam.seconds, draw, turn):
+            peak_bytes = int(Room(windows, 0, limits).load(best).max())
+            if peak_bytes <= least_bytes:
+                return best
+            found = beam.run(group, best, peak_bytes - 1)
+            if found is not None:
+                best, stale = found, 0
+    return best
+
+
+def _grouped(
+    taken: Taken, costs: Sequence[Floats], seconds: Sequence[Floats], draw: np.random.Generator, turn: int
+) -> Iterator[list[int]]:
+    """Regions that change together: every one that takes time now, those that cost most beyond the optimum first."""
+    order = draw.permutation(len(taken)).tolist()
+    order.sort(key=lambda region: -float(costs[region][taken[region]]))
+    touched = [region for region in order if seconds[region][taken[region]] > 0]
+    untouched = [region for region in order if seconds[region][taken[region]] <= 0]
+    together, without = _GROUPS[turn % len(_GROUPS)]
+    size = together - min(without, len(untouched))
+    for at, first in enumerate(range(0, max(len(touched), 1), size)):
+        more = together - len(touched[first : first + size])
+        start = at * without % max(len(untouched), 1)
+        yield sorted(touched[first : first + size] + untouched[start : start + more])
+
+
+class _Beam:
+    """Combinations of the choices of more and more regions, those that are nearest to the relaxed optimum first."""
+
+    def __init__(self, windows: Windows, limits: Limits, reduced: Floats, effort: Effort) -> None:
+        self._windows, self._limits, self._effort = windows, limits, effort
+        starts = Room(windows, 0, limits).starts()
+        self.costs = [reduced[a:b] for a, b in itertools.pairwise(starts)]
+        self._nearest = [np.argsort(costs, kind="stable")[:_NEAREST] for costs in self.costs]
+        taken = ([(e.seconds, e.squared_error, e.link_bytes) for e in choices] for choices in windows.effects)
+        self._figures = [np.array(rows, dtype=np.float64).reshape(-1, 3) for rows in taken]
+        self.seconds = [figures[:, 0] for figures in self._figures]
+
+    def run(
+        self, regions: Sequence[int], current: Sequence[int], budget_bytes: int, most_reduced: float = np.inf
+    ) -> Taken | None:
+        """The fastest combination that was found for these regions, the others staying as they are in ``current``.
+
+        ``most_reduced`` is what all regions together may cost beyond the relaxed optimum.
+        """
+        others = [region for region in range(len(current)) if region not in regions]
+        most = most_reduced * (1 + 1e-6) - sum(self.costs[r][current[r]] for r in others)
+        near = {r: self._nearest[r][self.costs[r][self._nearest[r]] <= most] for r in regions}
+        if not all(map(len, near.values())):
+            return None
+        tables, loads = self._tables(near, others, current, budget_bytes)
+        figures = sum((self._figures[r][current[r]] for r in others), np.zeros(3))[None]
+        width = self._effort.work // max(sum(table.size for table in tables.values()), 1)
+        width = int(np.clip(width, _LEAST_WIDTH, self._effort.width))
+        left = sum((table.min(axis=0) for table in tables.values()), np.zeros_like(loads[0]))
+        costs, paths = np.zeros(1), np.zeros((1, 0), dtype=np.int64)
+        # Those with the most choices come last: they find what fits into the room that is left.
+        order = sorted(regions, key=lambda region: (len(near[region]), region))
+        for region in order:
+            left = left - tables[region].min(axis=0)
+            reached = costs[:, None] + self.costs[region][near[region]]
+            both = figures[:, None, :] + self._figures[region][near[region]]
+            before, choice = np.nonzero((reached <= most) & self._are_allowed(both))
+            nearest = np.argsort(reached[before, choice], kind="stable")
+            before, choice, loads = _fitting(
+                before[nearest], choice[nearest], loads, tables[region], left, width if region != order[-1] else 0
+            )
+            if not len(before):
+                return None
+            costs, figures = reached[before, choice], both[before, choice]
+            paths = np.concatenate([paths[before], near[region][choice][:, None]], axis=1)
+        best = paths[int(np.lexsort((loads.max(axis=1, initial=0), figures[:, 0]))[0])].tolist()
+        chosen = dict(zip(order, best, strict=True))
+        return tuple(chosen.get(region, choice) for region, choice in enumerate(current))
+
+    def _tables(
+        self, near: dict[int, Ints], others: Sequence[int], current: Sequence[int], budget_bytes: int
+    ) -> tuple[dict[int, Ints], Ints]:
+        """Per region what its choices add, and what the others leave over, in the windows that may be too small.
+
+        Loads count from the room on: none may be above zero.
+        """
+        windows = self._windows
+        load = windows.fixed_bytes - budget_bytes
+        load = load + sum((windows.added_bytes[r][:, current[r]] for r in others), np.zeros_like(load))
+        tables = {r: windows.added_bytes[r][:, choices].T for r, choices in near.items()}
+        may_bind = load + sum((table.max(axis=0) for table in tables.values()), np.zeros_like(load)) > 0
+        return {r: np.ascontiguousarray(table[:, may_bind]) for r, table in tables.items()}, load[None, may_bind]
+
+    def _are_allowed(self, figures: Floats) -> npt.NDArray[np.bool_]:
+        limits = self._limits
+        allowed = (figures[..., 1] <= limits.squared_error * (1 + 1e-6)) & np.isfinite(figures[..., 1])
+        return allowed if limits.link_bytes is None else allowed & (figures[..., 2] <= limits.link_bytes)
+
+
+def _fitting(before: Ints, choice: Ints, loads: Ints, added: Ints, left: Ints, width: int) -> tuple[Ints, Ints, Ints]:
+    """The first ``width`` combinations (0: all) that leave room for the least that the other regions take.
+
+    Of those that load all windows alike only the first counts.
+    """
+    found: list[int] = []
+    kept: dict[bytes, Ints] = {}
+    step = 4 * width or len(before)
+    for first in range(0, len(before), max(step, 1)):
+        new = loads[before[first : first + step]] + added[choice[first : first + step]]
+        for at in np.flatnonzero((new + left <= 0).all(axis=1)).tolist():
+            if new[at].tobytes() not in kept:
+                kept[new[at].tobytes()] = new[at]
+                found.append(first + at)
+                if len(found) == width:
+                    break
+        if width and len(found) == width:
+            break
+    table = np.array(list(kept.values()), dtype=np.int64).reshape(len(kept), loads.shape[1])
+    return before[found], choice[found], table
 
 
 class _Search:
     """One choice per region, changed one by one."""
 
-    def __init__(self, windows: Windows, taken: list[int], budget_bytes: int, limits: Limits) -> None:
+    def __init__(self, room: Room, taken: list[int]) -> None:
+        windows = room.windows
         self.taken = taken
         self._added = windows.added_bytes
-        self._budget_bytes = budget_bytes
-        self._limits = limits
+        self._budget_bytes = room.budget_bytes
+        self._limits = room.limits
         self._seconds = [np.array([e.seconds for e in choices]) for choices in windows.effects]
         self._errors = [np.array([e.squared_error for e in choices]) for choices in windows.effects]
         self._sent = [np.array([e.link_bytes for e in choices]) for choices in windows.effects]
-        self._load = windows.fixed_bytes + sum(a[:, c] for a, c in zip(self._added, taken, strict=True))
-        self._error = sum(errors[c] for errors, c in zip(self._errors, taken, strict=True))
-        self._link = sum(sent[c] for sent, c in zip(self._sent, taken, strict=True))
+        self._load = room.load(tuple(taken))
+        _, self._error, self._link = room.figures(tuple(taken))
 
     def repair(self) -> bool:
         """Take choices that exceed the budget by less, until none does; whether that succeeds."""

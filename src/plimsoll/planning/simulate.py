@@ -19,6 +19,8 @@ from plimsoll.planning.choice import Choice, link_bytes, packing_seconds, step_e
 from plimsoll.planning.replay import Replay, replay
 from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, boundary_values, merge, provider_of, subtract
 
+_REPLAYS_KEPT = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
@@ -106,7 +108,7 @@ class StepReplays:
         self.index = index
         self.linked = links_of(index, choices)
         self.chains = _chains(index, choices, self.linked)
-        self.outcomes = [replay(index, chain, self.linked, watch) for chain in self.chains]
+        self.outcomes = [_replayed(index, chain, self.linked, watch) for chain in self.chains]
         self.holds: dict[int, list[Span]] = {}
         for outcome in self.outcomes:
             for storage, spans in outcome.holds.items():
@@ -128,6 +130,21 @@ class StepReplays:
             yield from outcome.copies
             yield from outcome.payloads
             yield from outcome.packing
+
+
+def _replayed(
+    index: StepIndex, chain: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int
+) -> Replay:
+    """The replay of a chain; those of single regions are kept, as plans for other budgets differ in few of them."""
+    if watch >= 0 or len(chain) > 1:
+        return replay(index, chain, linked, watch)
+    [key] = chain.items()
+    if key not in index.replays:
+        if len(index.replays) >= _REPLAYS_KEPT:
+            index.replays.clear()
+        index.replays[key] = replay(index, chain, linked)
+    known: Replay = index.replays[key]
+    return known
 
 
 def replay_seconds(index: StepIndex, choices: Mapping[int, Choice], ops: Sequence[tuple[int, int]]) -> float:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -119,6 +120,8 @@ class StepIndex:
         self.base_seconds = sum(self.op_seconds(op.cost_key) for op in trace.ops)
         self.forced_spans = self._forced_spans()
         self._covered: dict[int, list[Span]] = {}
+        self.replays: dict[Any, Any] = {}
+        """What `simulate` has replayed, by region and choice."""
 
     def op_seconds(self, cost_key: str) -> float:
         """Seconds of one op; 0 for a key that the costs do not know."""

@@ -1,0 +1,41 @@
+"""What HiGHS prints by itself does not reach the user, and what others print meanwhile does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import ctypes, os
+import scipy.optimize
+from planning.builders import transformer
+from plimsoll.planning import integer_program
+from plimsoll.planning.solve import Planner, solve
+from plimsoll.planning.step import StepIndex
+
+printf, calls = ctypes.CDLL(None).printf, []
+
+def chatty(*args, **kwargs):
+    calls.append(args)
+    printf(b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();\\n")
+    os.write(1, b"a line of another thread\\n")
+    return scipy.optimize.milp(*args, **kwargs)
+
+integer_program.milp = chatty
+planner = Planner(StepIndex(*transformer(4, detail=3).finish()))
+for share in (0.2, 0.4, 0.6):
+    low, high = planner.floor.peak_bytes, planner.baseline.peak_bytes
+    solve(planner, budget_bytes=int(low + share * (high - low)))
+os.write(2, b"%d" % len(calls))
+"""
+
+
+def test_planning_writes_nothing_of_the_solvers_to_stdout_or_stderr() -> None:
+    paths = os.pathsep.join(str(Path(__file__).parents[1] / part) for part in (".", "../src"))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, env=environment, check=True)
+    calls = int(done.stderr)
+    assert calls, "the program was solved without branching: nothing was tested"
+    assert done.stdout == calls * b"a line of another thread\n"
