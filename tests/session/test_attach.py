@@ -91,17 +91,24 @@ def test_losses_gradients_and_weights_are_those_of_the_unmanaged_training(is_kno
     assert_same(expected, found)
 
 
-def test_a_larger_batch_is_planned_anew_and_a_smaller_one_is_not():
+def test_every_batch_takes_a_plan_of_its_own_that_keeps_it_within_the_budget():
     plain, managed = twins(optimizer=torch.optim.SGD)
-    rows = (ROWS // 4, ROWS // 4, ROWS, ROWS, ROWS // 2)
+    rows = (ROWS // 4, ROWS // 4, ROWS, ROWS, ROWS // 2, ROWS)
     expected = plain.steps(rows)
-    plans = []
+    plans = {}
     with plimsoll.attach(managed.model, "1.4MiB") as attachment:
-        managed.model.register_forward_pre_hook(lambda *_: plans.append(attachment.plan))
+
+        def note(*_: Any) -> None:
+            if attachment.plan is not None and not attachment.is_calibrating:
+                plans[attachment.plan.signature.split(";")[0]] = attachment.plan
+
+        managed.model.register_forward_pre_hook(note)
         found = managed.steps(rows)
-        assert f"f32[{ROWS}x{WIDTH}]" in attachment.plan.signature
     assert_same(expected, found)
-    assert plans[-1] is plans[-2] is attachment.plan
+    small, half, large = (plans[f"f32[{count}x{WIDTH}]"] for count in (ROWS // 4, ROWS // 2, ROWS))
+    assert all(plan.predicted_peak_bytes <= plan.budget_bytes for plan in (small, half, large))
+    assert [any(region.dropped for region in plan.regions) for plan in (small, large)] == [False, True]
+    assert half.predicted_overhead < large.predicted_overhead
 
 
 def test_a_budget_as_text_or_auto_that_holds_everything_leaves_the_regions_alone():

@@ -174,8 +174,8 @@ class Attention(nn.Module):
 
 
 def sequences(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """As many bytes in every step, in longer sequences from the third one on, and back at last."""
-    shape = (2, 512) if number in (2, 3) else (16, 64)
+    """As many bytes in every step, in longer sequences in the third and the last one."""
+    shape = (2, 512) if number in (2, 4) else (16, 64)
     mean_square(model(torch.randn(*shape, WIDTH))).backward()
     update(optimizer)
 

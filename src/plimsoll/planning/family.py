@@ -61,7 +61,12 @@ class Family(Generic[S]):
 
     def knows(self, shape: S) -> bool:
         """Whether every size of a storage at a shape is exact."""
-        return shape in self._traces or (self.covers(shape) and not self._estimates)
+        return shape in self._traces or (self.covers(shape) and self.is_exact)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every size of a storage follows from the dimensions."""
+        return not self._estimates
 
     def traced(self, shape: S) -> Trace | None:
         """The trace that was made at this shape, if one was."""
@@ -96,7 +101,7 @@ class Family(Generic[S]):
         return self._fitter.fit(tuple(t.workspaces.get(key, 0) for t, key in zip(self._members, keys, strict=True)))
 
     def seconds_at(self, shape: S, known: Mapping[S, Costs]) -> Costs:
-        """Costs of the trace at an untraced shape, interpolated between costs that were measured at traced ones.
+        """Costs of the trace at another shape, interpolated between costs that were measured at traced ones.
 
         An op's seconds are taken to be piecewise linear in its work (arithmetic and moved bytes), and to grow on beyond the
         largest measured one as they did before it. ``known`` are the costs by traced shape, at least one.
@@ -113,7 +118,8 @@ class Family(Generic[S]):
                 if spec is not None and cost is not None:
                     samples.append((_work(spec), cost.seconds))
             if samples:
-                ops[name + suffix] = OpCost(seconds=_interpolate(samples, work))
+                key = keys[self._shapes.index(shape)] if shape in self._shapes else name + suffix
+                ops[key] = OpCost(seconds=_interpolate(samples, work))
         nearest = min((place for place, _ in measured), key=lambda place: abs(prod(self._shapes[place]) - prod(shape)))
         return msgspec.structs.replace(known[self._shapes[nearest]], ops=ops)
 

@@ -9,6 +9,7 @@ Known weakness: between two rungs a plan that was solved for just this batch may
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic
@@ -19,7 +20,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.planning.decisions import write_plan
 from plimsoll.planning.describe import describe_timeline
 from plimsoll.planning.family import S
-from plimsoll.planning.peaks import Forecast, ShapedPlan, ShapedStep
+from plimsoll.planning.peaks import Forecast, ShapedPlan, ShapedPlans, ShapedStep
 from plimsoll.planning.replay_schedule import Unreachable
 from plimsoll.planning.solve import Planner
 
@@ -42,11 +43,11 @@ def rungs_of(planner: Planner) -> tuple[Plan, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Rung(Generic[S]):
+class Rung:
     """One plan of a ladder, and what it takes at every shape."""
 
     plan: Plan
-    shaped: ShapedPlan[S]
+    shaped: ShapedPlan
 
 
 class Ladder(Generic[S]):
@@ -54,18 +55,22 @@ class Ladder(Generic[S]):
 
     def __init__(self, step: ShapedStep[S], plans: Iterable[Plan]) -> None:
         self.step = step
-        self.rungs: list[Rung[S]] = []
-        for plan in plans:
-            try:
-                self.rungs.append(Rung(plan, step.under(plan.regions)))
-            except Unreachable:
-                continue
+        self.rungs: list[Rung] = []
         self._known: dict[S, tuple[Forecast, ...]] = {}
+        self.extend(plans)
+
+    def extend(self, plans: Iterable[Plan]) -> None:
+        """More rungs."""
+        self._known.clear()
+        for plan in plans:
+            with contextlib.suppress(Unreachable):
+                self.rungs.append(Rung(plan, self.step.under(plan.regions)))
+        self._all = ShapedPlans([rung.shaped for rung in self.rungs])
 
     def at(self, shape: S) -> tuple[Forecast, ...]:
         """What every rung takes at a shape that the family knows."""
         if shape not in self._known:
-            self._known[shape] = tuple(rung.shaped.at(shape) for rung in self.rungs)
+            self._known[shape] = self._all.at(self.step.terms_at(shape))
         return self._known[shape]
 
     def cheapest(self, shape: S, room_bytes: int) -> tuple[Plan, Forecast] | None:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import RegionPlan
+from plimsoll.artifacts.trace import Trace
 from plimsoll.planning.expressions import Sizes, Term, power, solve_exactly
 from plimsoll.planning.family import Family, S
 from plimsoll.planning.replay import Replay
@@ -61,15 +62,27 @@ class ShapedStep(Generic[S]):
         self._exponents = np.array(terms, dtype=np.float64).reshape(len(terms), dimensions.count)
         samples = _spread(terms, dimensions.points, dimensions.of(smallest))
         self._inverse = _inverse([[power(term, sample) for term in terms] for sample in samples])
-        self._indices = []
-        for sample in samples:
-            shape = cast(S, dimensions.scaled(smallest, sample))
-            is_member = shape in family.shapes
-            seconds = costs[shape] if is_member and shape in costs else family.seconds_at(shape, costs)
-            trace = family.at(shape) if is_member else family.alike(shape)
-            self._indices.append(StepIndex(trace, seconds, may_recompute=may_recompute, in_flight=in_flight))
+        self._costs = dict(costs)
+        shapes = [cast(S, dimensions.scaled(smallest, sample)) for sample in samples]
+        self._indices = [
+            StepIndex(*self.traced(shape), may_recompute=may_recompute, in_flight=in_flight) for shape in shapes
+        ]
 
-    def under(self, regions: Sequence[RegionPlan]) -> ShapedPlan[S]:
+    @property
+    def lasting_bytes(self) -> int:
+        """What is there whatever the batch: parameters, buffers, the optimizer's state."""
+        return self._indices[0].lasting_bytes
+
+    def traced(self, shape: S) -> tuple[Trace, Costs]:
+        """The step at a shape as the family's members tell it, with its costs."""
+        is_member = shape in self.family.shapes
+        known = self._costs.get(shape) if is_member else None
+        return (
+            self.family.at(shape) if is_member else self.family.alike(shape),
+            self.family.seconds_at(shape, self._costs) if known is None else known,
+        )
+
+    def under(self, regions: Sequence[RegionPlan]) -> ShapedPlan:
         """What a plan takes, by its decisions.
 
         Raises:
@@ -88,9 +101,9 @@ class ShapedStep(Generic[S]):
         whole = np.rint(rows)
         rows = np.where(np.abs(rows - whole) < _SNAP, whole, rows)
         before = _undominated(rows[is_before])
-        return ShapedPlan(
-            self, before, _undominated(rows[~is_before]), self._inverse @ np.array(seconds, dtype=np.float64)
-        )
+        # Without an optimizer its part is a row of nothing.
+        optimizer = np.concatenate([rows[~is_before], np.zeros((1, rows.shape[1]))])
+        return ShapedPlan(before, _undominated(optimizer), self._inverse @ np.array(seconds, dtype=np.float64))
 
     def terms_at(self, shape: S) -> Floats:
         """The terms of a shape, in units of the smallest sizes."""
@@ -99,20 +112,31 @@ class ShapedStep(Generic[S]):
 
 
 @dataclass(frozen=True, slots=True)
-class ShapedPlan(Generic[S]):
+class ShapedPlan:
     """One plan at every shape of a family: coefficients of moments before the optimizer's step and in it, and of seconds."""
 
-    step: ShapedStep[S]
     before: Floats
     optimizer: Floats
     seconds: Floats
 
-    def at(self, shape: S) -> Forecast:
-        """What the plan takes at a shape that the family knows."""
-        terms = self.step.terms_at(shape)
-        before = round(float((self.before @ terms).max()))
-        optimizer = round(float((self.optimizer @ terms).max(initial=0.0)))
-        return Forecast(before, max(before, optimizer), max(float(self.seconds @ terms), 0.0))
+
+class ShapedPlans:
+    """Several plans of one family, whose figures at a shape come from one product."""
+
+    def __init__(self, plans: Sequence[ShapedPlan]) -> None:
+        parts = [part for plan in plans for part in (plan.before, plan.optimizer)]
+        self._rows = np.concatenate([*parts, *(plan.seconds[None] for plan in plans)]) if plans else np.zeros((0, 1))
+        self._starts = np.cumsum([0, *map(len, parts)])
+
+    def at(self, terms: Floats) -> tuple[Forecast, ...]:
+        """What each plan takes where the family's terms have these values."""
+        if not len(self._rows):
+            return ()
+        values = self._rows @ terms
+        peaks = np.rint(np.maximum.reduceat(values, self._starts[:-1])).astype(np.int64).tolist()
+        seconds = values[self._starts[-1] :].clip(0.0).tolist()
+        pairs = zip(peaks[::2], peaks[1::2], seconds, strict=True)
+        return tuple(Forecast(before, max(before, optimizer), each) for before, optimizer, each in pairs)
 
 
 def _moments(replays: StepReplays) -> list[tuple[int, int]]:

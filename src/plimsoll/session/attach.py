@@ -34,12 +34,13 @@ def attach(
     """Keep the training of ``model`` under ``budget`` without a batch at hand.
 
     The first training step calibrates at the lowest memory that the engine can reach; from the second on the model runs
-    the plan that is cheapest under the budget. Evaluation (``model.eval()`` or no gradients) is left alone. A batch that
-    is larger than every one before it is traced and calibrated anew.
+    the plan that is cheapest under the budget. Evaluation (``model.eval()`` or no gradients) is left alone. Batches of
+    other shapes take plans of their own, chosen before they run; one or two more shapes are traced for that.
 
     On several ranks (torchrun) all attach alike, and every rank runs the identical plan. Their batches may have other lengths;
     only tensor parallel ranks, which share one batch, have to have the same. A later batch that is larger on all ranks is
-    planned for anew; one that is larger on some ranks only is run under the plan that is there, with a warning.
+    planned for anew; one that is larger on some ranks only is run under the plan that is there, with a warning. One plan
+    serves all shapes there, and also where values may be compressed or offloaded.
 
     Args:
         model: the model as it will be trained.

@@ -2,8 +2,9 @@
 
 The first call of the model in training is traced on the spot and runs under the plan with the lowest peak that there is.
 What that step takes in truth (the user's loss, the optimizer's state) is measured until the next call, and the plan for
-the budget is solved with the difference taken off. Later steps run that plan. A batch that is larger than any before it
-starts this over.
+the budget is solved with the difference taken off. Later steps run that plan, and batches of other shapes the cheapest of a
+ladder of plans that keeps them within the budget (see ``shapes``): a few more shapes are traced for that, and no more.
+Where there is no such ladder, a batch that is larger than any before it starts over.
 
 On several ranks all of this is agreed, in the calls in which every rank calibrates. Later calls exchange nothing, unless
 something happens: a larger batch, or an optimizer's first step. The rank that sees it waits a few seconds for the others to
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -40,8 +42,9 @@ from plimsoll.session.calibration import (
     unseen_bytes,
 )
 from plimsoll.session.options import Budget, PlanOptions
-from plimsoll.session.plans_at_work import PlansAtWork
+from plimsoll.session.plans_at_work import Decided, PlansAtWork, decided
 from plimsoll.session.retry import Retry, floor_of
+from plimsoll.session.shapes import ShapePlans, can_follow_shapes, told
 from plimsoll.session.step_planner import StepPlanner, trace_and_cost
 from plimsoll.session.step_watch import (
     MeteredSituations,
@@ -50,6 +53,7 @@ from plimsoll.session.step_watch import (
     StepWatch,
     covers,
     warn,
+    warn_of_floor,
     warn_of_overrun,
     warn_of_unseen,
 )
@@ -63,6 +67,7 @@ from plimsoll.units import format_bytes
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_LOG = logging.getLogger(__name__)
 _MOST_TRIES = 3
 """So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
 
@@ -110,6 +115,10 @@ class Attachment:
         self._has_warned = False
         self._metered = MeteredSituations()
         self._retry = Retry(model, self)
+        self._shaped: ShapePlans | None = None
+        self._decided: set[Decided] = set()
+        """What plans have decided that were at work before."""
+        self._accumulated = False
         self._steps = StepWatch(model, self._before_call, self._after_step)
         self._watch = OptimizerWatch(every_parameter(model), after_step=self._optimizer_stepped)
 
@@ -148,17 +157,20 @@ class Attachment:
         self._steps.forget()
         if self._planner is None or self.plan is None or self._is_calibrating:
             return False
+        if self._shaped is not None:
+            return (tighter := self._shaped.tighten()) is not None and self._run(tighter)
         room_bytes = self._planner.halfway_bytes(self.plan, self._error_scale)
         if room_bytes is None:
             return False
         self._withheld_bytes = (self._planner.budget_bytes or 0) - self._excess_bytes - room_bytes
-        self._run(self._solve_for_budget())
-        return True
+        return self._run(self._solve_for_budget())
 
     def floor(self, *, is_optimizer: bool) -> BudgetBelowFloor | None:
         """What to say where nothing takes less; ``None`` before there is a plan."""
-        planner = self._planner
-        return None if planner is None else floor_of(planner, self._excess_bytes, is_optimizer=is_optimizer)
+        planner, excess_bytes = self._planner, self._excess_bytes
+        if self._shaped is not None:
+            planner, excess_bytes = self._shaped.current_planner() or (planner, excess_bytes)
+        return None if planner is None else floor_of(planner, excess_bytes, is_optimizer=is_optimizer)
 
     def __enter__(self) -> Attachment:
         return self
@@ -177,12 +189,14 @@ class Attachment:
             if self._planner is None or self._is_calibrating:
                 with self._agreement:
                     self._calibrate(args, kwargs, situation)
-            elif not any(covers(known, situation.shapes) for known in self._shapes):
+            elif self._shaped is None and not any(covers(known, situation.shapes) for known in self._shapes):
                 self._grow(args, kwargs, situation)
             elif self._overrun_bytes or situation.in_flight > self._planner.in_flight:
                 self._tighten(situation)
             elif self._has_new_state():
                 self._count_state()
+            if self._shaped is not None and not self._is_calibrating:
+                self._choose(self._shaped, args, kwargs, situation)
         except BaseException:
             if not self._has_settled:  # later the plan at work stays
                 self.remove()
@@ -204,13 +218,17 @@ class Attachment:
             in_flight=situation.in_flight,
         )
         told = self._agreement.all_of("calibrating", here, _Standing)
-        if all(each.is_new for each in told) and len({each.signature for each in told}) == 1:
+        can_follow = here.is_measured and can_follow_shapes(self._agreement, self._options)
+        if all(each.is_new for each in told) and len({each.signature for each in told}) == 1 and not can_follow:
             self._begin(args, kwargs, situation)
             return
-        if here.is_new:
+        if here.is_new and not can_follow:
             self._stay(situation)
         if all(each.is_measured for each in told) or (self._tries == _MOST_TRIES and self._steps.is_between_steps):
-            self._settle(self._task(args, kwargs), max(each.in_flight for each in told))
+            is_same = situation.shapes == self._shapes[-1]
+            self._settle(
+                self._task(args, kwargs) if is_same or not can_follow else None, max(e.in_flight for e in told)
+            )
         if self._is_calibrating:
             self._measure(args, kwargs)
 
@@ -237,11 +255,9 @@ class Attachment:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """Trace this very call. Unless the plan at work is enough for it, let it run at the lowest peak, measured."""
         self._shapes.append(situation.shapes)
-        if is_profiled():
-            warn("this training call is traced, which takes torch's profiler: yours records nothing of it")
-        self._steps.stop()
         task = dataclasses.replace(self._task(args, kwargs), optimizer=self._optimizer or optimizer_in_view(self.model))
-        with self._unmanaged():
+        self._accumulated = situation.accumulates
+        with self._tracing():
             planner = self._plan_for(task)
             if self._planner is not None and self._is_enough_for(planner):
                 return
@@ -255,6 +271,12 @@ class Attachment:
         self._run(lowest)
         self._is_calibrating, self._tries, self._has_counted_state = True, 0, False
         self._measure(args, kwargs)
+
+    def _choose(self, plans: ShapePlans, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        """Put the cheapest plan to work that keeps a batch of this shape within the budget."""
+        assert self._planner is not None
+        plans.wait_for(self._planner.in_flight)
+        self._run(plans.choose(situation.shapes, functools.partial(self._task, args, kwargs)))
 
     def _is_enough_for(self, planner: StepPlanner) -> bool:
         """Whether the plan at work keeps another step within the budget too, which takes less than the one that it is for."""
@@ -305,8 +327,9 @@ class Attachment:
         )
         self._steps.meter(args, kwargs, with_optimizer=True)
 
-    def _settle(self, task: TrainingTask, in_flight: int) -> None:
-        """The first step is over: the plan for the budget, with what the trace did not see taken off.
+    def _settle(self, task: TrainingTask | None, in_flight: int) -> None:
+        """The first step is over: the plan for the budget, with what the trace did not see taken off; ``task`` is another such
+        step, if one is at hand.
 
         Raises:
             BudgetBelowFloor: what was measured at the lowest peak is more than the budget.
@@ -343,14 +366,19 @@ class Attachment:
             if most_bytes > planner.budget_bytes and self._tries < _MOST_TRIES:
                 return  # that is a guess: measure a step that begins with what this one left, and records nothing
             plan = msgspec.structs.replace(lowest, budget_bytes=planner.budget_bytes)
+        if can_follow_shapes(self._agreement, self._options):
+            fixed_bytes = self._counted_state_bytes - planned_state_bytes(own) + taken.lasting_bytes
+            self._shaped = ShapePlans(self._options, self._optimizer, self._tracing, accumulates=self._accumulated)
+            self._shaped.begin(self._shapes[-1], planner, plan, (self._excess_bytes, fixed_bytes))
         self._run(plan)
         self._is_calibrating, self._has_settled = False, True
+        _LOG.info(told(plan, self._excess_bytes))
 
-    def _confirmed(self, task: TrainingTask) -> Plan:
+    def _confirmed(self, task: TrainingTask | None) -> Plan:
         """The plan for the budget, run once: it is recorded in its first step, which may take more than is predicted."""
         plan = self._solve_for_budget()
-        has_trial = any(region.dropped for region in plan.regions) and not is_profiled()
-        if self._planner is None or not self._agreement.every("trial", holds=has_trial):
+        has_trial = task is not None and any(region.dropped for region in plan.regions) and not is_profiled()
+        if task is None or self._planner is None or not self._agreement.every("trial", holds=has_trial):
             return plan
         step = dataclasses.replace(task, optimizer=self._optimizer or optimizer_in_view(self.model)).step()
 
@@ -361,6 +389,15 @@ class Attachment:
         with self._unmanaged():
             seen_bytes = self._planner.mistake_bytes + (self._planner.recording_bytes if self._tries == 1 else 0)
             return self._planner.confirmed_beside(plan, step, self._excess_bytes, resolve, seen_bytes=seen_bytes)
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Trace steps like this call, without a plan at work and without a measurement that runs."""
+        if is_profiled():
+            warn("this training call is traced, which takes torch's profiler: yours records nothing of it")
+        self._steps.stop()
+        with self._unmanaged():
+            yield
 
     @contextlib.contextmanager
     def _unmanaged(self) -> Iterator[None]:
@@ -382,10 +419,12 @@ class Attachment:
         peak_bytes = self._steps.taken_bytes(self._watch.bytes_now)
         cause = self._metered.ended() if peak_bytes else ""
         over_bytes = peak_bytes - planner.own_budget_bytes
+        if self._shaped is not None and peak_bytes:
+            self._shaped.note_peak(peak_bytes)
         if over_bytes > 0:
             # Plans are discrete: less than what this one was off by may give the same plan again.
             off_bytes = peak_bytes - predicted_before_optimizer(planner.own(plan))
-            self._overrun_bytes = max(self._excess_bytes + over_bytes, off_bytes)
+            self._overrun_bytes = 0 if self._shaped is not None else max(self._excess_bytes + over_bytes, off_bytes)
             warn_of_overrun(peak_bytes, planner.own_budget_bytes, cause, "the next step is planned with that taken off")
 
     def _tighten(self, situation: Situation) -> None:
@@ -414,6 +453,9 @@ class Attachment:
         new_bytes = max(0, self._watch.bytes_after - self._counted_state_bytes)
         told = self._agreement.gathered(f"first step of the optimizer before call {self._calls}", new_bytes, int)
         self._counted_state_bytes += new_bytes
+        if self._shaped is not None:
+            self._shaped.count_fixed(new_bytes)
+            return
         if told is None:
             state = (
                 f"the optimizer of this rank has stepped ({format_bytes(new_bytes)} of new state), and not on all ranks"
@@ -427,20 +469,22 @@ class Attachment:
     def _replan(self, why: str) -> None:
         """The plan for the budget with what has shown since taken off; the one with the lowest peak where none fits."""
         assert self._planner is not None
+        if self._shaped is not None:  # every call chooses its plan
+            return
         try:
             plan = self._solve_for_budget()
         except BudgetBelowFloor as error:
-            warn(
-                f"{error.found}\n  why   {why}; {error.why}\n  next  {error.next}; until then the lowest peak is at work"
-            )
+            warn_of_floor(error, why)
             lowest = self._planner.lowest(self._error_scale)
             plan = msgspec.structs.replace(lowest, budget_bytes=self._planner.budget_bytes)
         self._run(plan)
 
-    def _run(self, plan: Plan) -> None:
-        """Put a plan to work; other decisions than before have to show that they keep to the budget."""
-        if self._work.run(plan):
-            self._metered = MeteredSituations()
+    def _run(self, plan: Plan) -> bool:
+        """Put a plan to work; decisions that have not run yet have to show that they keep to the budget."""
+        if self._work.run(plan) and decided(plan) not in self._decided:
+            self._decided.add(decided(plan))
+            self._metered.expect()
+        return True
 
     def _optimizer_stepped(self) -> None:
         """What waits for a backward now waits in vain; and a model that somebody trains has to have been called."""

@@ -14,6 +14,8 @@ from plimsoll.errors import PlanMismatch
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.manage import manage_together
 
+Decided = tuple[tuple[object, ...], ...]
+
 
 class PlansAtWork:
     """The plan that manages a model, and can be exchanged for another one. ``plan`` is ``None`` before the first."""
@@ -35,7 +37,7 @@ class PlansAtWork:
         """Put a plan to work, on all ranks alike; whether it decides otherwise than the one before it."""
         before, self.plan = self.plan, plan
         if self._handle is not None and before is not None:
-            if _decided(before) == _decided(plan):
+            if before.regions is plan.regions or decided(before) == decided(plan):
                 return False
             try:
                 self._handle.switch(plan)
@@ -60,7 +62,7 @@ class PlansAtWork:
             yield
 
 
-def _decided(plan: Plan) -> tuple[tuple[object, ...], ...]:
+def decided(plan: Plan) -> Decided:
     """What a plan does to its regions, without what it says about that: prices and reasons change with the budget."""
     return tuple(
         (

@@ -22,6 +22,7 @@ from plimsoll.errors import BudgetBelowFloor, InvalidModel, TracingFailed
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.explain import floor_error
+from plimsoll.planning.ladder import rungs_of
 from plimsoll.planning.replay_schedule import Unreachable
 from plimsoll.planning.simulate import choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
@@ -38,7 +39,7 @@ from plimsoll.session.trial import Gradients, TrialRun, confirmed, run_trial
 from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.units import budget_text, format_bytes
 
-_CLOSE = 0.15
+CLOSE = 0.15
 """A lowest peak that is predicted to be within this share of the budget, or above it, is measured before it is relied on."""
 
 
@@ -56,26 +57,38 @@ def trace_and_cost(
         InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, TracingFailed: as named.
     """
     options = options or PlanOptions()
-    device = None if options.device_profile is None else find_device(options.device_profile)
+    traced = trace_task(task, options, part_of(progress, 0.0, 0.9), optimizer_is_optional=optimizer_is_optional)
+    progress("costing", 0.9)
+    if traced.is_fake:
+        return traced, roofline_costs(traced, find_device(options.device_profile or "CPU"))
+    return traced, measured_costs(traced, measure_engine(traced))
+
+
+def trace_task(
+    task: TrainingTask,
+    options: PlanOptions,
+    progress: Progress = silent,
+    *,
+    optimizer_is_optional: bool = False,
+    repeats: int = 3,
+) -> Trace:
+    """One step traced; with ``repeats=0`` without the seconds of its ops. Errors are as for ``trace_and_cost``."""
     trace = functools.partial(
         trace_step,
         task.model,
         task.batch,
         loss=task.loss,
         regions=options.regions,
-        device_name=None if device is None else device.name,
-        progress=part_of(progress, 0.0, 0.9),
+        device_name=None if options.device_profile is None else find_device(options.device_profile).name,
+        repeats=repeats,
+        progress=progress,
     )
     try:
-        traced = trace(optimizer=task.optimizer)
+        return trace(optimizer=task.optimizer)
     except (InvalidModel, TracingFailed):
         if task.optimizer is None or not optimizer_is_optional:
             raise
-        traced = trace()
-    progress("costing", 0.9)
-    if traced.is_fake:
-        return traced, roofline_costs(traced, device or find_device("CPU"))
-    return traced, measured_costs(traced, measure_engine(traced))
+        return trace()
 
 
 class StepPlanner:
@@ -162,6 +175,10 @@ class StepPlanner:
         anyhow = self.solve(self.budget_bytes, error_scale=error_scale, raise_below_floor=False)
         return self.solve(anyhow.floor_bytes, error_scale=error_scale)
 
+    def rungs(self) -> tuple[Plan, ...]:
+        """The plans between the lowest peak and the unmanaged one that were solved on the way, the cheapest first."""
+        return tuple(map(self.options.written_into, rungs_of(self._planner)))
+
     def predicted_bytes(self, plan: Plan) -> int | None:
         """The peak of this step under a plan that was made for another one; ``None`` where that cannot be followed here."""
         try:
@@ -177,13 +194,13 @@ class StepPlanner:
         spare_bytes = (plan.predicted_peak_bytes if taken_bytes is None else taken_bytes) - lowest_bytes
         if spare_bytes <= 0:
             return None
-        return lowest_bytes if spare_bytes < _CLOSE * lowest_bytes else lowest_bytes + spare_bytes // 2
+        return lowest_bytes if spare_bytes < CLOSE * lowest_bytes else lowest_bytes + spare_bytes // 2
 
     def lowest_allowed(self, step: Callable[[], TrainingStep], error_scale: float = 1.0) -> Plan:
         """The plan with the lowest peak; ``BudgetBelowFloor`` where the budget is below what that takes."""
         assert self.budget_bytes is not None
         lowest = self.lowest(error_scale)
-        if self.worst_bytes(self.own(lowest).predicted_peak_bytes) <= (1 - _CLOSE) * self.budget_bytes:
+        if self.worst_bytes(self.own(lowest).predicted_peak_bytes) <= (1 - CLOSE) * self.budget_bytes:
             return lowest
         return self.lowest_that_fits(step(), error_scale)
 

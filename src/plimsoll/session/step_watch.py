@@ -20,6 +20,7 @@ from torch import nn
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.copies import ModelHook
+from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.calibration import MeasuredStep, OptimizerWatch, beside_bytes, planned_state_bytes
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
 from plimsoll.tracing.meters.memory import RisingPeak
@@ -98,15 +99,17 @@ class MeteredSituations:
         self._seen = set(self._known)
         self._tries: Counter[Situation] = Counter()
         self._current: Situation | None = None
+        self._is_due = False
+
+    def expect(self) -> None:
+        """The plan at work has not run before: its first step is to be metered, whatever is known of others."""
+        self._is_due = True
 
     def begin(self, situation: Situation) -> bool:
         """Whether a step that begins like this is to be metered; not again where that has failed often."""
         self._current = None
-        if (
-            situation in self._seen
-            or any(map(situation.is_within, self._known))
-            or self._tries[situation] == _MOST_TRIES
-        ):
+        is_known = situation in self._seen or any(map(situation.is_within, self._known))
+        if (is_known and not self._is_due) or self._tries[situation] == _MOST_TRIES:
             self._seen.add(situation)
             return False
         self._tries[situation] += 1
@@ -119,6 +122,7 @@ class MeteredSituations:
 
     def ended(self) -> str:
         """The step that began last is over, and its peak is known; says what was new about it."""
+        self._is_due = False
         if self._current is None:
             return "nothing about the step is new: something else has come onto the device, or the model has changed"
         cause = self._current.differences(self._known) if self._known else ""
@@ -322,6 +326,11 @@ def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) 
         f"a training step took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - budget_bytes)} more than the "
         f"budget {format_bytes(budget_bytes)}.\n  why   {cause}\n  next  {next_}"
     )
+
+
+def warn_of_floor(error: BudgetBelowFloor, why: str) -> None:
+    """Say that nothing fits any more, and what runs instead."""
+    warn(f"{error.found}\n  why   {why}; {error.why}\n  next  {error.next}; until then the lowest peak is at work")
 
 
 def warn_of_unseen(model: nn.Module) -> None:

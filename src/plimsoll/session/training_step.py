@@ -10,7 +10,7 @@ import contextlib
 import copy
 import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,23 @@ from plimsoll.tracing.recorder.calling import Loss, output_tensors, scalar_loss
 from plimsoll.tracing.recorder.untouched import KeptState, RandomState, forwards_kept, private_copy
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+@contextlib.contextmanager
+def gradients_as_if(model: nn.Module, *, are_there: bool) -> Iterator[None]:
+    """Every trainable parameter has a gradient, as after the first micro-batch of a step, or none has; then it is as it was."""
+    changed = {
+        parameter: parameter.grad
+        for parameter in model.parameters()
+        if parameter.requires_grad and (parameter.grad is not None) is not are_there
+    }
+    try:
+        for parameter in changed:
+            parameter.grad = torch.zeros_like(parameter) if are_there else None
+        yield
+    finally:
+        for parameter, gradient in changed.items():
+            parameter.grad = gradient
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,8 @@ def trace(
         optimizer: over the model's parameters; its state and its step then belong to the trace.
         regions: patterns of module paths; by default the model's repeated blocks.
         device_name: plan for a device of this name, which is not here. ``None``: for the device that the model is on.
-        repeats: how often the step is run on a real device; the first time is for structure and hidden workspaces.
+        repeats: how often the step is run on a real device; the first time is for structure and hidden workspaces. With 0 it
+            is run for these alone, and nothing is timed.
         progress: is told the stage and the share of it that is done.
 
     Returns:
@@ -96,7 +97,7 @@ def trace(
         refuse_shards(step.model)
     first = functools.partial(report, "tracing with fake tensors" if step.is_fake else "tracing")
     log, workspaces = step.run_once(lambda call, meter: capture(meter=meter, progress=first).run(call))
-    if step.home is None or step.is_fake:
+    if step.home is None or step.is_fake or not repeats:
         return step.described(log, workspaces, {})[0]
 
     count = max(1, repeats - 1)

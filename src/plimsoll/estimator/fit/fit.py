@@ -28,13 +28,13 @@ from plimsoll.estimator.fit.single_device import (
     MicroBatches,
     SingleDevice,
     described,
-    gradients_in_place,
 )
 from plimsoll.estimator.targets.target import TargetOptions, load_target
 from plimsoll.session.manage import manage
 from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import check_model, explained_loss, refuse_profiler
+from plimsoll.session.training_step import gradients_as_if
 from plimsoll.session.trial import confirmed, run_trial
 from plimsoll.tracing.meters.timing import time_in_turns
 from plimsoll.tracing.recorder.calling import Loss
@@ -208,7 +208,7 @@ class _Job:
         """The plan run once (and solved again where its peak is above the budget), and what it takes."""
         training = self._training
         accumulates = self._accumulation.of(shape.batch) > 1
-        with gradients_in_place(training.model) if accumulates else contextlib.nullcontext():
+        with gradients_as_if(training.model, are_there=True) if accumulates else contextlib.nullcontext():
             step = training.task(shape).step()
             bounded = msgspec.structs.replace(plan, budget_bytes=device.budget_bytes)
             try:

@@ -9,7 +9,7 @@ everything fits, the step is simulated without a plan; where it does not, a plan
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ from plimsoll.planning.strategies import choose_full, choose_none
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.task import TrainingTask, detached
+from plimsoll.session.training_step import gradients_as_if
 from plimsoll.tracing.recorder.calling import Loss, call_tensors, split_batch
 
 Report = Callable[[str], None]
@@ -125,19 +126,6 @@ class FitTraining:
         )
 
 
-@contextlib.contextmanager
-def gradients_in_place(model: nn.Module) -> Iterator[None]:
-    """Every trainable parameter has a gradient, as after the first micro-batch of a step; then it is as it was."""
-    given = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.grad is None]
-    try:
-        for parameter in given:
-            parameter.grad = torch.zeros_like(parameter)
-        yield
-    finally:
-        for parameter in given:
-            parameter.grad = None
-
-
 @dataclass(slots=True)
 class StepFamily:
     """The step of one model at any shape; with ``accumulates`` gradients are there already."""
@@ -187,7 +175,7 @@ class StepFamily:
     def _trace(self, shape: Shape) -> None:
         training = self.training
         self.report(f"tracing {shape}")
-        with gradients_in_place(training.model) if self.accumulates else contextlib.nullcontext():
+        with gradients_as_if(training.model, are_there=True) if self.accumulates else contextlib.nullcontext():
             self.traces[shape], self._costs[shape] = trace_and_cost(training.task(shape), training.options)
         self._family = None
 

@@ -1,0 +1,335 @@
+"""Plans for batches of every shape: the first few shapes are traced, all others follow from those before they run.
+
+One plan decides for values by name, so it can be followed at every shape of a family of steps (see ``planning.family``). Here
+is the ladder of such plans for every family that has shown, what was measured on top of their predictions, and the choice: the
+cheapest rung whose peak at this shape, with that on top, is within the budget.
+
+What was measured on top (the user's loss, what a step leaves behind) grows with the shape: by as much as activations do, where
+a batch is larger than the one at which it was measured, and never less. Forms other than KEEP and RECOMPUTE are known at one
+size only, and ranks would have to agree on every choice: so this serves one process, without such forms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.trace import Trace
+from plimsoll.errors import BudgetBelowFloor
+from plimsoll.planning.expressions import Sizes
+from plimsoll.planning.family import Family, find_difference
+from plimsoll.planning.ladder import Ladder
+from plimsoll.planning.peaks import Forecast, ShapedStep
+from plimsoll.session.agreement import Agreement
+from plimsoll.session.calibration import optimizer_in_view
+from plimsoll.session.options import PlanOptions
+from plimsoll.session.plans_at_work import decided
+from plimsoll.session.step_planner import CLOSE, StepPlanner, trace_and_cost, trace_task
+from plimsoll.session.step_watch import Shapes, covers, warn_of_floor
+from plimsoll.session.task import TrainingTask
+from plimsoll.session.training_step import gradients_as_if
+from plimsoll.units import format_bytes
+
+_MOST_TRACES = 6
+"""So many shapes are traced if their steps do not follow from each other; later ones take the plan of one that covers them."""
+_WORTH_SOLVING = 1.5
+"""Plans are solved anew for a shape that takes so many times what the shapes took that plans were solved for."""
+
+_Kind = tuple[tuple[str, int], ...]
+"""Type and number of dimensions of every tensor of a call."""
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Steps of one kind of call: those that were traced, costs where they were timed, and the ladders of their families."""
+
+    traces: dict[Sizes, Trace] = field(default_factory=dict)
+    costs: dict[Sizes, Costs] = field(default_factory=dict)
+    ladders: list[Ladder[Sizes]] = field(default_factory=list)
+
+    def ladder_for(self, sizes: Sizes) -> Ladder[Sizes] | None:
+        """The ladder of the family that has a shape: the one in which it was traced, else the largest that can tell it."""
+        found = [each for each in self.ladders if sizes in each.step.family.shapes]
+        if not found and sizes not in self.traces:
+            found = [each for each in self.ladders if each.step.family.knows(sizes)]
+        return max(found, key=lambda each: len(each.step.family.shapes), default=None)
+
+
+class ShapePlans:
+    """Plans for every shape of the calls of one model."""
+
+    def __init__(
+        self,
+        options: PlanOptions,
+        optimizer: torch.optim.Optimizer | None,
+        tracing: Callable[[], contextlib.AbstractContextManager[None]],
+        *,
+        accumulates: bool,
+    ) -> None:
+        """``tracing`` is entered around traces, ``accumulates`` says whether gradients were there when the first was made."""
+        self._options = options
+        self._tracing = tracing
+        self._accumulates = accumulates
+        self._optimizer = optimizer
+        self._steps: dict[_Kind, _Steps] = {}
+        self._plans: list[Plan] = []
+        self._in_flight = 1
+        self._most_solved_bytes = 0
+        self._first: tuple[Shapes, int] | None = None
+        self._largest: Shapes | None = None
+        self._current: tuple[Shapes, Forecast] | None = None
+        """The shapes for which a plan was chosen last, and what it takes there."""
+        self._known: dict[Shapes, tuple[Plan, Forecast]] = {}
+        self._refused: set[Shapes] = set()
+        self._budget_bytes = 0
+        self._withheld_bytes = 0
+        """Taken off the budget for now, as something else takes room on the device."""
+        self._measured_bytes = 0
+        """What steps of the first shape take on top of their prediction."""
+        self._fixed_bytes = 0
+        """The part of it that is the same at every shape."""
+
+    def begin(self, shapes: Shapes, planner: StepPlanner, plan: Plan, measured: tuple[int, int]) -> None:
+        """A step was traced, calibrated and planned; ``measured`` is what it took on top, in all and at every shape alike."""
+        assert planner.budget_bytes is not None
+        self._budget_bytes = planner.budget_bytes
+        self._in_flight = planner.in_flight
+        self._learn(shapes, planner.trace, planner.costs)
+        self._offer((plan, *planner.rungs()))
+        self._first = (shapes, self._activation_bytes(shapes))
+        self._most_solved_bytes = self._unmanaged_bytes(shapes)
+        # What was measured may be more than comes again: the plan that was accepted for this step fits.
+        accepted = self._known_ladder(shapes).at(_split(shapes)[1])[0]
+        self._measured_bytes = min(measured[0], self._budget_bytes - accepted.before_optimizer_bytes)
+        self._fixed_bytes = min(measured[1], self._measured_bytes)
+
+    def knows(self, shapes: Shapes) -> bool:
+        """Whether what plans take at a shape is known."""
+        return self._ladder_of(shapes) is not None
+
+    def _stand_in(self, shapes: Shapes) -> Shapes | None:
+        """A shape that was traced and covers one that does not follow from it; ``None`` while another trace is better."""
+        kind, _ = _split(shapes)
+        traced = [_joined(kind, sizes) for sizes in self._steps.get(kind, _Steps()).traces]
+        covering = [each for each in traced if covers(each, shapes)]
+        if len(traced) < _MOST_TRACES or not covering:
+            return None
+        return min(covering, key=self._unmanaged_bytes)
+
+    def _trace(self, shapes: Shapes, task: TrainingTask) -> None:
+        """Trace a step as the first one was traced; its seconds follow from those of one that is alike, if there is one."""
+        is_optional = self._optimizer is None
+        task = dataclasses.replace(task, optimizer=self._optimizer or optimizer_in_view(task.model))
+        with self._tracing(), gradients_as_if(task.model, are_there=self._accumulates):
+            trace = trace_task(task, self._options, optimizer_is_optional=is_optional, repeats=0)
+            known = self._steps.get(_split(shapes)[0], _Steps())
+            if any(not find_difference(known.traces[sizes], self._options.opened(trace)) for sizes in known.costs):
+                self._learn(shapes, trace)
+            else:
+                self._learn(shapes, *trace_and_cost(task, self._options, optimizer_is_optional=is_optional))
+
+    def _learn(self, shapes: Shapes, trace: Trace, costs: Costs | None = None) -> None:
+        kind, sizes = _split(shapes)
+        steps = self._steps.setdefault(kind, _Steps())
+        steps.traces[sizes] = self._options.opened(trace)
+        if costs is not None:
+            steps.costs[sizes] = costs
+        self._build(steps)
+
+    def wait_for(self, in_flight: int) -> None:
+        """Choose for so many forwards before one backward."""
+        if in_flight != self._in_flight:
+            self._in_flight = in_flight
+            for steps in self._steps.values():
+                self._build(steps)
+
+    def choose(self, shapes: Shapes, task: Callable[[], TrainingTask]) -> Plan:
+        """The cheapest plan that keeps a batch within the budget; ``task`` makes its step, to be traced where nothing tells it.
+
+        Raises:
+            BudgetBelowFloor: none does, nor one that is solved for this shape, and such a batch has not run before.
+        """
+        known = shapes
+        if not self.knows(shapes):
+            covering = self._stand_in(shapes)
+            if covering is None:
+                self._trace(shapes, task())
+            known = covering or shapes
+        try:
+            found = self._cheapest(known)
+        except BudgetBelowFloor as error:
+            if shapes not in self._known:
+                raise
+            if shapes not in self._refused:
+                self._refused.add(shapes)
+                warn_of_floor(error, "more was measured than before")
+            found = self._known_ladder(known).lowest(_split(known)[1])
+        self._current = (known, found[1])
+        return self._written(shapes, known, *found, lambda: task().signature())
+
+    def _cheapest(self, shapes: Shapes) -> tuple[Plan, Forecast]:
+        """The cheapest rung that fits; where none does, or the shape is larger by far, after solving for it."""
+        unmanaged_bytes = self._unmanaged_bytes(shapes)
+        if self._in_flight > 1:  # others wait meanwhile, which may be larger
+            if self._largest is None or unmanaged_bytes > self._unmanaged_bytes(self._largest):
+                self._largest = shapes
+            shapes, unmanaged_bytes = self._largest, self._unmanaged_bytes(self._largest)
+        sizes = _split(shapes)[1]
+        room_bytes = self._budget_bytes - self._withheld_bytes - self.unseen_bytes(shapes)
+        found = self._known_ladder(shapes).cheapest(sizes, room_bytes)
+        is_larger = unmanaged_bytes > max(room_bytes, _WORTH_SOLVING * self._most_solved_bytes)
+        if found is None or is_larger:
+            self._most_solved_bytes = max(self._most_solved_bytes, unmanaged_bytes)
+            planner = self._planner_at(shapes)
+            if found is None:
+                plan = planner.solve(self._budget_bytes, excess_bytes=self._budget_bytes - room_bytes)
+                self._offer((plan,))
+            if is_larger:
+                self._offer(planner.rungs())
+            found = self._known_ladder(shapes).cheapest(sizes, room_bytes)
+        assert found is not None, "the plan that was solved for it fits"
+        return found
+
+    def unseen_bytes(self, shapes: Shapes) -> int:
+        """What a step of a shape is taken to need on top of its prediction."""
+        return self._fixed_bytes + round(max(0, self._measured_bytes - self._fixed_bytes) * self._growth(shapes))
+
+    def note_peak(self, peak_bytes: int) -> None:
+        """So much the step took for which a plan was chosen last; the largest share of that on top of predictions counts."""
+        if self._current is None:
+            return
+        shapes, forecast = self._current
+        unseen_bytes = peak_bytes - forecast.before_optimizer_bytes
+        share_bytes = round(max(0, unseen_bytes - self._fixed_bytes) / self._growth(shapes))
+        self._measured_bytes = max(self._measured_bytes, self._fixed_bytes + share_bytes)
+
+    def tighten(self) -> Plan | None:
+        """The plan halfway from what the step took to the lowest peak, and so much off the budget from now on; ``None`` where
+        nothing takes less.
+        """
+        if self._current is None:
+            return None
+        shapes, forecast = self._current
+        lowest_bytes = self._known_ladder(shapes).lowest(_split(shapes)[1])[1].before_optimizer_bytes
+        spare_bytes = forecast.before_optimizer_bytes - lowest_bytes
+        if spare_bytes <= 0:
+            return None
+        room_bytes = lowest_bytes + (spare_bytes // 2 if spare_bytes > CLOSE * lowest_bytes else 0)
+        self._withheld_bytes = self._budget_bytes - self.unseen_bytes(shapes) - room_bytes
+        plan, forecast = self._cheapest(shapes)
+        self._current = (shapes, forecast)
+        signature = self._known[shapes][0].signature if shapes in self._known else plan.signature
+        return self._written(shapes, shapes, plan, forecast, lambda: signature)
+
+    def current_planner(self) -> tuple[StepPlanner, int] | None:
+        """A planner for the shape for which a plan was chosen last, and what was measured on top there."""
+        if self._current is None:
+            return None
+        return self._planner_at(self._current[0]), self.unseen_bytes(self._current[0])
+
+    def count_fixed(self, more_bytes: int) -> None:
+        """So much more is there at every shape, such as the state of an optimizer."""
+        self._fixed_bytes += more_bytes
+        self._measured_bytes += more_bytes
+
+    def _growth(self, shapes: Shapes) -> float:
+        """How many times the activations of the first shape those of a shape are; at least 1."""
+        if self._first is None or not self.knows(shapes):
+            return 1.0
+        return max(1.0, self._activation_bytes(shapes) / max(1, self._first[1]))
+
+    def _activation_bytes(self, shapes: Shapes) -> int:
+        return self._unmanaged_bytes(shapes) - self._known_ladder(shapes).step.lasting_bytes
+
+    def _unmanaged_bytes(self, shapes: Shapes) -> int:
+        """The most that any rung takes: that of the one that keeps everything, but for odd ones."""
+        return max(each.before_optimizer_bytes for each in self._known_ladder(shapes).at(_split(shapes)[1]))
+
+    def _offer(self, plans: tuple[Plan, ...]) -> None:
+        """More plans for every family."""
+        known = set(map(decided, self._plans))
+        new = [plan for plan in plans if decided(plan) not in known]
+        self._plans += new
+        for steps in self._steps.values():
+            for ladder in steps.ladders:
+                ladder.extend(new)
+
+    def _build(self, steps: _Steps) -> None:
+        """The ladders of all families among the traced steps; where a family cannot tell other shapes, each is its own."""
+        steps.ladders = []
+        left = dict(steps.traces)
+        while left:
+            family = Family(left)
+            alone = [family] if family.is_exact else [Family({s: left[s]}) for s in family.shapes]
+            known = {sizes: steps.costs[sizes] for sizes in family.shapes if sizes in steps.costs}
+            for each in alone:
+                costs = {s: known[s] if s in known else family.seconds_at(s, known) for s in each.shapes}
+                step = ShapedStep(each, costs, may_recompute=self._options.may_recompute, in_flight=self._in_flight)
+                steps.ladders.append(Ladder(step, self._plans))
+            left = {sizes: trace for sizes, trace in left.items() if sizes not in family.shapes}
+
+    def _planner_at(self, shapes: Shapes) -> StepPlanner:
+        """A planner for a known shape."""
+        sizes = _split(shapes)[1]
+        planner = StepPlanner(*self._known_ladder(shapes).step.traced(sizes), self._options, self._budget_bytes)
+        planner.wait_for(self._in_flight)
+        return planner
+
+    def _written(
+        self, shapes: Shapes, known: Shapes, plan: Plan, forecast: Forecast, signature: Callable[[], str]
+    ) -> Plan:
+        """The plan with its figures at a shape, or at a known one that stands in for it."""
+        before = self._known.get(shapes)
+        if before is None or before[0].regions is not plan.regions or before[1] != forecast:
+            forecasts = self._known_ladder(known).at(_split(known)[1])
+            written = msgspec.structs.replace(
+                plan,
+                signature=signature(),
+                budget_bytes=self._budget_bytes,
+                baseline_peak_bytes=max(each.peak_bytes for each in forecasts),
+                baseline_seconds=min(each.seconds for each in forecasts),
+                predicted_peak_bytes=forecast.peak_bytes,
+                predicted_seconds=forecast.seconds,
+            )
+            self._known[shapes] = before = (written, forecast)
+        return before[0]
+
+    def _ladder_of(self, shapes: Shapes) -> Ladder[Sizes] | None:
+        kind, sizes = _split(shapes)
+        steps = self._steps.get(kind)
+        return None if steps is None else steps.ladder_for(sizes)
+
+    def _known_ladder(self, shapes: Shapes) -> Ladder[Sizes]:
+        ladder = self._ladder_of(shapes)
+        assert ladder is not None, "only known shapes are asked for"
+        return ladder
+
+
+def can_follow_shapes(agreement: Agreement, options: PlanOptions) -> bool:
+    """Whether every call may choose its plan: ranks would have to agree on it, and forms have sizes of their own."""
+    return agreement.size == 1 and options.may_recompute and not options.wants_forms
+
+
+def told(plan: Plan, unseen_bytes: int) -> str:
+    """What was planned, in one line: budget, peak with what was measured on top, cost."""
+    peak, unmanaged = plan.predicted_peak_bytes + unseen_bytes, plan.baseline_peak_bytes + unseen_bytes
+    return (
+        f"planned {plan.model}: budget {format_bytes(plan.budget_bytes or 0)}, peak {format_bytes(peak)} (unmanaged "
+        f"{format_bytes(unmanaged)}), {plan.predicted_overhead:+.1%} of a step's time"
+    )
+
+
+def _split(shapes: Shapes) -> tuple[_Kind, Sizes]:
+    return tuple((kind, len(sizes)) for kind, sizes in shapes), tuple(size for _, sizes in shapes for size in sizes)
+
+
+def _joined(kind: _Kind, sizes: Sizes) -> Shapes:
+    left = iter(sizes)
+    return tuple((name, tuple(next(left) for _ in range(count))) for name, count in kind)

@@ -1,0 +1,119 @@
+"""Batches that change size under `attach`: each within the budget, with the unmanaged gradients, and few of them traced."""
+
+from __future__ import annotations
+
+import logging
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import plimsoll
+import zoo
+from metering import LiveStorages
+from plimsoll.errors import BudgetBelowFloor
+from plimsoll.session import shapes as shapes_module
+from steps import Stack
+
+Step = list[dict[str, Any]]
+"""The micro-batches of one step."""
+
+
+def _lengths(draw: random.Random) -> Step:
+    return [zoo.words(tokens=draw.randrange(16, 97))]
+
+
+def _two_lengths(draw: random.Random) -> Step:
+    source, target = draw.randrange(16, 65), draw.randrange(16, 65)
+    return [{"input_ids": zoo.words(tokens=source)["input_ids"], "labels": zoo.words(tokens=target)["labels"]}]
+
+
+def _pictures(draw: random.Random) -> Step:
+    size = zoo.IMAGE * draw.choice((1, 2, 3))
+    return [{**zoo.pictures(rows=4, size=size), "interpolate_pos_encoding": True}]
+
+
+def _micro_batches(draw: random.Random) -> Step:
+    return [zoo.words(rows=draw.randrange(2, 7), tokens=draw.randrange(16, 65)) for _ in range(3)]
+
+
+STREAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[random.Random], Step], int]] = {
+    "lengths": (lambda: zoo.build("llama"), _lengths, 3),
+    "two lengths": (lambda: zoo.build("t5", decoder_start_token_id=0, num_layers=1), _two_lengths, 5),
+    "images, one at its native size": (lambda: zoo.build("vit"), _pictures, 3),
+    "unequal micro-batches": (lambda: zoo.build("gpt2"), _micro_batches, 5),
+}
+
+
+def _train(model: nn.Module, steps: list[Step]) -> list[list[np.ndarray]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    made = []
+    for number, step in enumerate(steps):
+        for batch in step:
+            torch.manual_seed(number)
+            model(**batch)["loss"].backward()
+        made.append(
+            [p.grad.numpy().copy() for p in model.parameters() if p.grad is not None]
+        )  # numpy's are not counted
+        optimizer.step()
+        optimizer.zero_grad()
+    return made
+
+
+def _numbers(batch: dict[str, Any]) -> int:
+    return sum(value.numel() for value in batch.values() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_every_step_of_random_sizes_keeps_to_the_budget_with_the_unmanaged_gradients(name: str):
+    build, make, most_traces = STREAMS[name]
+    draw = random.Random(3)
+    steps = [make(draw) for _ in range(8)]
+    expected = _train(build(), steps)
+    largest = max((batch for step in steps for batch in step), key=_numbers)
+    known = plimsoll.plan(build(), largest, budget="1GiB")
+    state = sum(p.nbytes for p in build().parameters()) if len(steps[0]) > 1 else 0
+    budget = state + known.floor_bytes + int(0.4 * (known.baseline_peak_bytes - known.floor_bytes))
+    traced = mock.Mock(wraps=shapes_module.trace_task)
+    with (
+        LiveStorages() as live,
+        mock.patch.object(shapes_module, "trace_task", traced),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("error", message="plimsoll")
+        model = build()
+        with plimsoll.attach(model, budget) as attachment:
+            live.watch(model)
+            found = _train(model, steps)
+            assert not attachment.is_calibrating
+    assert max(live.peaks) <= budget
+    assert traced.call_count < most_traces
+    for one, other in zip(expected, found, strict=True):
+        assert all((a == b).all() for a, b in zip(one, other, strict=True))
+
+
+def test_a_shape_below_every_floor_names_it_before_it_runs_and_training_goes_on(caplog):
+    torch.manual_seed(0)
+    model = Stack(3, 32)
+
+    def step(rows: int) -> None:
+        model(torch.randn(rows, 32)).square().mean().backward()
+        model.zero_grad()
+
+    with plimsoll.attach(model, 600_000) as attachment, caplog.at_level(logging.INFO, "plimsoll"):
+        for rows in (64, 64, 96, 128):
+            step(rows)
+        plan = attachment.plan
+        with pytest.raises(BudgetBelowFloor, match="below the smallest reachable peak"):
+            model(torch.randn(8000, 32))
+        assert attachment.plan is plan
+        step(128)
+        assert attachment.plan.regions is plan.regions
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("plimsoll")]
+    assert "budget 585.9 KiB" in said
