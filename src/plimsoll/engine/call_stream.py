@@ -13,10 +13,13 @@ extension, data that numpy changed) is left to the samples and inspections.
 
 from __future__ import annotations
 
+import inspect
 import numbers
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +31,9 @@ from plimsoll.tracing.recorder.storages import is_plain
 
 _Tensor, _ref = torch.Tensor, weakref.ref
 """Short ways to what every torch call in a region needs."""
+
+_NOT_THE_USERS = ("<", f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+"""How the names of files begin that hold code of torch, of ours, or that was generated."""
 
 TensorRef = Callable[[], torch.Tensor | None]
 """A weak reference, or `nothing`."""
@@ -118,6 +124,14 @@ def called(func: Any) -> str:
     return f"{resolve_name(func) or getattr(func, '__name__', func)}"
 
 
+def _line_of_user() -> str:
+    """Where the innermost frame is that is neither torch's nor ours."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def references(tensors: Iterable[torch.Tensor | None]) -> list[TensorRef]:
     """Numbers for tensors that are known before the call: their places in this list."""
     return [_nothing if tensor is None else _ref(tensor) for tensor in tensors]
@@ -148,6 +162,8 @@ class StreamGuard(TorchFunctionMode):
         self._place: Junction | None = root
         self.stranger: Any = None
         """The function whose call was in none of the streams."""
+        self.where = ""
+        """The line of the user's code that called it."""
 
     @property
     def program(self) -> Any:
@@ -187,7 +203,7 @@ class StreamGuard(TorchFunctionMode):
                 return
             del known[length:]
         if _leaves_a_trace(result):
-            self._place, self.stranger = None, func
+            self._place, self.stranger, self.where = None, func, _line_of_user()
 
 
 class StreamRecorder(TorchFunctionMode):
