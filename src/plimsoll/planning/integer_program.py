@@ -136,11 +136,10 @@ class ChoiceProblem:
         starts += [] if rounded is None else [rounded]
         best = min(starts, key=lambda taken: room.figures(taken)[0], default=None)
         enough_seconds = relaxed.seconds + gap_of_step * self.step_seconds
-        if gap_of_step > EXACT_GAP:
-            effort = THOROUGH if gap_of_step < COARSE_GAP else QUICK
-            best = search_near(room, relaxed.reduced_seconds, best, relaxed.seconds, enough_seconds, effort)
-            if gap_of_step < COARSE_GAP:
-                enough_seconds = relaxed.seconds + WIDE_GAP * self.step_seconds
+        effort = THOROUGH if gap_of_step < COARSE_GAP else QUICK
+        best = search_near(room, relaxed.reduced_seconds, best, relaxed.seconds, enough_seconds, effort)
+        if FINE_GAP <= gap_of_step < COARSE_GAP:
+            enough_seconds = relaxed.seconds + WIDE_GAP * self.step_seconds
         if gap_of_step < COARSE_GAP and (best is None or room.figures(best)[0] > enough_seconds):
             selection = self._branch(budget_bytes, relaxed, best, gap_of_step)
             if gap_of_step == EXACT_GAP or selection.effects is None:

@@ -44,7 +44,8 @@ _FRONTIER_POINTS = 12
 _TIGHTENINGS = 8
 """How often the target is lowered by what the simulator finds above the budget, before the ladder's plans have to do."""
 _SMALL_PROGRAM_COLUMNS = 400
-"""Programs up to this size are solved to the end; larger ones to within a gap, or deep models would take minutes."""
+"""Programs up to this size that know every choice are solved to the end; others to within a gap, or deep models would take
+minutes."""
 _ERROR_ROOM = 4.0
 """Choices are made for limits that may turn out so much wider, when a plan is measured to err less than expected."""
 _OPTIMAL_WITHIN = 1e-6
@@ -223,7 +224,8 @@ class Planner:
         self.sets: tuple[ChoiceSet, ...] = generate_choices(self.index, families, squared_error, known_choices)
         self.is_complete = all(choice_set.is_complete for choice_set in self.sets)
         self.problem = ChoiceProblem(self.index, self.sets, TIME_LIMIT_SECONDS, self.limits)
-        self.gap = EXACT_GAP if self.problem.columns <= _SMALL_PROGRAM_COLUMNS else FINE_GAP
+        is_small = self.is_complete and self.problem.columns <= _SMALL_PROGRAM_COLUMNS
+        self.gap = EXACT_GAP if is_small else FINE_GAP
         self._search(_Rungs())
         self.build_seconds = time.monotonic() - started
 
