@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch.optim import optimizer as torch_optimizer
 
 import plimsoll
 from metering import Device
-from plimsoll.errors import BudgetBelowFloor
-from plimsoll.session import step_snapshot
+from plimsoll.errors import BudgetBelowFloor, InvalidModel
+from plimsoll.session import retry, step_snapshot
+from plimsoll.session.rendezvous.world import Participants, World
 from plimsoll.units import MIB
 from steps import Stack, mean_square
 from unchanged import snapshot
@@ -172,3 +174,13 @@ def test_nothing_is_copied_without_step_and_other_errors_pass(monkeypatch: pytes
         with pytest.raises(ZeroDivisionError):
             handle.step(step)
     assert not torch_optimizer._global_optimizer_pre_hooks
+
+
+def test_a_step_of_several_ranks_is_refused_in_words():
+    world = World(rank=0, ranks=(0, 1), store=None)  # type: ignore[arg-type]
+    with (
+        mock.patch.object(retry, "find_participants", return_value=Participants(world)),
+        Training().managed("attach") as handle,
+        pytest.raises(InvalidModel, match="is trained by 2 ranks"),
+    ):
+        handle.step(lambda: None)

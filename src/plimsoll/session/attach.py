@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from plimsoll.session.agreement import agreement_for, described
 from plimsoll.session.attachment import Attachment
 from plimsoll.session.options import Budget, PlanOptions, check_count
+from plimsoll.session.pressure import check_room
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.task import check_model
 from plimsoll.tracing.recorder.fingerprint import fingerprint
@@ -28,6 +29,7 @@ def attach(
     overrides: Sequence[str] = (),
     link: str | None = None,
     verify_every: int = 100,
+    room: Callable[[], int] | None = None,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Attachment:
@@ -54,6 +56,8 @@ def attach(
         overrides: decisions by pattern.
         link: ``host`` or ``disk``.
         verify_every: as for ``plimsoll.apply``.
+        room: called before every training step for the bytes that it may take now, all included, where that may be less than
+            the budget. The plan follows: tighter at once, looser after some steps. In one process; by default nobody is asked.
         ranks: as for ``plimsoll.plan``.
         timeout_seconds: as for ``plimsoll.plan``.
 
@@ -76,10 +80,11 @@ def attach(
         check_model(model, optimizer)
         refuse_compiled(model)
         check_count("verify_every", verify_every, least=0)
+        check_room(room, agreement.size)
         limit = Budget.required(budget)
         options = PlanOptions.read(
             regions=regions, allow=allow, max_error=max_error, host_budget=host_budget, overrides=overrides, link=link
         )
         trained = {"model": fingerprint(model), "optimizer": type(optimizer).__name__}
         agreement.same("what to attach", {**trained, **options.facts(), **described(verify_every=verify_every)})
-        return Attachment(model, limit, options, agreement, optimizer=optimizer, verify_every=verify_every)
+        return Attachment(model, limit, options, agreement, optimizer=optimizer, verify_every=verify_every, room=room)

@@ -31,6 +31,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.calibration import (
+    CallStanding,
     OptimizerWatch,
     Taken,
     as_batch,
@@ -43,9 +44,10 @@ from plimsoll.session.calibration import (
 )
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import Decided, PlansAtWork, decided
+from plimsoll.session.pressure import Pressure
 from plimsoll.session.retry import Retry, floor_of
 from plimsoll.session.shapes import ShapePlans, can_follow_shapes, told
-from plimsoll.session.step_planner import StepPlanner, trace_and_cost
+from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.step_watch import (
     MeteredSituations,
     Shapes,
@@ -54,12 +56,12 @@ from plimsoll.session.step_watch import (
     covers,
     warn,
     warn_of_floor,
+    warn_of_larger,
     warn_of_overrun,
     warn_of_unseen,
 )
 from plimsoll.session.task import BATCH, TrainingTask, detached
-from plimsoll.session.tightest_rank import planner_for
-from plimsoll.session.trial import error_scale
+from plimsoll.session.tightest_rank import first_planner
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, splits_activations
 from plimsoll.tracing.torch_internals import is_profiled
 from plimsoll.units import format_bytes
@@ -70,15 +72,6 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _MOST_TRIES = 3
 """So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
-
-
-class _Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank is in its calibration: its batch, whether it is a new one, what was measured, how many graphs waited."""
-
-    signature: str
-    is_new: bool
-    is_measured: bool
-    in_flight: int
 
 
 class Attachment:
@@ -93,6 +86,7 @@ class Attachment:
         *,
         optimizer: torch.optim.Optimizer | None,
         verify_every: int,
+        room: Callable[[], int] | None = None,
     ) -> None:
         self.model = model
         self._budget = budget
@@ -112,6 +106,7 @@ class Attachment:
         self._overrun_bytes = 0
         self._withheld_bytes = 0
         """Taken off the budget for now, as something else takes room on the device."""
+        self._pressure = Pressure(room)
         self._has_warned = False
         self._metered = MeteredSituations()
         self._retry = Retry(model, self)
@@ -157,12 +152,16 @@ class Attachment:
         self._steps.forget()
         if self._planner is None or self.plan is None or self._is_calibrating:
             return False
+        budget_bytes = self._planner.budget_bytes or 0
         if self._shaped is not None:
-            return (tighter := self._shaped.tighten()) is not None and self._run(tighter)
+            tighter = self._shaped.tighten()
+            self._pressure.lower(budget_bytes - self._shaped.withheld_bytes)
+            return tighter is not None and self._run(tighter)
         room_bytes = self._planner.halfway_bytes(self.plan, self._error_scale)
         if room_bytes is None:
             return False
-        self._withheld_bytes = (self._planner.budget_bytes or 0) - self._excess_bytes - room_bytes
+        self._pressure.lower(room_bytes + self._excess_bytes)
+        self._withheld_bytes = self._pressure.withheld_bytes(budget_bytes)
         return self._run(self._solve_for_budget())
 
     def floor(self, *, is_optimizer: bool) -> BudgetBelowFloor | None:
@@ -197,6 +196,8 @@ class Attachment:
                 self._count_state()
             if self._shaped is not None and not self._is_calibrating:
                 self._choose(self._shaped, args, kwargs, situation)
+            if not (self._is_calibrating or situation.accumulates) and self._steps.is_between_steps:
+                self._heed_room(args, kwargs, situation)
         except BaseException:
             if not self._has_settled:  # later the plan at work stays
                 self.remove()
@@ -211,13 +212,13 @@ class Attachment:
             self._agreement.same("the first batch", facts)
             self._begin(args, kwargs, situation)
             return
-        here = _Standing(
+        here = CallStanding(
             signature=str(facts),
             is_new=not any(covers(known, situation.shapes) for known in self._shapes),
             is_measured=self._steps.is_between_steps and self._steps.measured is not None,
             in_flight=situation.in_flight,
         )
-        told = self._agreement.all_of("calibrating", here, _Standing)
+        told = self._agreement.all_of("calibrating", here, CallStanding)
         can_follow = here.is_measured and can_follow_shapes(self._agreement, self._options)
         if all(each.is_new for each in told) and len({each.signature for each in told}) == 1 and not can_follow:
             self._begin(args, kwargs, situation)
@@ -246,11 +247,7 @@ class Attachment:
         """Go on under the plan that all ranks have, although this rank's batch is larger than those that it is for."""
         self._shapes.append(situation.shapes)
         self._metered.know(situation)
-        found = (
-            f"the batch of this rank ({situation.shown}) is larger than those before it, and not so on all ranks alike"
-        )
-        advice = "Pad batches to the same shape, or train on every rank's largest one first"
-        warn(f"{found}: the plan at work stays, and may take more than the budget. {advice}")
+        warn_of_larger(situation)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """Trace this very call. Unless the plan at work is enough for it, let it run at the lowest peak, measured."""
@@ -258,7 +255,9 @@ class Attachment:
         task = dataclasses.replace(self._task(args, kwargs), optimizer=self._optimizer or optimizer_in_view(self.model))
         self._accumulated = situation.accumulates
         with self._tracing():
-            planner = self._plan_for(task)
+            planner, self._error_scale = first_planner(
+                self._agreement, task, self._options, self._budget, optimizer_is_optional=self._optimizer is None
+            )
             if self._planner is not None and self._is_enough_for(planner):
                 return
             earlier, self._planner = self._planner, planner
@@ -278,6 +277,21 @@ class Attachment:
         plans.wait_for(self._planner.in_flight)
         self._run(plans.choose(situation.shapes, functools.partial(self._task, args, kwargs)))
 
+    def _heed_room(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        """A step is about to begin: plan anew where there is less room than it takes, or has been more for a while."""
+        assert self._planner is not None
+        assert self.plan is not None
+        shaped, budget_bytes = self._shaped, self._planner.budget_bytes or 0
+        unseen_bytes = self._excess_bytes if shaped is None else shaped.unseen_bytes(situation.shapes)
+        if not self._pressure.changes(budget_bytes, self.plan.predicted_peak_bytes + unseen_bytes):
+            return
+        self._withheld_bytes = self._pressure.withheld_bytes(budget_bytes)
+        if shaped is None:
+            self._replan("something else takes room on the device")
+        else:
+            shaped.withheld_bytes = self._withheld_bytes
+            self._choose(shaped, args, kwargs, situation)
+
     def _is_enough_for(self, planner: StepPlanner) -> bool:
         """Whether the plan at work keeps another step within the budget too, which takes less than the one that it is for."""
         assert self._planner is not None
@@ -296,20 +310,6 @@ class Attachment:
         """The step of this very call, whose loss is not known."""
         batch = detached(as_batch(self.model, args, kwargs))
         return TrainingTask(model=self.model, batch=batch, loss=stand_in_loss)
-
-    def _plan_for(self, task: TrainingTask) -> StepPlanner:
-        """Trace the step, look for other forms of its values where they are allowed, and see how far off errors are."""
-        with self._agreement.stepping():
-            traced = trace_and_cost(task, self._options, optimizer_is_optional=self._optimizer is None)
-        budget_bytes = self._budget.bytes_on(traced[1])
-        planner = planner_for(self._agreement, traced, self._options, budget_bytes)
-        planner.try_forms(task.step)
-        self._error_scale = 1.0
-        if planner.gradients is not None:
-            self._error_scale = error_scale(
-                planner.solve(planner.budget_bytes), functools.partial(planner.run, task.step())
-            )
-        return planner
 
     def _solve(self, budget_bytes: int | None, excess_bytes: int = 0) -> Plan:
         assert self._planner is not None
@@ -372,6 +372,8 @@ class Attachment:
             self._shaped.begin(self._shapes[-1], planner, plan, (self._excess_bytes, fixed_bytes))
         self._run(plan)
         self._is_calibrating, self._has_settled = False, True
+        if self._agreement.size == 1:
+            self._pressure.watch(self._steps.device, self._steps.beside_bytes or 0)
         _LOG.info(told(plan, self._excess_bytes))
 
     def _confirmed(self, task: TrainingTask | None) -> Plan:
@@ -418,14 +420,15 @@ class Attachment:
             return
         peak_bytes = self._steps.taken_bytes(self._watch.bytes_now)
         cause = self._metered.ended() if peak_bytes else ""
-        over_bytes = peak_bytes - planner.own_budget_bytes
+        limit_bytes = planner.own_budget_bytes - self._withheld_bytes
+        over_bytes = peak_bytes - limit_bytes
         if self._shaped is not None and peak_bytes:
             self._shaped.note_peak(peak_bytes)
         if over_bytes > 0:
             # Plans are discrete: less than what this one was off by may give the same plan again.
             off_bytes = peak_bytes - predicted_before_optimizer(planner.own(plan))
             self._overrun_bytes = 0 if self._shaped is not None else max(self._excess_bytes + over_bytes, off_bytes)
-            warn_of_overrun(peak_bytes, planner.own_budget_bytes, cause, "the next step is planned with that taken off")
+            warn_of_overrun(peak_bytes, limit_bytes, cause, "the next step is planned with that taken off")
 
     def _tighten(self, situation: Situation) -> None:
         """Plan anew for a step that took more than the budget, or that is about to: more of its forwards wait at once."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -30,6 +31,15 @@ from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
 
 _OPTIMIZER = "optimizer"
+
+
+class CallStanding(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank is in its calibration: its batch, whether it is a new one, what was measured, how many graphs waited."""
+
+    signature: str
+    is_new: bool
+    is_measured: bool
+    in_flight: int
 
 
 class OptimizerWatch:

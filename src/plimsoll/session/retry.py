@@ -19,10 +19,10 @@ from torch import nn
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.apply import Handle
 from plimsoll.engine.copies import ModelHook
-from plimsoll.errors import BudgetBelowFloor
+from plimsoll.errors import BudgetBelowFloor, InvalidModel
 from plimsoll.session.calibration import as_batch, optimizer_in_view, stand_in_loss
 from plimsoll.session.options import PlanOptions
-from plimsoll.session.rendezvous.world import refuse_several_ranks
+from plimsoll.session.rendezvous.world import find_participants
 from plimsoll.session.step_planner import StepPlanner, trace_and_cost
 from plimsoll.session.step_snapshot import Companions, StepSnapshot
 from plimsoll.session.task import TrainingTask, detached
@@ -69,7 +69,7 @@ class Retry:
         if self._is_running:  # a part of a step that is run again as a whole
             return function(*args, **kwargs)
         if self._companions is None:
-            refuse_several_ranks(self._model, "step")
+            refuse_ranks(self._model)
             self._companions = Companions()
         self._is_running, had_none_tighter = True, False
         try:
@@ -107,6 +107,18 @@ class Retry:
             raise self._plans.floor(is_optimizer=snapshot.is_in_optimizer) or failure from failure
         _LOG.warning(_line(before, self._plans.plan if is_tighter else None))
         return is_tighter
+
+
+def refuse_ranks(model: nn.Module) -> None:
+    """Refuse to run steps again that other ranks run too."""
+    world = find_participants(model).world
+    if world is not None:
+        raise InvalidModel(
+            f"{type(model).__name__} is trained by {world.size} ranks, and handle.step is for one process.",
+            why="when one rank runs out of memory the others wait in a collective that it does not join; nothing calls that "
+            "off and leaves their process groups whole",
+            next="run the step without handle.step; a smaller budget leaves more room for what else comes onto the device",
+        )
 
 
 def _line(before: Plan | None, after: Plan | None) -> str:

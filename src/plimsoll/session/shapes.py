@@ -89,7 +89,7 @@ class ShapePlans:
         self._known: dict[Shapes, tuple[Plan, Forecast]] = {}
         self._refused: set[Shapes] = set()
         self._budget_bytes = 0
-        self._withheld_bytes = 0
+        self.withheld_bytes = 0
         """Taken off the budget for now, as something else takes room on the device."""
         self._measured_bytes = 0
         """What steps of the first shape take on top of their prediction."""
@@ -182,7 +182,7 @@ class ShapePlans:
                 self._largest = shapes
             shapes, unmanaged_bytes = self._largest, self._unmanaged_bytes(self._largest)
         sizes = _split(shapes)[1]
-        room_bytes = self._budget_bytes - self._withheld_bytes - self.unseen_bytes(shapes)
+        room_bytes = self._budget_bytes - self.withheld_bytes - self.unseen_bytes(shapes)
         found = self._known_ladder(shapes).cheapest(sizes, room_bytes)
         is_larger = unmanaged_bytes > max(room_bytes, _WORTH_SOLVING * self._most_solved_bytes)
         if found is None or is_larger:
@@ -222,7 +222,7 @@ class ShapePlans:
         if spare_bytes <= 0:
             return None
         room_bytes = lowest_bytes + (spare_bytes // 2 if spare_bytes > CLOSE * lowest_bytes else 0)
-        self._withheld_bytes = self._budget_bytes - self.unseen_bytes(shapes) - room_bytes
+        self.withheld_bytes = self._budget_bytes - self.unseen_bytes(shapes) - room_bytes
         plan, forecast = self._cheapest(shapes)
         self._current = (shapes, forecast)
         signature = self._known[shapes][0].signature if shapes in self._known else plan.signature

@@ -154,17 +154,17 @@ class StepWatch:
     ) -> None:
         self._model = model
         self._parameters = [parameter for parameter in every_parameter(model) if parameter.requires_grad]
-        self._device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
+        self.device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
         self._before_call = before_call
         self._after_step = after_step
         self._is_looking_away = False
         self.graphs = OpenGraphs(self._backward_ended)
         self.running: MeasuredStep | None = None
         self.measured: MeasuredStep | None = None
-        self.rising = RisingPeak(self._device)
+        self.rising = RisingPeak(self.device)
         self.risen_bytes = 0
         """On CUDA, where a step's peak was above all before it: that peak, without what lies on the device beside the step."""
-        self._beside_bytes: int | None = None
+        self.beside_bytes: int | None = None
         self.in_flight = 1
         """How many forwards the last step had before one backward."""
         self._watch = OptimizerWatch(())
@@ -214,7 +214,7 @@ class StepWatch:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation, situations: MeteredSituations
     ) -> None:
         """Measure the step that the coming call begins, if it is unlike those that were; a GPU's counter runs anyway."""
-        if self.is_between_steps and situations.begin(situation) and self._device.type == "cpu":
+        if self.is_between_steps and situations.begin(situation) and self.device.type == "cpu":
             self.meter(args, kwargs)
 
     def taken_bytes(self, state_bytes: int) -> int:
@@ -268,8 +268,8 @@ class StepWatch:
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()
-        if allocated_bytes and self._beside_bytes is None:
-            self._beside_bytes = beside_bytes(self._model, args, kwargs, allocated_bytes)
+        if allocated_bytes and self.beside_bytes is None:
+            self.beside_bytes = beside_bytes(self._model, args, kwargs, allocated_bytes)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._is_blind:
@@ -282,7 +282,7 @@ class StepWatch:
     def _backward_ended(self) -> None:
         if self.running is not None:
             self.running.note_optimizer()
-        self.risen_bytes = max(0, self.rising.risen_to() - (self._beside_bytes or 0))
+        self.risen_bytes = max(0, self.rising.risen_to() - (self.beside_bytes or 0))
 
 
 class BudgetWatch:
@@ -318,6 +318,13 @@ class BudgetWatch:
 def warn(text: str) -> None:
     """Warn about a training step, at about the call of its model."""
     warnings.warn(f"plimsoll: {text}", stacklevel=7)
+
+
+def warn_of_larger(situation: Situation) -> None:
+    """Say that this rank's batch is larger than those that the plan is for."""
+    found = f"the batch of this rank ({situation.shown}) is larger than those before it, and not so on all ranks alike"
+    advice = "Pad batches to the same shape, or train on every rank's largest one first"
+    warn(f"{found}: the plan at work stays, and may take more than the budget. {advice}")
 
 
 def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) -> None:

@@ -22,10 +22,11 @@ from plimsoll.planning.replay_schedule import Unreachable
 from plimsoll.planning.simulate import choices_of, run_choices
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.forms import Sensed
-from plimsoll.session.options import PlanOptions
-from plimsoll.session.step_planner import StepPlanner
+from plimsoll.session.options import Budget, PlanOptions
+from plimsoll.session.step_planner import StepPlanner, trace_and_cost
+from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep
-from plimsoll.session.trial import TrialRun
+from plimsoll.session.trial import TrialRun, error_scale
 from plimsoll.units import budget_text, format_bytes, format_bytes_up
 
 
@@ -187,3 +188,18 @@ def planner_for(
     if agreement.size == 1:
         return StepPlanner(*traced, options, budget_bytes)
     return SharedPlanner(agreement, traced, options, budget_bytes)
+
+
+def first_planner(
+    agreement: Agreement, task: TrainingTask, options: PlanOptions, budget: Budget, *, optimizer_is_optional: bool
+) -> tuple[StepPlanner, float]:
+    """Trace a step, look for other forms of its values where they are allowed; also how many times larger errors are than
+    expected.
+    """
+    with agreement.stepping():
+        traced = trace_and_cost(task, options, optimizer_is_optional=optimizer_is_optional)
+    planner = planner_for(agreement, traced, options, budget.bytes_on(traced[1]))
+    planner.try_forms(task.step)
+    if planner.gradients is None:
+        return planner, 1.0
+    return planner, error_scale(planner.solve(planner.budget_bytes), functools.partial(planner.run, task.step()))
