@@ -24,6 +24,9 @@ from plimsoll.planning.peaks import Forecast, ShapedPlan, ShapedPlans, ShapedSte
 from plimsoll.planning.replay_schedule import Unreachable
 from plimsoll.planning.solve import Planner
 
+_MOST_KNOWN = 4096
+"""So many shapes are remembered with what every rung takes there; pairs of lengths can be a hundred thousand."""
+
 
 def rungs_of(planner: Planner) -> tuple[Plan, ...]:
     """The plans that a planner has solved, the cheapest first: those that no other one beats in both peak and seconds."""
@@ -55,23 +58,37 @@ class Ladder(Generic[S]):
 
     def __init__(self, step: ShapedStep[S], plans: Iterable[Plan]) -> None:
         self.step = step
-        self.rungs: list[Rung] = []
+        self._rungs: list[Rung] = []
         self._known: dict[S, tuple[Forecast, ...]] = {}
-        self.extend(plans)
+        self._waiting = list(plans)
+        """Plans that nobody has asked for yet: a ladder may be replaced before that, when its family has another member."""
+        self._all = ShapedPlans(())
 
     def extend(self, plans: Iterable[Plan]) -> None:
         """More rungs."""
+        self._waiting += plans
         self._known.clear()
-        for plan in plans:
-            with contextlib.suppress(Unreachable):
-                self.rungs.append(Rung(plan, self.step.under(plan.regions)))
-        self._all = ShapedPlans([rung.shaped for rung in self.rungs])
 
     def at(self, shape: S) -> tuple[Forecast, ...]:
         """What every rung takes at a shape that the family knows."""
         if shape not in self._known:
-            self._known[shape] = self._all.at(self.step.terms_at(shape))
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[shape] = self._all.at(self.step.terms_at(shape)) if self.rungs else ()
         return self._known[shape]
+
+    @property
+    def rungs(self) -> list[Rung]:
+        """The plans that can be followed; where none can, the first one without what it does."""
+        for plan in self._waiting:
+            with contextlib.suppress(Unreachable):
+                self._rungs.append(Rung(plan, self.step.under(plan.regions)))
+        if self._waiting:
+            if not self._rungs:
+                self._rungs.append(Rung(msgspec.structs.replace(self._waiting[0], regions=()), self.step.under(())))
+            self._waiting = []
+            self._all = ShapedPlans([rung.shaped for rung in self._rungs])
+        return self._rungs
 
     def cheapest(self, shape: S, room_bytes: int) -> tuple[Plan, Forecast] | None:
         """The rung with the least seconds whose forward and backward fit into the room; ``None`` where none does."""

@@ -22,7 +22,7 @@ import torch
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Trace
-from plimsoll.errors import BudgetBelowFloor
+from plimsoll.errors import BudgetBelowFloor, PlimsollError
 from plimsoll.planning.expressions import Sizes
 from plimsoll.planning.family import Family, find_difference
 from plimsoll.planning.ladder import Ladder
@@ -32,13 +32,15 @@ from plimsoll.session.calibration import optimizer_in_view
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.plans_at_work import decided
 from plimsoll.session.step_planner import CLOSE, StepPlanner, trace_and_cost, trace_task
-from plimsoll.session.step_watch import Shapes, covers, warn_of_floor
+from plimsoll.session.step_watch import Shapes, covers, warn, warn_of_floor
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import gradients_as_if
 from plimsoll.units import format_bytes
 
 _MOST_TRACES = 6
 """So many shapes are traced if their steps do not follow from each other; later ones take the plan of one that covers them."""
+_MOST_KNOWN = 4096
+"""So many shapes are remembered with their plans."""
 _WORTH_SOLVING = 1.5
 """Plans are solved anew for a shape that takes so many times what the shapes took that plans were solved for."""
 
@@ -88,6 +90,7 @@ class ShapePlans:
         """The shapes for which a plan was chosen last, and what it takes there."""
         self._known: dict[Shapes, tuple[Plan, Forecast]] = {}
         self._refused: set[Shapes] = set()
+        """Shapes of which it was said that nothing fits, or that they cannot be traced."""
         self._budget_bytes = 0
         self.withheld_bytes = 0
         """Taken off the budget for now, as something else takes room on the device."""
@@ -114,14 +117,31 @@ class ShapePlans:
         """Whether what plans take at a shape is known."""
         return self._ladder_of(shapes) is not None
 
-    def _stand_in(self, shapes: Shapes) -> Shapes | None:
-        """A shape that was traced and covers one that does not follow from it; ``None`` while another trace is better."""
+    def _covering(self, shapes: Shapes) -> Shapes | None:
+        """The smallest traced shape that is at least as large in every dimension."""
         kind, _ = _split(shapes)
         traced = [_joined(kind, sizes) for sizes in self._steps.get(kind, _Steps()).traces]
-        covering = [each for each in traced if covers(each, shapes)]
-        if len(traced) < _MOST_TRACES or not covering:
-            return None
-        return min(covering, key=self._unmanaged_bytes)
+        return min((each for each in traced if covers(each, shapes)), key=self._unmanaged_bytes, default=None)
+
+    def _found(self, shapes: Shapes, task: Callable[[], TrainingTask]) -> Shapes:
+        """The shape itself if what plans take there is known, or can be by a trace; else one that covers it."""
+        if self.knows(shapes):
+            return shapes
+        covering = self._covering(shapes)
+        steps = self._steps.get(_split(shapes)[0], _Steps())
+        if covering is not None and (len(steps.traces) >= _MOST_TRACES or shapes in self._refused):
+            return covering
+        try:
+            self._trace(shapes, task())
+        except PlimsollError as error:
+            if covering is None:
+                raise
+            self._refused.add(shapes)
+            warn(
+                f"a batch of another shape could not be traced, and runs under the plan of a larger one: {error.found}"
+            )
+            return covering
+        return shapes
 
     def _trace(self, shapes: Shapes, task: TrainingTask) -> None:
         """Trace a step as the first one was traced; its seconds follow from those of one that is alike, if there is one."""
@@ -156,12 +176,7 @@ class ShapePlans:
         Raises:
             BudgetBelowFloor: none does, nor one that is solved for this shape, and such a batch has not run before.
         """
-        known = shapes
-        if not self.knows(shapes):
-            covering = self._stand_in(shapes)
-            if covering is None:
-                self._trace(shapes, task())
-            known = covering or shapes
+        known = self._found(shapes, task)
         try:
             found = self._cheapest(known)
         except BudgetBelowFloor as error:
@@ -298,6 +313,8 @@ class ShapePlans:
                 predicted_peak_bytes=forecast.peak_bytes,
                 predicted_seconds=forecast.seconds,
             )
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
             self._known[shapes] = before = (written, forecast)
         return before[0]
 
