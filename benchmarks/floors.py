@@ -206,13 +206,16 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The floor that a case was told, the highest peaks of its runs at it and at one percent more, and what was said."""
+    """The floor that a case was told, the highest peaks of its runs at it and at one percent more, and what was said then.
+
+    At the very floor it may be refused again (``None``): workspaces of convolutions differ by some bytes from run to run.
+    """
 
     case: Case
     bytes: int
-    peak_bytes: int
+    peak_bytes: int | None
     peak_above_bytes: int
-    said: tuple[str, ...]
+    said: list[str]
 
     HEAD: ClassVar[tuple[str, ...]] = (
         "| model | by | optimizer | loop | on | floor MiB | highest step | at 1% more | floor above it | kept |",
@@ -222,7 +225,7 @@ class Floor:
     @property
     def excess(self) -> float:
         """The share by which the floor lies above what was measured."""
-        return self.bytes / min(self.peak_bytes, self.peak_above_bytes) - 1
+        return self.bytes / min(self.peak_bytes or self.peak_above_bytes, self.peak_above_bytes) - 1
 
     @property
     def is_kept(self) -> bool:
@@ -230,7 +233,8 @@ class Floor:
         return self.peak_above_bytes <= above(self.bytes) and not self.said
 
     def __str__(self) -> str:
-        mib = (f"{each / MIB:.3f}" for each in (self.bytes, self.peak_bytes, self.peak_above_bytes))
+        measured = (self.bytes, self.peak_bytes, self.peak_above_bytes)
+        mib = ("refused" if each is None else f"{each / MIB:.3f}" for each in measured)
         cells = (self.case, *mib, f"{self.excess:+.2%}", "yes" if self.is_kept else f"no: {self.said[:1]}")
         return f"| {' | '.join(map(str, cells))} |"
 
@@ -259,17 +263,16 @@ def measured(case: Case) -> Floor:
     """What a case is told, and what it takes then. On several ranks all call this.
 
     Raises:
-        BudgetBelowFloor: what it was told is refused as well; ``RankFailed`` where another rank is told so.
+        BudgetBelowFloor: one percent more than it was told is refused as well; ``RankFailed`` where another rank is told so.
     """
     try:
         case.run("1KiB")
     except PlimsollError as refusal:
         floor_bytes = told_by(refusal, case.loop)
-    peak_bytes, said = case.run(floor_bytes)
-    peak_above_bytes, said_above = case.run(above(floor_bytes))
-    return Floor(
-        case, floor_bytes, peak_bytes, peak_above_bytes, (*said_above, *(f"at the floor: {it}" for it in said))
-    )
+    peak_bytes: int | None = None
+    with contextlib.suppress(PlimsollError):
+        peak_bytes, _ = case.run(floor_bytes)
+    return Floor(case, floor_bytes, peak_bytes, *case.run(above(floor_bytes)))
 
 
 def cases() -> list[Case]:
