@@ -10,7 +10,7 @@ from pathlib import Path
 PROGRAM = """
 import ctypes, os
 import scipy.optimize
-from planning.builders import transformer
+from planning.builders import random_step
 from plimsoll.planning import integer_program
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
@@ -24,7 +24,7 @@ def chatty(*args, **kwargs):
     return scipy.optimize.milp(*args, **kwargs)
 
 integer_program.milp = chatty
-planner = Planner(StepIndex(*transformer(4, detail=3).finish()))
+planner = Planner(StepIndex(*random_step(3, ops=8).finish()))
 for share in (0.2, 0.4, 0.6):
     low, high = planner.floor.peak_bytes, planner.baseline.peak_bytes
     solve(planner, budget_bytes=int(low + share * (high - low)))

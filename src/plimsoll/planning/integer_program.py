@@ -46,12 +46,14 @@ EXACT_GAP = 0.0
 WIDE_GAP = 1e-2
 """Near the floor many windows bind at once, and what is found near the relaxed optimum may be so far from it: there branching
 is worth its time."""
+SMALL_COLUMNS = 400
+"""Programs up to this size are branched over soon."""
 MOST_NODES = 400
 STAGE_SECONDS = 2.0
 """What those nodes may take; in deep models one node can take longer than a whole search in shallow ones."""
 FLOOR_GAP = 2e-3
 NEAR_FLOOR = 1e-2
-"""The smallest peak is searched for to within ``FLOOR_GAP`` of itself, and to within ``NEAR_FLOOR`` when nodes run out."""
+"""The smallest peak is searched for to within ``FLOOR_GAP`` of itself, and to within ``NEAR_FLOOR`` where choices are many."""
 _HAIR = 1e-9
 """What the relaxed smallest peak may be off by."""
 _OPTIMAL, _LIMIT, _INFEASIBLE, _NODES_SPENT = 0, 1, 2, 4
@@ -192,7 +194,9 @@ class ChoiceProblem:
         if not np.isfinite(least_bytes):
             return Selection(effects=None, lower_value=np.inf, is_finished=True)
         start = self._lowest_rounded(least_bytes, lifts * self.unit_bytes)
-        if start is not None and self._peak_bytes(start) <= least_bytes * (1 + FLOOR_GAP):
+        # Where the search comes so close, branching over many choices has not been seen to come closer.
+        close = FLOOR_GAP if self.columns <= SMALL_COLUMNS else NEAR_FLOOR
+        if start is not None and self._peak_bytes(start) <= least_bytes * (1 + close):
             return self._selection(start, least_bytes, is_finished=True)
         if start is not None:
             bounds.ub[-1] = self._peak_bytes(start) * (1 + _HAIR) / self.unit_bytes

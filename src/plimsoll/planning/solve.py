@@ -31,7 +31,7 @@ from plimsoll.planning.choices import ChoiceSet, generate_choices
 from plimsoll.planning.decisions import write_plan
 from plimsoll.planning.describe import describe_peak, describe_timeline
 from plimsoll.planning.explain import floor_error, limits_error, notes_about_forms, notes_about_peak, strategy_error
-from plimsoll.planning.integer_program import COARSE_GAP, EXACT_GAP, FINE_GAP, ChoiceProblem, Selection
+from plimsoll.planning.integer_program import COARSE_GAP, EXACT_GAP, FINE_GAP, SMALL_COLUMNS, ChoiceProblem, Selection
 from plimsoll.planning.pins import Override, pin_choices, pin_values
 from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.step import StepIndex
@@ -43,9 +43,6 @@ TIME_LIMIT_SECONDS = 60.0
 _FRONTIER_POINTS = 12
 _TIGHTENINGS = 8
 """How often the target is lowered by what the simulator finds above the budget, before the ladder's plans have to do."""
-_SMALL_PROGRAM_COLUMNS = 400
-"""Programs up to this size that know every choice are solved to the end; others to within a gap, or deep models would take
-minutes."""
 _ERROR_ROOM = 4.0
 """Choices are made for limits that may turn out so much wider, when a plan is measured to err less than expected."""
 _OPTIMAL_WITHIN = 1e-6
@@ -224,7 +221,8 @@ class Planner:
         self.sets: tuple[ChoiceSet, ...] = generate_choices(self.index, families, squared_error, known_choices)
         self.is_complete = all(choice_set.is_complete for choice_set in self.sets)
         self.problem = ChoiceProblem(self.index, self.sets, TIME_LIMIT_SECONDS, self.limits)
-        is_small = self.is_complete and self.problem.columns <= _SMALL_PROGRAM_COLUMNS
+        # Programs that know every choice are solved to the end if they are small, or deep models would take minutes.
+        is_small = self.is_complete and self.problem.columns <= SMALL_COLUMNS
         self.gap = EXACT_GAP if is_small else FINE_GAP
         self._search(_Rungs())
         self.build_seconds = time.monotonic() - started
