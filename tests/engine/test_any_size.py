@@ -231,3 +231,23 @@ def test_one_wrong_recipe_takes_back_the_trust_in_recordings(recordings, driftin
         model.zero_grad()
         step(model, 5)
     assert set(recordings.values()) == {4}
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    """Its second half is another above 20 tokens."""
+    weights = torch.ones(x.shape[1], 1)
+    if x.shape[1] > 20:
+        weights[20:] = 0.5
+    return x * weights
+
+
+def test_code_whose_torch_calls_are_not_seen_is_watched_at_every_size(recordings):
+    sizes = [(2, tokens) for tokens in (10, 16, 20, 21, 22, 30)]
+    torch.manual_seed(0)
+    plain = stack_of(lambda: Does(lambda x: scripted(x).exp()), count=1)()
+    model = copy.deepcopy(plain)
+    with manage(model):
+        found = train(model, step_of(sizes), len(sizes))
+    assert differences(train(plain, step_of(sizes), len(sizes)), found) == []
+    assert set(recordings.values()) == {len(sizes)}

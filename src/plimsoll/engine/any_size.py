@@ -71,7 +71,7 @@ class Recordings:
         if len(self._watched) >= self._most and signature not in self._watched:
             del self._watched[next(iter(self._watched))]
         self._watched.setdefault(signature, {})[recording.stream] = recording
-        if recording.region.layouts or recording.is_self_compiling:
+        if recording.region.layouts or recording.is_self_compiling or recording.has_unseen_callers:
             return
         skeleton, sizes = _split(signature)
         families = self._families.setdefault(skeleton, [])

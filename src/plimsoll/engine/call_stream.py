@@ -214,6 +214,8 @@ class StreamRecorder(TorchFunctionMode):
         self._known = known
         self._numbers = {id(tensor): number for number, ref in enumerate(known) if (tensor := ref()) is not None}
         self._calls: list[TorchCall] = []
+        self.is_within = False
+        """Whether a torch call is under way: other operations come from code that nobody sees (TorchScript, extensions)."""
 
     @property
     def stream(self) -> Stream:
@@ -223,7 +225,11 @@ class StreamRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        before, self.is_within = self.is_within, True
+        try:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        finally:
+            self.is_within = before
         if not _leaves_a_trace(result):
             return result
         is_data = func in _MADE_FROM_DATA and _is_data(args)

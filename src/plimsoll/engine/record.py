@@ -171,6 +171,7 @@ def _watch(
     recorder.mark_outside()
     saved = _RecordedCall(recorder, entry.sources)
     stream = StreamRecorder(references((*entry.sources, *entry.inputs)))
+    recorder.is_called = lambda: stream.is_within
     before = sequence_number()
     try:
         with (
@@ -257,6 +258,7 @@ def _recording(call: _Watched, subject: RegionForward) -> Recording:
         nodes=call.nodes,
         casts=sum(op.name == "_to_copy" for op in recorder.ops),
         is_self_compiling=recorder.takes_functions,
+        has_unseen_callers=recorder.has_unseen_callers,
     )
 
 

@@ -40,6 +40,8 @@ class Recording:
     nodes: int
     casts: int
     is_self_compiling: bool
+    has_unseen_callers: bool
+    """Whether code whose torch calls are not seen (TorchScript, extensions) has run ops: it may do others at another size."""
 
     def program(self, plan: RegionPlan, shared: Shared, *, is_linked: bool) -> Program:
         """What serves such calls under a plan. ``is_linked``: the region before can make the first argument again."""

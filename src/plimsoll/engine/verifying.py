@@ -44,6 +44,10 @@ class VerifyingRecorder(OpRecorder):
         self.points = points
         self.not_rebuildable: dict[int, str] = {}
         self.has_hidden_writes = False
+        self.is_called: Callable[[], bool] = lambda: True
+        """Whether a torch call is under way."""
+        self.has_unseen_callers = False
+        """Whether some op was called by code whose torch calls are not seen."""
         self._contents: dict[int, int] = {}
         self._shadows: dict[int, torch.Tensor] = {}
         self._undefined: set[int] = set()
@@ -57,6 +61,7 @@ class VerifyingRecorder(OpRecorder):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.has_unseen_callers |= not self.suspended and not self.is_called()
         with without_torch_function():  # what is done here is no part of the region's stream of torch calls
             return super().__torch_dispatch__(func, types, args, kwargs)
 
