@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from benchmarks.out_of_memory import cases, told
@@ -116,6 +117,34 @@ def test_state_that_did_not_exist_before_is_gone_and_a_batch_is_whole_again():
     with training.managed("attach") as handle:
         handle.step(step, {"x": torch.randn(ROWS, WIDTH)})
     assert seen == [(0, ["x"]), (0, ["x"])]
+
+
+def test_attributes_of_modules_are_put_back_to_any_depth():
+    training = Training()
+    module = next(iter(training.model.modules()))
+    module.seen = {"tokens": [0], "mean": {"of": torch.zeros(3)}}
+    module.sums, module.draws = np.zeros(2), np.random.default_rng(0)
+    tries: list[tuple[Any, ...]] = []
+
+    def step() -> None:
+        found = (
+            module.seen["tokens"][0],
+            module.seen["mean"]["of"].sum().item(),
+            module.sums.sum(),
+            module.draws.random(),
+        )
+        tries.append(found)
+        module.seen["tokens"][0] += 7
+        module.seen["mean"]["of"] += 1
+        module.sums += 1
+        mean_square(training.model(torch.randn(ROWS, WIDTH))).backward()
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError
+
+    with training.managed("attach") as handle:
+        handle.step(step)
+    assert len(tries) == 2
+    assert tries[0] == tries[1]
 
 
 def test_gradients_that_were_there_are_there_again():

@@ -29,8 +29,9 @@ class Fallback:
         """Say that a call has kept everything because it was none of those known."""
         warnings.warn(
             f"plimsoll: a call of region {self._name!r} made torch calls that no recorded one has made, first "
-            f"{called(guard.stranger)} at {guard.where}: state of the host that its Python code reads has changed. The call "
-            "kept everything, so its gradients are right and this step may be over its budget; the next "
+            f"{called(guard.stranger)} at {guard.where}: its Python code has decided something else, by state of the "
+            "host that has changed or by the size of its inputs. The call kept "
+            "everything, so its gradients are right and this step may be over its budget; the next "
             f"{calls} calls are recorded anew.",
             stacklevel=6,
         )

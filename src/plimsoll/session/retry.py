@@ -226,6 +226,6 @@ class AppliedPlan:
         optimizer = optimizer_in_view(self._model)
         task = TrainingTask(model=self._model, batch=batch, loss=stand_in_loss, optimizer=optimizer)
         traced = trace_and_cost(task, options, optimizer_is_optional=True)
-        planner = StepPlanner(*traced, options, self._first.budget_bytes)
+        planner = StepPlanner(*traced, options, self._first.budget_bytes or self._first.predicted_peak_bytes)
         planner.try_forms(task.step)
         return planner

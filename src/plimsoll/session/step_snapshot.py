@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import UserDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from plimsoll.session.calibration import instances_of
 from plimsoll.tracing.fsdp2 import every_parameter, release_gathered
 from plimsoll.tracing.local_tensors import local_of, version_of
 from plimsoll.tracing.recorder.calling import output_tensors
-from plimsoll.tracing.recorder.untouched import REFILLS, KeptState, RandomState, contents_of
+from plimsoll.tracing.recorder.untouched import REFILLS, KeptState, RandomState, attributes_of, contents_of
 
 _SMALL_BYTES = 2**16
 
@@ -57,6 +57,10 @@ class StepSnapshot:
         self._batch = [(t, version_of(t)) for t in output_tensors(given) if not t.is_inference()]
         self._gradients = [(parameter, _KeptGradient(parameter.grad)) for parameter, _ in self._parameters]
         self._companions = _KeptContents(map(vars, companions))
+        # Buffers and parameters are kept above, whoever else holds them.
+        parts = {id(tensor) for tensor in (*model.buffers(), *(parameter for parameter, _ in self._parameters))}
+        values = [value for module in model.modules() for value in attributes_of(module).values()]
+        self._attributes = _KeptContents(values, left_out=parts)
         self._optimizers: dict[int, tuple[Optimizer, _KeptContents]] = {}
         self._stepping: Optimizer | None = None
         self._hooks: list[Any] = []
@@ -95,6 +99,7 @@ class StepSnapshot:
             for _, contents in self._optimizers.values():
                 contents.put_back()
             self._companions.put_back()
+            self._attributes.put_back()
             self._given.put_back()
             for parameter, gradient in self._gradients:
                 parameter.grad = gradient.put_back()
@@ -134,11 +139,11 @@ class _KeptGradient:
 class _KeptContents:
     """What containers hold, to any depth, and the numbers of the tensors in them."""
 
-    def __init__(self, roots: Iterable[Any], *, with_tensors: bool = True) -> None:
+    def __init__(self, roots: Iterable[Any], *, with_tensors: bool = True, left_out: Collection[int] = ()) -> None:
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._is_with_tensors = with_tensors
-        seen: set[int] = set()
+        seen = set(left_out)
         waiting = list(roots)
         while waiting:
             value = waiting.pop()

@@ -98,8 +98,8 @@ class KeptState:
     """What a model's buffers and attributes are and hold now, to be put back later: also where a step binds others in their
     places, and what it has added since (a cache, a counter, a lazily made part).
 
-    Of an attribute that is a list, a set, a dictionary, a deque or a generator the contents are put back too, but not those
-    of what lies in it: what other objects are and hold inside is theirs. ``copy`` says where copies of buffers lie.
+    Of an attribute that is a list, a set, a dictionary, a deque, an array or a generator the contents are put back too, but not
+    those of what lies in it: what other objects are and hold inside is theirs. ``copy`` says where copies of buffers lie.
     """
 
     def __init__(self, model: nn.Module, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
@@ -110,7 +110,7 @@ class KeptState:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._attributes = [(vars(module), _without(_OF_MODULES, vars(module))) for module in modules]
+        self._attributes = [(vars(module), attributes_of(module)) for module in modules]
         self._names = [
             (held, frozenset(held))
             for module in modules
@@ -177,6 +177,14 @@ def _rewind(value: torch.Generator, contents: torch.Tensor) -> None:
     value.set_state(contents)
 
 
+def _reseed(value: np.random.Generator, contents: Any) -> None:
+    value.bit_generator.state = contents
+
+
+def _rewrite(value: Any, contents: Any) -> None:
+    value[...] = contents
+
+
 REFILLS: Mapping[type, Callable[[Any, Any], None]] = MappingProxyType(
     {
         list: _refill_list,
@@ -184,6 +192,8 @@ REFILLS: Mapping[type, Callable[[Any, Any], None]] = MappingProxyType(
         **dict.fromkeys((dict, OrderedDict, defaultdict, Counter, set), _refill),
         torch.Generator: _rewind,
         random.Random: random.Random.setstate,
+        np.random.Generator: _reseed,
+        np.ndarray: _rewrite,
     }
 )
 """How the contents of an attribute are put back, by its very type: what subclasses do on a write is not known."""
@@ -193,11 +203,14 @@ def contents_of(value: Any) -> Any:
     """What ``REFILLS`` puts back later."""
     if isinstance(value, torch.Generator):
         return value.get_state()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
     return value.getstate() if isinstance(value, random.Random) else value.copy()
 
 
-def _without(names: frozenset[str], held: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in held.items() if name not in names}
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """What somebody has put on the module itself: neither its parts nor hooks."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
 
 
 def _drop(held: dict[str, Any], names: Iterable[str]) -> None:
