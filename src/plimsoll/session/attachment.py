@@ -388,7 +388,8 @@ class Attachment:
             self._excess_bytes = excess_bytes
             return self._solve_for_budget()
 
-        with self._unmanaged():
+        self._planner.managing = self._work.trying if self._agreement.size == 1 else None
+        with self._steps.looking_away(), contextlib.nullcontext() if self._planner.managing else self._work.paused():
             seen_bytes = self._planner.mistake_bytes + (self._planner.recording_bytes if self._tries == 1 else 0)
             return self._planner.confirmed_beside(plan, step, self._excess_bytes, resolve, seen_bytes=seen_bytes)
 

@@ -48,6 +48,17 @@ class PlansAtWork:
         self._handle.begin_step()
         return True
 
+    @contextlib.contextmanager
+    def trying(self, plan: Plan) -> Iterator[None]:
+        """Have another plan at work inside the block. What regions record in it stays."""
+        before = self.plan
+        self.run(plan)
+        try:
+            yield
+        finally:
+            if before is not None:
+                self.run(before)
+
     def remove(self) -> None:
         """Undo everything; harmless when called twice."""
         if self._handle is not None:

@@ -35,7 +35,7 @@ from plimsoll.session.forms import Sensed, sense_forms
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep
-from plimsoll.session.trial import Gradients, TrialRun, confirmed, run_trial
+from plimsoll.session.trial import Gradients, Managing, TrialRun, confirmed, run_trial
 from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.units import budget_text, format_bytes
 
@@ -103,6 +103,8 @@ class StepPlanner:
         self.in_flight = 1
         self.mistake_bytes = 0
         """What the plan with the lowest peak took more than it predicts in steady steps, when it was tried."""
+        self.managing: Managing | None = None
+        """What puts plans to work in trials, if it is to keep what they record."""
         self.recording_bytes = 0
         """What it took more in the step that recorded it."""
         self._ran = TrialRun(0, None)
@@ -307,7 +309,7 @@ class StepPlanner:
 
     def run(self, step: TrainingStep, plan: Plan, *, unseen_bytes: int = 0) -> TrialRun:
         """Run a plan and measure it; ``unseen_bytes`` are known to come on top."""
-        trial = run_trial(step, plan, self.gradients)
+        trial = run_trial(step, plan, self.gradients, self.managing)
         self._ran = trial
         return dataclasses.replace(trial, peak_bytes=trial.peak_bytes + unseen_bytes)
 

@@ -8,6 +8,7 @@ so much less that a cheaper plan may do, expectations are scaled to what was mea
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -57,17 +58,23 @@ class TrialRun:
         return note if self.error is None else f"{note}, the gradient's relative error {self.error:.2%}"
 
 
-def run_trial(step: TrainingStep, plan: Plan, gradients: Gradients | None = None) -> TrialRun:
+Managing = Callable[[Plan], contextlib.AbstractContextManager[object]]
+"""Puts a plan to work for as long as it is entered."""
+
+
+def run_trial(
+    step: TrainingStep, plan: Plan, gradients: Gradients | None = None, managing: Managing | None = None
+) -> TrialRun:
     """Run a plan: the larger peak of the recording step and a steady one, and the error beside the unmanaged
-    ``gradients``.
+    ``gradients``. What is recorded is lost afterwards, unless ``managing`` keeps it, and has kept what such steps record.
 
     Optimizer state that is not there yet comes with the user's first step, which records, so it is added to the steady one.
     The model is left as it was.
     """
     error = None
-    with untouched(step.model), manage(step.model, plan):
+    with untouched(step.model), manage(step.model, plan) if managing is None else managing(plan):
         recording = step.measure_peak()
-        steady = step.measure_peak()
+        steady = step.measure_peak() if managing is None else recording
         if gradients is not None and not plan.is_lossless:
             error = relative_error(gradients, step.gradients())
     absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
