@@ -48,7 +48,7 @@ _SIZES = {
     "tiny": ({"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 256}, 2, 64),
     "cpu": ({"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 8, "vocab_size": 512}, 2, 128),
 }
-_SETTLED, _SETTLED_STAGES = 3, 5
+_SETTLED, _SETTLED_STAGES = 5, 6
 """Steps until the plan for the budget stands, and until a schedule's do."""
 _MEASURED = 2
 """Steps after these."""

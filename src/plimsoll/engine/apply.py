@@ -74,6 +74,7 @@ class Handle:
         for hook in (*self._root_hooks, *self._others):
             hook.remove()
         self._root_hooks, self._others = [], []
+        self._retry = None  # what is taken off plans no more
         self.regions, self._known = {}, {}
 
     def switch(self, plan: Plan) -> None:

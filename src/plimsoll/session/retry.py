@@ -10,6 +10,7 @@ import contextlib
 import gc
 import logging
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -170,7 +171,7 @@ class AppliedPlan:
     def __init__(self, handle: Handle, model: nn.Module, plan: Plan) -> None:
         self.plan: Plan | None = plan
         self._first = plan
-        self._handle = handle
+        self._handle = weakref.proxy(handle)  # which knows this: both would wait for the garbage collector
         self._model = model
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._planner: StepPlanner | None = None
