@@ -16,7 +16,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -28,7 +27,7 @@ from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.recording import Recording
 from plimsoll.engine.replay_code import Number, Unknown
 from plimsoll.engine.replay_plan import ReplayPlan
-from plimsoll.planning.expressions import Dimensions, Expression, Fitter, Sizes, power
+from plimsoll.planning.expressions import Dimensions, Expression, Fitter, Sizes
 from plimsoll.tracing.recorder.recorder import RecordedOp, RecordedValue, Ref
 from plimsoll.tracing.recorder.storages import Geometry
 
@@ -218,8 +217,7 @@ def _nearest_whole(value: Number, unmake: Callable[[Any], Number]) -> int:
 
 def _exact(expression: Expression, make: Callable[[int], Number], dimensions: Sizes) -> Number | None:
     """The value; ``None`` where the expression is a guess, or does not give a whole number."""
-    terms = zip(expression.terms, expression.coefficients, strict=True)
-    value = sum((c * power(term, dimensions) for term, c in terms), Fraction(0))
+    value = expression.exactly_at(dimensions)
     return make(value.numerator) if expression.is_known and value.denominator == 1 else None
 
 

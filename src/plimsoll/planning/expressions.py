@@ -11,11 +11,11 @@ Known weakness: sizes that are padded to multiples are no polynomials, so these 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from math import prod
 
 import numpy as np
 
@@ -43,12 +43,14 @@ class Expression:
     coefficients: tuple[Fraction, ...]
     is_known: bool = True
 
+    def exactly_at(self, dimensions: Sizes) -> Fraction:
+        """The value."""
+        terms = zip(self.terms, self.coefficients, strict=True)
+        return sum((c * power(term, dimensions) for term, c in terms), Fraction(0))
+
     def at(self, dimensions: Sizes) -> int:
         """The value, rounded up and never negative."""
-        value = sum(
-            (c * power(term, dimensions) for term, c in zip(self.terms, self.coefficients, strict=True)), Fraction(0)
-        )
-        return max(0, -((-value.numerator) // value.denominator))
+        return max(0, math.ceil(self.exactly_at(dimensions)))
 
 
 def power(term: Term, dimensions: Sizes) -> int:
@@ -58,7 +60,7 @@ def power(term: Term, dimensions: Sizes) -> int:
         >>> power((1, 2), (3, 10))
         300
     """
-    return prod(size**exponent for size, exponent in zip(dimensions, term, strict=True))
+    return math.prod(size**exponent for size, exponent in zip(dimensions, term, strict=True))
 
 
 class Dimensions:
@@ -93,7 +95,7 @@ class Dimensions:
     def scaled(self, sizes: Sizes, multiples: Sizes) -> Sizes:
         """A batch whose dimensions are so many times as large."""
         factors = dict(zip(self._columns, multiples, strict=True))
-        factors |= {column: prod(factors[leader] for leader in leaders) for column, leaders in self._followers}
+        factors |= {column: math.prod(factors[leader] for leader in leaders) for column, leaders in self._followers}
         return tuple(size * factors[column] for column, size in enumerate(sizes))
 
     def can_tell(self, sizes: Sizes) -> bool:
@@ -109,7 +111,7 @@ class Dimensions:
 
     def _follows(self, sizes: Sizes, column: int, leaders: tuple[int, ...]) -> bool:
         """Whether a size is the same multiple of the product of others as in the first batch."""
-        now, first = (prod(of[leader] for leader in leaders) for of in (sizes, self._first))
+        now, first = (math.prod(of[leader] for leader in leaders) for of in (sizes, self._first))
         return sizes[column] * first == self._first[column] * now
 
 

@@ -119,9 +119,8 @@ def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
 def optimizer_in_view(model: nn.Module) -> Optimizer | None:
     """The optimizer in this process that trains ``model``, if there is one and no other: its state can be counted ahead."""
     parameters = frozenset(map(id, every_parameter(model)))
-    found = [
-        thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing)
-    ]  # wrappers have none of their own
+    # Wrappers have no groups of their own.
+    found = [thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing)]
     ours = [optimizer for optimizer in found if trains(optimizer, parameters)]
     return ours[0] if len(ours) == 1 else None
 
