@@ -29,6 +29,7 @@ LAYERS = (
     {"session"},
     {"analysis", "estimator"},
     {"distributed"},
+    {"integrations"},
     {"ui"},
 )
 """A room imports from itself and from layers above its own line; two rooms of one line do not know each other."""
@@ -36,7 +37,7 @@ FRONT = {"__init__", "__main__", "chunked"}
 """Public pages: they name what the rooms hold, and no room imports them."""
 WITHOUT_TORCH = {"errors", "units", "artifacts", "planning"}
 """Plans can be read, solved and shown where there is no torch."""
-MOST_PACKAGES = 10
+MOST_PACKAGES = 11
 MOST_FILES = 350
 MOST_LINES = 500
 FEWEST_LINES = 30

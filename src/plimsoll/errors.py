@@ -21,6 +21,7 @@
     ├── PlanNotUsable          a plan that has no decisions to apply
     ├── TracingFailed          the step cannot be traced
     ├── UnsupportedTorch       a torch that lacks what Plimsoll stands on
+    ├── UnsupportedFramework   a training framework of a version that was not tried
     ├── InvalidReport          nothing to report, or not to that place
     ├── InvalidCodec           a codec's name or parameters that are not known
     ├── InvalidTrace           no profiler trace, or two that do not belong together
@@ -136,6 +137,10 @@ class TracingFailed(PlimsollError):
 
 class UnsupportedTorch(PlimsollError):
     """This torch lacks a private name that Plimsoll stands on."""
+
+
+class UnsupportedFramework(PlimsollError):
+    """A training framework whose version is outside of those that its integration was tried with."""
 
 
 class InvalidReport(PlimsollError):

@@ -92,6 +92,11 @@ class ModelHook:
             self._run(caller, *arguments)
 
     @property
+    def runner(self) -> object:
+        """The object whose method it runs, if it is a method."""
+        return self._run.__self__ if isinstance(self._run, types.MethodType) else None
+
+    @property
     def __name__(self) -> str:
         """What torch.jit.script asks of a hook before it looks for its source, which there is none of."""
         raise refused_script()

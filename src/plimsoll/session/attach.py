@@ -7,11 +7,13 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import nn
 
+from plimsoll.errors import InvalidModel
 from plimsoll.session.agreement import agreement_for, described
 from plimsoll.session.attachment import Attachment
 from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.pressure import check_room
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
+from plimsoll.session.step_watch import is_watched
 from plimsoll.session.task import check_model
 from plimsoll.tracing.recorder.fingerprint import fingerprint
 from plimsoll.tracing.refusals import refuse_compiled
@@ -79,6 +81,7 @@ def attach(
     with agreement_for(model, "attach", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
         check_model(model, optimizer)
         refuse_compiled(model)
+        _refuse_attached(model)
         check_count("verify_every", verify_every, least=0)
         check_room(room, agreement.size)
         limit = Budget.required(budget)
@@ -88,3 +91,15 @@ def attach(
         trained = {"model": fingerprint(model), "optimizer": type(optimizer).__name__}
         agreement.same("what to attach", {**trained, **options.facts(), **described(verify_every=verify_every)})
         return Attachment(model, limit, options, agreement, optimizer=optimizer, verify_every=verify_every, room=room)
+
+
+def _refuse_attached(model: nn.Module) -> None:
+    """Refuse a model on which a budget is at work already, whether or not its plan is there yet."""
+    attached = next((name for name, module in model.named_modules() if is_watched(module)), None)
+    if attached is not None:
+        raise InvalidModel(
+            f"A budget is at work on {type(model).__name__} already: {attached or 'the model itself'}.",
+            why="plimsoll.attach, plimsoll.apply, or a framework's integration was called on it before: two would plan for the "
+            "same bytes",
+            next="keep one of them; handle.remove() takes off the other",
+        )

@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -96,8 +95,7 @@ class Attachment:
         self._work = PlansAtWork(agreement, model, verify_every)
         self._calls = 0
         self._shapes: list[Shapes] = []
-        self._has_counted_state = False
-        self._has_settled = False
+        self._has_counted_state = self._has_settled = self._has_warned = False
         self._planner: StepPlanner | None = None
         self._error_scale = 1.0
         self._is_calibrating, self._tries = False, 0
@@ -107,7 +105,6 @@ class Attachment:
         self._withheld_bytes = 0
         """Taken off the budget for now, as something else takes room on the device."""
         self._pressure = Pressure(room)
-        self._has_warned = False
         self._metered = MeteredSituations()
         self._retry = Retry(model, self)
         self._shaped: ShapePlans | None = None
@@ -126,6 +123,11 @@ class Attachment:
     def is_calibrating(self) -> bool:
         """Whether the plan for the budget is still to come: the model runs at its lowest peak."""
         return self._is_calibrating
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a step was measured to take under a plan for the budget; 0 until one was measured."""
+        return self._steps.peak_bytes
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -174,9 +176,7 @@ class Attachment:
     def __enter__(self) -> Attachment:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:

@@ -130,6 +130,12 @@ class MeteredSituations:
         return cause or "it takes more than was predicted"
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether the calls of this very module are followed already."""
+    hooks = module._forward_pre_hooks.values()  # seen in torch 2.9 to 2.13
+    return any(isinstance(hook, ModelHook) and isinstance(hook.runner, StepWatch) for hook in hooks)
+
+
 class _PatientHook(ModelHook):
     """As other hooks on a model, but it lets a model be compiled: a plan that keeps everything does no more than watch."""
 
@@ -165,6 +171,8 @@ class StepWatch:
         self.risen_bytes = 0
         """On CUDA, where a step's peak was above all before it: that peak, without what lies on the device beside the step."""
         self.beside_bytes: int | None = None
+        self.peak_bytes = 0
+        """The most that ``taken_bytes`` has told of any step."""
         self.in_flight = 1
         """How many forwards the last step had before one backward."""
         self._watch = OptimizerWatch(())
@@ -221,7 +229,9 @@ class StepWatch:
         """What the step that is over took up to its last backward, with ``state_bytes`` of an optimizer; 0 if not known."""
         step, self.measured = self.measured, None
         risen_bytes, self.risen_bytes = self.risen_bytes, 0
-        return risen_bytes if step is None else step.step_peak_bytes + state_bytes
+        peak_bytes = risen_bytes if step is None else step.step_peak_bytes + state_bytes
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        return peak_bytes
 
     def end_step(self) -> None:
         """The optimizer has stepped, or no graph waits any more: what comes now is another step."""

@@ -1,0 +1,4 @@
+"""One file per training framework: a budget in one line of the user's code. None of them is loaded until it is named.
+
+``budgeted`` and ``own_checkpointing`` are what all of them share and know no framework.
+"""

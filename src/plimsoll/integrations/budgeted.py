@@ -1,0 +1,129 @@
+"""A budget in the hands of a training framework: what every integration does, whatever the framework is called.
+
+An integration finds what is trained and says when training begins and ends; the rest is here: versions that were not
+tried, the framework's own checkpointing that is taken over, the line in the log, the figures for the framework's own log,
+and the way back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import nn
+from torch.torch_version import TorchVersion
+
+from plimsoll.artifacts.plan import Plan
+from plimsoll.errors import UnsupportedFramework
+from plimsoll.integrations.own_checkpointing import switch_off
+from plimsoll.session.attach import attach
+from plimsoll.session.attachment import Attachment
+from plimsoll.session.options import Budget
+from plimsoll.session.shapes import told
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """A framework by the name of its distribution, with the oldest and the newest version that was tried."""
+
+    name: str
+    oldest: str
+    newest: str
+
+    def check(self) -> None:
+        """Refuse a version that is older than the ones tried, or of a later major release.
+
+        Raises:
+            UnsupportedFramework: it is.
+        """
+        found = metadata.version(self.name)
+        is_newer = int(found.partition(".")[0]) > int(self.newest.partition(".")[0])
+        if not is_newer and TorchVersion(found) >= self.oldest:
+            return
+        raise UnsupportedFramework(
+            f"{self.name} {found} is {'newer' if is_newer else 'older'} than what this integration was tried with.",
+            why=f"it reaches into the framework's training loop; tried with {self.name} {self.oldest} to {self.newest}",
+            next=f"install one of those, or call plimsoll.attach(model, budget) before the training loop of {self.name}",
+        )
+
+
+class BudgetedTraining:
+    """One budget, put to work where a training begins and taken off where it ends; as often as there are trainings."""
+
+    def __init__(
+        self, framework: Framework, budget: int | str, options: Mapping[str, Any], log: logging.Logger
+    ) -> None:
+        """``options`` are those of ``plimsoll.attach``; ``log`` is where the framework says what it does."""
+        framework.check()
+        inspect.signature(attach).bind(None, budget, **options)  # raises TypeError where an option is not known
+        Budget.required(budget)
+        self.handle: Attachment | None = None
+        self._budget = budget
+        self._options = options
+        self._log = log
+        self._undo = contextlib.ExitStack()
+        self._has_told = False
+
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, taken_over: int = 0) -> None:
+        """Training begins: ``model`` is the module that the framework calls.
+
+        ``taken_over`` counts what the integration has itself switched off of the framework's means to save memory.
+        """
+        taken_over += switch_off(model, self._undo)
+        if taken_over:
+            self._log.warning(
+                "Plimsoll: the budget takes over. The activation checkpointing or offloading that was set (in %s places) is "
+                "off while it is at work",
+                taken_over,
+            )
+        try:
+            self.handle = attach(model, self._budget, optimizer=_inner(optimizer), **self._options)
+        except BaseException:
+            self.end()
+            raise
+        self._undo.callback(self.handle.remove)
+        self._has_told = False
+
+    def on_end(self, undo: Callable[..., object], *args: Any) -> None:
+        """Do this too where training ends."""
+        self._undo.callback(undo, *args)
+
+    def end(self) -> None:
+        """Training is over, or has failed: everything is as it was before. Harmless when called twice."""
+        self._undo.close()
+
+    def tell(self) -> None:
+        """Say in a line of the log what is planned, once it is; called after every step."""
+        plan = self._plan
+        if plan is not None and not self._has_told:
+            self._has_told = True
+            self._log.info("Plimsoll: %s", told(plan, 0))
+
+    def figures(self) -> dict[str, float]:
+        """What to add to the framework's own log: bytes of the budget, planned and measured, and the share of time it costs."""
+        plan = self._plan
+        if self.handle is None or plan is None:
+            return {}
+        return {
+            "plimsoll/budget_bytes": plan.budget_bytes or 0,
+            "plimsoll/planned_peak_bytes": plan.predicted_peak_bytes,
+            "plimsoll/measured_peak_bytes": self.handle.peak_bytes,
+            "plimsoll/overhead": plan.predicted_overhead,
+        }
+
+    @property
+    def _plan(self) -> Plan | None:
+        """The plan for the budget, once it is there."""
+        return None if self.handle is None or self.handle.is_calibrating else self.handle.plan
+
+
+def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """The optimizer that a framework's own wraps: the wrapper's step takes other arguments."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer

@@ -1,0 +1,144 @@
+"""Trains under a budget with Hugging Face's ``Trainer`` and all that derive from it, TRL's trainers among them.
+
+    from plimsoll.integrations.transformers import PlimsollCallback
+
+    trainer = Trainer(..., callbacks=[PlimsollCallback(budget="20GiB")])
+
+Callbacks are told of the model that is trained, not of the one that is called (``DistributedDataParallel`` around it), nor
+of a step that fails. So the callback looks up the trainer that calls it, and stands around its ``training_step``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+from plimsoll.errors import BudgetBelowFloor, InvalidOption
+from plimsoll.integrations.budgeted import BudgetedTraining, Framework
+from plimsoll.session.attachment import Attachment
+
+_LOG = logging.get_logger("transformers.plimsoll")
+_TRIED = Framework("transformers", oldest="5.23", newest="5.23")
+_OFFLOADING = "maybe_activation_offload_context"
+"""Where TRL's trainers keep what offloads activations around a step (seen in TRL 1.16)."""
+
+
+class PlimsollCallback(TrainerCallback):
+    """Keeps every training step of a ``Trainer`` under a memory budget, from the first one on.
+
+    Training begins and ends as without it: activation checkpointing and offloading that were set are off in between, and
+    on again after. What was planned and measured stands in the trainer's log with every loss.
+
+    Args:
+        budget: as for ``plimsoll.attach``.
+        options: all else that ``plimsoll.attach`` takes, but for the optimizer.
+
+    Raises:
+        UnsupportedFramework: transformers is older or newer than what was tried.
+        InvalidOption: two of these callbacks, or ``torch_compile=True``; when training begins.
+        BudgetBelowFloor: in the first training step, before anything has changed. With ``auto_find_batch_size=True`` the
+            trainer takes a smaller batch instead, as it does when it runs out of memory.
+
+    Example:
+        >>> trainer = Trainer(model, args, callbacks=[PlimsollCallback(budget="20GiB")])  # doctest: +SKIP
+    """
+
+    def __init__(self, budget: int | str, **options: Any) -> None:
+        self._training = BudgetedTraining(_TRIED, budget, options, _LOG)
+
+    @property
+    def handle(self) -> Attachment | None:
+        """What ``plimsoll.attach`` has returned for the training that began last."""
+        return self._training.handle
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Put the budget to work, on the module that the trainer calls."""
+        trainer = _calling_trainer()
+        self._training.end()
+        _refuse(trainer, args)
+        replaced = functools.partial(_replace, self._training, trainer)
+        offloads = not isinstance(vars(trainer).get(_OFFLOADING, contextlib.nullcontext()), contextlib.nullcontext)
+        if offloads:
+            replaced(_OFFLOADING, contextlib.nullcontext())
+        replaced("log", functools.partial(self._log, trainer.log))
+        replaced("training_step", functools.partial(self._step, trainer.training_step, args))
+        self._training.begin(trainer.model_wrapped, trainer.optimizer, taken_over=int(offloads))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Say what is planned, once it is."""
+        self._training.tell()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave trainer and model as they were."""
+        self._training.end()
+
+    def _log(self, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        log({**logs, **self._training.figures()} if "loss" in logs else logs, *args, **kwargs)
+
+    def _step(
+        self, step: Callable[..., torch.Tensor], arguments: TrainingArguments, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        try:
+            return step(*args, **kwargs)
+        except BudgetBelowFloor as error:
+            self._training.end()
+            _LOG.error("Plimsoll: %s", error)
+            if not arguments.auto_find_batch_size:
+                raise
+            # accelerate looks for " out of memory." and tries again with less (seen in accelerate 1.15).
+            raise torch.OutOfMemoryError(f"Under its budget the step is out of memory. {error}") from error
+        except BaseException:
+            self._training.end()
+            raise
+
+
+def _calling_trainer() -> Trainer:
+    """The trainer in whose training loop this is: it passes its callbacks everything but itself."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer):
+            return found
+        frame = frame.f_back
+    raise InvalidOption(
+        "PlimsollCallback was called outside of a Trainer.",
+        why="it looks for the trainer that calls it, to find the module that is trained",
+        next="pass it as Trainer(..., callbacks=[PlimsollCallback(budget)]); in other loops use plimsoll.attach",
+    )
+
+
+def _refuse(trainer: Trainer, args: TrainingArguments) -> None:
+    given = sum(isinstance(callback, PlimsollCallback) for callback in trainer.callback_handler.callbacks)
+    if given > 1:
+        raise InvalidOption(
+            f"This trainer has {given} PlimsollCallbacks.",
+            why="each would plan for the same bytes",
+            next="keep one: trainer.remove_callback(PlimsollCallback)",
+        )
+    if args.torch_compile:
+        raise InvalidOption(
+            "torch_compile=True does not go with a budget.",
+            why="compiled code decides by itself what it saves for backward",
+            next="train with torch_compile=False, or without PlimsollCallback",
+        )
+
+
+def _replace(training: BudgetedTraining, owner: object, name: str, value: object) -> None:
+    """Set an attribute of the trainer itself until training ends."""
+    own = vars(owner)
+    if name in own:
+        training.on_end(own.__setitem__, name, own[name])
+    else:
+        training.on_end(own.pop, name, None)
+    own[name] = value

@@ -1,0 +1,122 @@
+"""A budget in a ``Trainer``: kept in every step by a meter from outside, with the same bits, and gone when training is over."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import plimsoll
+from integrations.trainings import plain_trainer, train
+from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption, UnsupportedFramework
+from plimsoll.integrations.budgeted import Framework
+from plimsoll.integrations.transformers import PlimsollCallback
+from unchanged import snapshot
+
+SETTINGS = {
+    "bf16, checkpointing taken over": {"bf16": True, "activation_checkpointing": True},
+    "accumulation, evaluation": {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
+    "lengths grouped, cache, smooth labels": {
+        "lengths": (24, 40, 64),
+        "train_sampling_strategy": "group_by_length",
+        "use_cache": True,
+        "label_smoothing_factor": 0.1,
+    },
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_training_under_a_budget_keeps_to_it_and_to_every_bit(settings, tmp_path):
+    make = functools.partial(plain_trainer, tmp_path, **settings)
+    without = train(functools.partial(make, activation_checkpointing=False))
+    budget_bytes = int(0.7 * max(without.peaks))
+    within = train(make, budget_bytes)
+    assert max(within.peaks) <= budget_bytes
+    assert within.losses == without.losses
+    assert all(map(torch.equal, within.weights, without.weights))
+    told = [row for row in within.trainer.state.log_history if "plimsoll/measured_peak_bytes" in row]
+    assert told
+    assert all(0 < row["plimsoll/measured_peak_bytes"] <= budget_bytes for row in told[1:])
+
+
+def test_trainer_and_model_are_left_as_they_were(tmp_path):
+    trainers = [plain_trainer(tmp_path, callbacks, max_steps=2) for callbacks in ([], [PlimsollCallback("1GiB")])]
+    for trainer in trainers:
+        trainer.model.activation_checkpointing_enable()
+        trainer.train()
+    without, within = trainers
+    assert structure(within.model) == structure(without.model)
+    assert sorted(vars(within)) == sorted(vars(without))
+    assert within.model.is_activation_checkpointing
+
+
+def structure(model: nn.Module) -> dict[str, object]:
+    """What a callback could have changed of a model beside its weights; hooks have numbers, which are never the same."""
+    found = snapshot(model)
+    return {
+        what: [len(each) for each in it] if what.endswith(" hooks") and isinstance(it, list) else it
+        for what, it in found.items()
+        if "object" not in what and not isinstance(it, torch.Tensor)
+    }
+
+
+def test_a_budget_below_the_floor_stops_training_before_anything_changes(tmp_path, caplog):
+    trainer = plain_trainer(tmp_path, [PlimsollCallback("2MiB")])
+    before = [each.clone() for each in trainer.model.parameters()]
+    with pytest.raises(BudgetBelowFloor, match="smallest reachable peak"):
+        trainer.train()
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+    assert not {"log", "training_step"} & set(vars(trainer))
+    assert "smallest reachable peak" in caplog.text
+
+
+def test_half_the_batch_is_taken_where_the_whole_does_not_fit(tmp_path):
+    trainer = plain_trainer(tmp_path, [PlimsollCallback("6MiB")], auto_find_batch_size=True, max_steps=2)
+    trainer.train()
+    assert trainer.state.train_batch_size < 8
+    assert trainer.state.global_step == 2
+
+
+def test_a_training_that_is_resumed_keeps_to_every_bit(tmp_path):
+    saved = functools.partial(plain_trainer, tmp_path, save_strategy="steps", save_steps=2, max_steps=4)
+    whole = train(saved)
+    resumed = train(saved, "10MiB", resume=str(tmp_path / "checkpoint-2"))
+    assert resumed.losses[-2] == whole.losses[-2]
+    assert all(map(torch.equal, resumed.weights, whole.weights))
+    assert max(resumed.peaks) <= 10 * 2**20
+
+
+REFUSED = {
+    "given twice": ([PlimsollCallback("1GiB"), PlimsollCallback("1GiB")], {}, InvalidOption, "2 PlimsollCallbacks"),
+    "compiled": ([PlimsollCallback("1GiB")], {"torch_compile": True}, InvalidOption, "torch_compile=True"),
+}
+
+
+@pytest.mark.parametrize(("callbacks", "changes", "error", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_go_together_is_refused_when_training_begins(callbacks, changes, error, words, tmp_path):
+    trainer = plain_trainer(tmp_path, callbacks, **changes)
+    with pytest.raises(error, match=words):
+        trainer.train()
+
+
+def test_a_model_that_has_a_budget_already_is_refused(tmp_path):
+    trainer = plain_trainer(tmp_path, [PlimsollCallback("1GiB")])
+    with (
+        plimsoll.attach(trainer.model, "1GiB"),
+        pytest.raises(InvalidModel, match="at work on LlamaForCausalLM already"),
+    ):
+        trainer.train()
+
+
+@pytest.mark.parametrize(("oldest", "newest", "word"), [("99.0", "99.1", "older"), ("0.1", "1.0", "newer")])
+def test_a_version_that_was_not_tried_is_refused_with_those_that_were(oldest, newest, word):
+    with pytest.raises(UnsupportedFramework, match=word) as caught:
+        Framework("transformers", oldest, newest).check()
+    assert f"{oldest} to {newest}" in caught.value.why
+
+
+def test_an_option_that_attach_does_not_know_is_refused_at_once():
+    with pytest.raises(TypeError, match="colour"):
+        PlimsollCallback("1GiB", colour="blue")
