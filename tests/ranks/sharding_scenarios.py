@@ -31,9 +31,11 @@ from plimsoll.planning.decisions import decide
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import strategy_choices
-from plimsoll.tracing.fsdp2 import groups_of
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.fsdp2 import groups_of, holds_gradients_back, waiting_gradients
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
+from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.tracing.trace import trace
 from ranks import small_models
 from samples import make_plan
@@ -548,13 +550,19 @@ def budgeted_micro_batches(make: Callable[[], nn.Module]) -> dict[str, Any]:
     for _ in range(2):
         step()
     budget_bytes = int(0.85 * step_peak(model, batch, step))
-    with plimsoll.attach(model, budget_bytes, optimizer=optimizer):
+    with plimsoll.attach(model, budget_bytes, optimizer=optimizer) as attachment:
         for _ in range(4):
             step()
         found: dict[str, Any] = {
             "budget": budget_bytes,
+            "metered": {situation.turn for situation in attachment._metered._known},
             "measured": min(step_peak(model, batch, step) for _ in range(2)),
         }
+    model.set_requires_gradient_sync(False)
+    with untouched(model):
+        trial = TrainingStep(model, (), batch)
+        found["trial"] = [trial.measure_peak() for _ in range(2)]
+    found["as before"] = holds_gradients_back(model) and not any(True for _ in waiting_gradients(model))
     model.set_requires_gradient_sync(True)
     plan = agreed(quick_plan(model, batch))
     tight = msgspec.structs.replace(plan, budget_bytes=plan.predicted_peak_bytes)

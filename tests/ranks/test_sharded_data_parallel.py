@@ -166,4 +166,9 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_within_the_budget_or_t
     for rank in habits if layout == "fsdp2" else four:
         found = rank["micro-batches"]
         assert found["measured"] <= found["budget"]
+        assert found["metered"] >= {(True, False), (True, True)}  # one between the first and the last, and the last
+        for peaks in found["trial"]:  # a first one finds nothing that waits, in a later one it is there
+            assert peaks.first_peak_bytes < peaks.peak_bytes
+            assert peaks.static_bytes == found["trial"][0].static_bytes
+        assert found["as before"]
         assert any("gradients of an earlier backward are there already" in said for said in found["said"])

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from benchmarks.floors import CLOSE, Case, measured
+from benchmarks.floors import CLOSE, Case, measured, told_by
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -211,6 +211,16 @@ def test_the_floor_that_a_refusal_names_works_as_a_budget_at_once(case: Case):
     floor = measured(case)
     assert floor.is_kept
     assert floor.excess <= CLOSE
+
+
+def test_gradients_that_stay_are_counted_once():
+    case = Case("llama", loop="accumulates", rows=4)
+    with pytest.raises(BudgetBelowFloor) as refused:
+        case.run("1KiB")
+    budget = int(1.3 * told_by(refused.value, case.loop))
+    peak, said = case.run(budget)
+    assert 0.9 * budget < peak <= budget
+    assert said == []
 
 
 def later_pairs(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:

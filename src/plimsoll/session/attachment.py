@@ -99,9 +99,7 @@ class Attachment:
         self._planner: StepPlanner | None = None
         self._error_scale = 1.0
         self._is_calibrating, self._tries = False, 0
-        self._excess_bytes = 0
-        self._counted_state_bytes = 0
-        self._overrun_bytes = 0
+        self._excess_bytes = self._counted_state_bytes = self._overrun_bytes = 0
         self._withheld_bytes = 0
         """Taken off the budget for now, as something else takes room on the device."""
         self._pressure = Pressure(room)
@@ -359,7 +357,7 @@ class Attachment:
         if planner.worst_bytes(taken.optimizer_bytes) > planner.budget_bytes:
             raise planner.refusal(lowest, most_bytes, is_optimizer=True)
         try:
-            plan = self._confirmed(task)
+            plan = self._confirmed(task, taken.lasting_bytes)
         except BudgetBelowFloor as error:
             if floor_bytes > planner.budget_bytes:
                 raise planner.refusal(lowest, most_bytes) from error
@@ -376,8 +374,8 @@ class Attachment:
             self._pressure.watch(self._steps.device, self._steps.beside_bytes or 0)
         _LOG.info(told(plan, self._excess_bytes))
 
-    def _confirmed(self, task: TrainingTask | None) -> Plan:
-        """The plan for the budget, run once: it is recorded in its first step, which may take more than is predicted."""
+    def _confirmed(self, task: TrainingTask | None, lasting_bytes: int) -> Plan:
+        """The plan for the budget, run once: it is recorded then, beside the gradients that are among ``lasting_bytes``."""
         plan = self._solve_for_budget()
         has_trial = task is not None and any(region.dropped for region in plan.regions) and not is_profiled()
         if task is None or self._planner is None or not self._agreement.every("trial", holds=has_trial):
@@ -391,6 +389,7 @@ class Attachment:
         self._planner.managing = self._work.trying if self._agreement.size == 1 else None
         with self._steps.looking_away(), contextlib.nullcontext() if self._planner.managing else self._work.paused():
             seen_bytes = self._planner.mistake_bytes + (self._planner.recording_bytes if self._tries == 1 else 0)
+            seen_bytes += min(lasting_bytes, step.gradient_bytes())
             return self._planner.confirmed_beside(plan, step, self._excess_bytes, resolve, seen_bytes=seen_bytes)
 
     @contextlib.contextmanager

@@ -36,6 +36,7 @@ from plimsoll.session.options import PlanOptions
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.session.trial import Gradients, Managing, TrialRun, confirmed, run_trial
+from plimsoll.tracing.fsdp2 import holds_gradients_back
 from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.units import budget_text, format_bytes
 
@@ -225,7 +226,9 @@ class StepPlanner:
         is_wrong = run.error is not None and most_error is not None and run.error > most_error
         floor_bytes = max(run.peak_bytes, self.worst_bytes(predicted_optimizer_bytes(own)))
         if floor_bytes > self.budget_bytes or is_wrong:
-            raise self.refusal(plan, floor_bytes, accumulating_bytes=self.run(step.accumulating(), plan).peak_bytes)
+            waits = holds_gradients_back(step.model)  # then the trial has accumulated
+            accumulating_bytes = 0 if waits else self.run(step.accumulating(), plan).peak_bytes
+            raise self.refusal(plan, floor_bytes, accumulating_bytes=accumulating_bytes)
         return msgspec.structs.replace(plan, budget_bytes=self.budget_bytes, notes=(*plan.notes, run.told))
 
     def refusal(

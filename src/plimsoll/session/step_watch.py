@@ -22,7 +22,8 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.copies import ModelHook
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.calibration import MeasuredStep, OptimizerWatch, beside_bytes, planned_state_bytes
-from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
+from plimsoll.tracing.ddp import is_without_reduction
+from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, holds_gradients_back
 from plimsoll.tracing.meters.memory import RisingPeak
 from plimsoll.tracing.open_graphs import OpenGraphs, is_in_backward
 from plimsoll.tracing.recorder.calling import call_tensors
@@ -41,6 +42,8 @@ class Situation(NamedTuple):
     shapes: Shapes
     accumulates: bool = False
     in_flight: int = 1
+    reduces: bool = True
+    """Whether no gradient waits after its backward for a later reduction."""
 
     def is_within(self, other: Situation) -> bool:
         """Whether a step in the other situation takes no less."""
@@ -48,7 +51,13 @@ class Situation(NamedTuple):
             covers(other.shapes, self.shapes)
             and self.accumulates <= other.accumulates
             and self.in_flight <= other.in_flight
+            and self.reduces is other.reduces
         )
+
+    @property
+    def turn(self) -> tuple[bool, bool]:
+        """Which of the micro-batches of a step it is: its first, one between or its last."""
+        return self.accumulates, self.reduces
 
     def differences(self, known: Iterable[Situation]) -> str:
         """What is new beside the situations that are known."""
@@ -61,6 +70,8 @@ class Situation(NamedTuple):
             found.append(f"{self.in_flight} forwards of the model wait for one backward")
         if self.accumulates and not any(other.accumulates for other in known):
             found.append("gradients of an earlier backward are there already")
+        if not any(self.reduces is other.reduces for other in known):
+            found.append("it reduces gradients that waited" if self.reduces else "its gradients wait to be reduced")
         return "; ".join(found)
 
     @property
@@ -99,17 +110,19 @@ class MeteredSituations:
         self._seen = set(self._known)
         self._tries: Counter[Situation] = Counter()
         self._current: Situation | None = None
-        self._is_due = False
+        self._due: set[tuple[bool, bool]] = set()
 
     def expect(self) -> None:
-        """The plan at work has not run before: its first step is to be metered, whatever is known of others."""
-        self._is_due = True
+        """The plan at work has not run before: its first step is to be metered, in every micro-batch, whatever is known of
+        others.
+        """
+        self._due = {situation.turn for situation in (*self._known, *self._seen)}
 
     def begin(self, situation: Situation) -> bool:
         """Whether a step that begins like this is to be metered; not again where that has failed often."""
         self._current = None
         is_known = situation in self._seen or any(map(situation.is_within, self._known))
-        if (is_known and not self._is_due) or self._tries[situation] == _MOST_TRIES:
+        if (is_known and situation.turn not in self._due) or self._tries[situation] == _MOST_TRIES:
             self._seen.add(situation)
             return False
         self._tries[situation] += 1
@@ -122,9 +135,10 @@ class MeteredSituations:
 
     def ended(self) -> str:
         """The step that began last is over, and its peak is known; says what was new about it."""
-        self._is_due = False
         if self._current is None:
             return "nothing about the step is new: something else has come onto the device, or the model has changed"
+        self._due.discard(self._current.turn)
+        self._tries.pop(self._current, None)
         cause = self._current.differences(self._known) if self._known else ""
         self._known.append(self._current)
         return cause or "it takes more than was predicted"
@@ -273,8 +287,9 @@ class StepWatch:
             waiting = len(self.graphs)
             if not waiting:
                 self._begin_rising(args, kwargs)
-            situation = Situation(shapes_of(args, kwargs), accumulates, waiting + 1 if waiting else self.in_flight)
-            self._before_call(args, kwargs, situation)
+            in_flight = waiting + 1 if waiting else self.in_flight
+            reduces = not (holds_gradients_back(self._model) or is_without_reduction(self._model))
+            self._before_call(args, kwargs, Situation(shapes_of(args, kwargs), accumulates, in_flight, reduces))
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()

@@ -19,7 +19,14 @@ from torch import nn
 
 from plimsoll.errors import InvalidOption
 from plimsoll.tracing.ddp import Twins, bucket_bytes, inner_module
-from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, release_gathered
+from plimsoll.tracing.fsdp2 import (
+    every_gradient,
+    every_parameter,
+    holding_gradients_back,
+    holds_gradients_back,
+    release_gathered,
+    waiting_gradients,
+)
 from plimsoll.tracing.local_tensors import densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
 from plimsoll.tracing.recorder.calling import Loss, output_tensors, scalar_loss
@@ -47,10 +54,14 @@ def gradients_as_if(model: nn.Module, *, are_there: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class StepPeaks:
-    """Bytes on the device in one step: what was there before, and the most that was alive at once (both included)."""
+    """Bytes on the device in one step: what was there before, and the most that was alive at once (both included).
+
+    Where gradients wait for a later reduction these are micro-batches, and ``first_peak_bytes`` is the peak of the first.
+    """
 
     static_bytes: int
     peak_bytes: int
+    first_peak_bytes: int
 
 
 class TrainingStep:
@@ -148,21 +159,42 @@ class TrainingStep:
         return other
 
     def measure_peak(self) -> StepPeaks:
-        """The step's peak, exactly: allocator events on a CPU, the allocator's statistics on CUDA."""
-        self.rewind()
+        """The step's peak, exactly: allocator events on a CPU, the allocator's statistics on CUDA.
+
+        Where the model holds gradients back, what waits is there in later micro-batches, and the last one reduces it: one of
+        each kind runs.
+        """
         self.clear_gradients()
+        kinds: tuple[bool, ...] = (True,)
+        if holds_gradients_back(self.model):
+            kinds = (True, False) if any(True for _ in waiting_gradients(self.model)) else (True, True, False)
+        first, *others = [self._measured(holds_back=holds_back) for holds_back in kinds]
+        peak_bytes = max(each[1] for each in (first, *others))
+        return StepPeaks(first[0], peak_bytes, first_peak_bytes=first[1])
+
+    def _measured(self, *, holds_back: bool) -> tuple[int, int]:
+        """What is there before one forward and backward, and its peak."""
+        self.rewind()
         gc.collect()  # garbage is not among the static bytes: if it died within the step, it would be taken off the peak
         static_bytes = self.static_bytes()
         args, kwargs = private_copy((self._args, self._kwargs))
-        with self._twins.moving_gradients(keeps=True), PeakMeter(self.device) as meter:
+        with (
+            holding_gradients_back(self.model, holds=holds_back),
+            self._twins.moving_gradients(keeps=True),
+            PeakMeter(self.device) as meter,
+        ):
             self._forward_and_backward(args, kwargs)
-        return StepPeaks(static_bytes, static_bytes + meter.peak_bytes)
+        return static_bytes, static_bytes + meter.peak_bytes
 
     def static_bytes(self) -> int:
         """Parameters, buffers, batch, gradients, a reducer's buckets and optimizer state that are there before the step."""
         batch = output_tensors((self._args, self._kwargs))
         held = [*every_parameter(self.model), *self.model.buffers(), *every_gradient(self.model), *batch]
         return storage_bytes(held, self.device) + bucket_bytes(self._wrapped) + self.optimizer_bytes()
+
+    def gradient_bytes(self) -> int:
+        """Gradients that are there now."""
+        return storage_bytes(every_gradient(self.model), self.device)
 
     def optimizer_bytes(self) -> int:
         """Optimizer state that exists already."""

@@ -47,7 +47,7 @@ class TrialRun:
     error: float | None
     note: str = ""
     steady_bytes: int = 0
-    """Its peak when everything was recorded, with all of the optimizer's state."""
+    """The peak of its first micro-batch when everything was recorded, with all of the optimizer's state."""
     recording_bytes: int = 0
     """What the step that records takes more than a steady one."""
 
@@ -78,12 +78,11 @@ def run_trial(
         if gradients is not None and not plan.is_lossless:
             error = relative_error(gradients, step.gradients())
     absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
-    steady_bytes = steady.peak_bytes + absent_bytes
     return TrialRun(
-        max(recording.peak_bytes, steady_bytes),
+        max(recording.peak_bytes, steady.peak_bytes + absent_bytes),
         error,
-        steady_bytes=steady_bytes,
-        recording_bytes=max(0, recording.peak_bytes - steady.peak_bytes),
+        steady_bytes=steady.first_peak_bytes + absent_bytes,
+        recording_bytes=max(0, recording.first_peak_bytes - steady.first_peak_bytes),
     )
 
 

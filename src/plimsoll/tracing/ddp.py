@@ -49,6 +49,11 @@ def has_rebuilt_buckets(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel) and bool(model._has_rebuilt_buckets)  # seen in torch 2.9 to 2.13
 
 
+def is_without_reduction(model: nn.Module) -> bool:
+    """Whether the next backward leaves gradients to be reduced by a later one (``no_sync``)."""
+    return isinstance(model, DistributedDataParallel) and not model.require_backward_grad_sync
+
+
 def gradients_are_views(model: nn.Module) -> bool:
     """Whether gradients move into the buckets as soon as they are complete."""
     return isinstance(model, DistributedDataParallel) and bool(model.gradient_as_bucket_view)

@@ -94,6 +94,25 @@ def waiting_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield group._module_fqn or "", group._partial_reduce_output
 
 
+def holds_gradients_back(model: nn.Module) -> bool:
+    """Whether the next backward leaves gradients that wait for a later reduction."""
+    return any(not (group.reduce_grads and group.all_reduce_grads) for group in _groups(model))
+
+
+@contextlib.contextmanager
+def holding_gradients_back(model: nn.Module, *, holds: bool) -> Iterator[None]:
+    """Let gradients wait, or be reduced, in every module for the length of the block."""
+    groups = _groups(model)
+    before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
+    try:
+        for group, flags in zip(groups, before, strict=True):
+            group.reduce_grads, group.all_reduce_grads = flags if holds else (True, True)
+        yield
+    finally:
+        for group, flags in zip(groups, before, strict=True):
+            group.reduce_grads, group.all_reduce_grads = flags
+
+
 def emptied_after_forward(model: nn.Module, modules: Mapping[str, nn.Module]) -> frozenset[str]:
     """Which of ``modules`` (parts of the model) use parameters that may be gone between their forward and their
     backward.

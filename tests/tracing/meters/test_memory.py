@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -76,6 +77,14 @@ def test_an_address_used_again_between_meters_has_its_new_size():
         with PeakMeter("cpu") as meter:
             del block
         assert meter.resident_bytes == -size * KIB
+
+
+def test_memory_that_another_thread_lets_go_counts_until_its_place_is_taken():
+    with ThreadPoolExecutor(1) as elsewhere, PeakMeter("cpu") as meter:
+        for _ in range(20):
+            held = [_make(64)]
+            elsewhere.submit(held.clear).result()
+    assert meter.peak_bytes < 10 * 64 * KIB
 
 
 def test_windows_have_their_own_peaks():

@@ -17,6 +17,7 @@ The allocator warns once a second on stderr about the releases that its log lack
 from __future__ import annotations
 
 import atexit
+import bisect
 import ctypes
 import functools
 import gc
@@ -390,15 +391,25 @@ def _merge(logged: list[_Event], deaths: list[_Event]) -> list[_Event]:
     """Both in order of time, without releases of what was not made inside.
 
     The log has some of those too, with the size that the address had when an earlier profiler last saw it: wrong where
-    it has been used again since.
+    it has been used again since. It lacks releases by threads of a process group, which may be the last to hold what a
+    collective has used: such memory is gone when its place is taken again.
     """
     alive: dict[int, int] = {}
+    places: list[int] = []
     inside: list[_Event] = []
     for event in sorted(logged, key=lambda event: event.at_ns):
+        place = bisect.bisect_left(places, event.address)
         if event.bytes > 0:
+            if place and places[place - 1] + alive[places[place - 1]] > event.address:
+                place -= 1
+            while place < len(places) and places[place] < event.address + event.bytes:
+                gone = places.pop(place)
+                inside.append(_Event(event.at_ns, -alive.pop(gone), gone))
+            places.insert(place, event.address)
             alive[event.address] = event.bytes
             inside.append(event)
         elif alive.pop(event.address, 0):
+            del places[place]
             inside.append(event)
     return sorted([*inside, *deaths], key=lambda event: event.at_ns)
 
