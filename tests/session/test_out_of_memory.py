@@ -205,7 +205,7 @@ def test_nothing_is_copied_without_step_and_other_errors_pass(monkeypatch: pytes
     assert not torch_optimizer._global_optimizer_pre_hooks
 
 
-def test_a_step_of_several_ranks_is_refused_in_words():
+def test_a_step_of_ranks_that_were_left_out_is_refused_in_words():
     world = World(rank=0, ranks=(0, 1), store=None)  # type: ignore[arg-type]
     with (
         mock.patch.object(retry, "find_participants", return_value=Participants(world)),
@@ -213,3 +213,19 @@ def test_a_step_of_several_ranks_is_refused_in_words():
         pytest.raises(InvalidModel, match="is trained by 2 ranks"),
     ):
         handle.step(lambda: None)
+
+
+def test_a_step_that_fails_while_it_is_traced_is_managed_when_it_is_run_again():
+    training, tries = Training(), []
+
+    def fail(*_: object) -> None:
+        tries.append(len(tries))
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError
+
+    with training.managed("attach") as handle:
+        hook = training.model.blocks[0].register_forward_hook(fail)
+        handle.step(training.step, torch.randn(ROWS, WIDTH))
+        hook.remove()
+        assert len(tries) > 1
+        assert handle.plan is not None

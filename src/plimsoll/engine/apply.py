@@ -148,7 +148,7 @@ class Handle:
         On ``torch.OutOfMemoryError`` everything is put back as it was before the step (parameters, optimizers, gradient
         scalers, gradients, buffers, attributes, random states), a plan that takes less is put to work, and the step is
         run again. So it has to be all of a step, and only that: the batch is made before it, and what it returns is
-        logged after it.
+        logged after it. Several ranks (over gloo) call it alike: where one runs out of memory, all run the step again.
 
         Returns:
             What the function returns.
@@ -156,6 +156,7 @@ class Handle:
         Raises:
             BudgetBelowFloor: it runs out of memory under the plan with the lowest peak, too.
             torch.OutOfMemoryError: what the step wrote cannot be put back; a note of the error says what.
+            RankFailed, RankMissing: the step failed on another rank, and no rank runs it again.
 
         Example:
             >>> def train(batch):  # doctest: +SKIP

@@ -25,6 +25,7 @@ from plimsoll.artifacts.store import from_json
 from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlimsollError, RankFailed
 from plimsoll.session.rendezvous.conversation import Conversation, differing
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
+from plimsoll.session.rendezvous.joint_step import JointStep
 from plimsoll.session.rendezvous.world import find_participants
 from plimsoll.session.task import BATCH, TrainingTask
 from plimsoll.tracing.recorder.calling import Loss, output_tensors
@@ -107,6 +108,16 @@ class Agreement:
                 next=error.next,
                 ranks=(self._solver,),
             ) from error
+
+    def joint_step(self) -> JointStep:
+        """The end of training steps that these ranks run together."""
+        return JointStep(self._conversation)
+
+    @property
+    def backends(self) -> frozenset[str]:
+        """What the model's collectives run on."""
+        groups = () if self._conversation is None else self._conversation.groups
+        return frozenset(map(torch.distributed.get_backend, groups))
 
     @property
     def size(self) -> int:

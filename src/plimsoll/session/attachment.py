@@ -26,20 +26,18 @@ import torch
 from torch import nn
 
 from plimsoll.artifacts.fault import Fault
-from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.plan import COLLECTIVES, Plan
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.calibration import (
     CallStanding,
+    CountedState,
     OptimizerWatch,
-    Taken,
     as_batch,
     optimizer_in_view,
     planned_state_bytes,
     predicted_before_optimizer,
     stand_in_loss,
-    taken_bytes,
-    unseen_bytes,
 )
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import Decided, PlansAtWork, decided
@@ -53,6 +51,7 @@ from plimsoll.session.step_watch import (
     Situation,
     StepWatch,
     covers,
+    taken_beside,
     warn,
     warn_of_floor,
     warn_of_larger,
@@ -91,15 +90,19 @@ class Attachment:
         self._budget = budget
         self._optimizer = optimizer
         self._options = options
-        self._agreement = agreement
+        self.agreement = agreement
+        self.repeats_collectives = COLLECTIVES in options.allow
         self._work = PlansAtWork(agreement, model, verify_every)
         self._calls = 0
         self._shapes: list[Shapes] = []
-        self._has_counted_state = self._has_settled = self._has_warned = False
+        self._has_settled = self._has_warned = False
+        self._is_given_up = False
+        """Planning has failed before there was a plan for the budget: no training can be managed."""
         self._planner: StepPlanner | None = None
         self._error_scale = 1.0
         self._is_calibrating, self._tries = False, 0
-        self._excess_bytes = self._counted_state_bytes = self._overrun_bytes = 0
+        self._counted = CountedState()
+        self._excess_bytes = self._overrun_bytes = 0
         self._withheld_bytes = 0
         """Taken off the budget for now, as something else takes room on the device."""
         self._pressure = Pressure(room)
@@ -145,11 +148,19 @@ class Attachment:
 
         As `plimsoll.engine.apply.Handle.step`.
         """
-        return self._retry.run(function, *args, **kwargs)
+        try:
+            return self._retry.run(function, *args, **kwargs)
+        except BaseException:
+            if self._is_given_up:
+                self.remove()
+            raise
 
     def tighten(self) -> bool:
         """The step has run out of memory: put a plan to work that takes less. Whether there is one."""
         self._steps.forget()
+        self._calls, self._is_given_up = 0, False  # ranks stopped in different calls
+        if not self._watch.is_settled:
+            self._watch_optimizer()
         if self._planner is None or self.plan is None or self._is_calibrating:
             return False
         budget_bytes = self._planner.budget_bytes or 0
@@ -162,7 +173,8 @@ class Attachment:
             return False
         self._pressure.lower(room_bytes + self._excess_bytes)
         self._withheld_bytes = self._pressure.withheld_bytes(budget_bytes)
-        return self._run(self._solve_for_budget())
+        self._replan("the step ran out of memory")
+        return True
 
     def floor(self, *, is_optimizer: bool) -> BudgetBelowFloor | None:
         """What to say where nothing takes less; ``None`` before there is a plan."""
@@ -184,20 +196,21 @@ class Attachment:
             self._watch.remove()
         try:
             if self._planner is None or self._is_calibrating:
-                with self._agreement:
+                with self.agreement:
                     self._calibrate(args, kwargs, situation)
             elif self._shaped is None and not any(covers(known, situation.shapes) for known in self._shapes):
                 self._grow(args, kwargs, situation)
             elif self._overrun_bytes or situation.in_flight > self._planner.in_flight:
                 self._tighten(situation)
-            elif self._has_new_state():
+            elif self._counted.is_behind(self._watch):
                 self._count_state()
             if self._shaped is not None and not self._is_calibrating:
                 self._choose(self._shaped, args, kwargs, situation)
             if not (self._is_calibrating or situation.accumulates) and self._steps.is_between_steps:
                 self._heed_room(args, kwargs, situation)
         except BaseException:
-            if not self._has_settled:  # later the plan at work stays
+            self._is_given_up = not self._has_settled  # later the plan at work stays
+            if self._is_given_up and not self._retry.is_running:
                 self.remove()
             raise
         if not self._is_calibrating:
@@ -207,7 +220,7 @@ class Attachment:
         """What every rank does in every call until the plan for the budget is there."""
         facts = self._facts(args, kwargs)
         if self._planner is None:
-            self._agreement.same("the first batch", facts)
+            self.agreement.same("the first batch", facts)
             self._begin(args, kwargs, situation)
             return
         here = CallStanding(
@@ -216,8 +229,8 @@ class Attachment:
             is_measured=self._steps.is_between_steps and self._steps.measured is not None,
             in_flight=situation.in_flight,
         )
-        told = self._agreement.all_of("calibrating", here, CallStanding)
-        can_follow = here.is_measured and can_follow_shapes(self._agreement, self._options)
+        told = self.agreement.all_of("calibrating", here, CallStanding)
+        can_follow = here.is_measured and can_follow_shapes(self.agreement, self._options)
         if all(each.is_new for each in told) and len({each.signature for each in told}) == 1 and not can_follow:
             self._begin(args, kwargs, situation)
             return
@@ -234,11 +247,11 @@ class Attachment:
     def _grow(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """A batch that may take more than any before it: plan for it, if all ranks have one."""
         facts = self._facts(args, kwargs)
-        told = self._agreement.gathered(f"larger batch in call {self._calls}", str(facts), str)
+        told = self.agreement.gathered(f"larger batch in call {self._calls}", str(facts), str)
         if told is None or len(set(told)) > 1:
             self._stay(situation)
         else:
-            with self._agreement:
+            with self.agreement:
                 self._begin(args, kwargs, situation)
 
     def _stay(self, situation: Situation) -> None:
@@ -254,7 +267,7 @@ class Attachment:
         self._accumulated = situation.accumulates
         with self._tracing():
             planner, self._error_scale = first_planner(
-                self._agreement, task, self._options, self._budget, optimizer_is_optional=self._optimizer is None
+                self.agreement, task, self._options, self._budget, optimizer_is_optional=self._optimizer is None
             )
             if self._planner is not None and self._is_enough_for(planner):
                 return
@@ -266,7 +279,7 @@ class Attachment:
                 self._planner = earlier
                 raise
         self._run(lowest)
-        self._is_calibrating, self._tries, self._has_counted_state = True, 0, False
+        self._is_calibrating, self._tries = True, 0
         self._measure(args, kwargs)
 
     def _choose(self, plans: ShapePlans, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
@@ -297,7 +310,7 @@ class Attachment:
         takes_less = planner.extremes.unmanaged_peak_bytes <= self._planner.extremes.unmanaged_peak_bytes
         predicted_bytes = planner.predicted_bytes(self.plan) if takes_less and not self._is_calibrating else None
         limit_bytes = (planner.own_budget_bytes or 0) - self._excess_bytes
-        return self._agreement.every("enough", holds=predicted_bytes is not None and predicted_bytes <= limit_bytes)
+        return self.agreement.every("enough", holds=predicted_bytes is not None and predicted_bytes <= limit_bytes)
 
     def _facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
         """What has to be the same on all ranks: the batch too where ranks share the work on one."""
@@ -318,12 +331,16 @@ class Attachment:
         if not self._steps.is_between_steps:
             return
         self._tries += 1
+        self._watch_optimizer()
+        self._steps.meter(args, kwargs, with_optimizer=True)
+
+    def _watch_optimizer(self) -> None:
+        """Notice its steps, from one on that is about to come."""
         self._watch.remove()
         optimizer = self._optimizer or optimizer_in_view(self.model)
         self._watch = OptimizerWatch(
             every_parameter(self.model), () if optimizer is None else (optimizer,), after_step=self._optimizer_stepped
         )
-        self._steps.meter(args, kwargs, with_optimizer=True)
 
     def _settle(self, task: TrainingTask | None, in_flight: int) -> None:
         """The first step is over: the plan for the budget, with what the trace did not see taken off; ``task`` is another such
@@ -341,17 +358,10 @@ class Attachment:
             planner.wait_for(in_flight)
             lowest = planner.lowest(self._error_scale)
         own = planner.own(lowest)
-        self._counted_state_bytes = max(self._watch.bytes_after, planned_state_bytes(own))
-        self._has_counted_state = self._watch.has_stepped
-        if measured is None:
-            warn(
-                "the first steps could not be measured (failed, or under a profiler); the plan relies on its trace alone"
-            )
-            taken = Taken()
-            self._excess_bytes = self._counted_state_bytes - planned_state_bytes(own)
-        else:
-            taken = taken_bytes(measured, self._watch, own, planner.recording_bytes if self._tries == 1 else 0)
-            self._excess_bytes = unseen_bytes(measured, self._watch, own)
+        self._counted.begin(self._watch, own)
+        taken, self._excess_bytes = taken_beside(
+            measured, self._watch, own, planner.recording_bytes if self._tries == 1 else 0
+        )
         floor_bytes = planner.worst_bytes(taken.bytes)
         most_bytes = planner.worst_bytes(taken.most_bytes)
         if planner.worst_bytes(taken.optimizer_bytes) > planner.budget_bytes:
@@ -364,13 +374,13 @@ class Attachment:
             if most_bytes > planner.budget_bytes and self._tries < _MOST_TRIES:
                 return  # that is a guess: measure a step that begins with what this one left, and records nothing
             plan = msgspec.structs.replace(lowest, budget_bytes=planner.budget_bytes)
-        if can_follow_shapes(self._agreement, self._options):
-            fixed_bytes = self._counted_state_bytes - planned_state_bytes(own) + taken.lasting_bytes
+        if can_follow_shapes(self.agreement, self._options):
+            fixed_bytes = self._counted.bytes - planned_state_bytes(own) + taken.lasting_bytes
             self._shaped = ShapePlans(self._options, self._optimizer, self._tracing, accumulates=self._accumulated)
             self._shaped.begin(self._shapes[-1], planner, plan, (self._excess_bytes, fixed_bytes))
         self._run(plan)
         self._is_calibrating, self._has_settled = False, True
-        if self._agreement.size == 1:
+        if self.agreement.size == 1:
             self._pressure.watch(self._steps.device, self._steps.beside_bytes or 0)
         _LOG.info(told(plan, self._excess_bytes))
 
@@ -378,7 +388,7 @@ class Attachment:
         """The plan for the budget, run once: it is recorded then, beside the gradients that are among ``lasting_bytes``."""
         plan = self._solve_for_budget()
         has_trial = task is not None and any(region.dropped for region in plan.regions) and not is_profiled()
-        if task is None or self._planner is None or not self._agreement.every("trial", holds=has_trial):
+        if task is None or self._planner is None or not self.agreement.every("trial", holds=has_trial):
             return plan
         step = dataclasses.replace(task, optimizer=self._optimizer or optimizer_in_view(self.model)).step()
 
@@ -386,7 +396,7 @@ class Attachment:
             self._excess_bytes = excess_bytes
             return self._solve_for_budget()
 
-        self._planner.managing = self._work.trying if self._agreement.size == 1 else None
+        self._planner.managing = self._work.trying if self.agreement.size == 1 else None
         with self._steps.looking_away(), contextlib.nullcontext() if self._planner.managing else self._work.paused():
             seen_bytes = self._planner.mistake_bytes + (self._planner.recording_bytes if self._tries == 1 else 0)
             seen_bytes += min(lasting_bytes, step.gradient_bytes())
@@ -398,12 +408,6 @@ class Attachment:
         if is_profiled():
             warn("this training call is traced, which takes torch's profiler: yours records nothing of it")
         self._steps.stop()
-        with self._unmanaged():
-            yield
-
-    @contextlib.contextmanager
-    def _unmanaged(self) -> Iterator[None]:
-        """Run steps that are not the user's, without a plan at work."""
         with self._steps.looking_away(), self._work.paused():
             yield
 
@@ -434,28 +438,21 @@ class Attachment:
         """Plan anew for a step that took more than the budget, or that is about to: more of its forwards wait at once."""
         assert self._planner is not None
         needed_bytes, self._overrun_bytes = max(self._overrun_bytes, self._excess_bytes), 0
-        told = self._agreement.gathered(f"over the budget in call {self._calls}", situation.in_flight, int)
+        told = self.agreement.gathered(f"over the budget in call {self._calls}", situation.in_flight, int)
         if situation.in_flight > self._planner.in_flight:
             found = f"{situation.in_flight} forwards of the model wait for one backward"
             then = "" if told is None else ", and the next ones are planned for that"
             warn(f"{found}, not {self._planner.in_flight} as planned: this step may take more than the budget{then}")
         if told is not None:
-            with self._agreement:
+            with self.agreement:
                 self._planner.wait_for(max(self._planner.in_flight, *told))
                 self._excess_bytes = needed_bytes
                 self._replan("no plan takes less")
 
-    def _has_new_state(self) -> bool:
-        """Whether an optimizer has state that the plan does not count, or has made its first step since that was made."""
-        watch = self._watch
-        return watch.has_stepped and (not self._has_counted_state or watch.bytes_after > self._counted_state_bytes)
-
     def _count_state(self) -> None:
         """Take optimizer state that has come up off the budget, where all ranks have seen their optimizer step."""
-        self._has_counted_state = True
-        new_bytes = max(0, self._watch.bytes_after - self._counted_state_bytes)
-        told = self._agreement.gathered(f"first step of the optimizer before call {self._calls}", new_bytes, int)
-        self._counted_state_bytes += new_bytes
+        new_bytes = self._counted.take_new(self._watch)
+        told = self.agreement.gathered(f"first step of the optimizer before call {self._calls}", new_bytes, int)
         if self._shaped is not None:
             self._shaped.count_fixed(new_bytes)
             return
@@ -465,7 +462,7 @@ class Attachment:
             )
             warn(f"{state}: the plan at work stays, and does not count that. Pass optimizer= to plimsoll.attach")
         elif any(told):
-            with self._agreement:
+            with self.agreement:
                 self._excess_bytes += new_bytes
                 self._replan(f"the optimizer has {format_bytes(new_bytes)} of new state")
 

@@ -111,6 +111,29 @@ class OptimizerWatch:
         return trains(optimizer, self._parameters)
 
 
+class CountedState:
+    """The optimizer state that is taken off the budget."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._has_stepped = False
+
+    def begin(self, watch: OptimizerWatch, plan: Plan) -> None:
+        """A plan is made with what there is now, or what it counts itself."""
+        self.bytes, self._has_stepped = max(watch.bytes_after, planned_state_bytes(plan)), watch.has_stepped
+
+    def is_behind(self, watch: OptimizerWatch) -> bool:
+        """Whether there is more by now, or an optimizer has made its first step since."""
+        return watch.has_stepped and (not self._has_stepped or watch.bytes_after > self.bytes)
+
+    def take_new(self, watch: OptimizerWatch) -> int:
+        """Count what there is more, and say how much."""
+        new_bytes = max(0, watch.bytes_after - self.bytes)
+        self._has_stepped = True
+        self.bytes += new_bytes
+        return new_bytes
+
+
 def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
     """Whether an optimizer holds one of the parameters, given by ``id``."""
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])

@@ -15,35 +15,52 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.plan import COLLECTIVES, Plan
 from plimsoll.engine.apply import Handle
 from plimsoll.engine.copies import ModelHook
 from plimsoll.errors import BudgetBelowFloor, InvalidModel
+from plimsoll.session.agreement import Agreement
 from plimsoll.session.calibration import as_batch, optimizer_in_view, stand_in_loss
-from plimsoll.session.options import PlanOptions
+from plimsoll.session.options import Budget, PlanOptions
+from plimsoll.session.rendezvous.joint_step import JointStep
 from plimsoll.session.rendezvous.world import find_participants
-from plimsoll.session.step_planner import StepPlanner, trace_and_cost
+from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.step_snapshot import Companions, StepSnapshot
 from plimsoll.session.task import TrainingTask, detached
+from plimsoll.session.tightest_rank import first_planner
+from plimsoll.tracing import ddp, fsdp2
 from plimsoll.units import format_bytes
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
+_PATIENCE_SECONDS = 600.0
+"""Beyond the usual time, ranks wait so long for one that has to come out of its step first."""
 
 
 class TighterPlans(Protocol):
     """A plan at work that can be exchanged for one that takes less."""
 
     @property
+    def agreement(self) -> Agreement:
+        """The ranks that exchange it together."""
+        ...
+
+    @property
     def plan(self) -> Plan | None:
         """The one at work; ``None`` before the first."""
         ...
 
+    @property
+    def repeats_collectives(self) -> bool:
+        """Whether recipes may talk to other ranks."""
+        ...
+
     def tighten(self) -> bool:
-        """Put a plan to work that takes less; whether there is one."""
+        """Put a plan to work that takes less, on all ranks alike; whether there is one."""
         ...
 
     def floor(self, *, is_optimizer: bool) -> BudgetBelowFloor | None:
@@ -52,74 +69,102 @@ class TighterPlans(Protocol):
 
 
 class Retry:
-    """Runs training steps of a model until they do not run out of memory, or nothing takes less."""
+    """Runs training steps of a model until they do not run out of memory on any rank, or nothing takes less."""
 
     def __init__(self, model: nn.Module, plans: TighterPlans) -> None:
         self._model = model
         self._plans = plans
         self._companions: Companions | None = None
-        self._is_running = False
+        self._joint = JointStep(None)
+        self.is_running = False
+        """Whether a step is on its way, which may be run again."""
 
     def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """The function's result, from the first time that it comes to its end.
 
         Raises:
-            BudgetBelowFloor, torch.OutOfMemoryError: as for `plimsoll.engine.apply.Handle.step`.
-            InvalidModel: other ranks train the model too.
+            BudgetBelowFloor, torch.OutOfMemoryError, RankFailed, RankMissing: as for `plimsoll.engine.apply.Handle.step`.
+            InvalidModel: other ranks train the model too, in a way that cannot be run again.
         """
-        if self._is_running:  # a part of a step that is run again as a whole
+        if self.is_running:  # a part of a step that is run again as a whole
             return function(*args, **kwargs)
         if self._companions is None:
-            refuse_ranks(self._model)
-            self._companions = Companions()
-        self._is_running, had_none_tighter = True, False
+            refuse_unrepeatable(self._model, self._plans)
+            self._companions, self._joint = Companions(), self._plans.agreement.joint_step()
+        self.is_running, had_none_tighter = True, False
         try:
             while True:
                 snapshot = StepSnapshot(self._model, self._companions.alive(), (args, kwargs))
+                self._joint.begin()
+                failure: Exception | None
                 try:
                     with snapshot:
-                        return function(*args, **kwargs)
-                except torch.OutOfMemoryError as error:
-                    failure = error
-                _let_go(failure)
+                        made = function(*args, **kwargs)
+                except Exception as error:
+                    failure = self._joint.failure(error)
+                    if failure is None:
+                        raise
+                    _let_go(error)
+                else:
+                    failure = self._joint.failed_elsewhere()
+                    if failure is None:
+                        return made
+                    del made
                 is_last = had_none_tighter
                 had_none_tighter = not self._go_back(snapshot, failure, is_last=is_last)
         finally:
-            self._is_running = False
+            self.is_running = False
 
-    def _go_back(self, snapshot: StepSnapshot, failure: torch.OutOfMemoryError, *, is_last: bool) -> bool:
+    def _go_back(self, snapshot: StepSnapshot, failure: Exception, *, is_last: bool) -> bool:
         """Make the state of before the step, and plan tighter; whether something takes less.
 
         Where nothing does, the step is run once more: its regions are recorded in their first call, and this is rid of
         what the allocator held.
         """
-        written = snapshot.written()
-        if written:
-            failure.add_note(f"plimsoll: the step cannot be run again, as not all of it can be put back: {written}.")
-            raise failure
-        snapshot.put_back()
-        torch.clear_autocast_cache()
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        before = self._plans.plan
-        is_tighter = self._plans.tighten()
-        if not is_tighter and is_last:
-            raise self._plans.floor(is_optimizer=snapshot.is_in_optimizer) or failure from failure
+        agreement = self._plans.agreement
+        self._joint.renew()
+        with agreement:
+            written = snapshot.written()
+            if any(agreement.all_of("what cannot be put back", written, str, more_seconds=_PATIENCE_SECONDS)):
+                where = written or "see the other ranks"
+                failure.add_note(f"plimsoll: the step cannot be run again, as not all of it can be put back: {where}.")
+                raise failure
+            snapshot.put_back()
+            torch.clear_autocast_cache()
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            before = self._plans.plan
+            is_tighter = self._plans.tighten()
+            if not is_tighter and is_last:
+                raise self._plans.floor(is_optimizer=snapshot.is_in_optimizer) or failure from failure
         _LOG.warning(_line(before, self._plans.plan if is_tighter else None))
         return is_tighter
 
 
-def refuse_ranks(model: nn.Module) -> None:
-    """Refuse to run steps again that other ranks run too."""
-    world = find_participants(model).world
-    if world is not None:
-        raise InvalidModel(
-            f"{type(model).__name__} is trained by {world.size} ranks, and handle.step is for one process.",
-            why="when one rank runs out of memory the others wait in a collective that it does not join; nothing calls that "
-            "off and leaves their process groups whole",
-            next="run the step without handle.step; a smaller budget leaves more room for what else comes onto the device",
-        )
+def refuse_unrepeatable(model: nn.Module, plans: TighterPlans) -> None:
+    """Refuse to run steps again that other ranks run too, where not all of what they share can begin anew."""
+    agreement, world = plans.agreement, find_participants(model).world
+    if world is None:
+        return
+    backends = agreement.backends - {dist.Backend.GLOO}
+    if agreement.size < world.size:
+        why = f"ranks= names {agreement.size} of them, and all have to run a step again if one does"
+    elif backends:
+        why = f"their collectives run on {', '.join(backends)}; connections are made anew with gloo only"
+    elif own := [*ddp.own_reductions(model), *fsdp2.own_reductions(model)]:
+        why = f"{', '.join(own)} may keep what it has not sent from step to step, and that cannot be put back"
+    elif ddp.is_static(model):
+        why = "static_graph=True counts steps, and one that is run again would count twice"
+    elif plans.repeats_collectives:
+        why = "allow= lets recipes repeat collectives, and ranks that stop within them are out of step"
+    else:
+        return
+    raise InvalidModel(
+        f"{type(model).__name__} is trained by {world.size} ranks, and handle.step cannot run their steps again.",
+        why=why,
+        next="run the step without handle.step; a smaller budget leaves more room for what else comes onto the device",
+    )
 
 
 def _line(before: Plan | None, after: Plan | None) -> str:
@@ -168,8 +213,10 @@ def _refusal(found: str, why: str, floor_bytes: int) -> BudgetBelowFloor:
 class AppliedPlan:
     """A plan that the user has applied, and the tighter ones in its place. The step to be planned is the one that failed."""
 
-    def __init__(self, handle: Handle, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, handle: Handle, model: nn.Module, plan: Plan, agreement: Agreement) -> None:
         self.plan: Plan | None = plan
+        self.agreement = agreement
+        self.repeats_collectives = COLLECTIVES in plan.allow
         self._first = plan
         self._handle = weakref.proxy(handle)  # which knows this: both would wait for the garbage collector
         self._model = model
@@ -193,16 +240,19 @@ class AppliedPlan:
     def tighten(self) -> bool:
         """Put a plan to work that takes less; whether there is one."""
         call, self._call = self._call, None
-        if call is not None:
-            # Tracing takes memory as well: about that of the lowest peak.
-            with self._handle.paused(), contextlib.suppress(torch.OutOfMemoryError):
+        # Tracing takes memory as well: about that of the lowest peak. Among several ranks a step that fails is nobody's.
+        may_fail = (torch.OutOfMemoryError,) if self.agreement.size == 1 else ()
+        if self.agreement.every("the step's call", holds=call is not None) and call is not None:
+            with self._handle.paused(), contextlib.suppress(*may_fail):
                 self._planner = self._plan_for(*call)
-        if self._planner is None or self.plan is None:
+        planner = self._planner
+        if planner is None or self.plan is None:
             return False
-        room_bytes = self._planner.halfway_bytes(self.plan)
+        room_bytes = planner.halfway_bytes(self.plan)
         if room_bytes is None:
             return False
-        self.plan = self._planner.solve(room_bytes)
+        assert planner.budget_bytes is not None
+        self.plan = planner.solve(planner.budget_bytes, excess_bytes=planner.budget_bytes - room_bytes)
         self._handle.switch(self.plan)
         return True
 
@@ -216,17 +266,19 @@ class AppliedPlan:
 
     def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlanner:
         """The planner of the step that failed, with what the plan was allowed."""
+        first, own = self._first, self._first.budget_bytes_of_ranks.get(str(self.agreement.rank))
         options = PlanOptions(
-            regions=tuple(dict.fromkeys(region.name for region in self._first.regions)) or None,
-            allow=self._first.allow,
-            max_error=self._first.max_error or 0.0,
-            host_budget_bytes=self._first.host_budget_bytes,
-            link=self._first.link,
+            regions=tuple(dict.fromkeys(region.name for region in first.regions)) or None,
+            allow=first.allow,
+            max_error=first.max_error or 0.0,
+            host_budget_bytes=first.host_budget_bytes,
+            link=first.link,
         )
-        batch = detached(as_batch(self._model, args, kwargs))
-        optimizer = optimizer_in_view(self._model)
-        task = TrainingTask(model=self._model, batch=batch, loss=stand_in_loss, optimizer=optimizer)
-        traced = trace_and_cost(task, options, optimizer_is_optional=True)
-        planner = StepPlanner(*traced, options, self._first.budget_bytes or self._first.predicted_peak_bytes)
-        planner.try_forms(task.step)
-        return planner
+        task = TrainingTask(
+            model=self._model,
+            batch=detached(as_batch(self._model, args, kwargs)),
+            loss=stand_in_loss,
+            optimizer=optimizer_in_view(self._model),
+        )
+        budget = Budget(own or first.budget_bytes or first.predicted_peak_bytes)
+        return first_planner(self.agreement, task, options, budget, optimizer_is_optional=True)[0]

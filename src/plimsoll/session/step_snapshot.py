@@ -24,7 +24,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from plimsoll.session.calibration import instances_of
-from plimsoll.tracing.fsdp2 import every_parameter, release_gathered
+from plimsoll.tracing.ddp import begin_anew
+from plimsoll.tracing.fsdp2 import KeptWaiting, every_parameter, release_gathered
 from plimsoll.tracing.local_tensors import local_of, version_of
 from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.recorder.untouched import REFILLS, KeptState, RandomState, attributes_of, contents_of
@@ -56,6 +57,8 @@ class StepSnapshot:
         self._parameters = [(parameter, version_of(parameter)) for parameter in every_parameter(model)]
         self._batch = [(t, version_of(t)) for t in output_tensors(given) if not t.is_inference()]
         self._gradients = [(parameter, _KeptGradient(parameter.grad)) for parameter, _ in self._parameters]
+        self._waiting = KeptWaiting(model)
+        self._numbers = [_KeptGradient(gradient) for _, _, gradient in self._waiting.places]
         self._companions = _KeptContents(map(vars, companions))
         # Buffers and parameters are kept above, whoever else holds them.
         parts = {id(tensor) for tensor in (*model.buffers(), *(parameter for parameter, _ in self._parameters))}
@@ -95,6 +98,7 @@ class StepSnapshot:
     def put_back(self) -> None:
         """Everything as it was before the step."""
         release_gathered(self._model)
+        begin_anew(self._model)
         with torch.no_grad():
             for _, contents in self._optimizers.values():
                 contents.put_back()
@@ -103,6 +107,9 @@ class StepSnapshot:
             self._given.put_back()
             for parameter, gradient in self._gradients:
                 parameter.grad = gradient.put_back()
+            self._waiting.put_back()
+            for numbers in self._numbers:
+                numbers.put_back()
         for module, flag in self._flags:
             module.training = flag
         self._state.put_back()

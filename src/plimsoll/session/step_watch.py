@@ -21,7 +21,15 @@ from torch import nn
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.copies import ModelHook
 from plimsoll.errors import BudgetBelowFloor
-from plimsoll.session.calibration import MeasuredStep, OptimizerWatch, beside_bytes, planned_state_bytes
+from plimsoll.session.calibration import (
+    MeasuredStep,
+    OptimizerWatch,
+    Taken,
+    beside_bytes,
+    planned_state_bytes,
+    taken_bytes,
+    unseen_bytes,
+)
 from plimsoll.tracing.ddp import is_without_reduction
 from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, holds_gradients_back
 from plimsoll.tracing.meters.memory import RisingPeak
@@ -308,6 +316,16 @@ class StepWatch:
         if self.running is not None:
             self.running.note_optimizer()
         self.risen_bytes = max(0, self.rising.risen_to() - (self.beside_bytes or 0))
+
+
+def taken_beside(
+    measured: MeasuredStep | None, watch: OptimizerWatch, plan: Plan, recording_bytes: int
+) -> tuple[Taken, int]:
+    """What the measured step took under a plan, and by how much later ones will exceed its prediction."""
+    if measured is not None:
+        return taken_bytes(measured, watch, plan, recording_bytes), unseen_bytes(measured, watch, plan)
+    warn("the first steps could not be measured (failed, or under a profiler); the plan relies on its trace alone")
+    return Taken(), max(0, watch.bytes_after - planned_state_bytes(plan))
 
 
 class BudgetWatch:

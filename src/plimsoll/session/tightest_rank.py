@@ -128,6 +128,11 @@ class SharedPlanner(StepPlanner):
             classes=classes_at_peak(own),
         )
 
+    def halfway_bytes(self, plan: Plan, error_scale: float = 1.0) -> int | None:
+        """As `StepPlanner.halfway_bytes`, on the tightest rank."""
+        told = self._agreement.all_of("halfway", super().halfway_bytes(plan, error_scale), int | None)  # type: ignore[arg-type]
+        return told[self._agreement.ranks.index(self._tightest)]
+
     def run(self, step: TrainingStep, plan: Plan, *, unseen_bytes: int = 0) -> TrialRun:
         """Run a plan on all ranks: the largest error, and a peak as far over the budget as the worst one is."""
         with self._agreement.stepping():

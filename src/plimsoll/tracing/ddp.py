@@ -75,6 +75,17 @@ def own_reductions(model: nn.Module) -> list[str]:
     return [hook.__qualname__ for hook, _ in model._comm_hooks] if isinstance(model, DistributedDataParallel) else []
 
 
+def is_static(model: nn.Module) -> bool:
+    """Whether the reducer learns the graph from its first step, and relies on it in all others."""
+    return isinstance(model, DistributedDataParallel) and bool(model.static_graph)
+
+
+def begin_anew(model: nn.Module) -> None:
+    """Make the reducer ready for a new step after one whose backward did not finish; on all ranks, or its buckets differ."""
+    if isinstance(model, DistributedDataParallel):
+        model.reducer._reset_state()  # seen in torch 2.9 to 2.13
+
+
 class Twins:
     """Parameters of the same memory as those of a wrapped model, without the reducer's hooks.
 

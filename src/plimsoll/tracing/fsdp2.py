@@ -63,6 +63,16 @@ def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [part.sharded_param for part in _parameters(model)]
 
 
+def process_groups(model: nn.Module) -> Iterator[torch.distributed.ProcessGroup]:
+    """The groups in which parameters are gathered and gradients reduced. Meshes that are equal may be taken for one another
+    by the parameters, and have other groups each: these are FSDP2's own.
+    """
+    for group in _groups(model):
+        for info in (group.mesh_info, group.post_forward_mesh_info):
+            if info is not None:
+                yield from info.mesh.get_all_groups()
+
+
 def every_parameter(model: nn.Module) -> list[nn.Parameter]:
     """Every parameter once; of one that is gathered right now the shard too, which is what an optimizer holds."""
     return list(dict.fromkeys([*model.parameters(), *sharded_parameters(model)]))
@@ -85,13 +95,35 @@ def splits_activations(model: nn.Module) -> bool:
 
 def waiting_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Gradients that wait for a later reduction (``set_requires_gradient_sync(False)``), with a name each."""
+    for name, holder, attribute in _waiting_places(model):
+        gradient = getattr(holder, attribute)
+        if gradient is not None:
+            yield name, gradient
+
+
+def _waiting_places(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Where such gradients are: a name, and the attribute of an object that holds one or ``None``."""
     for group in _groups(model):
         for part in group.fsdp_params:
-            for gradient in (_unsharded_gradient(part), part.unsharded_accumulated_grad):
-                if gradient is not None:
-                    yield _name_of(part), gradient
-        if group._partial_reduce_output is not None:
-            yield group._module_fqn or "", group._partial_reduce_output
+            if (unsharded := getattr(part, "_unsharded_param", None)) is not None:  # made by the first gathering
+                yield _name_of(part), unsharded, "grad"
+            yield _name_of(part), part, "unsharded_accumulated_grad"
+        yield group._module_fqn or "", group, "_partial_reduce_output"
+
+
+class KeptWaiting:
+    """The gradients that wait for a later reduction; ``put_back`` makes them those that wait again, and no others."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        places = _waiting_places(model)
+        self.places = [(holder, attribute, getattr(holder, attribute)) for _, holder, attribute in places]
+
+    def put_back(self) -> None:
+        """The same tensors in the same places; nothing where a place was made since."""
+        kept = {(id(holder), attribute): gradient for holder, attribute, gradient in self.places}
+        for _, holder, attribute in _waiting_places(self._model):
+            setattr(holder, attribute, kept.get((id(holder), attribute)))
 
 
 def holds_gradients_back(model: nn.Module) -> bool:
@@ -196,31 +228,17 @@ class KeptShards:
 
                 group._reduce_scatter_comm = DefaultReduceScatter()
             group._all_reduce_hook = None
-        self._accumulated = [
-            (part, _unsharded_gradient(part), part.unsharded_accumulated_grad) for part in _parameters(model)
-        ]
-        self._partial = [(group, group._partial_reduce_output) for group in _groups(model)]
-        for part, gradient, upcast in self._accumulated:
+        self._waiting = KeptWaiting(model)
+        for holder, attribute, gradient in self._waiting.places:
             if gradient is not None:
-                part._unsharded_param.grad = torch.zeros_like(gradient)
-            if upcast is not None:
-                part.unsharded_accumulated_grad = torch.zeros_like(upcast)
-        for group, output in self._partial:
-            if output is not None:
-                group._partial_reduce_output = torch.zeros_like(output)
+                setattr(holder, attribute, torch.zeros_like(gradient))
 
     def put_back(self) -> None:
         """Everything as it was; what a step left half done is let go."""
         if _is_busy(self._model):
             release_gathered(self._model)
         reshard(self._model)
-        for part, gradient, upcast in self._accumulated:
-            unsharded = getattr(part, "_unsharded_param", None)  # made by the first gathering
-            if unsharded is not None:
-                unsharded.grad = gradient
-            part.unsharded_accumulated_grad = upcast
-        for group, output in self._partial:
-            group._partial_reduce_output = output
+        self._waiting.put_back()
         for group, scatter, hook in self._reductions:
             group._reduce_scatter_comm, group._all_reduce_hook = scatter, hook
 
@@ -275,8 +293,3 @@ def _is_busy(model: nn.Module) -> bool:
     return any(part._training_state.name != _IDLE for part in parts) or any(
         group._post_forward_indices for group in _groups(model)
     )
-
-
-def _unsharded_gradient(part: FSDPParam) -> torch.Tensor | None:
-    unsharded: torch.Tensor | None = getattr(part, "_unsharded_param", None)  # made by the first gathering
-    return None if unsharded is None else unsharded.grad

@@ -17,23 +17,18 @@ NCCL's own watchdog.
 from __future__ import annotations
 
 import contextlib
-import datetime
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from plimsoll.errors import PlimsollError, RankError, RankFailed, RankMissing, RanksDiffer
+from plimsoll.session.rendezvous.connections import release
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS, Meeting, exchange
 from plimsoll.session.rendezvous.world import World
 from plimsoll.tracing.recorder.collectives import failed_in_collective
 
-_CPU = torch.device("cpu")
-_NO_TIME = datetime.timedelta(milliseconds=1)
-_TAG = 20_873
-"""Of a message that nobody sends."""
 _GRACE_SECONDS = 3.0
 """So long a rank that failed waits for the others to come out of the step by themselves."""
 _GATHERING_SECONDS = 5.0
@@ -86,8 +81,8 @@ class Conversation:
     ) -> None:
         self.world = world
         self._topic = topic
-        self._groups = tuple(groups)
-        self._timeout_seconds = timeout_seconds
+        self.groups = tuple(groups)
+        self.timeout_seconds = timeout_seconds
         self._step = ""
         self._is_over = False
         self._is_stepping = False
@@ -114,7 +109,7 @@ class Conversation:
             RanksDiffer: another rank is somewhere else.
         """
         turn = msgspec.msgpack.encode(_Turn(step=step, message=message))
-        timeout_seconds = self._timeout_seconds + more_seconds
+        timeout_seconds = self.timeout_seconds + more_seconds
         try:
             answers = Meeting.arrive(self.world, self._topic, turn, timeout_seconds).collect()
         except RankError:
@@ -137,11 +132,17 @@ class Conversation:
 
         The occasion is another one every time; a rank comes to it once or not at all.
         """
-        seconds = min(self._timeout_seconds, _GATHERING_SECONDS)
+        seconds = min(self.timeout_seconds, _GATHERING_SECONDS)
         try:
             return exchange(self.world, f"{self._topic}/{occasion}", message, timeout_seconds=seconds)
         except RankMissing:
             return None
+
+    def begin_anew(self) -> None:
+        """All ranks have left the step in which they were, each in another place: what they say from now on counts from the
+        start.
+        """
+        self._topic += "/again"
 
     def end(self) -> None:
         """All ranks know of the error that is on its way: nothing has to be told."""
@@ -159,10 +160,10 @@ class Conversation:
         turn = _Turn(step=self._step, failure=_Failure.of(error))
         self._is_over = True
         try:
-            meeting = Meeting.arrive(self.world, self._topic, msgspec.msgpack.encode(turn), self._timeout_seconds)
+            meeting = Meeting.arrive(self.world, self._topic, msgspec.msgpack.encode(turn), self.timeout_seconds)
         except dist.DistError:  # the store is gone, and the job with it: this rank's error is what is to be seen
             return
-        if not self._is_stepping or not self._groups:
+        if not self._is_stepping or not self.groups:
             return
         culprit = meeting.noted(_RELEASED)
         if not culprit:
@@ -171,10 +172,10 @@ class Conversation:
                 return
             lost = tuple(rank for rank in self.world.ranks if not meeting.has_come(rank))
             if lost and failed_in_collective(error):
-                release(self._groups)
+                release(self.groups)
                 raise self._lost(lost, error) from error
             culprit = meeting.note(_RELEASED, str(self.world.rank))
-        release(self._groups)  # also by a rank that was released itself: others may wait for this one
+        release(self.groups)  # also by a rank that was released itself: others may wait for this one
         rank = int(culprit)
         if rank != self.world.rank:
             first = msgspec.msgpack.decode(meeting.message_of(rank), type=_Turn)
@@ -235,22 +236,3 @@ def differing(facts: dict[str, list[str]], ranks: Sequence[int], next_: str = ""
 
 def _named(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def release(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Close the connections of these groups, so that whoever waits in one of their collectives gets an error.
-
-    With gloo by a receive that times out at once (gloo then closes every connection of the group), with other backends
-    by ``abort``. Each group has more than one rank; this rank is in no collective of theirs.
-    """
-    for group in groups:
-        if dist.get_backend(group) == dist.Backend.GLOO:
-            _close(group)
-        else:
-            group.abort()
-
-
-def _close(group: dist.ProcessGroup) -> None:
-    somebody = (group.rank() + 1) % group.size()
-    with contextlib.suppress(RuntimeError):  # the time-out that this is for, or a connection that is closed already
-        group.recv([torch.empty(1, device=_CPU)], somebody, _TAG).wait(_NO_TIME)

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from plimsoll.errors import InvalidModel, InvalidOption
-from plimsoll.tracing.fsdp2 import sharded_parameters
+from plimsoll.tracing.fsdp2 import process_groups, sharded_parameters
 from plimsoll.tracing.torch_internals import internal
 
 if TYPE_CHECKING:
@@ -127,7 +127,8 @@ def find_participants(model: object, ranks: Sequence[int] | None = None) -> Part
     if isinstance(model, nn.Module):
         meshes = _meshes_of(model)
         spans = [tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes]
-        groups = tuple(dict.fromkeys((*_replicating(model), *(g for mesh in meshes for g in mesh.get_all_groups()))))
+        of_meshes = (group for mesh in meshes for group in mesh.get_all_groups())
+        groups = tuple(dict.fromkeys((*_replicating(model), *process_groups(model), *of_meshes)))
         if ranks is None:
             ranks = _widest([*spans, *(tuple(sorted(dist.get_process_group_ranks(group))) for group in groups)])
     return Participants(current_world(ranks), tuple(group for group in groups if group.size() > 1))

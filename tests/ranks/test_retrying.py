@@ -1,0 +1,39 @@
+"""Where one of several ranks runs out of memory, all run the step again under a tighter plan, or none does."""
+
+from __future__ import annotations
+
+import pytest
+
+from launching import Told, on_ranks
+from ranks.retrying import FOURFOLD, PAIRED
+
+pair = on_ranks(2, "ranks.retrying:on_a_pair")
+four = on_ranks(4, "ranks.retrying:on_four")
+
+
+@pytest.mark.parametrize("number", range(len(PAIRED) + len(FOURFOLD)))
+def test_a_step_that_fails_on_one_rank_is_run_again_by_all_with_the_bits_of_the_tighter_plan(
+    pair: Told, four: Told, number: int
+):
+    told, number = (pair, number) if number < len(PAIRED) else (four, number - len(PAIRED))
+    found = [rank["trained"][number] for rank in told]
+    assert all(each["is_equal"] for each in found), found[0]["case"]
+    assert [each["failures"] for each in found] == [int(rank in found[0]["case"][2]) for rank in range(len(told))]
+    assert len({each["dropped"] for each in found}) == 1
+
+
+def test_an_error_of_one_rank_stays_its_own_and_is_named_on_the_others(pair: Told):
+    one, other = (rank["own error"] for rank in pair)
+    assert (one["kind"], other["kind"]) == ("RankFailed", "ZeroDivisionError")
+    assert one["ranks"] == (1,)
+    assert one["seconds"] < 30
+
+
+@pytest.mark.parametrize(
+    ("what", "kinds"),
+    [("floor", ("BudgetBelowFloor", "BudgetBelowFloor")), ("written", ("RankFailed", "OutOfMemoryError"))],
+)
+def test_where_the_step_cannot_be_run_again_no_rank_runs_it(pair: Told, what: str, kinds: tuple[str, str]):
+    found = [rank[what] for rank in pair]
+    assert tuple(each["kind"] for each in found) == kinds
+    assert what == "written" or all(each["is_whole"] for each in found)
