@@ -13,6 +13,7 @@ from engine.models import Inner, Lined
 from plimsoll.artifacts.region import Origin
 from plimsoll.engine.replay_rng import RandomPoints
 from plimsoll.engine.verifying import VerifyingRecorder
+from plimsoll.tracing.meters.memory import PeakMeter
 from plimsoll.tracing.recorder.storages import same_bits, storage_fingerprint
 
 CALLS = itertools.count()
@@ -257,6 +258,14 @@ def test_a_fingerprint_changes_with_any_element(dtype):
     assert storage_fingerprint(tensor.clone()) == before
     tensor[5, 1] = 0
     assert storage_fingerprint(tensor) != before
+
+
+@pytest.mark.parametrize("count", [80_000, 80_001, 80_004])
+def test_a_fingerprint_takes_little_memory_whatever_the_size_is(count):
+    tensor = torch.ones(count, dtype=torch.uint8)
+    with PeakMeter() as meter:
+        storage_fingerprint(tensor)
+    assert meter.peak_bytes < count / 2
 
 
 def test_a_fingerprint_changes_when_elements_change_places():

@@ -3,46 +3,76 @@
 from __future__ import annotations
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
+from benchmarks.stack_setups.hugging_face import (
+    dpo_trainer,
+    grpo_trainer,
+    plain_trainer,
+    quantized_llama,
+    sft_trainer,
+    train,
+)
+from benchmarks.stack_setups.set_up import Arm, Watch
 from torch import nn
 
 import plimsoll
-from integrations.trainings import plain_trainer, train
+from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption, UnsupportedFramework
 from plimsoll.integrations.budgeted import Framework
 from plimsoll.integrations.transformers import PlimsollCallback
 from unchanged import snapshot
 
 SETTINGS = {
-    "bf16, checkpointing taken over": {"bf16": True, "activation_checkpointing": True},
-    "accumulation, evaluation": {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
-    "lengths grouped, cache, smooth labels": {
-        "lengths": (24, 40, 64),
-        "train_sampling_strategy": "group_by_length",
-        "use_cache": True,
-        "label_smoothing_factor": 0.1,
-    },
+    "bf16, accumulation, evaluation": (
+        plain_trainer,
+        {"bf16": True, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
+    ),
+    "lengths grouped, cache, smooth labels": (
+        plain_trainer,
+        {
+            "lengths": (24, 40, 64),
+            "train_sampling_strategy": "group_by_length",
+            "use_cache": True,
+            "label_smoothing_factor": 0.1,
+        },
+    ),
+    "SFT, packed, LoRA": (sft_trainer, {"packing": True, "peft": {}}),
+    "SFT, 4 bit": (sft_trainer, {"model": functools.partial(quantized_llama, 4)}),
+    "DPO with a reference": (dpo_trainer, {}),
+    "GRPO": (grpo_trainer, {}),
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_a_training_under_a_budget_keeps_to_it_and_to_every_bit(settings, tmp_path):
-    make = functools.partial(plain_trainer, tmp_path, **settings)
-    without = train(functools.partial(make, activation_checkpointing=False))
-    budget_bytes = int(0.7 * max(without.peaks))
-    within = train(make, budget_bytes)
+@pytest.mark.parametrize(("make", "settings"), SETTINGS.values(), ids=SETTINGS)
+def test_a_training_under_a_budget_keeps_to_it_and_to_every_bit(make, settings, tmp_path):
+    """The framework's own checkpointing is set, and taken over."""
+    make = functools.partial(make, str(tmp_path), **settings)
+    without, within = Watch(LiveStorages()), Watch(LiveStorages())
+    train(make, without, Arm())
+    budget_bytes = int(0.75 * max(without.peaks))
+    trainer = train(make, within, Arm(own_switch=True, budget=budget_bytes))
     assert max(within.peaks) <= budget_bytes
     assert within.losses == without.losses
     assert all(map(torch.equal, within.weights, without.weights))
-    told = [row for row in within.trainer.state.log_history if "plimsoll/measured_peak_bytes" in row]
-    assert told
-    assert all(0 < row["plimsoll/measured_peak_bytes"] <= budget_bytes for row in told[1:])
+    told = [row for row in trainer.state.log_history if "plimsoll/measured_peak_bytes" in row]
+    assert 0 < told[-1]["plimsoll/measured_peak_bytes"] <= budget_bytes
+
+
+def test_offloading_of_activations_is_taken_over(tmp_path):
+    """TRL's own needs an accelerator: here something else stands in its place."""
+    trainer = sft_trainer(str(tmp_path), [PlimsollCallback("1GiB")], max_steps=1)
+    offloading = torch.autograd.graph.save_on_cpu()
+    trainer.maybe_activation_offload_context = offloading
+    with mock.patch.object(type(offloading), "__enter__", side_effect=AssertionError):
+        trainer.train()
+    assert trainer.maybe_activation_offload_context is offloading
 
 
 def test_trainer_and_model_are_left_as_they_were(tmp_path):
-    trainers = [plain_trainer(tmp_path, callbacks, max_steps=2) for callbacks in ([], [PlimsollCallback("1GiB")])]
+    trainers = [plain_trainer(str(tmp_path), callbacks, max_steps=2) for callbacks in ([], [PlimsollCallback("1GiB")])]
     for trainer in trainers:
         trainer.model.activation_checkpointing_enable()
         trainer.train()
@@ -63,7 +93,7 @@ def structure(model: nn.Module) -> dict[str, object]:
 
 
 def test_a_budget_below_the_floor_stops_training_before_anything_changes(tmp_path, caplog):
-    trainer = plain_trainer(tmp_path, [PlimsollCallback("2MiB")])
+    trainer = plain_trainer(str(tmp_path), [PlimsollCallback("2MiB")])
     before = [each.clone() for each in trainer.model.parameters()]
     with pytest.raises(BudgetBelowFloor, match="smallest reachable peak"):
         trainer.train()
@@ -73,17 +103,18 @@ def test_a_budget_below_the_floor_stops_training_before_anything_changes(tmp_pat
 
 
 def test_half_the_batch_is_taken_where_the_whole_does_not_fit(tmp_path):
-    trainer = plain_trainer(tmp_path, [PlimsollCallback("6MiB")], auto_find_batch_size=True, max_steps=2)
+    trainer = plain_trainer(str(tmp_path), [PlimsollCallback("6MiB")], auto_find_batch_size=True, max_steps=2)
     trainer.train()
     assert trainer.state.train_batch_size < 8
     assert trainer.state.global_step == 2
 
 
 def test_a_training_that_is_resumed_keeps_to_every_bit(tmp_path):
-    saved = functools.partial(plain_trainer, tmp_path, save_strategy="steps", save_steps=2, max_steps=4)
-    whole = train(saved)
-    resumed = train(saved, "10MiB", resume=str(tmp_path / "checkpoint-2"))
-    assert resumed.losses[-2] == whole.losses[-2]
+    saved = functools.partial(plain_trainer, str(tmp_path), save_strategy="steps", save_steps=1, max_steps=3)
+    whole, resumed = Watch(), Watch(LiveStorages())
+    train(saved, whole, Arm())
+    train(saved, resumed, Arm(budget=10 * 2**20), resume=str(tmp_path / "checkpoint-1"))
+    assert resumed.losses == whole.losses
     assert all(map(torch.equal, resumed.weights, whole.weights))
     assert max(resumed.peaks) <= 10 * 2**20
 
@@ -96,13 +127,13 @@ REFUSED = {
 
 @pytest.mark.parametrize(("callbacks", "changes", "error", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_does_not_go_together_is_refused_when_training_begins(callbacks, changes, error, words, tmp_path):
-    trainer = plain_trainer(tmp_path, callbacks, **changes)
+    trainer = plain_trainer(str(tmp_path), callbacks, **changes)
     with pytest.raises(error, match=words):
         trainer.train()
 
 
 def test_a_model_that_has_a_budget_already_is_refused(tmp_path):
-    trainer = plain_trainer(tmp_path, [PlimsollCallback("1GiB")])
+    trainer = plain_trainer(str(tmp_path), [PlimsollCallback("1GiB")])
     with (
         plimsoll.attach(trainer.model, "1GiB"),
         pytest.raises(InvalidModel, match="at work on LlamaForCausalLM already"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -26,6 +26,8 @@ from plimsoll.session.attach import attach
 from plimsoll.session.attachment import Attachment
 from plimsoll.session.options import Budget
 from plimsoll.session.shapes import told
+from plimsoll.tracing.meters.memory import storage_bytes
+from plimsoll.units import format_bytes, parse_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +71,21 @@ class BudgetedTraining:
         self._log = log
         self._undo = contextlib.ExitStack()
         self._has_told = False
+        self._beside_bytes = 0
 
-    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, taken_over: int = 0) -> None:
+    def begin(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        beside: Iterable[nn.Module] = (),
+        taken_over: int = 0,
+    ) -> None:
         """Training begins: ``model`` is the module that the framework calls.
 
-        ``taken_over`` counts what the integration has itself switched off of the framework's means to save memory.
+        ``beside`` are other modules in the framework's hands, such as a reference model: what lies there of the budget is no
+        part of the step. ``taken_over`` counts what the integration has itself switched off of the framework's means to save
+        memory.
         """
         taken_over += switch_off(model, self._undo)
         if taken_over:
@@ -82,8 +94,15 @@ class BudgetedTraining:
                 "off while it is at work",
                 taken_over,
             )
+        self._beside_bytes = 0 if self._budget == "auto" else _bytes_beside(model, beside)
+        if self._beside_bytes:
+            self._log.warning(
+                "Plimsoll: %s of the budget hold other models than the one that is trained",
+                format_bytes(self._beside_bytes),
+            )
         try:
-            self.handle = attach(model, self._budget, optimizer=_inner(optimizer), **self._options)
+            budget = parse_bytes(self._budget) - self._beside_bytes if self._beside_bytes else self._budget
+            self.handle = attach(model, budget, optimizer=_inner(optimizer), **self._options)
         except BaseException:
             self.end()
             raise
@@ -110,10 +129,11 @@ class BudgetedTraining:
         plan = self._plan
         if self.handle is None or plan is None:
             return {}
+        peak_bytes = self.handle.peak_bytes
         return {
-            "plimsoll/budget_bytes": plan.budget_bytes or 0,
-            "plimsoll/planned_peak_bytes": plan.predicted_peak_bytes,
-            "plimsoll/measured_peak_bytes": self.handle.peak_bytes,
+            "plimsoll/budget_bytes": (plan.budget_bytes or 0) + self._beside_bytes,
+            "plimsoll/planned_peak_bytes": plan.predicted_peak_bytes + self._beside_bytes,
+            "plimsoll/measured_peak_bytes": peak_bytes and peak_bytes + self._beside_bytes,
             "plimsoll/overhead": plan.predicted_overhead,
         }
 
@@ -121,6 +141,14 @@ class BudgetedTraining:
     def _plan(self) -> Plan | None:
         """The plan for the budget, once it is there."""
         return None if self.handle is None or self.handle.is_calibrating else self.handle.plan
+
+
+def _bytes_beside(model: nn.Module, others: Iterable[nn.Module]) -> int:
+    """Bytes of other modules on the model's device that are not the model's own."""
+    own = [*model.parameters(), *model.buffers()]
+    both = [*own, *(tensor for other in others for tensor in (*other.parameters(), *other.buffers()))]
+    device = own[0].device if own else None
+    return storage_bytes(both, device) - storage_bytes(own, device)
 
 
 def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
@@ -71,7 +73,8 @@ class PlimsollCallback(TrainerCallback):
             replaced(_OFFLOADING, contextlib.nullcontext())
         replaced("log", functools.partial(self._log, trainer.log))
         replaced("training_step", functools.partial(self._step, trainer.training_step, args))
-        self._training.begin(trainer.model_wrapped, trainer.optimizer, taken_over=int(offloads))
+        beside = [leaf for leaf in tree_leaves(list(vars(trainer).values())) if isinstance(leaf, nn.Module)]
+        self._training.begin(trainer.model_wrapped, trainer.optimizer, beside=beside, taken_over=int(offloads))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Say what is planned, once it is."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.copies import ModelHook
@@ -36,6 +37,7 @@ from plimsoll.tracing.meters.memory import RisingPeak
 from plimsoll.tracing.open_graphs import OpenGraphs, is_in_backward
 from plimsoll.tracing.recorder.calling import call_tensors
 from plimsoll.tracing.recorder.opkey import dtype_name
+from plimsoll.tracing.recorder.storages import is_plain
 from plimsoll.units import format_bytes
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -91,6 +93,24 @@ class Situation(NamedTuple):
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
     """The shapes of a call."""
     return tuple((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in call_tensors(args, kwargs))
+
+
+def shapes_and_masks_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+    """As `shapes_of`; the type of a mask says besides whether it masks anything, as attention takes another kernel then.
+
+    Looking takes a wait for the device: models that choose their kernel by it wait there as well.
+    """
+    masks = {id(leaf) for name, value in kwargs.items() if "mask" in name for leaf in tree_leaves(value)}
+    return tuple(
+        (f"{dtype_name(tensor.dtype)}{_gaps(tensor) if id(tensor) in masks else ''}", tuple(tensor.shape))
+        for tensor in call_tensors(args, kwargs)
+    )
+
+
+def _gaps(mask: torch.Tensor) -> str:
+    if mask.is_floating_point() or mask.is_complex() or not is_plain(mask):
+        return ""
+    return " without gaps " if mask.all() else " with gaps "
 
 
 def planned_situation(signature: str, in_flight: int) -> Situation:
@@ -179,12 +199,14 @@ class StepWatch:
         before_call: Callable[[tuple[Any, ...], dict[str, Any], Situation], None],
         after_step: Callable[[], None],
         hook: type[ModelHook] = ModelHook,
+        shapes: Callable[[tuple[Any, ...], dict[str, Any]], Shapes] = shapes_and_masks_of,
     ) -> None:
         self._model = model
         self._parameters = [parameter for parameter in every_parameter(model) if parameter.requires_grad]
         self.device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
         self._before_call = before_call
         self._after_step = after_step
+        self._shapes_of = shapes
         self._is_looking_away = False
         self.graphs = OpenGraphs(self._backward_ended)
         self.running: MeasuredStep | None = None
@@ -297,7 +319,7 @@ class StepWatch:
                 self._begin_rising(args, kwargs)
             in_flight = waiting + 1 if waiting else self.in_flight
             reduces = not (holds_gradients_back(self._model) or is_without_reduction(self._model))
-            self._before_call(args, kwargs, Situation(shapes_of(args, kwargs), accumulates, in_flight, reduces))
+            self._before_call(args, kwargs, Situation(self._shapes_of(args, kwargs), accumulates, in_flight, reduces))
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()
@@ -335,7 +357,7 @@ class BudgetWatch:
         self._budget_bytes = budget_bytes
         self._state_bytes = planned_state_bytes(plan)
         self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
-        self._steps = StepWatch(model, self._before_call, self._after_step, _PatientHook)
+        self._steps = StepWatch(model, self._before_call, self._after_step, _PatientHook, shapes_of)
 
     def remove(self) -> None:
         """Take it off the model."""

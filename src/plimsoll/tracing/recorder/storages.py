@@ -106,13 +106,16 @@ def storage_fingerprint(tensor: torch.Tensor) -> int:
     count = storage.nbytes()
     if count == 0:
         return 0
-    width = 8 if count % 8 == 0 else 1
-    dtype = torch.int64 if width == 8 else torch.uint8
-    flat = torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, (count // width,))  # type: ignore[call-overload]
+    flat = _of_storage(torch.int64, storage, 0, count // 8)
     rest = flat.numel() % _ROW
     rows = flat[rest:].view(-1, _ROW)
-    parts = (flat[:rest], rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64))
+    # A sum of bytes would make a copy eight times as large, so only what is left over is looked at in bytes.
+    parts = (_of_storage(torch.uint8, storage, count - count % 8, count % 8), flat[:rest], rows.sum(0), rows.sum(1))
     return int(sum((part * torch.arange(1, part.numel() + 1, device=part.device)).sum() for part in parts))
+
+
+def _of_storage(dtype: torch.dtype, storage: torch.UntypedStorage, offset: int, count: int) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, (count,))  # type: ignore[call-overload,no-any-return]
 
 
 def content_fingerprint(tensor: torch.Tensor) -> int:
