@@ -21,6 +21,7 @@ from torch import nn
 from plimsoll.artifacts.region import Origin, RegionGraph
 from plimsoll.engine.hooks import OpenCall
 from plimsoll.engine.replay_plan import ReplayPlan
+from plimsoll.engine.torch_flags import Flags, flags_for
 from plimsoll.tracing.local_tensors import is_pending, is_sharded, layout_key, local_of
 from plimsoll.tracing.torch_internals import (
     are_saved_hooks_enabled,
@@ -55,12 +56,13 @@ class Entry(NamedTuple):
     """What is known of a call before forward runs.
 
     ``signature`` is all that decides which recipes may serve it. ``sources`` are the region's parameters and buffers as they
-    are now, in the order of the reader's `places`, ``inputs`` the tensors among its arguments.
+    are now, in the order of the reader's `places`, ``inputs`` the tensors among its arguments, ``flags`` those of torch.
     """
 
     signature: tuple[Any, ...]
     sources: list[torch.Tensor | None]
     inputs: list[torch.Tensor]
+    flags: Flags
 
 
 class SignatureReader:
@@ -116,6 +118,7 @@ class SignatureReader:
             tuple([(name, describe(kwargs[name], inputs)) for name in sorted(kwargs)]) if kwargs else (),
         )
         sources = [holder.get(name) for holder, name in self.places]
+        flags = flags_for(self._device_type)
         signature = (
             self._generation,
             described,
@@ -123,8 +126,9 @@ class SignatureReader:
             tuple([source is not None and source.requires_grad for source in sources]),
             tuple([_share_memory(sources[one], sources[other]) for one, other in self._ties]) if self._ties else (),
             torch.is_autocast_enabled(self._device_type) and torch.get_autocast_dtype(self._device_type),
+            flags,
         )
-        return Entry(signature, sources, inputs)
+        return Entry(signature, sources, inputs, flags)
 
 
 def _share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -20,6 +20,7 @@ from plimsoll.engine.replay_code import RecordedRegion
 from plimsoll.engine.replay_plan import ParameterSource
 from plimsoll.engine.replay_rng import RandomPoints
 from plimsoll.engine.service import Service
+from plimsoll.engine.torch_flags import Flags, flags_for
 from plimsoll.engine.verifying import VerifyingRecorder
 from plimsoll.tracing.local_tensors import is_sharded, local_of, settled, version_of
 from plimsoll.tracing.recorder.calling import ModuleStack, call_tensors, output_tensors
@@ -100,6 +101,7 @@ class _Watched:
     """Sequence number of the first autograd node."""
     nodes: int
     stream: StreamRecorder
+    flags: Flags
 
 
 def record_call(
@@ -172,6 +174,7 @@ def _watch(
     saved = _RecordedCall(recorder, entry.sources)
     stream = StreamRecorder(references((*entry.sources, *entry.inputs)))
     recorder.is_called = lambda: stream.is_within
+    recorder.is_flagged = lambda: flags_for(subject.device_type) != entry.flags
     before = sequence_number()
     try:
         with (
@@ -186,7 +189,9 @@ def _watch(
         saved.keep_all()
         raise
     nodes = sequence_number() - before
-    return _Watched(recorder, saved, sources, inputs, input_values, versions, output, before, nodes, stream)
+    return _Watched(
+        recorder, saved, sources, inputs, input_values, versions, output, before, nodes, stream, entry.flags
+    )
 
 
 def _obstacle(call: _Watched) -> str:
@@ -247,6 +252,7 @@ def _recording(call: _Watched, subject: RegionForward) -> Recording:
     return Recording(
         name=subject.name,
         device_type=subject.device_type,
+        flags=call.flags,
         stream=call.stream.stream,
         graph=graph,
         region=_recorded_region(call, ids, outputs),

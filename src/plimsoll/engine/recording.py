@@ -15,6 +15,7 @@ from plimsoll.engine.call_stream import Stream
 from plimsoll.engine.program import Program, Shared
 from plimsoll.engine.replay_code import RecordedRegion
 from plimsoll.engine.replay_plan import DropChoice, ParameterSource, ReplayPlan, choose
+from plimsoll.engine.torch_flags import Flags
 from plimsoll.planning.replay_schedule import recipe_ops
 
 
@@ -29,6 +30,7 @@ class Recording:
 
     name: str
     device_type: str
+    flags: Flags
     stream: Stream
     graph: RegionGraph
     region: RecordedRegion
@@ -58,6 +60,7 @@ class Recording:
             name=self.name,
             call=plan.call,
             device_type=self.device_type,
+            flags=self.flags,
             graph=self.graph,
             recording=self.region,
             choice=choice,

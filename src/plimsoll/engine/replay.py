@@ -21,6 +21,7 @@ from plimsoll.engine.replay_plan import ReplayPlan
 from plimsoll.engine.sampling import Sampler
 from plimsoll.engine.split_backward import Halves
 from plimsoll.engine.stored_forms import check_reader_of_sign
+from plimsoll.engine.torch_flags import flags_for, in_force
 from plimsoll.errors import ReplayMismatch
 from plimsoll.planning.replay_schedule import BOUNDARY
 from plimsoll.tracing.local_tensors import local_of, version_of
@@ -123,6 +124,7 @@ class CallReplay:
         "_early",
         "_env",
         "_examiner",
+        "_is_flagged",
         "_position",
         "_seen",
         "_states",
@@ -150,6 +152,7 @@ class CallReplay:
         self._seen: list[int] | None = [] if recipes.is_learning else None
         self._task = -2  # no graph task has this number: the first read begins a backward
         self._position = 0
+        self._is_flagged = False
 
     def restore(self, cell: Cell) -> torch.Tensor:
         """What a cell was (of a DTensor the local shard), checked where a sample of it was taken."""
@@ -219,6 +222,8 @@ class CallReplay:
         """A new backward pass: nothing is rebuilt yet."""
         self._task = task
         self._position = 0
+        plan = self.recipes.plan
+        self._is_flagged = flags_for(plan.device_type) != plan.flags
         self._env: dict[int, torch.Tensor] = {}
         """Rebuilt values that later slots of this backward read."""
         self._early: dict[int, Any] = {}
@@ -253,14 +258,17 @@ class CallReplay:
         return self._run(self.recipes.alone(slot), leaves, {})
 
     def _run(self, segment: SegmentFunction, leaves: tuple[Readable, ...], env: dict[int, torch.Tensor]) -> Any:
-        """Run a recipe below autograd and outside of autocast, as its ops were recorded; a profiler that is on sees it under
-        its region's name.
+        """Run a recipe below autograd and outside of autocast, as its ops were recorded, under the flags of forward; a
+        profiler that is on sees it under its region's name.
         """
         device_type = self.recipes.plan.device_type
+        is_plain = not (self._is_flagged or is_profiled())
         with below_autograd():
-            if not (is_profiled() or torch.is_grad_enabled() or torch.is_autocast_enabled(device_type)):
+            if is_plain and not (torch.is_grad_enabled() or torch.is_autocast_enabled(device_type)):
                 return segment(env, leaves, self._bound, self._states, self._versions)
             with contextlib.ExitStack() as stack:
+                if self._is_flagged:
+                    stack.enter_context(in_force(self.recipes.plan.flags, device_type))
                 if is_profiled():
                     stack.enter_context(profiler.record_function(f"plimsoll.recompute: {self.recipes.plan.name}"))
                 if torch.is_grad_enabled():  # a backward that makes a graph: the ops were verified without

@@ -17,6 +17,7 @@ from plimsoll.engine.codecs.protocol import Codec
 from plimsoll.engine.hooks import Cell, Readable
 from plimsoll.engine.replay_code import Code, Number, RecordedRegion, Sources, Unknown, WrittenSegments, write_segments
 from plimsoll.engine.replay_rng import StatePoints, state_points
+from plimsoll.engine.torch_flags import Flags
 from plimsoll.planning.replay_schedule import BOUNDARY, Schedule, Unreachable, build_schedule, recipe_ops
 from plimsoll.tracing.recorder.collectives import is_collective
 from plimsoll.tracing.recorder.storages import Geometry
@@ -110,6 +111,7 @@ class ReplayPlan:
     name: str
     call: int
     device_type: str
+    flags: Flags
     graph: RegionGraph
     recording: RecordedRegion
     choice: DropChoice

@@ -46,6 +46,8 @@ class VerifyingRecorder(OpRecorder):
         self.has_hidden_writes = False
         self.is_called: Callable[[], bool] = lambda: True
         """Whether a torch call is under way."""
+        self.is_flagged: Callable[[], bool] = lambda: False
+        """Whether flags of torch are others now than where the region began, to which replay puts them."""
         self.has_unseen_callers = False
         """Whether some op was called by code whose torch calls are not seen."""
         self._contents: dict[int, int] = {}
@@ -68,6 +70,8 @@ class VerifyingRecorder(OpRecorder):
     def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
         func = op.func
         self._unset_outputs = ()
+        if self.is_flagged():
+            op.obstacle = op.obstacle or "runs under flags of torch that are set within the region"
         if signature.is_uninitialised or signature.is_value_read or signature.is_collective:
             return func(*args, **kwargs)
         if self.is_on_the_way(args):

@@ -194,7 +194,7 @@ class LowerBound:
                 with_own[position] = (1.0 + (waits[position] if a < self.index.last_wait else 0.0), region.buffer_share)
                 rows.append(with_own.T.ravel())
                 room.append(int((level - past).max()))
-        return np.array(rows).reshape(-1, 2 * len(self.regions)), np.array(room, dtype=np.float64)
+        return np.array(rows).reshape(len(rows), 2 * len(self.regions)), np.array(room, dtype=np.float64)
 
 
 class _Rows:

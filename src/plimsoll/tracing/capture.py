@@ -9,8 +9,10 @@ formulas index with them; the tracer does not see it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from plimsoll.tracing.recorder.calling import Call, Loss, ModuleStack, call_tens
 from plimsoll.tracing.recorder.graph import SlotRecord
 from plimsoll.tracing.recorder.storages import Geometry, is_plain
 from plimsoll.tracing.recorder.untouched import forwards_kept
-from plimsoll.tracing.refusals import explain_backward, explain_forward
+from plimsoll.tracing.refusals import explain_backward, explain_forward, refuses_hooks
 from plimsoll.tracing.torch_internals import (
     internal,
     pop_saved_hooks,
@@ -115,7 +117,7 @@ class _Placeholder:
     def stand_in(self, tracer: StepTracer) -> torch.Tensor:
         """A tensor for backward to read, which the tracer knows."""
         if self.held is not None:
-            if tracer.table.find(self.held) < 0:
+            if is_plain(self.held) and tracer.table.find(self.held) < 0:
                 tracer.add_stand_in(self.held)
             return self.held
         geometry = self.geometry
@@ -206,8 +208,15 @@ def run_step(
     return log
 
 
+class RefusesHooks(Exception):
+    """The region of this name runs a transform of ``torch.func``, which cannot run where saved tensors have hooks."""
+
+
 class StepCapture:
-    """Runs one step under the tracer, with saved tensors dropped as they are saved (or held, with ``holds_saved``)."""
+    """Runs one step under the tracer, with saved tensors dropped as they are saved (or held, with ``holds_saved``).
+
+    What the modules ``left_alone`` save autograd holds as it does in training.
+    """
 
     def __init__(
         self,
@@ -219,8 +228,10 @@ class StepCapture:
         meter: WorkspaceMeter | None = None,
         progress: Callable[[float], None],
         holds_saved: bool = False,
+        left_alone: Mapping[str, nn.Module] = MappingProxyType({}),
     ) -> None:
         self._model = model
+        self._left_alone = left_alone
         self._holds_saved = holds_saved
         self._regions = regions
         self._loss = loss
@@ -248,7 +259,9 @@ class StepCapture:
         self._parameter_storages = register_statics(self.tracer, self._model, call)
         with contextlib.ExitStack() as stack:
             for name, module in self._regions.items():
-                stack.enter_context(self._wrapped(name, module))
+                stack.enter_context(_calling(module, functools.partial(self._region, name, module, module.forward)))
+            for module in self._left_alone.values():
+                stack.enter_context(_calling(module, functools.partial(self._without_hooks, module.forward)))
             stack.enter_context(self._stack.watch(self._model))
             stack.enter_context(self._outside.entered())
             stack.enter_context(self.tracer)
@@ -270,34 +283,35 @@ class StepCapture:
         storage = self.tracer.table.find(tensor)
         return storage in self._parameter_storages or storage in self.tracer.fillings
 
-    @contextlib.contextmanager
-    def _wrapped(self, name: str, module: nn.Module) -> Iterator[None]:
-        original = module.forward
-        had_own = "forward" in module.__dict__
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return original(*args, **kwargs)
-            outer = self._running
-            if outer is not None and outer.name == name and _is_on_top(outer.book):  # a block that calls itself
-                return original(*args, **kwargs)
-            if self.tracer.phase is not Phase.FORWARD or not _is_on_top(self._outside):
-                raise self._already_checkpointed(name)
-            log = self._running = self._enter(name, module, args, kwargs)
+    def _region(self, name: str, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a region's forward, and note what it does."""
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        outer = self._running
+        if outer is not None and outer.name == name and _is_on_top(outer.book):  # a block that calls itself
+            return original(*args, **kwargs)
+        if self.tracer.phase is not Phase.FORWARD or not _is_on_top(self._outside):
+            raise self._already_checkpointed(name)
+        log = self._running = self._enter(name, module, args, kwargs)
+        try:
             with log.book.entered():
                 output = original(*args, **kwargs)
-            self._running = None
-            self._leave(log, output)
-            return output
+        except RuntimeError as error:
+            if refuses_hooks(error):
+                raise RefusesHooks(name) from error
+            raise
+        self._running = None
+        self._leave(log, output)
+        return output
 
-        module.forward = forward
+    def _without_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() and _is_on_top(self._outside)):
+            return original(*args, **kwargs)
+        pop_saved_hooks()
         try:
-            yield
+            return original(*args, **kwargs)
         finally:
-            if had_own:
-                module.forward = original
-            else:
-                del module.forward
+            push_saved_hooks(self._outside.pack, self._outside.unpack)
 
     def _refuse_hooks_inside(self) -> None:
         """Checkpointing inside of a region pushes hooks of its own, and ours do not see what its ops save."""
@@ -352,6 +366,20 @@ class StepCapture:
         tracer.forget_names()
         self._logs.append(log)
         self._progress(0.5 * min(1.0, len(self._logs) / len(self._regions)))
+
+
+@contextlib.contextmanager
+def _calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let calls of a module run ``forward`` for the length of the block."""
+    original, had_own = module.forward, "forward" in module.__dict__
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if had_own:
+            module.forward = original
+        else:
+            del module.forward
 
 
 def _is_on_top(book: SlotBook) -> bool:

@@ -31,6 +31,7 @@ from plimsoll.tracing.recorder.collectives import failed_in_collective
 
 _REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 _DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+_DISABLES_HOOKS = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
 _WITHOUT_FAKE = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 
 
@@ -145,6 +146,24 @@ def uncompiled_regions(model: nn.Module, regions: Mapping[str, nn.Module]) -> di
     for name, part in compiled.items():
         warnings.warn(f"plimsoll: region {name!r} is left alone: {part} is compiled by torch.compile", stacklevel=2)
     return {name: module for name, module in regions.items() if name not in compiled}
+
+
+def without_transforms(
+    regions: Mapping[str, nn.Module], name: str, left_alone: Mapping[str, nn.Module]
+) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """The regions without those of the class of one that runs a transform of ``torch.func``, which are left alone as well."""
+    kept = {other: each for other, each in regions.items() if type(each) is type(regions[name])}
+    warnings.warn(
+        f"plimsoll: {', '.join(map(repr, kept))} keep what they save: torch.func allows no hooks where it is at work",
+        stacklevel=3,
+    )
+    return {other: each for other, each in regions.items() if other not in kept}, {**left_alone, **kept}
+
+
+def refuses_hooks(error: BaseException) -> bool:
+    """Whether a transform of ``torch.func`` found hooks on saved tensors at work, which it cannot run under."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code is _DISABLES_HOOKS
 
 
 def refuse_compiler(module: nn.Module) -> None:

@@ -21,7 +21,7 @@ from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.trace import Phase, Trace, WatchedStep
 from plimsoll.tracing import ddp, fsdp2
 from plimsoll.tracing.assemble import assemble
-from plimsoll.tracing.capture import StepCapture, StepLog, run_step
+from plimsoll.tracing.capture import RefusesHooks, StepCapture, StepLog, run_step
 from plimsoll.tracing.ddp import bucket_bytes, inner_module, unseen_by_reducer
 from plimsoll.tracing.fake import fake_batch, faked
 from plimsoll.tracing.fsdp2 import Gathered
@@ -33,7 +33,7 @@ from plimsoll.tracing.optimizer import trace_optimizer
 from plimsoll.tracing.recorder.calling import Call, Loss, ModuleStack, check_devices, output_tensors, split_batch
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.tracing.recorder.untouched import private_copy, untouched
-from plimsoll.tracing.refusals import check_traceable, refuse_shards, uncompiled_regions
+from plimsoll.tracing.refusals import check_traceable, refuse_shards, uncompiled_regions, without_transforms
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.torch_internals import current_autograd_node
 from plimsoll.tracing.tracer import StepTracer, register_statics
@@ -91,12 +91,21 @@ def trace(
     """
     step = _Step(model, batch, loss, optimizer, device_name)
     found = uncompiled_regions(model, find_regions(step.model, regions))
-    capture = functools.partial(StepCapture, step.model, found, loss=loss)
     report = progress or silent
     if step.is_fake:
         refuse_shards(step.model)
     first = functools.partial(report, "tracing with fake tensors" if step.is_fake else "tracing")
-    log, workspaces = step.run_once(lambda call, meter: capture(meter=meter, progress=first).run(call))
+    left_alone: dict[str, nn.Module] = {}
+
+    def capture(**how: Any) -> StepCapture:
+        return StepCapture(step.model, found, left_alone=left_alone, loss=loss, **how)
+
+    while True:
+        try:
+            log, workspaces = step.run_once(lambda call, meter: capture(meter=meter, progress=first).run(call))
+            break
+        except RefusesHooks as refusal:
+            found, left_alone = without_transforms(found, str(refusal), left_alone)
     if step.home is None or step.is_fake or not repeats:
         return step.described(log, workspaces, {})[0]
 

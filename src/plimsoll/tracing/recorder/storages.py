@@ -63,8 +63,9 @@ class StorageTable:
         return len(self._references)
 
     def find(self, tensor: torch.Tensor) -> int:
-        """The id of the tensor's storage, ``-1`` if the table has not met it."""
-        return self._ids.get(local_of(tensor).untyped_storage()._cdata, -1)
+        """The id of the tensor's storage, ``-1`` if the table has not met it, or it has none (a sparse one)."""
+        local = local_of(tensor)
+        return self._ids.get(local.untyped_storage()._cdata, -1) if local.layout is torch.strided else -1
 
     def add(self, tensor: torch.Tensor) -> int:
         """The id of the tensor's storage; a new one if the table has not met it."""

@@ -1,0 +1,57 @@
+"""The flags of torch that decide what an operation computes: part of a call's signature, put back while its recipes run.
+
+They may be in force around forward alone (``torch.backends.mkldnn.flags(enabled=False)``), and backward runs without them. So
+recipes run under the flags of their forward. Which attention kernel is chosen need not be remembered: recipes name the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from plimsoll.tracing.torch_internals import internal
+
+Flags = tuple[Any, ...]
+
+# Read in every call of a region, hence without the properties of `torch.backends`. Private names seen in torch 2.9 to 2.13.
+_ANYWHERE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (internal("torch._C._get_mkldnn_enabled"), internal("torch._C._set_mkldnn_enabled")),
+)
+_ON_CUDA = (
+    *(
+        (internal(f"torch._C._get_{name}"), internal(f"torch._C._set_{name}"))
+        for name in ("cudnn_enabled", "cudnn_deterministic", "cudnn_benchmark")
+    ),
+    (
+        partial(internal("torch._C._get_fp32_precision_getter"), "cuda", "matmul"),
+        partial(internal("torch._C._set_fp32_precision_setter"), "cuda", "matmul"),
+    ),
+)
+
+
+def flags_for(device_type: str) -> Flags:
+    """The flags as they are now."""
+    if device_type == "cuda":
+        return tuple([read() for read, _ in (*_ANYWHERE, *_ON_CUDA)])
+    return tuple([read() for read, _ in _ANYWHERE])
+
+
+@contextlib.contextmanager
+def in_force(flags: Flags, device_type: str) -> Iterator[None]:
+    """Put flags in force for the length of the block."""
+    before = flags_for(device_type)
+    kinds = (*_ANYWHERE, *_ON_CUDA)[: len(flags)]
+    changed = [(write, old, new) for (_, write), old, new in zip(kinds, before, flags, strict=True) if old != new]
+    try:
+        for write, _, new in changed:
+            write(new)
+        yield
+    finally:
+        for write, old, _ in changed:
+            write(old)
