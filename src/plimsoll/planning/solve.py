@@ -91,6 +91,13 @@ def solve(
     return _write(planner, outcome, budget_bytes, strategy, room_bytes, started)
 
 
+def lowest_known(planner: Planner) -> Plan:
+    """The plan with the lowest peak as it was found, for a step or two: of those with this peak it may not be the fastest."""
+    floor, started = planner.floor, time.monotonic()
+    outcome = _Outcome(floor, Status.FEASIBLE, planner.baseline.seconds)
+    return _write(planner, outcome, floor.peak_bytes, "auto", floor.peak_bytes, started)
+
+
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     """The step that is to be planned, and what is proven of it."""

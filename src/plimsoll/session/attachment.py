@@ -373,7 +373,7 @@ class Attachment:
                 raise planner.refusal(lowest, most_bytes) from error
             if most_bytes > planner.budget_bytes and self._tries < _MOST_TRIES:
                 return  # that is a guess: measure a step that begins with what this one left, and records nothing
-            plan = msgspec.structs.replace(lowest, budget_bytes=planner.budget_bytes)
+            plan = msgspec.structs.replace(planner.lowest(self._error_scale), budget_bytes=planner.budget_bytes)
         if can_follow_shapes(self.agreement, self._options):
             fixed_bytes = self._counted.bytes - planned_state_bytes(own) + taken.lasting_bytes
             self._shaped = ShapePlans(self._options, self._optimizer, self._tracing, accumulates=self._accumulated)

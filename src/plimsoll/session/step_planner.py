@@ -25,7 +25,7 @@ from plimsoll.planning.explain import floor_error
 from plimsoll.planning.ladder import rungs_of
 from plimsoll.planning.replay_schedule import Unreachable
 from plimsoll.planning.simulate import choices_of, run_choices
-from plimsoll.planning.solve import Planner, solve
+from plimsoll.planning.solve import Planner, lowest_known, solve
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import Extremes, codecs_of_strategy, find_extremes
 from plimsoll.planning.what_if.chunked_loss import peak_with_chunked_loss
@@ -42,6 +42,9 @@ from plimsoll.units import budget_text, format_bytes
 
 CLOSE = 0.15
 """A lowest peak that is predicted to be within this share of the budget, or above it, is measured before it is relied on."""
+
+_LOWEST = "lowest"
+"""No strategy of the user's: the plan with the lowest peak, as it was found."""
 
 
 def trace_and_cost(
@@ -178,6 +181,10 @@ class StepPlanner:
         anyhow = self.solve(self.budget_bytes, error_scale=error_scale, raise_below_floor=False)
         return self.solve(anyhow.floor_bytes, error_scale=error_scale)
 
+    def lowest_for_now(self, error_scale: float = 1.0) -> Plan:
+        """As ``lowest``, for a step or two: nobody looks for the fastest plan with that peak."""
+        return self.solve(None, _LOWEST, error_scale=error_scale)
+
     def rungs(self) -> tuple[Plan, ...]:
         """The plans between the lowest peak and the unmanaged one that were solved on the way, the cheapest first."""
         return tuple(map(self.options.written_into, rungs_of(self._planner)))
@@ -193,16 +200,16 @@ class StepPlanner:
         """A peak halfway between that of a plan and the lowest one; that itself where it is close; ``None`` if it is the
         plan's.
         """
-        taken_bytes, lowest_bytes = self.predicted_bytes(plan), self.lowest(error_scale).predicted_peak_bytes
+        taken_bytes, lowest_bytes = self.predicted_bytes(plan), self.lowest_for_now(error_scale).predicted_peak_bytes
         spare_bytes = (plan.predicted_peak_bytes if taken_bytes is None else taken_bytes) - lowest_bytes
         if spare_bytes <= 0:
             return None
         return lowest_bytes if spare_bytes < CLOSE * lowest_bytes else lowest_bytes + spare_bytes // 2
 
     def lowest_allowed(self, step: Callable[[], TrainingStep], error_scale: float = 1.0) -> Plan:
-        """The plan with the lowest peak; ``BudgetBelowFloor`` where the budget is below what that takes."""
+        """A plan with the lowest peak for the first step; ``BudgetBelowFloor`` where the budget is below what that takes."""
         assert self.budget_bytes is not None
-        lowest = self.lowest(error_scale)
+        lowest = self.lowest_for_now(error_scale)
         if self.worst_bytes(self.own(lowest).predicted_peak_bytes) <= (1 - CLOSE) * self.budget_bytes:
             return lowest
         return self.lowest_that_fits(step(), error_scale)
@@ -282,14 +289,18 @@ class StepPlanner:
         limits = self.options.limits(error_scale)
         if codecs_of_strategy(strategy):
             planner = planner.heedless_of_error()
-        elif strategy == "auto" and limits != planner.limits:
+        elif strategy in ("auto", _LOWEST) and limits != planner.limits:
             planner = planner.relimited(limits)
-        made = solve(
-            planner,
-            budget_bytes=budget_bytes,
-            strategy=strategy,
-            excess_bytes=excess_bytes,
-            raise_below_floor=raise_below_floor,
+        made = (
+            lowest_known(planner)
+            if strategy == _LOWEST
+            else solve(
+                planner,
+                budget_bytes=budget_bytes,
+                strategy=strategy,
+                excess_bytes=excess_bytes,
+                raise_below_floor=raise_below_floor,
+            )
         )
         if (
             made.status is Status.TIMED_OUT
