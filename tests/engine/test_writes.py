@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import ctypes
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
+import plimsoll
 from contracts.harness import assert_unchanged, batch, manage, plain_step, stack_of, weigh
 from engine.models import Inner, Lined, Wrapped
 from plimsoll.artifacts.decision import Engine
@@ -136,6 +138,25 @@ def test_a_parameter_written_between_forward_and_backward_is_an_error_where_auto
                 step(model, 1)
     else:
         assert_unchanged(stack_of(nn.Tanh), step, boundaries=boundaries)
+
+
+@pytest.mark.parametrize("name", ["up.bias", "down.bias"])
+def test_a_bias_may_be_written_also_after_a_switch_to_a_plan_that_drops_boundaries(name):
+    def step(model, index):
+        loss = weigh(model(batch(index)))
+        with torch.no_grad():
+            model.blocks[1].get_parameter(name).add_(1)
+        return torch.autograd.grad(loss, model.blocks[0].up.weight)[0]
+
+    model = stack_of(nn.Tanh)()
+    plain = copy.deepcopy(model)
+    full = plimsoll.plan(model, batch(0), loss=weigh, strategy="full")
+    *others, last = full.regions
+    linked = msgspec.structs.replace(full, regions=(*others, msgspec.structs.replace(last, is_boundary_dropped=True)))
+    with plimsoll.apply(model, full, verify_every=0) as handle:
+        for index, plan in enumerate((full, full, linked, linked, full, linked)):
+            handle.switch(plan)
+            assert torch.equal(step(plain, index), step(model, index))
 
 
 @pytest.mark.parametrize("kept", [(), ("gelu",), ("inner",), ("norm",)])

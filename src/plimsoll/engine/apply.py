@@ -82,9 +82,16 @@ class Handle:
         such a call before, under whatever plan, recipes serve it at once.
 
         Raises:
-            PlanMismatch: the plan needs another link, or other leave to talk to other ranks, than the one at work.
+            PlanMismatch: the plan is another model's, or needs another link, or other leave to talk to other ranks, than the
+                one at work.
         """
         shared = self._shared
+        if plan.fingerprint != self._plan.fingerprint:
+            raise PlanMismatch(
+                f"This plan was made for another model: {plan.model} {plan.fingerprint}, not {self._plan.fingerprint}.",
+                why="it decides about regions and values by name, and those of another model are others",
+                next="plan this model",
+            )
         if plan.link not in ("", self._plan.link) or (COLLECTIVES in plan.allow) is not shared.repeats_collectives:
             raise PlanMismatch(
                 "This plan cannot take the place of the one at work.",

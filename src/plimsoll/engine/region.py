@@ -57,8 +57,8 @@ class ManagedRegion:
         self._recordings = Recordings(MAX_SIGNATURES)
         self._clock = 0
         self._decisions: dict[object, RegionPlan] = {}
-        self.use(plans)
         self._shared = shared
+        self.use(plans)
         self.__wrapped__ = module.forward  # so that inspect.signature shows the module's own
         self._had_own = "forward" in module.__dict__
         # The class is asked in every call: it may get another forward, and the module another class.
@@ -83,7 +83,14 @@ class ManagedRegion:
 
     def use(self, plans: tuple[RegionPlan, ...]) -> None:
         """Decide like this from the next call on. What was recorded stays, and so do programs for decisions met before."""
-        self._plans = tuple(self._decisions.setdefault(plan.effect, plan) for plan in plans)
+        # Where a later region may ask for what this one made, programs hold copies of more parameters.
+        effects = [(plan.effect, self._shared.links.is_used) for plan in plans]
+        self._decisions |= {
+            effect: copy.copy(plan)  # an object of its own: services are known by it
+            for effect, plan in zip(effects, plans, strict=True)
+            if effect not in self._decisions
+        }
+        self._plans = tuple(map(self._decisions.__getitem__, effects))
         self._untouched = {id(plan) for plan in self._plans if plan.is_untouched}
 
     def install(self) -> None:

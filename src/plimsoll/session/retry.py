@@ -175,6 +175,8 @@ def _line(before: Plan | None, after: Plan | None) -> str:
     if after is not None:
         then = f"the step is run again with {format_bytes(after.predicted_peak_bytes)}"
     had = format_bytes(before.predicted_peak_bytes)
+    if after is not None and after.signature != before.signature:  # the step that failed may be a larger one
+        had += ", which was made for another step"
     return f"plimsoll: out of memory under a plan of {had}; everything was put back, {then}"
 
 
