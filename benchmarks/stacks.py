@@ -119,13 +119,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timed-steps", type=int, default=25)
     parser.add_argument("--page", type=Path)
     parser.add_argument("--rows", type=Path, help="a file of rows: those that it has are not measured again")
+    parser.add_argument("--known", action="store_true", help="no others than the rows of that file")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore", FutureWarning)
     transformers.utils.logging.set_verbosity_error()
     known = {} if given.rows is None or not given.rows.exists() else json.loads(given.rows.read_text())
     rows = []
     for set_up in SET_UPS:
-        if given.only not in set_up.name:
+        if given.only not in set_up.name or (given.known and set_up.name not in known):
             continue
         if set_up.name not in known:
             with one_thread():

@@ -59,9 +59,10 @@ class Report(transformers.TrainerCallback):
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
+        self.trainer: Any = None
 
-    def on_train_begin(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
-        self._watch.attached(model)
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._watch.attached(self.trainer.model_wrapped)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self._watch.stepped()
@@ -73,7 +74,9 @@ def train(make: Callable[..., Any], watch: Watch, arm: Arm, resume: str | None =
     with contextlib.ExitStack() as stack:
         if watch.meter is not None:
             stack.enter_context(watch.meter)
-        trainer = make(callbacks=[*own, Report(watch)], activation_checkpointing=arm.own_switch)
+        report = Report(watch)
+        report.trainer = trainer = make(callbacks=[*own, report], activation_checkpointing=arm.own_switch)
+        trainer.remove_callback(transformers.PrinterCallback)
         if type(trainer).__module__.startswith(
             "trl."
         ):  # whose head works on wide tiles, however small the vocabulary is
@@ -268,25 +271,25 @@ def _zoo_model(name: str, **changes: Any) -> Callable[[], nn.Module]:
 
 SET_UPS = (
     _set_up("Trainer", "Llama", "8 x 64", plain_trainer),
-    _set_up("Trainer", "Llama", "8 x 64", plain_trainer, bf16=True),
-    _set_up("Trainer", "Llama", "8 x 64", plain_trainer, **_ACCUMULATING),
-    _set_up("Trainer", "Llama", "8 x 24 to 64", plain_trainer, **_ALL_LENGTHS),
-    _set_up("Trainer", "Llama, wide", "8 x 64", plain_trainer, model=functools.partial(llama, **_WIDE)),
-    _set_up("Trainer", "Llama, wide", "8 x 64", plain_trainer, model=functools.partial(llama, **_WIDE), bf16=True),
-    _set_up("Trainer", "GPT-2", "8 x 64", plain_trainer, model=_zoo_model("gpt2", n_layer=4, n_embd=64)),
-    _set_up("Trainer", "BERT", "8 x 64", plain_trainer, model=_zoo_model("bert", num_hidden_layers=4)),
-    _set_up("Trainer", "Mixtral", "8 x 64", plain_trainer, model=_zoo_model("mixtral", num_hidden_layers=3)),
-    _set_up("TRL SFT", "Llama", "padded", sft_trainer),
     _set_up("TRL SFT", "Llama", "packed", sft_trainer, packing=True),
-    _set_up("TRL SFT", "Llama", "padded", sft_trainer, bf16=True, **_ACCUMULATING),
     _set_up("TRL SFT", "Llama + LoRA", "padded", sft_trainer, peft={}),
-    _set_up("TRL SFT", "Llama + LoRA", "packed", sft_trainer, peft={}, packing=True, bf16=True),
-    _set_up("TRL SFT", "Llama + DoRA", "padded", sft_trainer, peft={"use_dora": True}),
-    _set_up("TRL SFT", "Llama in 4 bit + LoRA", "padded", sft_trainer, model=functools.partial(quantized_llama, 4)),
-    _set_up("TRL SFT", "Llama in 8 bit + LoRA", "padded", sft_trainer, model=functools.partial(quantized_llama, 8)),
+    _set_up("Trainer", "Llama, wide", "8 x 64", plain_trainer, model=functools.partial(llama, **_WIDE), bf16=True),
     _set_up("TRL DPO", "Llama + reference", "padded", dpo_trainer),
-    _set_up("TRL DPO", "Llama + LoRA", "padded", dpo_trainer, peft={}, bf16=True),
-    _set_up("TRL reward", "Llama", "padded", reward_trainer),
     _set_up("TRL GRPO", "Llama", "generated", grpo_trainer),
+    _set_up("Trainer", "Llama", "8 x 24 to 64", plain_trainer, **_ALL_LENGTHS),
+    _set_up("TRL SFT", "Llama in 4 bit + LoRA", "padded", sft_trainer, model=functools.partial(quantized_llama, 4)),
+    _set_up("Trainer", "GPT-2", "8 x 64", plain_trainer, model=_zoo_model("gpt2", n_layer=4, n_embd=64)),
+    _set_up("TRL reward", "Llama", "padded", reward_trainer),
+    _set_up("Trainer", "Llama", "8 x 64", plain_trainer, **_ACCUMULATING),
+    _set_up("TRL SFT", "Llama + DoRA", "padded", sft_trainer, peft={"use_dora": True}),
+    _set_up("Trainer", "BERT", "8 x 64", plain_trainer, model=_zoo_model("bert", num_hidden_layers=4)),
+    _set_up("TRL SFT", "Llama in 8 bit + LoRA", "padded", sft_trainer, model=functools.partial(quantized_llama, 8)),
+    _set_up("TRL DPO", "Llama + LoRA", "padded", dpo_trainer, peft={}, bf16=True),
+    _set_up("Trainer", "Mixtral", "8 x 64", plain_trainer, model=_zoo_model("mixtral", num_hidden_layers=3)),
+    _set_up("TRL SFT", "Llama", "padded", sft_trainer, bf16=True, **_ACCUMULATING),
+    _set_up("TRL SFT", "Llama + LoRA", "packed", sft_trainer, peft={}, packing=True, bf16=True),
+    _set_up("Trainer", "Llama", "8 x 64", plain_trainer, bf16=True),
+    _set_up("TRL SFT", "Llama", "padded", sft_trainer),
     _set_up("TRL GRPO", "Llama", "generated", grpo_trainer, bf16=True, **_ACCUMULATING),
+    _set_up("Trainer", "Llama, wide", "8 x 64", plain_trainer, model=functools.partial(llama, **_WIDE)),
 )

@@ -387,9 +387,9 @@ def warn(text: str) -> None:
 
 def warn_of_larger(situation: Situation) -> None:
     """Say that this rank's batch is larger than those that the plan is for."""
-    found = f"the batch of this rank ({situation.shown}) is larger than those before it, and not so on all ranks alike"
+    found = f"the batch of this rank ({situation.shown}) is larger than those before it, or masked otherwise, and not so on all"
     advice = "Pad batches to the same shape, or train on every rank's largest one first"
-    warn(f"{found}: the plan at work stays, and may take more than the budget. {advice}")
+    warn(f"{found} ranks alike: the plan at work stays, and may take more than the budget. {advice}")
 
 
 def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) -> None:

@@ -1,0 +1,11 @@
+"""Trainers of frameworks on two real ranks."""
+
+from __future__ import annotations
+
+from launching import launch
+
+
+def test_a_trainer_on_two_ranks_keeps_to_its_budget_and_to_every_bit(tmp_path):
+    for told in launch(2, "ranks.trainer_scenarios:train_with_trainer", str(tmp_path)):
+        assert told.pop("called") == "DistributedDataParallel"
+        assert all(told.values()), told
