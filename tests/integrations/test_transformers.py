@@ -103,7 +103,7 @@ def test_a_budget_below_the_floor_stops_training_before_anything_changes(tmp_pat
 
 
 def test_half_the_batch_is_taken_where_the_whole_does_not_fit(tmp_path):
-    trainer = plain_trainer(str(tmp_path), [PlimsollCallback("6MiB")], auto_find_batch_size=True, max_steps=2)
+    trainer = plain_trainer(str(tmp_path), [PlimsollCallback("4.5MiB")], auto_find_batch_size=True, max_steps=2)
     trainer.train()
     assert trainer.state.train_batch_size < 8
     assert trainer.state.global_step == 2

@@ -27,7 +27,7 @@ from plimsoll.integrations.budgeted import BudgetedTraining, Framework
 from plimsoll.session.attachment import Attachment
 
 _LOG = logging.get_logger("transformers.plimsoll")
-_TRIED = Framework("transformers", oldest="5.23", newest="5.23")
+_TRIED = Framework("transformers", oldest="4.56", newest="5.23")
 _OFFLOADING = "maybe_activation_offload_context"
 """Where TRL's trainers keep what offloads activations around a step (seen in TRL 1.16)."""
 
