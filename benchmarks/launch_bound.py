@@ -3,7 +3,7 @@
 python -m benchmarks.launch_bound
 python -m benchmarks.launch_bound --guard llama gpt2 vit --size cpu --repeats 20
 
-The second takes the same managed steps in turns with and without the comparison of torch calls, and says what it takes.
+The second takes the same managed forward passes, where it is at work, in turns with and without the comparison of torch calls.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _weigh_guard(name: str, size: str, repeats: int) -> None:
-    """Print the share of the unmanaged step that comparing the torch calls takes, and how much it lengthens the managed one."""
+    """Print the share of the unmanaged step that comparing the torch calls takes, and how much it lengthens a forward."""
     import plimsoll
 
     case = build(name, size)
@@ -95,16 +95,20 @@ def _weigh_guard(name: str, size: str, repeats: int) -> None:
     with contextlib.ExitStack() as stack:
         baseline = prepare(stack, "none", case, peers.NONE.apply)
         managed = prepare(stack, "full", case, apply_plan(plan), baseline)
-        steps = {"unmanaged": baseline.step, "on": managed.step, "off": _without_guard(managed.step)}
+
+        def forward() -> object:
+            return managed.case.loss(managed.forward(**managed.case.batch))
+
+        steps = {"unmanaged": baseline.step, "on": forward, "off": _without_guard(forward)}
         timings = time_in_turns(steps, rounds=repeats, warmups=3)
     unmanaged, on, off = (timings[each].seconds for each in steps)
     shares = [(b - c) / a for a, b, c in zip(unmanaged, on, off, strict=True)]
     ratios = [b / c for b, c in zip(on, off, strict=True)]
     low, middle, high = statistics.quantiles(shares, n=4)
     print(
-        f"{name} {size}: unmanaged {timings['unmanaged'].median_seconds * 1e3:.1f} ms, the guard takes {middle:.2%} of it "
+        f"{name} {size}: unmanaged step {timings['unmanaged'].median_seconds * 1e3:.1f} ms, the guard takes {middle:.2%} of it "
         f"(quartiles {low:.2%} to {high:.2%})",
-        "managed with it by without {1:.4f} ({0:.4f} to {2:.4f})".format(*statistics.quantiles(ratios, n=4)),
+        "managed forward with it by without {1:.4f} ({0:.4f} to {2:.4f})".format(*statistics.quantiles(ratios, n=4)),
         f"{repeats} rounds, load {os.getloadavg()[0]:.1f}",
         sep="; ",
         flush=True,
