@@ -109,6 +109,8 @@ class RegionCall(msgspec.Struct, frozen=True, kw_only=True):
     is_emptied: bool = False
     """Whether parameters that it reads are gone between its forward and its backward (a sharded model frees the gathered
     ones): nothing of it can be rebuilt before its own backward."""
+    is_compiled: bool = False
+    """Whether torch.compile runs it: what is dropped is gone after its last use in forward, not at the region's end."""
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):

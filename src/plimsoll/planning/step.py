@@ -229,7 +229,8 @@ class StepIndex:
                 for slot in slots:
                     stop = slot_stop(self.trace, slot)
                     if value in decided:
-                        stop = min(stop, 2 * view.call.forward[1])
+                        exit_ = 2 * slot.packed if view.call.is_compiled else 2 * view.call.forward[1]
+                        stop = min(stop, exit_)
                     spans.setdefault(view.graph.values[value].storage, []).append(
                         (view.call.index, 2 * slot.packed, stop)
                     )

@@ -233,7 +233,7 @@ def _region(
         index=index,
         name=region.name,
         call=region.call,
-        kind=_kind(graph),
+        kind=kind_of(graph),
         graph=graph,
         forward=(region.start, region.end),
         backward=backward,
@@ -251,7 +251,7 @@ def _is_emptied(tracer: StepTracer, region: RegionLog, until: int) -> bool:
     return any(region.end <= life.dies <= until for life in lives)
 
 
-def _kind(graph: RegionGraph) -> str:
+def kind_of(graph: RegionGraph) -> str:
     """Equal for equal graphs wherever they stand: ids of storages and ticks are left out."""
     storages = {s: i for i, s in enumerate(dict.fromkeys(value.storage for value in graph.values))}
     parts = (

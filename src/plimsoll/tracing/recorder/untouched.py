@@ -155,7 +155,7 @@ def forwards_kept(model: nn.Module) -> Iterator[None]:
                 attributes.pop("forward", None)
 
 
-_OF_MODULES = frozenset({*vars(nn.Module()), "forward"} - {"_non_persistent_buffers_set"})
+_OF_MODULES = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"} - {"_non_persistent_buffers_set"})
 """What every module has: its parts are put back one by one, and hooks and wrappers by who has put them in."""
 
 

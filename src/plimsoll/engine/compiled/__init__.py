@@ -1,0 +1,1 @@
+"""A plan at work inside of torch.compile."""

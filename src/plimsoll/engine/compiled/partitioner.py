@@ -1,0 +1,93 @@
+"""The partitioner that a plan gives to torch.compile: what each region saves for backward, and what is computed again there.
+
+Every buffer that backward reads is marked to be saved, but for those that the plan drops; every other forward node is marked
+to be computed again, so that torch's own heuristics have nothing left to decide. What may not run twice (random numbers,
+collectives, writes) is always saved. Cutting the graph in two, symbolic sizes, the order of what is computed again and random
+states remain torch's work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from plimsoll.errors import PlanMismatch
+from plimsoll.tracing.compiled import capture, joint
+from plimsoll.tracing.compiled.capture import Partitioner
+from plimsoll.tracing.compiled.joint import OUTSIDE, JointGraph
+
+Dropped = Mapping[str, frozenset[str]]
+"""Per region of a unit the names of the buffers that backward computes again."""
+
+
+class PlannedPartitioner(Partitioner):
+    """Partitions the graphs of one unit, or of several with the same decisions, as a plan says."""
+
+    def __init__(self, dropped: Dropped) -> None:
+        self._dropped = {name: frozenset(values) for name, values in dropped.items()}
+        self.found: set[tuple[str, str]] = set()
+        """The decisions that graphs have shown a buffer for."""
+
+    def uuid(self) -> str:
+        """Names the decisions and this code: with both unchanged, torch's caches of compiled graphs hold."""
+        told = sorted((name, sorted(values)) for name, values in self._dropped.items())
+        code = b"".join(Path(module.__file__ or "").read_bytes() for module in (capture, joint))
+        here = Path(__file__).read_bytes()
+        return hashlib.sha256(repr(told).encode() + code + here).hexdigest()
+
+    def mark(self, graph: fx.Graph, **options: Any) -> None:
+        found = JointGraph(graph, options["num_fwd_outputs"], tuple(self._dropped))
+        read = found.read_by_backward()
+        region_of = {node: kernel.region for kernel in found.kernels for node in kernel.writes}
+        for node in found.nodes:
+            if node.op == "call_function" and not found.is_backward(node):
+                node.meta["recompute"] = (
+                    CheckpointPolicy.MUST_SAVE if joint.obstacle(node) else CheckpointPolicy.MUST_RECOMPUTE
+                )
+        again: set[fx.Node] = set()
+        for node in read:
+            region = region_of.get(node, OUTSIDE)
+            name = found.names.get(node, "")
+            local = name.removeprefix(region + ".") if region else name
+            if local in self._dropped.get(region, ()):
+                self.found.add((region, local))
+                again.add(_op_of(node))
+        for node in read:
+            if node.op == "call_function" and _op_of(node) not in again:
+                # torch looks for the mark on the op, not on the item of it that is saved.
+                node.meta["recompute"] = _op_of(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+    def missing(self) -> tuple[str, ...]:
+        """Decisions for which no graph has had a buffer so far."""
+        return tuple(
+            f"{region}.{value}".strip(".")
+            for region, values in self._dropped.items()
+            for value in sorted(values)
+            if (region, value) not in self.found
+        )
+
+    def refuse_missing(self) -> None:
+        """Refuse graphs that the plan does not match.
+
+        Raises:
+            PlanMismatch: it decides about a value that they do not have.
+        """
+        missing = self.missing()
+        if missing:
+            raise PlanMismatch(
+                f"The compiled graph has no {missing[0]!r}, which the plan decides about.",
+                why=f"it has other ops than the one that was planned ({len(missing)} values are missing): torch, the model's "
+                "library or the options of torch.compile are others",
+                next="plan this model here",
+            )
+
+
+def _op_of(node: fx.Node) -> fx.Node:
+    """The op that makes a buffer: of one item of several, the op behind them all."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node

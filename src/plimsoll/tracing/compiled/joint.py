@@ -1,0 +1,421 @@
+"""Reads a joint graph of torch.compile as kernels: what the compiler fuses is one, and only what lies between them takes memory.
+
+torch.compile hands the forward and the backward of what it compiles to a partitioner as one graph of ATen ops. Inductor then
+fuses chains of elementwise ops, reductions and gathers, so most nodes never have memory of their own. Here a *kernel* is one
+op that inductor calls as it is (a matrix product, attention), or the ops that it is expected to fuse; a *buffer* is a node
+that a kernel leaves in memory: an output, what an op that is called as it is reads, or what another kernel reads. Views take
+nothing and stand for what they look at. The order of kernels is that of the graph.
+
+A fused op belongs to the first kernel that needs it. Forward ops that only backward needs belong to backward. Where backward
+reads a forward node that has no memory, it is made again inside the kernel that reads it, from the buffers it came from.
+
+Private to torch and seen in torch 2.9 to 2.13: the metadata of nodes (``val``, ``nn_module_stack``, ``fwd_nn_module_stack``), and the names
+of inductor's random ops.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import operator
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+OUTSIDE = "outside"
+"""The region of kernels that belong to none."""
+_FUSED = frozenset(
+    ["arange", "bernoulli", "cat", "clone", "constant_pad_nd", "convert_element_type", "copy", "embedding", "empty_like", "flip", "full", "full_like", "fill", "gather", "index", "inductor_lookup_seed", "inductor_random", "inductor_seeds", "iota", "lift_fresh_copy", "new_full", "new_zeros", "ones_like", "repeat", "scalar_tensor", "select_scatter", "slice_scatter", "_to_copy", "var_mean", "var", "zeros_like", "_unsafe_index", "_unsafe_masked_index"]
+)
+"""Ops that inductor fuses without a tag that says so; pointwise ops and reductions carry one."""
+_VIEWS = frozenset({"_unsafe_view", "alias", "view", "reshape", "detach", "lift_fresh"})
+_RANDOM = ("inductor_random", "inductor_randint", "inductor_seeds", "inductor_seed", "inductor_lookup_seed")
+_SMALL = 8
+"""A reduction that leaves so many times less than it reads is kept rather than done again within a kernel of backward."""
+
+
+def op_name(node: fx.Node) -> str:
+    """The name of a node's op without its overload: ``mm`` of ``aten.mm.default``."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
+
+
+def node_bytes(node: fx.Node) -> int:
+    """Bytes of what a node gives, symbolic sizes taken at their hints; 0 for what is no tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    count = 1
+    for size in value.shape:
+        count *= int(getattr(size, "node", None).hint if isinstance(size, torch.SymInt) else size)
+    return count * value.element_size()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """Ops that run as one: ``reads`` and ``writes`` are buffers, or placeholders."""
+
+    name: str
+    module: str
+    region: str
+    is_backward: bool
+    nodes: tuple[fx.Node, ...]
+    reads: tuple[fx.Node, ...]
+    writes: tuple[fx.Node, ...]
+    obstacle: str
+    is_fused: bool
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of what it reads and writes."""
+        return sum(map(node_bytes, (*self.reads, *self.writes)))
+
+
+class JointGraph:
+    """The kernels of one joint graph in the order in which they run, and what backward reads of forward.
+
+    ``regions`` are paths of modules inside of what was compiled; every kernel belongs to one, or to none (``outside``). A
+    graph of one block has the single region ``""``.
+    """
+
+    def __init__(self, graph: fx.Graph, forward_outputs: int, regions: Sequence[str]) -> None:
+        self._regions = sorted(regions, key=len, reverse=True)
+        self.nodes = list(graph.nodes)
+        self._at = {node: position for position, node in enumerate(self.nodes)}
+        flat = [n if isinstance(n, fx.Node) else None for n in _flat(self.nodes[-1].args[0])]
+        self.forward_outputs = [self.base(n) for n in flat[:forward_outputs] if n is not None]
+        self.gradients = [self.base(n) for n in flat[forward_outputs:] if n is not None]
+        self._in_forward = _ancestors(n for n in flat[:forward_outputs] if n is not None)
+        self._region_of: dict[fx.Node, str] = {}
+        self._buffers: set[fx.Node] = set()
+        self._kernel_of: dict[fx.Node, int] = {}
+        self._stage()
+        self._find_buffers()
+        self.kernels = self._kernels()
+        self.names = self._names()
+
+    # What a node is ------------------------------------------------------------------------------------------------
+
+    def is_backward(self, node: fx.Node) -> bool:
+        """Whether a node is not needed for forward's outputs; items of an op go with it."""
+        if node.target is operator.getitem:
+            node = node.all_input_nodes[0]
+        return node not in self._in_forward
+
+    @functools.cache  # noqa: B019 - a graph is read once and let go
+    def base(self, node: fx.Node) -> fx.Node:
+        """The node whose memory a node shows: itself, unless it is a view."""
+        while node.op == "call_function":
+            if node.target is operator.getitem:
+                source = node.args[0]
+                assert isinstance(source, fx.Node)
+                if not _is_view(source):
+                    return node
+                node = source
+            elif _is_view(node) and node.all_input_nodes:
+                node = node.all_input_nodes[0]
+            else:
+                return node
+        return node
+
+    def is_buffer(self, node: fx.Node) -> bool:
+        """Whether a node has memory of its own: what kernels leave, and inputs."""
+        return node.op in ("placeholder", "get_attr") or node in self._buffers
+
+    def inputs(self, node: fx.Node) -> list[fx.Node]:
+        """What a node reads: bases, with the op behind a ``getitem`` in its place."""
+        return [self.base(each) for each in node.all_input_nodes if self._is_tensor(each)]
+
+    @staticmethod
+    def _is_tensor(node: fx.Node) -> bool:
+        return not isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+    def _runs(self, node: fx.Node) -> bool:
+        """Whether a node is an op that is run: no view, no input, no arithmetic on sizes, no item of another op."""
+        return (
+            node.op == "call_function"
+            and node.target is not operator.getitem
+            and not _is_view(node)
+            and self._is_tensor(node)
+        )
+
+    def module_of(self, node: fx.Node) -> str:
+        """The path of the module whose forward made a node, from the root of what was compiled."""
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        return _module_path([*stack.values()][-1][0]) if stack else ""
+
+    def region_of(self, node: fx.Node) -> str:
+        """The region of a node; those without a module have that of their latest input."""
+        return self._region_of.get(node, OUTSIDE)
+
+    def _find_region(self, node: fx.Node) -> str:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        if stack:
+            path = _module_path([*stack.values()][-1][0])
+            for region in self._regions:
+                if not region or path == region or path.startswith(region + "."):
+                    return region
+            return OUTSIDE
+        if "" in self._regions:
+            return ""
+        made = [each for each in node.all_input_nodes if each.op == "call_function"]
+        return self.region_of(max(made, key=self._at.__getitem__)) if made else OUTSIDE
+
+    # Which nodes are one kernel ------------------------------------------------------------------------------------
+
+    def _stage(self) -> None:
+        """Give every op a stage: fused ops of one stage that read each other are one kernel.
+
+        A stage begins behind every op that is called as it is. What only a later stage reads belongs there.
+        """
+        stage: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            self._region_of[node] = self._find_region(node)
+            if node.op != "call_function":
+                stage[node] = 0
+                continue
+            before = 0
+            for each in node.all_input_nodes:
+                splits = self._runs(each) and not (self._is_one(each, node))
+                before = max(before, stage[each] + splits)
+            stage[node] = before
+        users = self._readers()
+        for node in reversed(self.nodes):
+            if self._runs(node) and _is_fused(node) and users[node] and node not in self._outputs:
+                if all(self._is_one(node, user) for user in users[node]):
+                    stage[node] = max(stage[node], min(stage[user] for user in users[node]))
+        self._stages = stage
+        parent = {node: node for node in self.nodes if self._runs(node)}
+
+        def root(node: fx.Node) -> fx.Node:
+            while parent[node] is not node:
+                parent[node] = parent[parent[node]]
+                node = parent[node]
+            return node
+
+        for node in parent:
+            for each in self.inputs(node):
+                if each in parent and self._is_one(each, node) and stage[each] == stage[node]:
+                    parent[root(each)] = root(node)
+        self._root = {node: root(node) for node in parent}
+
+    @functools.cached_property
+    def _outputs(self) -> set[fx.Node]:
+        return {*self.forward_outputs, *self.gradients}
+
+    def _is_one(self, first: fx.Node, second: fx.Node) -> bool:
+        """Whether two ops, one of which reads the other, may be one kernel."""
+        if not (_is_fused(first) and (_is_fused(second) or not self._runs(second))):
+            return False
+        return self.is_backward(first) is self.is_backward(second) and self.region_of(first) == self.region_of(second)
+
+    def _readers(self) -> defaultdict[fx.Node, list[fx.Node]]:
+        """The ops that read each node, through views."""
+        found: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in self.nodes:
+            if self._runs(node):
+                for each in dict.fromkeys(self.inputs(node)):
+                    found[each].append(node)
+                    if each.target is operator.getitem:
+                        found[each.all_input_nodes[0]].append(node)
+        return found
+
+    # Which nodes have memory ---------------------------------------------------------------------------------------
+
+    def _find_buffers(self) -> None:
+        readers = self._readers()
+        self._readers_of = readers
+        for node in self.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target is operator.getitem and self.base(node) is node:
+                self._buffers.add(node)
+            elif self._runs(node) and not self._is_tuple(node):
+                own = [user for user in readers[node] if self.is_backward(user) is self.is_backward(node)]
+                if (
+                    not _is_fused(node)
+                    or node in self._outputs
+                    or any(not _is_fused(u) or self._root[u] is not self._root[node] for u in own)
+                ) and (self._in_memory(node)):
+                    self._buffers.add(node)
+        for node in self.nodes:  # what backward reads of forward and cannot make again on the way
+            if self._runs(node) and self.is_backward(node):
+                for each in self.inputs(node):
+                    if not self.is_backward(each):
+                        self.sources(each)
+        self.sources.cache_clear()
+
+    def _in_memory(self, node: fx.Node) -> bool:
+        """Whether a fused op that others read leaves memory: constants are made where they are read."""
+        return bool(node.all_input_nodes) or any(not _is_fused(user) for user in self._readers_of[node])
+
+    @staticmethod
+    def _is_tuple(node: fx.Node) -> bool:
+        return isinstance(node.meta.get("val"), (tuple, list))
+
+    @functools.cache  # noqa: B019 - a graph is read once and let go
+    def sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The buffers from which a kernel makes a node on the way; what it cannot make becomes a buffer."""
+        if self.is_buffer(node):
+            return (node,)
+        made = self.inputs(node)
+        read_bytes = max((node_bytes(each) for each in made), default=0)
+        if _is_random(node) or any(_is_random(each) for each in made) or node_bytes(node) * _SMALL <= read_bytes:
+            self._buffers.add(node)
+            return (node,)
+        return tuple(dict.fromkeys(source for each in made for source in self.sources(each)))
+
+    # Kernels -------------------------------------------------------------------------------------------------------
+
+    def _kernels(self) -> tuple[Kernel, ...]:
+        groups: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node, root in self._root.items():
+            groups[root].append(node)
+        found = []
+        for nodes in groups.values():
+            writes = [node for node in nodes if node in self._buffers]
+            for node in nodes:
+                if self._is_tuple(node):
+                    writes += [user for user in node.users if user in self._buffers]
+            if writes:
+                found.append(self._kernel(nodes, writes))
+        return tuple(self._in_order(found))
+
+    def _kernel(self, nodes: list[fx.Node], writes: list[fx.Node]) -> Kernel:
+        own = set(nodes)
+        reads: dict[fx.Node, None] = {}
+        for node in nodes:
+            for each in self.inputs(node):
+                if each not in own and not (each.target is operator.getitem and each.all_input_nodes[0] in own):
+                    reads |= dict.fromkeys(self.sources(each))
+        last = nodes[-1]
+        is_fused = _is_fused(last)
+        name = "+".join(dict.fromkeys(op_name(node) for node in (nodes if len(nodes) < 4 else nodes[-3:])))
+        return Kernel(
+            name=name,
+            module=self.module_of(last),
+            region=self.region_of(last),
+            is_backward=self.is_backward(last),
+            nodes=tuple(nodes),
+            reads=tuple(reads),
+            writes=tuple(writes),
+            obstacle=next((found for node in nodes if (found := obstacle(node))), ""),
+            is_fused=is_fused,
+        )
+
+    def _in_order(self, kernels: list[Kernel]) -> Iterable[Kernel]:
+        """Kernels in the graph's order, each behind those that it reads from; forward before backward."""
+        maker = {write: index for index, kernel in enumerate(kernels) for write in kernel.writes}
+        waits = [
+            {maker[read] for read in kernel.reads if read in maker and maker[read] != index}
+            for index, kernel in enumerate(kernels)
+        ]
+        frees: defaultdict[int, list[int]] = defaultdict(list)
+        for index, needed in enumerate(waits):
+            for each in needed:
+                frees[each].append(index)
+        key = [(kernel.is_backward, max(self._at[node] for node in kernel.nodes)) for kernel in kernels]
+        ready = [(key[index], index) for index, needed in enumerate(waits) if not needed]
+        heapq.heapify(ready)
+        while ready:
+            _, index = heapq.heappop(ready)
+            yield kernels[index]
+            for each in frees[index]:
+                waits[each].discard(index)
+                if not waits[each]:
+                    heapq.heappush(ready, (key[each], each))
+
+    def _names(self) -> dict[fx.Node, str]:
+        """A name for every buffer that forward makes: module, op, and which of its kind within the module."""
+        seen: Counter[str] = Counter()
+        names = {}
+        for kernel in self.kernels:
+            if kernel.is_backward:
+                continue
+            for node in kernel.writes:
+                made = node.all_input_nodes[0] if node.target is operator.getitem else node
+                name = f"{self.module_of(made)}:{op_name(made)}"
+                seen[name] += 1
+                names[node] = name if seen[name] == 1 else f"{name}#{seen[name]}"
+        return names
+
+    def read_by_backward(self) -> dict[fx.Node, list[int]]:
+        """The forward buffers and inputs that backward reads, each with the positions of the kernels that do."""
+        found: defaultdict[fx.Node, list[int]] = defaultdict(list)
+        for position, kernel in enumerate(self.kernels):
+            if kernel.is_backward:
+                for node in kernel.reads:
+                    if not self.is_backward(node) or node.op == "placeholder":
+                        found[node].append(position)
+        return found
+
+
+def obstacle(node: fx.Node) -> str:
+    """Why an op may not run again in backward (``""``: it may)."""
+    target = node.target
+    if _is_random(node):
+        return "draws random numbers"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return "is a graph of its own"
+    if isinstance(target, torch._ops.OpOverload):
+        if target.namespace in ("_c10d_functional", "c10d_functional"):
+            return "is a collective"
+        if target._schema.is_mutable:
+            return "writes to its inputs"
+    return ""
+
+
+def _is_random(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return op_name(node) in _RANDOM
+    given = {**dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)), **node.kwargs}
+    return given.get("dropout_p") != 0.0 and not (_is_attention(node) and "dropout_p" not in given)
+
+
+def _is_attention(node: fx.Node) -> bool:
+    """Whether dropout is an option of an op, off by default."""
+    return "attention" in op_name(node)
+
+
+def _is_fused(node: fx.Node) -> bool:
+    """Whether inductor fuses an op with its neighbours."""
+    tags = getattr(node.target, "tags", ())
+    reduces = getattr(torch.Tag, "reduction", None)
+    return torch.Tag.pointwise in tags or (reduces is not None and reduces in tags) or op_name(node) in _FUSED
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    infos = [argument.alias_info for argument in target._schema.arguments]
+    shows = any(info is not None and not info.is_write for info in infos)
+    return shows or op_name(node) in _VIEWS
+
+
+def _module_path(text: str) -> str:
+    """``L['self'].model._modules['layers']['0']`` as ``model.layers.0``."""
+    text = re.sub(r"^L\['[^']*'\]|^G\['[^']*'\]", "", text)
+    text = re.sub(r"\._modules\b|\._orig_mod\b", "", text)
+    text = re.sub(r"\['([^']*)'\]|\[(\d+)\]", lambda match: "." + (match[1] or match[2]), text)
+    return text.strip(".")
+
+
+def _flat(outputs: object) -> list[object]:
+    return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found

@@ -1,0 +1,130 @@
+"""What kernels of a joint graph take: ops that inductor calls are timed alone, fused ones by the bytes that they move.
+
+An op is timed on arguments of its own shapes, strides and dtypes with random contents, once per distinct call. A fused kernel
+is bound by memory, or on a CPU by exponentials and their like: the bytes that it moves over the device's measured bandwidth,
+and so much per element for each such op in it, measured as well. Known weakness: both are models of what inductor generates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from plimsoll.artifacts.trace import OpSpec
+from plimsoll.tracing.compiled.joint import Kernel, node_bytes, op_name
+from plimsoll.tracing.meters.timing import clock_for, one_thread
+
+_REPEATS = 3
+_PROBE_ELEMENTS = 2**20
+_HEAVY = frozenset(
+    ["cos", "cosh", "erf", "erfc", "exp", "expm1", "gelu", "log", "log1p", "log2", "pow", "rsqrt", "sigmoid", "silu", "sin", "sinh", "sqrt", "tan", "tanh"]
+)
+"""Elementwise ops whose arithmetic shows beside the memory that they move."""
+_INDUCTOR_RANDOM = frozenset({"inductor_random", "inductor_randint", "native_dropout", "bernoulli"})
+
+
+def kernel_key(kernel: Kernel) -> str:
+    """Equal for kernels that take the same time."""
+    if not kernel.is_fused:
+        node = kernel.nodes[-1]
+        return f"{op_name(node)}({', '.join(map(_shown, node.args))})"
+    return f"fused({kernel.moved_bytes} B, {_heavy_elements(kernel)} heavy)"
+
+
+def kernel_spec(kernel: Kernel) -> OpSpec:
+    """A kernel for a roofline."""
+    value = kernel.writes[0].meta["val"]
+    flops = 0 if kernel.is_fused else _flops(kernel.nodes[-1])
+    return OpSpec(name=kernel.name, flops=flops, moved_bytes=kernel.moved_bytes, dtype=str(value.dtype)[6:])
+
+
+def timed(kernels: Iterable[Kernel], device: torch.device) -> dict[str, tuple[float, ...]]:
+    """Seconds of every kernel, by its key."""
+    found: dict[str, tuple[float, ...]] = {}
+    with torch.no_grad(), one_thread():
+        bytes_per_second, heavy_seconds = _probe(device)
+        for kernel in kernels:
+            key = kernel_key(kernel)
+            if key in found:
+                continue
+            if kernel.is_fused:
+                found[key] = (kernel.moved_bytes / bytes_per_second + _heavy_elements(kernel) * heavy_seconds,)
+            else:
+                found[key] = _samples(kernel.nodes[-1], device)
+    return found
+
+
+def _samples(node: fx.Node, device: torch.device) -> tuple[float, ...]:
+    """Seconds of an op on arguments like its own; none where it refuses those."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), functools.partial(_like, device=device))
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    clock = clock_for(device)
+    try:
+        target(*args, **kwargs)
+        return tuple(clock.time(functools.partial(target, *args, **kwargs))[1] for _ in range(_REPEATS))
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return ()
+
+
+def _like(node: fx.Node, device: torch.device) -> Any:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        shape, stride = [_hint(size) for size in value.shape], [_hint(step) for step in value.stride()]
+        made = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
+        return made.normal_() if made.is_floating_point() else made.zero_()
+    return _hint(value)
+
+
+def _hint(value: Any) -> Any:
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+
+
+def _shown(argument: Any) -> str:
+    if isinstance(argument, fx.Node):
+        value = argument.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            sizes = "x".join(str(_hint(size)) for size in value.shape)
+            steps = ",".join(str(_hint(step)) for step in value.stride())
+            return f"{str(value.dtype)[6:]}[{sizes}|{steps}]"
+        return str(_hint(value))
+    return str(argument)
+
+
+def _heavy_elements(kernel: Kernel) -> int:
+    return sum(
+        node_bytes(node) // node.meta["val"].element_size()
+        for node in kernel.nodes
+        if isinstance(node.meta.get("val"), torch.Tensor) and op_name(node) in _HEAVY | _INDUCTOR_RANDOM
+    )
+
+
+def _flops(node: fx.Node) -> int:
+    from torch.utils.flop_counter import flop_registry
+
+    counter = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if counter is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+    try:
+        return int(counter(*args, **kwargs, out_val=node.meta.get("val")))
+    except (TypeError, AssertionError, RuntimeError):
+        return 0
+
+
+@functools.cache
+def _probe(device: torch.device) -> tuple[float, float]:
+    """Bytes per second of an elementwise op, and the seconds per element that an exponential adds."""
+    one = torch.rand(_PROBE_ELEMENTS, device=device)
+    out = torch.empty_like(one)
+    clock = clock_for(device)
+
+    def least(run: Callable[[], Any]) -> float:
+        return min(clock.time(run)[1] for _ in range(5))
+
+    copying = least(lambda: torch.add(one, 1.0, out=out))
+    heavy = least(lambda: torch.exp(one, out=out))
+    return 2 * one.numel() * one.element_size() / copying, max(0.0, heavy - copying) / one.numel()

@@ -1,0 +1,370 @@
+"""The trace of a step whose compiled parts run as kernels: the eager step, with each compiled part's ops replaced.
+
+The eager step says what lies outside of compiled parts, and how long parameters, batch, gradients and the optimizer's state
+live. A compiled part is a joint graph (or several, where the graph breaks): its kernels take the place of the ops that the
+part ran eagerly, forward where its forward was, backward where its backward was. What went in and came out keeps its storage;
+what lived inside is the graph's own.
+
+Every region of a part becomes a region call whose slots are the buffers that backward reads. A fused kernel writes into a
+buffer that it is the last to read, if the sizes are equal, as inductor does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+from torch import fx
+
+from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
+from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
+from plimsoll.tracing.assemble import kind_of
+from plimsoll.tracing.compiled.joint import OUTSIDE, JointGraph, Kernel, node_bytes
+from plimsoll.tracing.compiled.seconds import kernel_key, kernel_spec, timed
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPart:
+    """What one unit was compiled to: its graphs in the order of forward, and which inputs of each are parameters or buffers."""
+
+    path: str
+    graphs: tuple[JointGraph, ...]
+    statics: tuple[frozenset[fx.Node], ...]
+
+    def in_backward_order(self) -> list[tuple[int, Kernel]]:
+        """Backward's kernels with the graph of each: the last graph first."""
+        return [(at, k) for at in reversed(range(len(self.graphs))) for k in self.graphs[at].kernels if k.is_backward]
+
+    def in_forward_order(self) -> list[tuple[int, Kernel]]:
+        """Forward's kernels with the graph of each."""
+        return [(at, k) for at, graph in enumerate(self.graphs) for k in graph.kernels if not k.is_backward]
+
+
+def with_compiled(eager: Trace, parts: Mapping[str, CompiledPart], device: torch.device) -> Trace:
+    """The eager trace, whose regions are the compiled units, with ``parts`` (by unit) in their places."""
+    weaver = _Weaver(eager, parts)
+    weaver.weave()
+    kernels = [kernel for part in parts.values() for graph in part.graphs for kernel in graph.kernels]
+    seconds = timed(kernels, device) if not eager.is_fake else {}
+    return msgspec.structs.replace(
+        eager,
+        ops=tuple(weaver.ops),
+        specs={**eager.specs, **weaver.specs},
+        storages=tuple(weaver.storages),
+        regions=tuple(weaver.regions),
+        timings={**eager.timings, **seconds},
+    )
+
+
+@dataclass
+class _Place:
+    """Where the ops of one unit stood in the eager step, and where its kernels stand now."""
+
+    call: RegionCall
+    part: CompiledPart
+    removed: list[int] = field(default_factory=list)
+    forward: dict[Kernel, int] = field(default_factory=dict)
+    backward: dict[Kernel, int] = field(default_factory=dict)
+    first_new: dict[Phase, int] = field(default_factory=dict)
+    last_new: dict[Phase, int] = field(default_factory=dict)
+
+    def ticks(self) -> dict[Kernel, int]:
+        return self.forward | self.backward
+
+
+class _Weaver:
+    def __init__(self, eager: Trace, parts: Mapping[str, CompiledPart]) -> None:
+        self.eager = eager
+        self.places = {call.index: _Place(call, parts[call.name]) for call in eager.regions if call.name in parts}
+        self.ops: list[TraceOp] = []
+        self.specs: dict[str, OpSpec] = {}
+        self.storages: list[Storage] = []
+        self.regions: list[RegionCall] = []
+        self._new: list[int] = []
+        """The new tick of every old one; of ops that were replaced, where their unit's kernels end."""
+
+    def weave(self) -> None:
+        """Order the ops, then the storages, then the regions."""
+        self._order()
+        kept = self._outer_storages()
+        for place in self.places.values():
+            _Piece(self, place, kept).build()
+
+    def _order(self) -> None:
+        replaced = {
+            tick: place
+            for place in self.places.values()
+            for tick, op in enumerate(self.eager.ops)
+            if op.region == place.call.index
+        }
+        for tick, op in enumerate(self.eager.ops):
+            place = replaced.get(tick)
+            if place is not None and op.phase not in place.first_new:
+                self._insert(place, op.phase)
+            self._new.append(len(self.ops) if place is None else -1)
+            if place is None:
+                self.ops.append(msgspec.structs.replace(op, region=-1))
+        for place in self.places.values():  # a unit whose backward ran no op of its own
+            for phase in (Phase.FORWARD, Phase.BACKWARD):
+                if phase not in place.first_new:
+                    self._insert(place, phase)
+        for tick, place in replaced.items():
+            self._new[tick] = place.last_new[self.eager.ops[tick].phase]
+        self._new.append(len(self.ops))
+
+    def _insert(self, place: _Place, phase: Phase) -> None:
+        part, is_backward = place.part, phase is Phase.BACKWARD
+        ticks = place.backward if is_backward else place.forward
+        place.first_new[phase] = len(self.ops)
+        for _, kernel in part.in_backward_order() if is_backward else part.in_forward_order():
+            ticks[kernel] = len(self.ops)
+            key = kernel_key(kernel)
+            self.specs[key] = kernel_spec(kernel)
+            self.ops.append(TraceOp(name=kernel.name, module=kernel.module, phase=phase, cost_key=key))
+        place.last_new[phase] = len(self.ops)
+
+    def new_tick(self, old: int) -> int:
+        """Where a moment of the eager step lies now."""
+        return old if old < 0 else self._new[min(old, len(self._new) - 1)]
+
+    def _outer_storages(self) -> dict[int, int]:
+        """Carry over what is not inside of units; new ids by old ones."""
+        ids: dict[int, int] = {}
+        for storage in self.eager.storages:
+            place = None
+            if storage.born >= 0:
+                op = self.eager.ops[storage.born]
+                place = self.places.get(op.region)
+            if place is not None:
+                phase = self.eager.ops[storage.born].phase
+                if self.new_tick(storage.dies) <= place.last_new[phase]:
+                    continue
+            ids[storage.id] = len(self.storages)
+            self.storages.append(
+                msgspec.structs.replace(
+                    storage,
+                    id=len(self.storages),
+                    born=self.new_tick(storage.born),
+                    dies=self.new_tick(storage.dies),
+                    region=-1,
+                )
+            )
+        return ids
+
+
+class _Piece:
+    """One unit's storages and regions."""
+
+    def __init__(self, weaver: _Weaver, place: _Place, kept: Mapping[int, int]) -> None:
+        self.weaver, self.place, self.kept = weaver, place, kept
+        self.ticks = place.ticks()
+        self.graphs = place.part.graphs
+        self.storage_of: dict[fx.Node, int] = {}
+        self.maker: dict[fx.Node, Kernel] = {}
+        self.readers: defaultdict[fx.Node, list[Kernel]] = defaultdict(list)
+        for kernel in self.ticks:
+            for node in kernel.writes:
+                self.maker[node] = kernel
+            for node in kernel.reads:
+                self.readers[node].append(kernel)
+        self.statics = frozenset().union(*place.part.statics)
+        self._aliases: dict[fx.Node, fx.Node] = {}
+        """Inputs of a later graph that an earlier one makes."""
+        self._lasting = {n for graph in self.graphs for n in (*graph.forward_outputs, *graph.gradients)}
+        self._made_in_backward = {node for node, kernel in self.maker.items() if kernel.is_backward}
+
+    def build(self) -> None:
+        """Add this unit's storages and region calls to the step."""
+        self._match_inputs()
+        self._match_outputs()
+        for node, kernel in self.maker.items():
+            if node not in self.storage_of:
+                self._add(node, kernel)
+        self._close_lives()
+        self._regions()
+
+    def _match_inputs(self) -> None:
+        """Inputs that are activations are what the eager region was given, by size."""
+        given = [v for v in self.place.call.graph.values if v.origin in (Origin.INPUT, Origin.EXTERNAL)]
+        for graph, statics in zip(self.graphs, self.place.part.statics, strict=True):
+            for node in graph.nodes:
+                if node.op != "placeholder" or node in statics:
+                    continue
+                match = next((v for v in given if v.bytes == node_bytes(node) and v.storage in self.kept), None)
+                if match is not None:
+                    given.remove(match)
+                    self.storage_of[node] = self.kept[match.storage]
+        made = {}
+        for graph in self.graphs:  # what one graph hands to the next one
+            for node in graph.nodes:
+                if node.op == "placeholder" and node not in self.storage_of and node not in self.statics:
+                    source = next((n for n in made if made[n] == node_bytes(node)), None)
+                    if source is not None:
+                        self._aliases[node] = source
+            made |= {node: node_bytes(node) for node in graph.forward_outputs if node.op != "placeholder"}
+
+    def _match_outputs(self) -> None:
+        """Outputs of forward and gradients keep the storages that they had eagerly, by size and phase."""
+        place, storages = self.place, self.weaver.storages
+        for phase, nodes in (
+            (Phase.FORWARD, [n for graph in self.graphs for n in graph.forward_outputs]),
+            (Phase.BACKWARD, [n for graph in self.graphs for n in graph.gradients]),
+        ):
+            last = place.last_new[phase]
+            open_ = [s for s in storages if s.born == last and s.id not in self.storage_of.values()]
+            for node in dict.fromkeys(nodes):
+                if node not in self.maker or node in self.storage_of:
+                    continue
+                match = next((s for s in open_ if s.bytes == node_bytes(node)), None)
+                if match is not None:
+                    open_.remove(match)
+                    self.storage_of[node] = match.id
+                    storages[match.id] = msgspec.structs.replace(match, born=self.ticks[self.maker[node]])
+                elif phase is Phase.BACKWARD:
+                    self._add(node, self.maker[node], category=Category.GRADIENT, dies=len(self.weaver.ops))
+
+    def _add(self, node: fx.Node, kernel: Kernel, category: Category | None = None, dies: int = -1) -> None:
+        tick = self.ticks[kernel]
+        self.storage_of[node] = len(self.weaver.storages)
+        self.weaver.storages.append(
+            Storage(
+                id=len(self.weaver.storages),
+                bytes=node_bytes(node),
+                category=category or (Category.TEMPORARY if kernel.is_backward else Category.ACTIVATION),
+                label=f"{kernel.module} {kernel.name}".strip(),
+                born=tick,
+                dies=max(dies, tick + 1),
+            )
+        )
+
+    def _close_lives(self) -> None:
+        """Let every buffer go after its last reader of its own phase; what outside of regions backward reads is held."""
+        storages = self.weaver.storages
+        for node, kernel in self.maker.items():
+            storage = storages[self.storage_of[node]]
+            readers = self.readers[node] + [r for n, s in self._aliases.items() if s is node for r in self.readers[n]]
+            same = [r for r in readers if r.is_backward is kernel.is_backward]
+            ends = self._ends(node, same)
+            outside = [r for r in readers if r.is_backward is not kernel.is_backward and r.region == OUTSIDE]
+            if outside:
+                ends = max(ends, self._ends(node, outside))
+            storages[storage.id] = msgspec.structs.replace(storage, dies=max(storage.dies, ends))
+
+    def _ends(self, node: fx.Node, readers: Sequence[Kernel]) -> int:
+        """When the last of ``readers`` lets a buffer go: before it runs, where it writes its output in that place."""
+        if not readers:
+            return 0
+        last = max(readers, key=self.ticks.__getitem__)
+        size = node_bytes(node)
+        takes_over = last.is_fused and any(node_bytes(write) == size for write in last.writes)
+        rival = (
+            any(
+                takes_over
+                and other is not node
+                and node_bytes(other) == size
+                and other in self.maker
+                and max(map(self.ticks.__getitem__, self.readers[other])) == self.ticks[last]
+                and last.reads.index(other) < last.reads.index(node)
+                for other in last.reads
+            )
+            if node in last.reads
+            else False
+        )
+        return self.ticks[last] + (0 if takes_over and not rival and node not in self._lasting else 1)
+
+    # Regions -------------------------------------------------------------------------------------------------------
+
+    def _regions(self) -> None:
+        names = dict.fromkeys(kernel.region for kernel in self.place.forward if kernel.region != OUTSIDE)
+        for name in names:
+            self._region(name)
+
+    def _region(self, name: str) -> None:
+        forward = [k for k in self.place.forward if k.region == name]
+        backward = [k for k in self.place.backward if k.region == name]
+        values: dict[fx.Node, Value] = {}
+        names = {n: text for graph in self.graphs for n, text in graph.names.items()}
+        index = len(self.weaver.regions)
+        own = {node: position for position, kernel in enumerate(forward) for node in kernel.writes}
+
+        def value(node: fx.Node) -> int:
+            if node not in values:
+                static = node in self.statics or node not in self.storage_of
+                origin = Origin.OP if node in own else Origin.PARAMETER if static else Origin.INPUT
+                text = names.get(node, node.name)
+                prefix = name + "."
+                values[node] = Value(
+                    id=len(values),
+                    name=text.removeprefix(prefix) if name else text,
+                    bytes=node_bytes(node),
+                    storage=self.storage_of.get(node, -1),
+                    origin=origin,
+                    producer=own.get(node, -1),
+                    is_storable=True,
+                )
+            return values[node].id
+
+        ops = tuple(
+            RegionOp(
+                id=position,
+                name=kernel.name,
+                reads=tuple(map(value, kernel.reads)),
+                writes=tuple(map(value, kernel.writes)),
+                cost_key=kernel_key(kernel),
+                tick=self.ticks[kernel],
+                obstacle=kernel.obstacle,
+                is_random=kernel.obstacle == "draws random numbers",
+            )
+            for position, kernel in enumerate(forward)
+        )
+        read: defaultdict[fx.Node, list[Kernel]] = defaultdict(list)
+        for kernel in backward:
+            for node in kernel.reads:
+                if node in self.storage_of and node not in self.statics and node not in self._made_in_backward:
+                    read[node].append(kernel)
+        slots = []
+        for node, readers in read.items():
+            storage = self.weaver.storages[self.storage_of[node]]
+            first = min(map(self.ticks.__getitem__, readers))
+            last_forward = [self.ticks[k] + 1 for k in self.readers[node] if not k.is_backward]
+            packed = max([storage.born, *last_forward])
+            slots.append((packed, first, self._ends(node, readers), value(node)))
+        slots.sort()
+        entries = tuple(
+            Slot(index=at, value=v, packed=packed, unpacked=first, released=last)
+            for at, (packed, first, last, v) in enumerate(slots)
+        )
+        made = [node for node in own if self._leaves(node, name)]
+        outputs = tuple(value(node) for node in made)
+        graph = RegionGraph(
+            values=tuple(values.values()),
+            ops=ops,
+            slots=entries,
+            outputs=outputs,
+            backward_order=tuple(sorted(range(len(entries)), key=lambda at: entries[at].unpacked)),
+        )
+        spans = [self.ticks[k] for k in forward], [self.ticks[k] for k in backward]
+        for node in own:
+            at = self.storage_of[node]
+            self.weaver.storages[at] = msgspec.structs.replace(self.weaver.storages[at], region=index)
+        self.weaver.regions.append(
+            RegionCall(
+                index=index,
+                name=".".join(part for part in (self.place.part.path, name) if part),
+                call=self.place.call.call,
+                kind=kind_of(graph),
+                graph=graph,
+                forward=(min(spans[0]), max(spans[0]) + 1),
+                backward=(min(spans[1]), max(spans[1]) + 1) if spans[1] else (-1, -1),
+                is_compiled=True,
+            )
+        )
+
+    def _leaves(self, node: fx.Node, region: str) -> bool:
+        """Whether a region hands a buffer on."""
+        return any(r.region != region and not r.is_backward for r in self.readers[node]) or any(
+            node in graph.forward_outputs for graph in self.graphs
+        )

@@ -1,0 +1,182 @@
+"""Finds what torch.compile has compiled in a model, and compiles it again with a partitioner of its own.
+
+A *unit* is a module that was compiled: the model, or its blocks one by one. Its options, and whether it takes graph breaks and
+dynamic sizes, are read from what torch.compile left, so that compiling it anew differs in nothing but the partitioner. That is
+given to this module's compilation alone; taking it off puts back what the user's torch.compile made, with its cached code.
+
+Private to torch and seen in torch 2.9 to 2.13: ``Module._compiled_call_impl``, ``OptimizedModule``, the chain of
+``_torchdynamo_orig_backend``, the context in the closure of a compiled function, ``compile_fx``'s ``inner_compile``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from plimsoll.errors import InvalidModel
+from plimsoll.tracing.ddp import inner_module
+
+INDUCTOR = "inductor"
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileCall:
+    """How torch.compile was called."""
+
+    backend: str = INDUCTOR
+    options: Mapping[str, Any] = field(default_factory=dict)
+    fullgraph: bool = False
+    dynamic: bool | None = None
+
+    @classmethod
+    def read(cls, compiled: Any) -> CompileCall:
+        """What a compiled function was compiled with."""
+        context = inspect.getclosurevars(compiled).nonlocals.get("self")
+        backend = getattr(context, "callback", None)
+        while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+            backend = inner
+        name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
+        return cls(
+            backend=str(name),
+            options=dict(getattr(backend, "config", {})),
+            fullgraph=bool(getattr(context, "fullgraph", False)),
+            dynamic=getattr(context, "_dynamic", None),
+        )
+
+    def compile(self, function: Callable[..., Any], partitioner: Any = None) -> Callable[..., Any]:
+        """The function compiled alike, with a partitioner where one is given."""
+        options = dict(self.options)
+        if partitioner is not None:
+            options["custom_partitioner_fn"] = partitioner
+        return torch.compile(
+            function, fullgraph=self.fullgraph, dynamic=self.dynamic, options=options or None, **_apart()
+        )
+
+    def captured(self, function: Callable[..., Any], partitioner: Any) -> Callable[..., Any]:
+        """The function with its graphs handed to a partitioner, and run op by op: nothing is generated."""
+        from torch._inductor.compile_fx import compile_fx  # takes seconds to import
+
+        def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            patches = {**self.options, "custom_partitioner_fn": partitioner, "triton.cudagraphs": False}
+            with torch._functorch.config.patch(enable_autograd_cache=False):
+                return compile_fx(module, list(inputs), inner_compile=_run_as_it_is, config_patches=patches)
+
+        return torch.compile(function, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic, **_apart())
+
+
+def _apart() -> dict[str, bool]:
+    """Keep what is compiled here from counting toward the user's recompile limit, where torch can (2.12 on)."""
+    known = inspect.signature(torch.compile).parameters
+    return {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
+
+
+def _run_as_it_is(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
+    from functorch.compile import make_boxed_func
+
+    return make_boxed_func(module.forward)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """A module that was compiled; ``wrapper`` is the ``OptimizedModule`` around it, if it has one."""
+
+    path: str
+    module: nn.Module
+    call: CompileCall
+    wrapper: nn.Module | None = None
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of ``DistributedDataParallel`` and of ``torch.compile(model)``, in whatever order."""
+    while (inner := _inside(inner_module(model))) is not model:
+        model = inner
+    return model
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    return model._orig_mod if _is_wrapper(model) else model  # type: ignore[return-value]
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    # By name: importing its home takes seconds.
+    return type(module).__name__ == "OptimizedModule"
+
+
+def find_units(model: nn.Module) -> tuple[Unit, ...]:
+    """What is compiled in a model, none inside of another, with paths from the model inside of its wrappers.
+
+    Raises:
+        InvalidModel: compiled for another backend, or with a partitioner or a memory budget of the user's own.
+    """
+    found: list[Unit] = []
+    outer = inner_module(model)
+    if _is_wrapper(outer):
+        return (_checked(Unit("", unwrapped(model), CompileCall.read(outer.forward), outer)),)
+    for name, module in outer.named_modules():
+        if any(not unit.path or name == unit.path or name.startswith(unit.path + ".") for unit in found):
+            continue
+        if module._compiled_call_impl is not None:
+            found.append(_checked(Unit(name, module, CompileCall.read(module._compiled_call_impl))))
+        elif _is_wrapper(module):
+            found.append(_checked(Unit(name, _inside(module), CompileCall.read(module.forward), module)))
+    return tuple(found)
+
+
+def _checked(unit: Unit) -> Unit:
+    what = f"{type(unit.module).__name__} ({unit.path})" if unit.path else type(unit.module).__name__
+    if unit.call.backend != INDUCTOR:
+        raise InvalidModel(
+            f"{what} is compiled by torch.compile for the backend {unit.call.backend!r}.",
+            why="a plan decides through inductor's partitioner, and this backend takes none",
+            next="torch.compile(model) with its default backend, or train it uncompiled",
+        )
+    own = [name for name in ("custom_partitioner_fn",) if unit.call.options.get(name) is not None]
+    if own:
+        raise InvalidModel(
+            f"{what} is compiled with {own[0]}= of its own.",
+            why="one partitioner decides what a graph saves, and a plan brings one",
+            next=f"leave {own[0]} out of the options of torch.compile",
+        )
+    if torch._functorch.config.activation_memory_budget != 1.0:
+        raise InvalidModel(
+            "torch._functorch.config.activation_memory_budget is set.",
+            why="it decides about the same tensors, by a share of the bytes that each graph saves",
+            next="set it back to 1.0; the plan keeps to a budget in bytes instead",
+        )
+    return unit
+
+
+@contextlib.contextmanager
+def in_place(units: Sequence[Unit], made: Callable[[Unit], Callable[..., Any] | None]) -> Iterator[None]:
+    """For every unit another callable in the place of what the user's torch.compile made, while inside; ``None``: the module
+    as it is.
+    """
+    with contextlib.ExitStack() as stack:
+        for unit in units:
+            stack.callback(install(unit, made(unit)))
+        yield
+
+
+def install(unit: Unit, function: Callable[..., Any] | None) -> Callable[[], None]:
+    """Call ``function`` in a unit's place (``None``: the uncompiled module). Returns what puts back what was there."""
+    module, wrapper = unit.module, unit.wrapper
+    before = module._compiled_call_impl
+    forward = None if wrapper is None else wrapper.forward
+    module._compiled_call_impl = function
+    if wrapper is not None:
+        wrapper.forward = functools.partial(nn.Module.__call__, module)
+
+    def put_back() -> None:
+        module._compiled_call_impl = before
+        if wrapper is not None:
+            wrapper.forward = forward  # type: ignore[method-assign,assignment]
+
+    return put_back
