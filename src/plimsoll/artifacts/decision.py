@@ -27,6 +27,8 @@ class Engine(enum.StrEnum):
     """The region was run again as a whole. Only receipts of earlier versions say so."""
     KEEP = "keep"
     """The plan drops something here, but it cannot be brought back safely, so everything is kept."""
+    COMPILED = "compiled"
+    """torch.compile's partitioner does as the plan says."""
     UNTOUCHED = "untouched"
     """The plan keeps everything: no hook and no wrapper."""
 

@@ -120,6 +120,17 @@ class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
 
 
+class CompiledUnit(msgspec.Struct, frozen=True, kw_only=True):
+    """A module that torch.compile compiles, ``path`` in the model, and the regions that it holds (paths from the model).
+
+    ``options`` are those of torch.compile where the plan compiles a plain module itself; ``None``: the user has compiled it.
+    """
+
+    path: str
+    regions: tuple[str, ...]
+    options: dict[str, bool | int | float | str | None] | None = None
+
+
 COLLECTIVES = "collectives"
 """What ``allow`` says where recipes may run collectives again."""
 
@@ -179,6 +190,8 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     host_budget_bytes: int | None = None
     budget_bytes_of_ranks: dict[str, int] = {}
     """Where ranks with different budgets planned together, the budget of each; ``budget_bytes`` is the tightest's."""
+    compiled: tuple[CompiledUnit, ...] = ()
+    """What torch.compile compiles; the plan decides about the regions in there through its partitioner."""
     in_flight: int = 1
     """Micro-batches between their forward and their backward at once, on a stage of a pipeline; all follow this plan."""
 

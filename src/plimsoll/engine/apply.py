@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -28,9 +28,13 @@ from plimsoll.engine.sampling import SentinelPolicy
 from plimsoll.engine.sensing import Sensor
 from plimsoll.engine.stored_forms import Packer
 from plimsoll.errors import PlanMismatch, PlanNotUsable
+from plimsoll.tracing.compiled.units import unwrapped
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import emptied_after_forward
 from plimsoll.tracing.refusals import uncompiled_regions
+
+if TYPE_CHECKING:
+    from plimsoll.engine.compiled.units import CompiledUnits
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,10 +59,21 @@ class Handle:
         ...     model(torch.randn(4, 8)).sum().backward()
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, shared: Shared, compiled: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        shared: Shared,
+        compiled: Collection[str] = (),
+        *,
+        original: nn.Module | None = None,
+    ) -> None:
         self.model = model
+        self._original = model if original is None else original
+        """As the user has it, with the wrapper of torch.compile."""
         self._compiled = frozenset(compiled)
         """Regions that are left alone."""
+        self._units: CompiledUnits | None = None
         self.regions: dict[str, ManagedRegion] = {}
         self._known: dict[str, ManagedRegion] = {}
         """The regions at work, and those that were under another plan."""
@@ -117,6 +132,10 @@ class Handle:
             elif name not in self._compiled:
                 self._known[name] = ManagedRegion(name, module, calls[name], shared)
         self._plan = plan
+        if plan.compiled:
+            from plimsoll.engine.compiled.units import CompiledUnits  # inductor is imported where something is compiled
+
+            self._units = CompiledUnits(self._original, plan)
         self.regions = {name: self._known[name] for name in calls if name in self._known}
         shared.inspector.watch(tuple(self.regions))
         if self.regions and not self._root_hooks:
@@ -134,11 +153,15 @@ class Handle:
         """Take the wrappers out for a while; what was recorded is kept."""
         for region in self.regions.values():
             region.remove()
+        if self._units is not None:
+            self._units.pause()
 
     def resume(self) -> None:
         """Put the wrappers back in after ``pause``."""
         for region in self.regions.values():
             region.install()
+        if self._units is not None:
+            self._units.resume()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -189,8 +212,13 @@ class Handle:
 
     def outcomes(self) -> tuple[RegionOutcome, ...]:
         """How every region of the plan is served so far."""
+        in_units = _in_units(self._plan)
         untouched = [
-            RegionOutcome(name=region.name, call=region.call, engine=Engine.UNTOUCHED)
+            RegionOutcome(
+                name=region.name,
+                call=region.call,
+                engine=Engine.COMPILED if region.name in in_units and not region.is_untouched else Engine.UNTOUCHED,
+            )
             for region in self._plan.regions
             if region.name not in self.regions
         ]
@@ -280,12 +308,13 @@ def apply_plan(
         raise PlanNotUsable(
             f"This plan is {plan.status}.", why=plan.status.advice, next="plan again with a larger budget"
         )
-    model = inner_module(model)
+    original, model = model, unwrapped(model) if plan.compiled else inner_module(model)
     modules = dict(model.named_modules())
     managed = _managed_regions(plan) if sensor is None else _regions(plan)
     for name in {region.name for region in plan.regions}:
         _check_module(model, modules, name, is_managed=name in managed)
-    compiled = managed.keys() - uncompiled_regions(model, {name: modules[name] for name in managed}).keys()
+    eager = {name: modules[name] for name in managed}
+    compiled = managed.keys() - uncompiled_regions(model, eager).keys() if eager or not plan.compiled else set()
     parameters = list(model.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
     if link is None and plan.link:
@@ -302,14 +331,21 @@ def apply_plan(
         splits_backward=splits_backward,
         repeats_collectives=COLLECTIVES in plan.allow,
     )
-    return Handle(model, plan, shared, compiled)
+    return Handle(model, plan, shared, compiled, original=original)
+
+
+def _in_units(plan: Plan) -> frozenset[str]:
+    """The regions that lie in what torch.compile compiles."""
+    return frozenset(name for unit in plan.compiled for name in unit.regions)
 
 
 def _regions(plan: Plan) -> dict[str, tuple[RegionPlan, ...]]:
-    """All calls of each region."""
+    """All calls of each region that runs eagerly."""
     grouped: dict[str, list[RegionPlan]] = {}
+    in_units = _in_units(plan)
     for region in plan.regions:
-        grouped.setdefault(region.name, []).append(region)
+        if region.name not in in_units:
+            grouped.setdefault(region.name, []).append(region)
     return {name: tuple(calls) for name, calls in grouped.items()}
 
 

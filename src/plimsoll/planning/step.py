@@ -240,6 +240,10 @@ class StepIndex:
 def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
     """Saved inputs of a region that the region before it made, and can make again: what a dropped boundary lets go."""
     found: set[int] = set()
+    if view.call.is_compiled:
+        return (
+            frozenset()
+        )  # one boundary per block stays: without it all that is computed again moves to where backward begins
     for value in view.saved:
         entry = view.graph.values[value]
         maker = index.trace.storages[entry.storage].region

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.store import load_plan
 from plimsoll.engine.apply import Handle
 from plimsoll.session.agreement import agreement_for, described
+from plimsoll.session.compiled import CompiledPlanner, planned_parts, refuse_uncompilable, trace_compiled
 from plimsoll.session.manage import check_plan, manage_together, refuse_other_model
 from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.retry import AppliedPlan
-from plimsoll.session.step_planner import trace_and_cost
+from plimsoll.session.step_planner import StepPlanner, trace_and_cost
 from plimsoll.session.step_watch import BudgetWatch
 from plimsoll.session.task import TrainingTask, check_module
 from plimsoll.session.tightest_rank import planner_for
@@ -40,6 +41,7 @@ def plan(
     host_budget: int | str | None = None,
     overrides: Sequence[str] = (),
     link: str | None = None,
+    compile: bool | Mapping[str, Any] | None = None,  # noqa: A002 - torch's word
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     progress: Progress | None = None,
@@ -55,7 +57,8 @@ def plan(
     all return its plan, or all raise.
 
     Args:
-        model: any eager PyTorch model, on its device, in the mode in which it trains.
+        model: any PyTorch model, on its device, in the mode in which it trains: eager, or compiled by torch.compile as a
+            whole or block by block.
         batch: a tensor (one argument), a tuple (positional) or a dict (keywords).
         budget: bytes, as an int or as text with a unit (``"70GiB"``); bounds the peak of everything that the training step
             allocates on the device. ``"auto"``: the device's memory less 8%. ``None``: no limit (for a named strategy).
@@ -72,6 +75,8 @@ def plan(
         host_budget: bytes that offloaded values may take at the other end of the link.
         overrides: decisions by pattern that ``auto`` respects: ``"layers.*.mlp::silu=compress:int8"``, ``"*attn*=keep"``.
         link: ``host`` or ``disk``; by default what the device calls for.
+        compile: plan for the model compiled by torch.compile, which it is not yet: ``True``, or keywords of torch.compile
+            (``{"dynamic": False}``); ``plimsoll.apply`` then compiles it.
         ranks: global ranks that plan together; by default those of the model's process groups (DDP, FSDP2, DTensor), or
             all where it shows none.
         timeout_seconds: how long ranks wait for each other whenever they exchange something.
@@ -96,7 +101,7 @@ def plan(
     """
     report = progress or silent
     with agreement_for(model, "plan", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
-        task = TrainingTask.read(model, batch, loss=loss, optimizer=optimizer)
+        task = TrainingTask.read(model, batch, loss=loss, optimizer=optimizer, compile=compile)
         limit = Budget.read(budget)
         options = PlanOptions.read(
             strategies=strategy,
@@ -111,11 +116,20 @@ def plan(
         has_budget = described(has_budget=budget is not None)
         agreement.same("what to plan", {**task.facts(), **options.facts(), **has_budget})
         task = agreement.patient(task)
-        with agreement.stepping():
-            traced = trace_and_cost(task, options, part_of(report, 0.0, 0.5))
-        planner = planner_for(agreement, traced, options, limit.bytes_on(traced[1]))
-        planner.try_forms(task.step, part_of(report, 0.5, 0.7))
-        made = planner.plan(strategy, task.step, part_of(report, 0.7, 1.0))
+        if task.units:
+            refuse_uncompilable(options, strategy, agreement.size)
+        with task.compiled():
+            with agreement.stepping():
+                traced = (trace_compiled if task.units else trace_and_cost)(task, options, part_of(report, 0.0, 0.5))
+            budget_bytes = limit.bytes_on(traced[1])
+            if task.units:
+                planner: StepPlanner = CompiledPlanner(
+                    *traced, options, budget_bytes, planned_parts(task, options.regions)
+                )
+            else:
+                planner = planner_for(agreement, traced, options, budget_bytes)
+            planner.try_forms(task.step, part_of(report, 0.5, 0.7))
+            made = planner.plan(strategy, task.step, part_of(report, 0.7, 1.0))
         agreement.same_plan(made)
         report("done", 1.0)
         return made

@@ -6,7 +6,9 @@ Everything behind the verb takes a `TrainingTask` and checks nothing again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from plimsoll.errors import (
     TracingFailed,
 )
 from plimsoll.session.training_step import Context, TrainingStep
+from plimsoll.tracing.compiled.units import CompileCall, Unit, find_units, in_place, unwrapped
 from plimsoll.tracing.recorder.calling import Loss, split_batch
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.tracing.torch_internals import is_profiled
@@ -42,10 +45,20 @@ class TrainingTask:
     batch: Any
     loss: Loss | None = None
     optimizer: torch.optim.Optimizer | None = None
+    units: tuple[Unit, ...] = ()
+    """What torch.compile compiles of the model."""
+    compile_options: dict[str, Any] | None = None
+    """Those of torch.compile, where it is not the user who calls it."""
 
     @classmethod
     def read(
-        cls, model: nn.Module, batch: Any, *, loss: Loss | None = None, optimizer: torch.optim.Optimizer | None = None
+        cls,
+        model: nn.Module,
+        batch: Any,
+        *,
+        loss: Loss | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        compile: bool | Mapping[str, Any] | None = None,  # noqa: A002 - torch's word
     ) -> TrainingTask:
         """The task of what a user passed.
 
@@ -57,7 +70,23 @@ class TrainingTask:
         """
         check_model(model, optimizer)
         refuse_profiler(model)
-        return cls(model=model, batch=detached(batch), loss=explained_loss(loss), optimizer=optimizer)
+        units = units_of(model, compile)
+        return cls(
+            model=units[0].module if units and not units[0].path else model,
+            batch=detached(batch),
+            loss=explained_loss(loss),
+            optimizer=optimizer,
+            units=units,
+            compile_options=None if not compile else dict(compile) if isinstance(compile, Mapping) else {},
+        )
+
+    @contextlib.contextmanager
+    def compiled(self) -> Iterator[None]:
+        """The model compiled as the user has it, or wants it, while inside, also without the wrapper of torch.compile."""
+        bare = [unit for unit in self.units if unit.module._compiled_call_impl is None and unit.path == ""]
+        alone = [dataclasses.replace(unit, wrapper=None) for unit in bare]
+        with in_place(alone, lambda unit: unit.call.compile(unit.module._call_impl)):
+            yield
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the model is called with, by position and by name."""
@@ -79,6 +108,25 @@ class TrainingTask:
             "optimizer": type(self.optimizer).__name__,
             "device": ", ".join(sorted({parameter.device.type for parameter in self.model.parameters()})),
         }
+
+
+def units_of(model: nn.Module, compile_: bool | Mapping[str, Any] | None) -> tuple[Unit, ...]:
+    """What is compiled of a model, or is to be.
+
+    Raises:
+        InvalidModel: it is compiled already, and ``compile=`` asks for it again; or it is compiled in a way that takes no plan.
+        InvalidOption: ``compile=`` is no way to call torch.compile.
+    """
+    found = find_units(model)
+    if not compile_:
+        return found
+    if found:
+        raise InvalidModel(
+            f"{type(model).__name__} is compiled by torch.compile already, and compile= asks for it.",
+            why="it would be compiled within what is compiled",
+            next="leave compile= out, or pass the model before torch.compile",
+        )
+    return (Unit("", unwrapped(model), CompileCall.of(compile_)),)
 
 
 def check_module(model: object) -> nn.Module:

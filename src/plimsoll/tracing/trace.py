@@ -51,7 +51,7 @@ def trace(
     *,
     loss: Loss | None = None,
     optimizer: Optimizer | None = None,
-    regions: Sequence[str] | None = None,
+    regions: Sequence[str] | Mapping[str, nn.Module] | None = None,
     device_name: str | None = None,
     repeats: int = 3,
     progress: Progress | None = None,
@@ -68,7 +68,7 @@ def trace(
         batch: tensor (one argument), tuple (positional), mapping (keywords).
         loss: makes a scalar of the model's output; by default ``output.loss`` or the output itself.
         optimizer: over the model's parameters; its state and its step then belong to the trace.
-        regions: patterns of module paths; by default the model's repeated blocks.
+        regions: patterns of module paths, or modules by their paths; by default the model's repeated blocks.
         device_name: plan for a device of this name, which is not here. ``None``: for the device that the model is on.
         repeats: how often the step is run on a real device; the first time is for structure and hidden workspaces. With 0 it
             is run for these alone, and nothing is timed.
@@ -90,7 +90,10 @@ def trace(
         ''
     """
     step = _Step(model, batch, loss, optimizer, device_name)
-    found = uncompiled_regions(model, find_regions(step.model, regions))
+    if isinstance(regions, Mapping):
+        found = dict(regions)
+    else:
+        found = uncompiled_regions(model, find_regions(step.model, regions))
     report = progress or silent
     if step.is_fake:
         refuse_shards(step.model)

@@ -29,7 +29,41 @@ from torch import fx
 OUTSIDE = "outside"
 """The region of kernels that belong to none."""
 _FUSED = frozenset(
-    ["arange", "bernoulli", "cat", "clone", "constant_pad_nd", "convert_element_type", "copy", "embedding", "empty_like", "flip", "full", "full_like", "fill", "gather", "index", "inductor_lookup_seed", "inductor_random", "inductor_seeds", "iota", "lift_fresh_copy", "new_full", "new_zeros", "ones_like", "repeat", "scalar_tensor", "select_scatter", "slice_scatter", "_to_copy", "var_mean", "var", "zeros_like", "_unsafe_index", "_unsafe_masked_index"]
+    [
+        "arange",
+        "bernoulli",
+        "cat",
+        "clone",
+        "constant_pad_nd",
+        "convert_element_type",
+        "copy",
+        "embedding",
+        "empty_like",
+        "flip",
+        "full",
+        "full_like",
+        "fill",
+        "gather",
+        "index",
+        "inductor_lookup_seed",
+        "inductor_random",
+        "inductor_seeds",
+        "iota",
+        "lift_fresh_copy",
+        "new_full",
+        "new_zeros",
+        "ones_like",
+        "repeat",
+        "scalar_tensor",
+        "select_scatter",
+        "slice_scatter",
+        "_to_copy",
+        "var_mean",
+        "var",
+        "zeros_like",
+        "_unsafe_index",
+        "_unsafe_masked_index",
+    ]
 )
 """Ops that inductor fuses without a tag that says so; pointwise ops and reductions carry one."""
 _VIEWS = frozenset({"_unsafe_view", "alias", "view", "reshape", "detach", "lift_fresh"})

@@ -21,7 +21,27 @@ from plimsoll.tracing.meters.timing import clock_for, one_thread
 _REPEATS = 3
 _PROBE_ELEMENTS = 2**20
 _HEAVY = frozenset(
-    ["cos", "cosh", "erf", "erfc", "exp", "expm1", "gelu", "log", "log1p", "log2", "pow", "rsqrt", "sigmoid", "silu", "sin", "sinh", "sqrt", "tan", "tanh"]
+    [
+        "cos",
+        "cosh",
+        "erf",
+        "erfc",
+        "exp",
+        "expm1",
+        "gelu",
+        "log",
+        "log1p",
+        "log2",
+        "pow",
+        "rsqrt",
+        "sigmoid",
+        "silu",
+        "sin",
+        "sinh",
+        "sqrt",
+        "tan",
+        "tanh",
+    ]
 )
 """Elementwise ops whose arithmetic shows beside the memory that they move."""
 _INDUCTOR_RANDOM = frozenset({"inductor_random", "inductor_randint", "native_dropout", "bernoulli"})

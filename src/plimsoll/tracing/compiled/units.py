@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from plimsoll.errors import InvalidModel
+from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.tracing.ddp import inner_module
 
 INDUCTOR = "inductor"
@@ -51,6 +51,31 @@ class CompileCall:
             dynamic=getattr(context, "_dynamic", None),
         )
 
+    @classmethod
+    def of(cls, options: bool | Mapping[str, Any]) -> CompileCall:
+        """The call that ``compile=True``, or ``compile={...}`` with torch.compile's own keywords, stands for.
+
+        Raises:
+            InvalidOption: a keyword that is not torch.compile's, or another backend.
+        """
+        given = dict(options) if isinstance(options, Mapping) else {}
+        unknown = given.keys() - {"fullgraph", "dynamic", "options", "mode"}
+        if unknown or (not isinstance(options, Mapping) and options is not True):
+            raise InvalidOption(
+                f"compile={options!r} is no way to call torch.compile.",
+                why=f"it has no {', '.join(sorted(unknown))}"
+                if unknown
+                else "it is True, or keywords of torch.compile",
+                next='compile=True, or compile={"dynamic": False}: fullgraph, dynamic, mode and options are passed on',
+            )
+        probe = torch.compile(_nothing, **given)
+        return cls.read(probe)
+
+    @property
+    def key(self) -> str:
+        """Equal for calls that compile alike."""
+        return repr((self.backend, sorted(self.options.items(), key=str), self.fullgraph, self.dynamic))
+
     def compile(self, function: Callable[..., Any], partitioner: Any = None) -> Callable[..., Any]:
         """The function compiled alike, with a partitioner where one is given."""
         options = dict(self.options)
@@ -70,6 +95,10 @@ class CompileCall:
                 return compile_fx(module, list(inputs), inner_compile=_run_as_it_is, config_patches=patches)
 
         return torch.compile(function, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic, **_apart())
+
+
+def _nothing() -> None:
+    """Something to compile, to see what options mean."""
 
 
 def _apart() -> dict[str, bool]:

@@ -1,0 +1,115 @@
+"""Puts a plan to work on the compiled parts of a model: each unit is compiled with a partitioner of its own, and put back after.
+
+Units whose regions all keep everything stay as they are. Units with equal decisions share one compilation: equal blocks are
+compiled once for each way in which the plan treats them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from plimsoll.artifacts.plan import CompiledUnit, Plan
+from plimsoll.engine.compiled.partitioner import PlannedPartitioner
+from plimsoll.errors import InvalidModel, PlanMismatch
+from plimsoll.tracing.compiled.units import CompileCall, Unit, find_units, install, unwrapped
+
+
+class CompiledUnits:
+    """The units of a plan, at work from ``resume`` until ``pause``."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._units = planned_units(model, plan.compiled)
+        self._put_back: list[Callable[[], None]] = []
+        self._calls = self._compiled(plan)
+
+    def _compiled(self, plan: Plan) -> dict[Unit, Callable[..., Any]]:
+        dropped = {region.name: region.dropped for region in plan.regions}
+        planned = {unit.path: unit for unit in plan.compiled}
+        made: dict[Any, Callable[..., Any]] = {}
+        found = {}
+        for unit in self._units:
+            regions = {local(name, unit.path): dropped.get(name, frozenset()) for name in planned[unit.path].regions}
+            if not any(regions.values()):
+                if unit.module._compiled_call_impl is None and unit.wrapper is None:
+                    found[unit] = unit.call.compile(unit.module._call_impl)
+                continue
+            key = (type(unit.module), unit.call.key, *sorted((name, tuple(sorted(v))) for name, v in regions.items()))
+            if key not in made:
+                made[key] = _checked(unit.call.compile(_call_of, PlannedPartitioner(regions)))
+            found[unit] = functools.partial(made[key], unit.module)
+        return found
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The paths of units that run otherwise than the user compiled them."""
+        return frozenset(unit.path for unit in self._calls)
+
+    def resume(self) -> None:
+        """Put the units' own compilations to work."""
+        self._put_back = [install(unit, function) for unit, function in self._calls.items()]
+
+    def pause(self) -> None:
+        """Put back what the user's torch.compile made."""
+        for put_back in reversed(self._put_back):
+            put_back()
+        self._put_back = []
+
+
+def _call_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What ``Module.__call__`` runs, as one function for all modules that share a compilation."""
+    return module._call_impl(*args, **kwargs)
+
+
+def local(name: str, unit: str) -> str:
+    """A region's path from its unit's module."""
+    return name[len(unit) :].lstrip(".") if unit else name
+
+
+def planned_units(model: nn.Module, planned: Iterable[CompiledUnit]) -> tuple[Unit, ...]:
+    """The units of a plan in a model, as the user has compiled them or as the plan does.
+
+    Raises:
+        PlanMismatch: something else is compiled than the plan was made for.
+    """
+    found = {unit.path: unit for unit in find_units(model)}
+    modules: Mapping[str, nn.Module] = dict(unwrapped(model).named_modules())
+    units = []
+    for each in planned:
+        if each.path in found:
+            units.append(found.pop(each.path))
+        elif each.options is not None and each.path in modules:
+            units.append(Unit(each.path, modules[each.path], CompileCall.of(each.options)))
+        else:
+            raise PlanMismatch(
+                f"The plan decides about {each.path or 'the model'!r} compiled by torch.compile, and here it is not compiled.",
+                why="it was made for a compiled model, whose graphs save other tensors",
+                next="compile it as it was when the plan was made, or plan this model",
+            )
+    if found:
+        raise PlanMismatch(
+            f"{next(iter(found)) or 'The model'!r} is compiled by torch.compile, and it was not when the plan was made.",
+            why="compiled code saves other tensors than the plan decides about",
+            next="plan this model as it is compiled",
+        )
+    return tuple(units)
+
+
+def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse to be compiled a second time, by a torch.compile around a model under a plan."""
+    import torch
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break("Plimsoll: a model under a plan cannot be compiled; call handle.remove() first")
+            raise InvalidModel(
+                "A model under a plan was compiled again by torch.compile.",
+                why="the outer compilation would decide by itself what is saved for backward",
+                next="torch.compile first, then plimsoll.plan and apply",
+            )
+        return function(*args, **kwargs)
+
+    return call

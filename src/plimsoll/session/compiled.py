@@ -1,0 +1,145 @@
+"""Planning a step that torch.compile compiles: traced eagerly for what lies outside, its compiled parts from their joint graphs.
+
+The default partition of torch.compile is the step without a plan: where its measured peak is within the budget, the
+compilation stays untouched. Otherwise the plan is solved on the kernels of the graphs, compiled once and run, and solved
+again with what that shows, as for eager models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.plan import CompiledUnit, Plan
+from plimsoll.artifacts.progress import Progress, part_of, silent
+from plimsoll.artifacts.trace import Trace
+from plimsoll.errors import InvalidOption
+from plimsoll.session.device_costs import measured_costs
+from plimsoll.session.options import PlanOptions
+from plimsoll.session.step_planner import StepPlanner
+from plimsoll.session.task import TrainingTask
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.session.trial import run_trial
+from plimsoll.tracing.compiled.units import in_place
+from plimsoll.tracing.recorder.untouched import untouched
+from plimsoll.tracing.regions import find_regions
+from plimsoll.tracing.trace import trace as trace_step
+from plimsoll.units import format_bytes
+
+_STRATEGIES = ("auto", "none", "full")
+
+
+def refuse_uncompilable(options: PlanOptions, strategy: str, ranks: int) -> None:
+    """Refuse what a plan cannot do inside of torch.compile.
+
+    Raises:
+        InvalidOption: other decisions than to keep and to compute again, a device that is not here, several ranks.
+    """
+    found = next(
+        (
+            text
+            for text, is_asked in (
+                (f"allow={sorted(options.allow)}", set(options.allow) != {"recompute"}),
+                (f"device_profile={options.device_profile!r}", options.device_profile is not None),
+                (f"strategy={strategy!r}", strategy not in _STRATEGIES),
+                (f"{ranks} ranks", ranks > 1),
+            )
+            if is_asked
+        ),
+        None,
+    )
+    if found is not None:
+        raise InvalidOption(
+            f"{found} does not go with torch.compile.",
+            why="inside of compiled code a plan decides what is saved and what is computed again, on the device that is here and "
+            "in one process; compressing and offloading are the eager engine's",
+            next="leave it out, or plan the uncompiled model",
+        )
+
+
+def planned_parts(task: TrainingTask, patterns: tuple[str, ...] | None) -> tuple[CompiledUnit, ...]:
+    """The compiled units of a task with the regions of each."""
+    names = find_regions(task.model, patterns)
+    return tuple(
+        CompiledUnit(
+            path=unit.path,
+            regions=tuple(
+                name for name in names if not unit.path or name == unit.path or name.startswith(unit.path + ".")
+            ),
+            options=task.compile_options,
+        )
+        for unit in task.units
+    )
+
+
+def trace_compiled(task: TrainingTask, options: PlanOptions, progress: Progress = silent) -> tuple[Trace, Costs]:
+    """The step with its compiled parts as kernels, and what these cost.
+
+    Raises:
+        As `plimsoll.tracing.trace.trace` does.
+    """
+    from plimsoll.tracing.compiled.capture import capture  # inductor is imported where something is compiled
+    from plimsoll.tracing.compiled.step import with_compiled
+
+    with in_place(task.units, lambda _: None):
+        eager = trace_step(
+            task.model,
+            task.batch,
+            loss=task.loss,
+            regions={unit.path: unit.module for unit in task.units},
+            optimizer=task.optimizer,
+            progress=part_of(progress, 0.0, 0.5),
+        )
+    progress("reading the compiled graphs", 0.5)
+    step = task.step()
+    parts = planned_parts(task, options.regions)
+    inner = {unit.path: [name[len(unit.path) :].lstrip(".") for name in unit.regions] for unit in parts}
+    with untouched(task.model):
+        captured = capture(task.units, inner, step.run)
+    progress("timing kernels", 0.9)
+    traced = with_compiled(eager, captured, step.device)
+    return traced, measured_costs(traced)
+
+
+class CompiledPlanner(StepPlanner):
+    """Makes plans of a step with compiled parts; without a plan it runs as torch.compile partitions it by default."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        costs: Costs,
+        options: PlanOptions,
+        budget_bytes: int | None,
+        compiled: tuple[CompiledUnit, ...],
+    ) -> None:
+        super().__init__(trace, costs, options, budget_bytes)
+        self._compiled = compiled
+        self._default_bytes = 0
+
+    def plan(self, strategy: str, step: Callable[[], TrainingStep], progress: Progress = silent) -> Plan:
+        """As `StepPlanner.plan`; where the default partition fits, that."""
+        progress("running the step as torch.compile partitions it", 0.0)
+        measured = run_trial(step(), self.solve(None, "none"))
+        self._default_bytes = measured.peak_bytes
+        fits = self.budget_bytes is None or measured.peak_bytes <= self.budget_bytes
+        if strategy == "none" or (strategy == "auto" and fits):
+            return self._untouched(measured.peak_bytes)
+        return super().plan(strategy, step, part_of(progress, 0.2, 1.0))
+
+    def solve(self, budget_bytes: int | None, strategy: str = "auto", **how: Any) -> Plan:
+        """As `StepPlanner.solve`."""
+        solved = super().solve(budget_bytes, strategy, **how)
+        return msgspec.structs.replace(
+            solved, compiled=self._compiled, baseline_peak_bytes=self._default_bytes or solved.baseline_peak_bytes
+        )
+
+    def _untouched(self, peak_bytes: int) -> Plan:
+        """The plan that leaves the compilation as it is."""
+        solved = self.solve(None, "none")
+        note = f"left as torch.compile partitions it: the measured peak was {format_bytes(peak_bytes)}"
+        return msgspec.structs.replace(
+            solved, budget_bytes=self.budget_bytes, predicted_peak_bytes=peak_bytes, notes=(*solved.notes, note)
+        )
