@@ -10,13 +10,15 @@ from torch import nn
 from plimsoll.errors import InvalidModel
 from plimsoll.session.agreement import agreement_for, described
 from plimsoll.session.attachment import Attachment
+from plimsoll.session.compiled import refuse_uncompilable
+from plimsoll.session.compiled_attachment import CompiledAttachment
 from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.pressure import check_room
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.step_watch import is_watched
 from plimsoll.session.task import check_model
+from plimsoll.tracing.compiled.units import find_units
 from plimsoll.tracing.recorder.fingerprint import fingerprint
-from plimsoll.tracing.refusals import refuse_compiled
 
 
 def attach(
@@ -34,12 +36,15 @@ def attach(
     room: Callable[[], int] | None = None,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
-) -> Attachment:
+) -> Attachment | CompiledAttachment:
     """Keep the training of ``model`` under ``budget`` without a batch at hand.
 
     The first training step calibrates at the lowest memory that the engine can reach; from the second on the model runs
     the plan that is cheapest under the budget. Evaluation (``model.eval()`` or no gradients) is left alone. Batches of
     other shapes take plans of their own, chosen before they run; one or two more shapes are traced for that.
+
+    Where the model, or its blocks, are compiled by torch.compile, the first training call makes the plan, compiles it once and
+    runs it; every later shape follows it, with a warning where it exceeds the budget.
 
     On several ranks (torchrun) all attach alike, and every rank runs the identical plan. Their batches may have other lengths;
     only tensor parallel ranks, which share one batch, have to have the same. A later batch that is larger on all ranks is
@@ -80,8 +85,8 @@ def attach(
     """
     with agreement_for(model, "attach", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
         check_model(model, optimizer)
-        refuse_compiled(model)
         _refuse_attached(model)
+        units = find_units(model)
         check_count("verify_every", verify_every, least=0)
         check_room(room, agreement.size)
         limit = Budget.required(budget)
@@ -90,6 +95,9 @@ def attach(
         )
         trained = {"model": fingerprint(model), "optimizer": type(optimizer).__name__}
         agreement.same("what to attach", {**trained, **options.facts(), **described(verify_every=verify_every)})
+        if units:
+            refuse_uncompilable(options, "auto", agreement.size, room=room)
+            return CompiledAttachment(model, units, limit, options, optimizer=optimizer)
         return Attachment(model, limit, options, agreement, optimizer=optimizer, verify_every=verify_every, room=room)
 
 

@@ -1,4 +1,4 @@
-"""Planning a step that torch.compile compiles: traced eagerly for what lies outside, its compiled parts from their joint graphs.
+"""Plans a step that torch.compile compiles: what lies outside is traced eagerly, compiled parts are read from their graphs.
 
 The default partition of torch.compile is the step without a plan: where its measured peak is within the budget, the
 compilation stays untouched. Otherwise the plan is solved on the kernels of the graphs, compiled once and run, and solved
@@ -18,7 +18,7 @@ from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidOption
 from plimsoll.session.device_costs import measured_costs
-from plimsoll.session.options import PlanOptions
+from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep
@@ -32,7 +32,7 @@ from plimsoll.units import format_bytes
 _STRATEGIES = ("auto", "none", "full")
 
 
-def refuse_uncompilable(options: PlanOptions, strategy: str, ranks: int) -> None:
+def refuse_uncompilable(options: PlanOptions, strategy: str, ranks: int, *, room: object = None) -> None:
     """Refuse what a plan cannot do inside of torch.compile.
 
     Raises:
@@ -46,6 +46,7 @@ def refuse_uncompilable(options: PlanOptions, strategy: str, ranks: int) -> None
                 (f"device_profile={options.device_profile!r}", options.device_profile is not None),
                 (f"strategy={strategy!r}", strategy not in _STRATEGIES),
                 (f"{ranks} ranks", ranks > 1),
+                ("room=", room is not None),
             )
             if is_asked
         ),
@@ -54,10 +55,22 @@ def refuse_uncompilable(options: PlanOptions, strategy: str, ranks: int) -> None
     if found is not None:
         raise InvalidOption(
             f"{found} does not go with torch.compile.",
-            why="inside of compiled code a plan decides what is saved and what is computed again, on the device that is here and "
-            "in one process; compressing and offloading are the eager engine's",
+            why="inside of compiled code a plan decides what is saved and what is computed again, on the device that is "
+            "here and in one process; compressing and offloading are the eager engine's",
             next="leave it out, or plan the uncompiled model",
         )
+
+
+def plan_compiled(
+    task: TrainingTask, options: PlanOptions, budget: Budget, strategy: str, progress: Progress = silent
+) -> Plan:
+    """The plan of a step with compiled parts; errors are those of `plimsoll.plan`."""
+    with task.compiled():
+        traced = trace_compiled(task, options, part_of(progress, 0.0, 0.5))
+        planner = CompiledPlanner(*traced, options, budget.bytes_on(traced[1]), planned_parts(task, options.regions))
+        made = planner.plan(strategy, task.step, part_of(progress, 0.5, 1.0))
+    progress("done", 1.0)
+    return made
 
 
 def planned_parts(task: TrainingTask, patterns: tuple[str, ...] | None) -> tuple[CompiledUnit, ...]:

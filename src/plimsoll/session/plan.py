@@ -14,12 +14,12 @@ from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.store import load_plan
 from plimsoll.engine.apply import Handle
 from plimsoll.session.agreement import agreement_for, described
-from plimsoll.session.compiled import CompiledPlanner, planned_parts, refuse_uncompilable, trace_compiled
+from plimsoll.session.compiled import plan_compiled, refuse_uncompilable
 from plimsoll.session.manage import check_plan, manage_together, refuse_other_model
 from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.retry import AppliedPlan
-from plimsoll.session.step_planner import StepPlanner, trace_and_cost
+from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.step_watch import BudgetWatch
 from plimsoll.session.task import TrainingTask, check_module
 from plimsoll.session.tightest_rank import planner_for
@@ -118,18 +118,12 @@ def plan(
         task = agreement.patient(task)
         if task.units:
             refuse_uncompilable(options, strategy, agreement.size)
-        with task.compiled():
-            with agreement.stepping():
-                traced = (trace_compiled if task.units else trace_and_cost)(task, options, part_of(report, 0.0, 0.5))
-            budget_bytes = limit.bytes_on(traced[1])
-            if task.units:
-                planner: StepPlanner = CompiledPlanner(
-                    *traced, options, budget_bytes, planned_parts(task, options.regions)
-                )
-            else:
-                planner = planner_for(agreement, traced, options, budget_bytes)
-            planner.try_forms(task.step, part_of(report, 0.5, 0.7))
-            made = planner.plan(strategy, task.step, part_of(report, 0.7, 1.0))
+            return plan_compiled(task, options, limit, strategy, report)
+        with agreement.stepping():
+            traced = trace_and_cost(task, options, part_of(report, 0.0, 0.5))
+        planner = planner_for(agreement, traced, options, limit.bytes_on(traced[1]))
+        planner.try_forms(task.step, part_of(report, 0.5, 0.7))
+        made = planner.plan(strategy, task.step, part_of(report, 0.7, 1.0))
         agreement.same_plan(made)
         report("done", 1.0)
         return made

@@ -110,7 +110,7 @@ class TrainingTask:
         }
 
 
-def units_of(model: nn.Module, compile_: bool | Mapping[str, Any] | None) -> tuple[Unit, ...]:
+def units_of(model: nn.Module, wanted: Any = None) -> tuple[Unit, ...]:
     """What is compiled of a model, or is to be.
 
     Raises:
@@ -118,7 +118,7 @@ def units_of(model: nn.Module, compile_: bool | Mapping[str, Any] | None) -> tup
         InvalidOption: ``compile=`` is no way to call torch.compile.
     """
     found = find_units(model)
-    if not compile_:
+    if not wanted:
         return found
     if found:
         raise InvalidModel(
@@ -126,7 +126,7 @@ def units_of(model: nn.Module, compile_: bool | Mapping[str, Any] | None) -> tup
             why="it would be compiled within what is compiled",
             next="leave compile= out, or pass the model before torch.compile",
         )
-    return (Unit("", unwrapped(model), CompileCall.of(compile_)),)
+    return (Unit("", unwrapped(model), CompileCall.of(wanted)),)
 
 
 def check_module(model: object) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Puts a plan to work on the compiled parts of a model: each unit is compiled with a partitioner of its own, and put back after.
+"""Puts a plan to work on the compiled parts of a model: each unit is compiled anew, with a partitioner of its own.
 
 Units whose regions all keep everything stay as they are. Units with equal decisions share one compilation: equal blocks are
 compiled once for each way in which the plan treats them.

@@ -52,7 +52,7 @@ class CompileCall:
         )
 
     @classmethod
-    def of(cls, options: bool | Mapping[str, Any]) -> CompileCall:
+    def of(cls, options: Any) -> CompileCall:
         """The call that ``compile=True``, or ``compile={...}`` with torch.compile's own keywords, stands for.
 
         Raises:
@@ -81,34 +81,34 @@ class CompileCall:
         options = dict(self.options)
         if partitioner is not None:
             options["custom_partitioner_fn"] = partitioner
-        return torch.compile(
-            function, fullgraph=self.fullgraph, dynamic=self.dynamic, options=options or None, **_apart()
-        )
+        return self._compile(function, options=options or None)
+
+    def _compile(self, function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+        """Compile apart from what the user compiles, so that it does not count toward the recompile limit (torch 2.12 on)."""
+        compile_: Any = torch.compile
+        if "isolate_recompiles" in inspect.signature(compile_).parameters:
+            how["isolate_recompiles"] = True
+        compiled: Callable[..., Any] = compile_(function, fullgraph=self.fullgraph, dynamic=self.dynamic, **how)
+        return compiled
 
     def captured(self, function: Callable[..., Any], partitioner: Any) -> Callable[..., Any]:
         """The function with its graphs handed to a partitioner, and run op by op: nothing is generated."""
         from torch._inductor.compile_fx import compile_fx  # takes seconds to import
 
-        def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             patches = {**self.options, "custom_partitioner_fn": partitioner, "triton.cudagraphs": False}
             with torch._functorch.config.patch(enable_autograd_cache=False):
                 return compile_fx(module, list(inputs), inner_compile=_run_as_it_is, config_patches=patches)
 
-        return torch.compile(function, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic, **_apart())
+        return self._compile(function, backend=backend)
 
 
 def _nothing() -> None:
     """Something to compile, to see what options mean."""
 
 
-def _apart() -> dict[str, bool]:
-    """Keep what is compiled here from counting toward the user's recompile limit, where torch can (2.12 on)."""
-    known = inspect.signature(torch.compile).parameters
-    return {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
-
-
 def _run_as_it_is(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
-    from functorch.compile import make_boxed_func
+    from torch._functorch._aot_autograd.utils import make_boxed_func
 
     return make_boxed_func(module.forward)
 
@@ -206,6 +206,6 @@ def install(unit: Unit, function: Callable[..., Any] | None) -> Callable[[], Non
     def put_back() -> None:
         module._compiled_call_impl = before
         if wrapper is not None:
-            wrapper.forward = forward  # type: ignore[method-assign,assignment]
+            wrapper.forward = forward  # type: ignore[assignment]
 
     return put_back

@@ -1,0 +1,128 @@
+"""A budget at work on a model that torch.compile compiles, where no batch is at hand: the first training call makes the plan.
+
+The call's own arguments are the batch. What lies outside of the model is not seen in it: the user's loss, where the model
+returns none. Where blocks are compiled one by one, a step that exceeds the budget is warned of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from plimsoll.artifacts.fault import Fault
+from plimsoll.artifacts.plan import Plan
+from plimsoll.engine.apply import Handle
+from plimsoll.session.calibration import as_batch, optimizer_in_view, stand_in_loss
+from plimsoll.session.compiled import plan_compiled
+from plimsoll.session.manage import manage
+from plimsoll.session.options import Budget, PlanOptions
+from plimsoll.session.retry import AppliedPlan
+from plimsoll.session.shapes import told
+from plimsoll.session.step_watch import BudgetWatch
+from plimsoll.session.task import TrainingTask
+from plimsoll.tracing.compiled.units import Unit, install, unwrapped
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
+
+
+class CompiledAttachment:
+    """A budget at work on a model with compiled parts."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        budget: Budget,
+        options: PlanOptions,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self.model = model
+        self._budget, self._options, self._optimizer = budget, options, optimizer
+        self._handle: Handle | None = None
+        self._leave: Callable[[], None] = self._wait_for_a_call(units)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan at work; ``None`` until the first training step has begun."""
+        return None if self._handle is None else self._handle.plan
+
+    @property
+    def is_calibrating(self) -> bool:
+        """Whether the plan is still to come."""
+        return self._handle is None
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """What has been seen to be wrong so far."""
+        return () if self._handle is None else self._handle.faults
+
+    def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run one training step; as ``Handle.step``."""
+        return function(*args, **kwargs) if self._handle is None else self._handle.step(function, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Undo everything; harmless when called twice."""
+        self._leave()
+        self._leave = _nothing
+        if self._handle is not None:
+            self._handle.remove()
+
+    def __enter__(self) -> CompiledAttachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _wait_for_a_call(self, units: Sequence[Unit]) -> Callable[[], None]:
+        """Notice the model's next training call; returns what stops that.
+
+        What is compiled as a whole is noticed from outside of its compilation, which would take a hook in.
+        """
+        whole = next((unit for unit in units if not unit.path), None)
+        if whole is None:
+            return self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove
+        compiled: Any = whole.module._compiled_call_impl if whole.wrapper is None else whole.wrapper.forward
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self._before(whole.module, args, kwargs)
+            run = compiled if self._handle is None else whole.module
+            return run(*args, **kwargs)
+
+        return install(whole, called)
+
+    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and unwrapped(self.model).training:
+            self._leave()
+            self._leave = _nothing
+            self._begin(args, kwargs)
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan for the call that comes, and put the plan to work."""
+        inner = unwrapped(self.model)
+        task = TrainingTask.read(
+            self.model,
+            as_batch(inner, args, kwargs),
+            loss=stand_in_loss,
+            optimizer=self._optimizer or optimizer_in_view(inner),
+        )
+        plan = plan_compiled(task, self._options, self._budget, "auto")
+        self._handle = handle = manage(self.model, plan)
+        if plan.budget_bytes is not None and not any(unit.path == "" for unit in plan.compiled):
+            handle.remove_with_me(BudgetWatch(self.model, plan, plan.budget_bytes))
+        handle.retry_with(AppliedPlan(handle, self.model, plan).run)
+        _LOG.info(told(plan, 0))
+
+
+def _nothing() -> None:
+    """Nothing to leave any more."""
