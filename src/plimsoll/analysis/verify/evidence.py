@@ -28,6 +28,7 @@ from plimsoll.analysis.verify.intermediates import Found, collect_intermediates,
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.fault import Fault
+from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Intermediate, Mismatch, Receipt, Slope, finite
 from plimsoll.artifacts.store import from_json
 from plimsoll.errors import InvalidModel
@@ -109,14 +110,16 @@ class Observed:
 
 
 def read_measurable(
-    model: nn.Module, batch: Any, loss: Loss | None, optimizer: torch.optim.Optimizer | None
+    model: nn.Module, batch: Any, loss: Loss | None, optimizer: torch.optim.Optimizer | None, plan: Plan | None = None
 ) -> TrainingTask:
     """The task of a step that is to be measured.
 
     Raises:
         InvalidModel: the model is on the meta device. Others as for ``TrainingTask.read``.
     """
-    task = TrainingTask.read(model, batch, loss=loss, optimizer=optimizer)
+    own = None if plan is None else next((unit.options for unit in plan.compiled if unit.options is not None), None)
+    compile_ = True if own == {} else own
+    task = TrainingTask.read(model, batch, loss=loss, optimizer=optimizer, compile=compile_)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InvalidModel(
             f"{type(model).__name__} is on the meta device.",
@@ -214,6 +217,12 @@ def make_receipt(
         measured_spread_seconds=ours.spread_seconds,
         **claims,
     )
+
+
+def half_the_digits(model: nn.Module) -> float:
+    """Half the digits of the least precise parameter: what kernels compiled anew may do to a gradient by rounding."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
+    return math.sqrt(max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))
 
 
 def versions() -> dict[str, str]:

@@ -8,7 +8,6 @@ left out, or compiled under a budget of 1.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from plimsoll.analysis.verify.evidence import (
     collect_evidence,
     compare_with,
     consecutive_losses,
+    half_the_digits,
     make_receipt,
     measure_slope,
     run_curve,
@@ -61,11 +61,8 @@ class CompilerBudget:
         return self.share < 1.0
 
     def tolerance(self, model: nn.Module) -> float:
-        """Half the digits of the least precise parameter: what kernels compiled anew may do to a gradient by rounding."""
-        if not self.is_compiled:
-            return 0.0
-        dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
-        return math.sqrt(max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))
+        """What kernels compiled anew may do to a gradient by rounding."""
+        return half_the_digits(model) if self.is_compiled else 0.0
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:

@@ -12,10 +12,12 @@ from torch import nn
 
 from plimsoll.analysis.verify.evidence import (
     Depth,
+    Evidence,
     Observed,
     collect_evidence,
     compare_with,
     consecutive_losses,
+    half_the_digits,
     make_receipt,
     of_all_ranks,
     read_measurable,
@@ -36,11 +38,14 @@ from plimsoll.session.manage import check_plan, manage, refuse_other_device, ref
 from plimsoll.session.options import check_count, read_error
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.task import TrainingTask
-from plimsoll.session.training_step import Context, TrainingStep
+from plimsoll.session.training_step import Context, TrainingStep, relative_error
+from plimsoll.tracing.compiled.units import find_units, in_place
 from plimsoll.tracing.recorder.calling import Loss, check_devices
 from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import format_bytes, format_seconds
 
+_FUSIONS = 10.0
+"""So many times what fusing at all does to a gradient, fusing otherwise may do."""
 _STATE_NOISE = 0.01
 """State that differs by less than this share is the same state."""
 _SEVERITY = {verdict: index for index, verdict in enumerate(ReceiptVerdict)}
@@ -120,9 +125,10 @@ def verify(
         <ReceiptVerdict.VERIFIED: 'VERIFIED'>
     """
     with agreement_for(model, "verify", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
-        task = read_measurable(model, batch, loss, optimizer)
         if plan is not None:
             check_plan(plan)
+        task = read_measurable(model, batch, loss, optimizer, plan)
+        if plan is not None:
             refuse_other_model(model, plan)
             refuse_other_device(model, plan)
         check_devices(model, *task.call())
@@ -144,7 +150,7 @@ def verify(
             )
         task = agreement.patient(task)
         report = progress or silent
-        with untouched(model):
+        with untouched(model), task.compiled():
             step = task.step(context or contextlib.nullcontext)
             if plan is None:
                 return verify_own(step, task.signature(), max_error=error, steps=steps, depth=depth, report=report)
@@ -232,8 +238,11 @@ def _hold_plan(
     report("running the unmanaged step twice", 0.0)
     evidence = collect_evidence(step, depth)
     baseline_peak_bytes = step.measure_peak().peak_bytes
+    rounding = _compiled_rounding(step, model, evidence) if plan.compiled else 0.0
     report("running the managed step", 0.3)
     with manage(model, plan) as handle:
+        if plan.compiled:
+            step.run()  # what the compiler takes is not the step's
         recording_peak_bytes = step.measure_peak().peak_bytes
         apart = compare_with(evidence, step)
         step.run()
@@ -274,6 +283,7 @@ def _hold_plan(
         is_lossless=plan.is_lossless,
         max_error=plan.max_error,
         predicted_error=plan.predicted_error,
+        rounding_tolerance=rounding,
         baseline_losses=baseline_losses,
         predicted_baseline_peak_bytes=plan.baseline_peak_bytes,
         predicted_peak_bytes=plan.predicted_peak_bytes,
@@ -283,7 +293,25 @@ def _hold_plan(
         predicted_baseline_seconds=plan.baseline_seconds,
         predicted_seconds=plan.predicted_seconds,
         regions=outcomes,
-        notes=_notes(step, plan, absent_bytes),
+        notes=(*_notes(step, plan, absent_bytes), *_notes_of_compiled(plan, rounding)),
+    )
+
+
+def _compiled_rounding(step: TrainingStep, model: nn.Module, evidence: Evidence) -> float:
+    """The relative error of the gradient that other fusions may make: ten times what lies between the compiled and the
+    uncompiled step, and never more than half the digits, which is taken where the two draw other random numbers.
+    """
+    with in_place(find_units(model), lambda _: None):
+        step.run()
+    return min(_FUSIONS * relative_error(evidence.gradients, step.gradients()), half_the_digits(model))
+
+
+def _notes_of_compiled(plan: Plan, rounding: float) -> tuple[str, ...]:
+    if not plan.compiled:
+        return ()
+    return (
+        "compared with the same model compiled under torch's default partition; where bits differ, the gradient may be off "
+        f"by {rounding:.1e}, as other fusions round otherwise",
     )
 
 

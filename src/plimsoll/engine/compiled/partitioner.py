@@ -63,27 +63,21 @@ class PlannedPartitioner(Partitioner):
                 # torch looks for the mark on the op, not on the item of it that is saved.
                 node.meta["recompute"] = _op_of(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
-    def missing(self) -> tuple[str, ...]:
-        """Decisions for which no graph has had a buffer so far."""
-        return tuple(
-            f"{region}.{value}".strip(".")
-            for region, values in self._dropped.items()
-            for value in sorted(values)
-            if (region, value) not in self.found
-        )
+        self._refuse_other_graph(found)
 
-    def refuse_missing(self) -> None:
-        """Refuse graphs that the plan does not match.
+    def _refuse_other_graph(self, graph: JointGraph) -> None:
+        """Refuse a graph that holds regions of the plan, and none of the values that the plan drops in them.
 
         Raises:
-            PlanMismatch: it decides about a value that they do not have.
+            PlanMismatch: it is not the graph that was planned.
         """
-        missing = self.missing()
-        if missing:
+        here = {kernel.region for kernel in graph.kernels} & self._dropped.keys()
+        wanted = [(region, value) for region in sorted(here) for value in sorted(self._dropped[region])]
+        if wanted and not self.found.intersection(wanted):
             raise PlanMismatch(
-                f"The compiled graph has no {missing[0]!r}, which the plan decides about.",
-                why=f"it has other ops than the one that was planned ({len(missing)} values are missing): torch, the model's "
-                "library or the options of torch.compile are others",
+                f"The compiled graph has no {'.'.join(filter(None, wanted[0]))!r}, which the plan decides about.",
+                why=f"nor any other of the {len(wanted)} values that the plan drops in it: torch, the model's library or the "
+                "options of torch.compile are others than when it was made",
                 next="plan this model here",
             )
 
