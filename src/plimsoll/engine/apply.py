@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 import torch
 from torch import nn
 
-from plimsoll.artifacts.decision import Engine
+from plimsoll.artifacts.decision import Decision, Engine
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import COLLECTIVES, Plan, RegionPlan
 from plimsoll.artifacts.receipt import RegionOutcome
@@ -214,11 +214,9 @@ class Handle:
         """How every region of the plan is served so far."""
         in_units = _in_units(self._plan)
         untouched = [
-            RegionOutcome(
-                name=region.name,
-                call=region.call,
-                engine=Engine.COMPILED if region.name in in_units and not region.is_untouched else Engine.UNTOUCHED,
-            )
+            _compiled_outcome(region)
+            if region.name in in_units and not region.is_untouched
+            else RegionOutcome(name=region.name, call=region.call, engine=Engine.UNTOUCHED)
             for region in self._plan.regions
             if region.name not in self.regions
         ]
@@ -332,6 +330,16 @@ def apply_plan(
         repeats_collectives=COLLECTIVES in plan.allow,
     )
     return Handle(model, plan, shared, compiled, original=original)
+
+
+def _compiled_outcome(region: RegionPlan) -> RegionOutcome:
+    """How a region is served in which torch.compile does as the plan says: no hook sees it, so bytes are the plan's."""
+    return RegionOutcome(
+        name=region.name,
+        call=region.call,
+        engine=Engine.COMPILED,
+        dropped_bytes=sum(each.bytes for each in region.decisions if each.decision is Decision.RECOMPUTE),
+    )
 
 
 def _in_units(plan: Plan) -> frozenset[str]:

@@ -23,7 +23,7 @@ from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.session.trial import run_trial
-from plimsoll.tracing.compiled.units import in_place
+from plimsoll.tracing.compiled.units import check_compiler, in_place
 from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.trace import trace as trace_step
@@ -65,6 +65,8 @@ def plan_compiled(
     task: TrainingTask, options: PlanOptions, budget: Budget, strategy: str, progress: Progress = silent
 ) -> Plan:
     """The plan of a step with compiled parts; errors are those of `plimsoll.plan`."""
+    if next(task.model.parameters()).device.type == "cpu":
+        check_compiler()
     with task.compiled():
         traced = trace_compiled(task, options, part_of(progress, 0.0, 0.5))
         planner = CompiledPlanner(*traced, options, budget.bytes_on(traced[1]), planned_parts(task, options.regions))
@@ -79,9 +81,7 @@ def planned_parts(task: TrainingTask, patterns: tuple[str, ...] | None) -> tuple
     return tuple(
         CompiledUnit(
             path=unit.path,
-            regions=tuple(
-                name for name in names if not unit.path or name == unit.path or name.startswith(unit.path + ".")
-            ),
+            regions=tuple(filter(unit.holds, names)),
             options=task.compile_options,
         )
         for unit in task.units

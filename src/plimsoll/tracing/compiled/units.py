@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.tracing.ddp import inner_module
+from plimsoll.tracing.regions import find_regions
 
 INDUCTOR = "inductor"
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -122,6 +123,10 @@ class Unit:
     call: CompileCall
     wrapper: nn.Module | None = None
 
+    def holds(self, region: str) -> bool:
+        """Whether a region, by its path, is compiled with this module."""
+        return not self.path or region == self.path or region.startswith(self.path + ".")
+
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of ``DistributedDataParallel`` and of ``torch.compile(model)``, in whatever order."""
@@ -142,21 +147,28 @@ def _is_wrapper(module: nn.Module) -> bool:
 def find_units(model: nn.Module) -> tuple[Unit, ...]:
     """What is compiled in a model, none inside of another, with paths from the model inside of its wrappers.
 
+    Nothing is, where some region runs eagerly: then the eager engine plans, and leaves what is compiled alone.
+
     Raises:
         InvalidModel: compiled for another backend, or with a partitioner or a memory budget of the user's own.
     """
-    found: list[Unit] = []
     outer = inner_module(model)
     if _is_wrapper(outer):
         return (_checked(Unit("", unwrapped(model), CompileCall.read(outer.forward), outer)),)
+    found: list[Unit] = []
     for name, module in outer.named_modules():
-        if any(not unit.path or name == unit.path or name.startswith(unit.path + ".") for unit in found):
+        if any(not unit.path or name.startswith(unit.path + ".") for unit in found):
             continue
         if module._compiled_call_impl is not None:
-            found.append(_checked(Unit(name, module, CompileCall.read(module._compiled_call_impl))))
+            found.append(Unit(name, module, CompileCall.read(module._compiled_call_impl)))
         elif _is_wrapper(module):
-            found.append(_checked(Unit(name, _inside(module), CompileCall.read(module.forward), module)))
-    return tuple(found)
+            found.append(Unit(name, _inside(module), CompileCall.read(module.forward), module))
+    if not found:
+        return ()
+    regions = find_regions(outer)
+    if not all(any(unit.holds(region) for unit in found) for region in regions):
+        return ()
+    return tuple(_checked(unit) for unit in found if any(map(unit.holds, regions)))
 
 
 def _checked(unit: Unit) -> Unit:
@@ -181,6 +193,25 @@ def _checked(unit: Unit) -> Unit:
             next="set it back to 1.0; the plan keeps to a budget in bytes instead",
         )
     return unit
+
+
+def check_compiler() -> None:
+    """Refuse to plan for what inductor could not compile on a CPU.
+
+    Raises:
+        InvalidModel: there is no C++ compiler.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise InvalidModel(
+            "torch.compile finds no C++ compiler here.",
+            why="on a CPU inductor compiles its kernels with one, and a plan is compiled and run before it is returned",
+            next="install g++ (apt-get install g++), or name one in the environment: CXX=clang++",
+        ) from error
 
 
 @contextlib.contextmanager

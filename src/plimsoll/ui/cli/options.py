@@ -24,6 +24,13 @@ class OptimizerName(enum.StrEnum):
     NONE = "none"
 
 
+class Compiled(enum.StrEnum):
+    """What torch.compile compiles of a model."""
+
+    WHOLE = "whole"
+    BLOCKS = "blocks"
+
+
 TargetArgument = Annotated[
     str,
     typer.Argument(
@@ -64,6 +71,10 @@ DeviceOption = Annotated[
 ]
 BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="Examples per batch, for configurations.")]
 SequenceOption = Annotated[int | None, typer.Option("--seq", min=1, help="Tokens per example, for configurations.")]
+CompileOption = Annotated[
+    Compiled | None,
+    typer.Option("--compile", help="Compile the model with torch.compile: as a whole, or its blocks one by one."),
+]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps to measure.")]
 AllowOption = Annotated[
     str,

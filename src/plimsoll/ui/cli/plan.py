@@ -14,6 +14,7 @@ def plan(
     asked: options.Planning,
     building: options.Building,
     device_profile: options.DeviceProfileOption = None,
+    compiled: options.CompileOption = None,
     to: options.Output,
     explain: options.ExplainOption = False,
 ) -> None:
@@ -28,7 +29,7 @@ def plan(
     with ranks.exit_codes(is_json=to.json) as crew:
         building = replace(building, device=crew.device(building.device))
         is_meta = device_profile is not None
-        loaded = crew.load(lambda: work.load(target, building, asked.strategy, is_meta=is_meta))
+        loaded = crew.load(lambda: work.load(target, building, asked.strategy, is_meta=is_meta, compiled=compiled))
         made = work.make_plan(loaded, asked, device_profile)
         if crew.speaks:
             terminal.hand_over(made, to, text=made.explain() if explain else None)

@@ -71,6 +71,7 @@ def verify(
     intermediate: IntermediateOption = None,
     curve: CurveOption = 0,
     revised_plan: RevisedPlanOption = None,
+    compiled: options.CompileOption = None,
     to: options.Output,
 ) -> None:
     """Check a plan: gradients bit for bit, measured peak and time against predicted. Exits with 1 if it fails.
@@ -88,7 +89,7 @@ def verify(
 
         def load() -> Loaded:
             saved = _saved(context, plan, revised_plan, is_own=is_own)
-            return replace(work.load(target, building, asked.strategy), saved=saved)
+            return replace(work.load(target, building, asked.strategy, compiled=compiled), saved=saved)
 
         loaded = crew.load(load)
         checked = loaded.saved if is_own or loaded.saved is not None else work.make_plan(loaded, asked)

@@ -21,12 +21,14 @@ from plimsoll.artifacts.store import load_plan
 from plimsoll.errors import BudgetBelowFloor, InvalidProbe, PlanNotUsable
 from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
 from plimsoll.planning.strategies import check_strategy
-from plimsoll.ui.cli.options import Building, OptimizerName, Planning
+from plimsoll.ui.cli.options import Building, Compiled, OptimizerName, Planning
+from plimsoll.tracing.regions import find_regions
 from plimsoll.ui.cli.terminal import show_progress
 from plimsoll.ui.demo.corpus import VOCABULARY, read_corpus
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from plimsoll.analysis.probe.step import MakeOptimizer
 
@@ -40,7 +42,9 @@ class Loaded:
     saved: Plan | None = None
 
 
-def load(text: str, building: Building, *strategies: str, is_meta: bool = False) -> Loaded:
+def load(
+    text: str, building: Building, *strategies: str, is_meta: bool = False, compiled: Compiled | None = None
+) -> Loaded:
     """Load a target and make the optimizer that is planned for.
 
     Args:
@@ -48,6 +52,7 @@ def load(text: str, building: Building, *strategies: str, is_meta: bool = False)
         building: what the target is made with.
         strategies: those that will be asked for; a wrong one is refused before the target is loaded.
         is_meta: without memory for its weights, for a device that is not present.
+        compiled: what torch.compile compiles of it.
     """
     for strategy in strategies:
         check_strategy(strategy)
@@ -55,9 +60,17 @@ def load(text: str, building: Building, *strategies: str, is_meta: bool = False)
     with show_progress() as report:
         report(f"loading {text}", 0.0)
         target = load_target(text, how)
+        if compiled is not None:
+            _compile(target.model, compiled)
     parameters = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
     has_none = building.optimizer is OptimizerName.NONE or not parameters
     return Loaded(target=target, optimizer=None if has_none else optimizer_factory(building.optimizer)(parameters))
+
+
+def _compile(model: nn.Module, how: Compiled) -> None:
+    """Have torch.compile compile a model as a whole, or its repeated blocks one by one."""
+    for module in [model] if how is Compiled.WHOLE else find_regions(model).values():
+        module.compile()
 
 
 def optimizer_factory(name: OptimizerName) -> MakeOptimizer:

@@ -1,0 +1,192 @@
+"""Plans inside of torch.compile: whole models and blocks, budgets kept, gradients bit for bit, and everything put back."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import plimsoll
+from plimsoll.artifacts.decision import Engine
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.receipt import ReceiptVerdict
+from plimsoll.engine.compiled.partitioner import PlannedPartitioner
+from plimsoll.errors import InvalidModel, InvalidOption, PlanMismatch, PlimsollError
+from plimsoll.session.training_step import TrainingStep
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+
+Model = tuple[nn.Module, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def blocks() -> Iterator[Model]:
+    """A GPT-2 with dropout whose blocks are compiled one by one."""
+    model = zoo.build("gpt2")
+    for block in model.transformer.h:
+        block.compile(dynamic=False)
+    yield model, zoo.words(rows=8, tokens=32)
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def plan(blocks: Model) -> Plan:
+    model, batch = blocks
+    unmanaged = plimsoll.plan(model, batch, strategy="none").predicted_peak_bytes
+    lowest = plimsoll.plan(model, batch, strategy="full").predicted_peak_bytes
+    return plimsoll.plan(model, batch, (unmanaged + lowest) // 2)
+
+
+def test_a_compiled_model_keeps_to_its_budget_with_the_bits_of_the_default_partition(blocks: Model, plan: Plan) -> None:
+    model, batch = blocks
+    receipt = plimsoll.verify(model, batch, plan, steps=2)
+    assert receipt.verdict is ReceiptVerdict.VERIFIED
+    assert not receipt.gradient_mismatches
+    assert plan.budget_bytes is not None
+    assert receipt.measured_peak_bytes <= plan.budget_bytes < receipt.measured_baseline_peak_bytes
+    assert receipt.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
+    assert {region.engine for region in receipt.regions} <= {Engine.COMPILED, Engine.UNTOUCHED}
+    assert any("torch's default partition" in note for note in receipt.notes)
+
+
+def test_taking_a_plan_off_puts_back_what_the_user_compiled(blocks: Model, plan: Plan, tmp_path: Any) -> None:
+    model, batch = blocks
+    before = [block._compiled_call_impl for block in model.transformer.h]
+    plan.save(tmp_path / "plan.json")
+    with plimsoll.apply(model, plimsoll.load(tmp_path / "plan.json")) as handle:
+        assert [block._compiled_call_impl for block in model.transformer.h] != before
+        with handle.paused():
+            assert [block._compiled_call_impl for block in model.transformer.h] == before
+        model(**batch).loss.backward()
+    model.zero_grad()
+    assert [block._compiled_call_impl for block in model.transformer.h] == before
+
+
+def test_a_wrong_gradient_of_compiled_code_is_found(blocks: Model, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(PlannedPartitioner):
+        def uuid(self) -> None:
+            return None
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            forward, backward = super().__call__(*args, **options)
+            product = next(node for node in backward.graph.nodes if node.target is torch.ops.aten.mm.default)
+            with backward.graph.inserting_after(product):
+                scaled = backward.graph.call_function(torch.ops.aten.mul.Tensor, (product, 1.01))
+            scaled.meta.update(product.meta)
+            product.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+            backward.recompile()
+            return forward, backward
+
+    monkeypatch.setattr("plimsoll.engine.compiled.units.PlannedPartitioner", Wrong)
+    model, batch = blocks
+    receipt = plimsoll.verify(model, batch, plan, steps=1)
+    assert receipt.verdict is ReceiptVerdict.GRADIENTS_DIFFER
+    assert receipt.exit_code
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def test_attach_plans_a_model_that_is_compiled_as_a_whole_in_its_first_call() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(4)])
+    batch, loss = torch.randn(256, 32), torch.square
+    compiled = torch.compile(model, dynamic=False)
+    before = compiled.forward
+    unmanaged = TrainingStep(compiled, (batch,), {}, loss=lambda y: loss(y).sum())
+    losses = [unmanaged.run()]
+    budget = unmanaged.measure_peak().peak_bytes - 200 * 1024
+    with plimsoll.attach(compiled, budget) as attached:
+        losses.append(unmanaged.run())
+        assert attached.plan is not None
+        assert any(region.dropped for region in attached.plan.regions)
+        assert unmanaged.measure_peak().peak_bytes <= budget
+    assert compiled.forward == before
+    assert losses[0] == losses[1] == unmanaged.run()
+
+
+def _own_backend(module: torch.fx.GraphModule, _: Any) -> Any:
+    return module.forward
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"backend": "aot_eager"}, InvalidModel, "aot_eager"),
+        ({"backend": _own_backend}, InvalidModel, "_own_backend"),
+        ({"options": {"custom_partitioner_fn": PlannedPartitioner({})}}, InvalidModel, "custom_partitioner_fn"),
+    ],
+)
+def test_what_takes_no_partitioner_of_ours_is_refused_by_name(
+    options: dict[str, Any], error: type[PlimsollError], says: str
+) -> None:
+    model, batch = zoo.sample("llama")
+    model.compile(**options)
+    for call in (lambda: plimsoll.plan(model, batch, "1GiB"), lambda: plimsoll.attach(model, "1GiB")):
+        with pytest.raises(error, match=says):
+            call()
+
+
+def test_the_compilers_own_budget_is_refused() -> None:
+    model, batch = zoo.sample("llama")
+    model.compile()
+    with (
+        torch._functorch.config.patch(activation_memory_budget=0.5),
+        pytest.raises(InvalidModel, match="activation_memory_budget"),
+    ):
+        plimsoll.plan(model, batch, "1GiB")
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"allow": "recompute,compress"}, {"device_profile": "H100-SXM"}, {"strategy": "sqrt"}],
+    ids=["compress", "elsewhere", "sqrt"],
+)
+def test_what_compiled_code_cannot_do_is_refused_in_words(wish: dict[str, Any]) -> None:
+    model, batch = zoo.sample("llama")
+    model.compile()
+    with pytest.raises(InvalidOption, match="does not go with torch.compile"):
+        plimsoll.plan(model, batch, "1GiB", **wish)
+
+
+def test_compile_asks_for_torchs_own_keywords_on_a_plain_model() -> None:
+    model, batch = zoo.sample("llama")
+    with pytest.raises(InvalidOption, match="speed"):
+        plimsoll.plan(model, batch, "1GiB", compile={"speed": "high"})
+    model.compile()
+    with pytest.raises(InvalidModel, match="already"):
+        plimsoll.plan(model, batch, "1GiB", compile=True)
+
+
+def test_a_plan_is_refused_where_other_parts_are_compiled(blocks: Model, plan: Plan) -> None:
+    plain = zoo.build("gpt2")
+    with pytest.raises(PlanMismatch, match="not compiled"):
+        plimsoll.apply(plain, plan)
+    plain.compile()
+    with pytest.raises(PlanMismatch):
+        plimsoll.apply(plain, plan)
+
+
+def test_a_graph_without_the_plans_values_is_named(blocks: Model, plan: Plan) -> None:
+    model, batch = blocks
+    renamed = [_renamed(region) for region in plan.regions]
+    with plimsoll.apply(model, msgspec.structs.replace(plan, regions=tuple(renamed))):
+        with pytest.raises(Exception, match="which the plan decides about"):
+            model(**batch).loss.backward()
+
+
+def _renamed(region: Any) -> Any:
+    decisions = tuple(msgspec.structs.replace(each, value=f"other {each.value}") for each in region.decisions)
+    return msgspec.structs.replace(region, decisions=decisions)
