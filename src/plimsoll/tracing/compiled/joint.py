@@ -122,6 +122,11 @@ class JointGraph:
         self._at = {node: position for position, node in enumerate(self.nodes)}
         flat = [n if isinstance(n, fx.Node) else None for n in _flat(self.nodes[-1].args[0])]
         self.forward_outputs = [self.base(n) for n in flat[:forward_outputs] if n is not None]
+        given = [node for node in self.nodes if node.op == "placeholder"]
+        self.tangents = [node for node in given if "tangents" in str(node.target)]
+        pairs = zip(given, flat[forward_outputs:], strict=False)
+        self.gradient_of = {node: self.base(n) for node, n in pairs if n is not None}
+        """The gradient that backward returns for an input."""
         self.gradients = [self.base(n) for n in flat[forward_outputs:] if n is not None]
         self._in_forward = _ancestors(n for n in flat[:forward_outputs] if n is not None)
         self._region_of: dict[fx.Node, str] = {}

@@ -173,12 +173,15 @@ class _Piece:
         self.statics = frozenset().union(*place.part.statics)
         self._aliases: dict[fx.Node, fx.Node] = {}
         """Inputs of a later graph that an earlier one makes."""
+        self._handed_back: dict[fx.Node, int] = {}
+        """Gradients that a later graph makes for an earlier one, with the end of that one's backward."""
         self._lasting = {n for graph in self.graphs for n in (*graph.forward_outputs, *graph.gradients)}
         self._made_in_backward = {node for node, kernel in self.maker.items() if kernel.is_backward}
 
     def build(self) -> None:
         """Add this unit's storages and region calls to the step."""
         self._match_inputs()
+        self._hold_tangents()
         self._match_outputs()
         for node, kernel in self.maker.items():
             if node not in self.storage_of:
@@ -218,6 +221,9 @@ class _Piece:
             for node in dict.fromkeys(nodes):
                 if node not in self.maker or node in self.storage_of:
                     continue
+                if node in self._handed_back:
+                    self._add(node, self.maker[node], dies=self._handed_back[node])
+                    continue
                 match = next((s for s in open_ if s.bytes == node_bytes(node)), None)
                 if match is not None:
                     open_.remove(match)
@@ -226,18 +232,42 @@ class _Piece:
                 elif phase is Phase.BACKWARD:
                     self._add(node, self.maker[node], category=Category.GRADIENT, dies=len(self.weaver.ops))
 
+    def _hold_tangents(self) -> None:
+        """Hold what a graph's backward is given until that backward ends, as autograd's call does.
+
+        A later graph makes the gradient of what an earlier one handed to it. Of an output that has no gradient autograd makes
+        zeros.
+        """
+        before, end = self.place.first_new[Phase.BACKWARD], self.place.last_new[Phase.BACKWARD]
+        given = [s.bytes for s in self.weaver.storages if 0 <= s.born < before < s.dies <= end]
+        for graph in self.graphs:
+            ticks = [self.ticks[kernel] for kernel in graph.kernels if kernel.is_backward]
+            if not ticks:
+                continue
+            end = max(ticks) + 1
+            handed = [
+                gradient
+                for later in self.graphs
+                for node, gradient in later.gradient_of.items()
+                if self._aliases.get(node) in graph.forward_outputs and gradient in self.maker
+            ]
+            self._handed_back |= dict.fromkeys(handed, end)
+            known = given + [node_bytes(gradient) for gradient in handed]
+            for node in graph.tangents:
+                if node_bytes(node) in known:
+                    known.remove(node_bytes(node))
+                else:
+                    self._new_storage(node, "gradient of an output", Category.TEMPORARY, min(ticks), end)
+
     def _add(self, node: fx.Node, kernel: Kernel, category: Category | None = None, dies: int = -1) -> None:
         tick = self.ticks[kernel]
-        self.storage_of[node] = len(self.weaver.storages)
+        category = category or (Category.TEMPORARY if kernel.is_backward else Category.ACTIVATION)
+        self._new_storage(node, f"{kernel.module} {kernel.name}".strip(), category, tick, max(dies, tick + 1))
+
+    def _new_storage(self, node: fx.Node, label: str, category: Category, born: int, dies: int) -> None:
+        at = self.storage_of[node] = len(self.weaver.storages)
         self.weaver.storages.append(
-            Storage(
-                id=len(self.weaver.storages),
-                bytes=node_bytes(node),
-                category=category or (Category.TEMPORARY if kernel.is_backward else Category.ACTIVATION),
-                label=f"{kernel.module} {kernel.name}".strip(),
-                born=tick,
-                dies=max(dies, tick + 1),
-            )
+            Storage(id=at, bytes=node_bytes(node), category=category, label=label, born=born, dies=dies)
         )
 
     def _close_lives(self) -> None:
