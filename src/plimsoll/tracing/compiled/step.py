@@ -238,8 +238,15 @@ class _Piece:
         A later graph makes the gradient of what an earlier one handed to it. Of an output that has no gradient autograd makes
         zeros.
         """
-        before, end = self.place.first_new[Phase.BACKWARD], self.place.last_new[Phase.BACKWARD]
-        given = [s.bytes for s in self.weaver.storages if 0 <= s.born < before < s.dies <= end]
+        eager = self.weaver.eager
+        backward = [
+            tick
+            for tick, op in enumerate(eager.ops)
+            if op.region == self.place.call.index and op.phase is Phase.BACKWARD
+        ]
+        first = min(backward, default=0)
+        before = [s for s in eager.storages if 0 <= s.born < first < s.dies <= max(backward) + 1]
+        given = [s.bytes for s in before if s.id in self.kept and eager.ops[s.born].phase is Phase.BACKWARD]
         for graph in self.graphs:
             ticks = [self.ticks[kernel] for kernel in graph.kernels if kernel.is_backward]
             if not ticks:
