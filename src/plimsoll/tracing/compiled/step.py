@@ -235,8 +235,8 @@ class _Piece:
     def _hold_tangents(self) -> None:
         """Hold what a graph's backward is given until that backward ends, as autograd's call does.
 
-        A later graph makes the gradient of what an earlier one handed to it. Of an output that has no gradient autograd makes
-        zeros.
+        A later graph makes the gradient of what an earlier one handed to it. Zeros stand for that of an output that has none;
+        they go after their last reader.
         """
         eager = self.weaver.eager
         backward = [
@@ -264,7 +264,8 @@ class _Piece:
                 if node_bytes(node) in known:
                     known.remove(node_bytes(node))
                 else:
-                    self._new_storage(node, "gradient of an output", Category.TEMPORARY, min(ticks), end)
+                    last = max((self.ticks[reader] for reader in self.readers[node]), default=min(ticks)) + 1
+                    self._new_storage(node, "zero gradient of an output", Category.TEMPORARY, min(ticks), last)
 
     def _add(self, node: fx.Node, kernel: Kernel, category: Category | None = None, dies: int = -1) -> None:
         tick = self.ticks[kernel]

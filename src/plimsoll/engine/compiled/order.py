@@ -1,9 +1,9 @@
-"""Keeps what backward computes again close to where it is read, in the code that inductor generates.
+"""Keeps backward in the order of its graph, in the code that inductor generates.
 
 torch places a recomputed op right before its reader. Inductor's scheduler then fuses kernels that read the same input: a mask,
 or the angles of rotary embeddings. Recomputed kernels of two blocks become one, and the second block's are made a whole block
-early and wait in memory. So every recomputed kernel is told to wait for the last op before it that is not fused and that
-belongs to backward itself; fusing across that op would be a circle, which the scheduler refuses.
+early and wait in memory. So every kernel is told to wait for the last op before it that is not fused (a matrix product,
+attention). Fusing across that op would be a circle, which the scheduler refuses. A kernel may still run later, with its reader.
 
 Private to torch and seen in torch 2.13: ``_pre_fusion_custom_pass`` and ``CustomSchedulerPass``, ``add_fake_dep``, ``WeakDep``,
 ``compute_ancestors``.
@@ -18,13 +18,13 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
 
 
-class RecomputeLate(CustomSchedulerPass):
+class GraphOrder(CustomSchedulerPass):
     """Adds the waits to the nodes of inductor's scheduler before it fuses them.
 
     inductor copies its configuration deeply; it holds nothing, so a copy is itself.
     """
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RecomputeLate:
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphOrder:
         return self
 
     def uuid(self) -> str:
@@ -37,18 +37,12 @@ class RecomputeLate(CustomSchedulerPass):
 
         if not V.graph.is_backward:
             return nodes
-        anchor = None
+        last = None
         for node in nodes:
-            again = _is_recomputed(node)
-            if again and anchor is not None:
-                node.add_fake_dep(WeakDep(anchor, mutating_buf=anchor, is_fake=True))
-            elif not again and node.is_extern() and node.get_buffer_names():
-                anchor = next(iter(node.get_buffer_names()))
+            if last is not None:
+                node.add_fake_dep(WeakDep(last, mutating_buf=last, is_fake=True))
+            if node.is_extern() and node.get_buffer_names():
+                last = next(iter(node.get_buffer_names()))
         V.graph.scheduler.compute_ancestors()
         return nodes
 
-
-def _is_recomputed(node: Any) -> bool:
-    """Whether a kernel runs forward's ops alone, which the partitioner has marked."""
-    made = [origin for part in node.get_nodes() for origin in part.node.get_origins() if origin.op == "call_function"]
-    return bool(made) and all("recompute" in origin.meta for origin in made)
