@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import zoo
 from torch import nn
 
 import plimsoll
+import zoo
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import ReceiptVerdict

@@ -85,7 +85,7 @@ class TrainingTask:
         """The model compiled as the user has it, or wants it, while inside, also without the wrapper of torch.compile."""
         bare = [unit for unit in self.units if unit.module._compiled_call_impl is None and unit.path == ""]
         alone = [dataclasses.replace(unit, wrapper=None) for unit in bare]
-        with in_place(alone, lambda unit: unit.call.compile(unit.module._call_impl)):
+        with in_place(alone, lambda unit: functools.partial(unit.call.compile(), unit.module)):
             yield
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

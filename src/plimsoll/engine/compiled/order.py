@@ -45,4 +45,3 @@ class GraphOrder(CustomSchedulerPass):
                 last = next(iter(node.get_buffer_names()))
         V.graph.scheduler.compute_ancestors()
         return nodes
-

@@ -6,7 +6,6 @@ compiled once for each way in which the plan treats them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,8 +13,8 @@ from torch import nn
 
 from plimsoll.artifacts.plan import CompiledUnit, Plan
 from plimsoll.engine.compiled.partitioner import PlannedPartitioner
-from plimsoll.errors import InvalidModel, PlanMismatch
-from plimsoll.tracing.compiled.units import CompileCall, Unit, find_units, install, unwrapped
+from plimsoll.errors import PlanMismatch
+from plimsoll.tracing.compiled.units import CompileCall, PlannedCall, Unit, find_units, install, unwrapped
 
 
 class CompiledUnits:
@@ -30,17 +29,17 @@ class CompiledUnits:
         dropped = {region.name: region.dropped for region in plan.regions}
         planned = {unit.path: unit for unit in plan.compiled}
         made: dict[Any, Callable[..., Any]] = {}
-        found = {}
+        found: dict[Unit, Callable[..., Any]] = {}
         for unit in self._units:
             regions = {local(name, unit.path): dropped.get(name, frozenset()) for name in planned[unit.path].regions}
             if not any(regions.values()):
                 if unit.module._compiled_call_impl is None and unit.wrapper is None:
-                    found[unit] = unit.call.compile(unit.module._call_impl)
+                    found[unit] = PlannedCall(unit.call.compile(), unit.module)
                 continue
             key = (type(unit.module), unit.call.key, *sorted((name, tuple(sorted(v))) for name, v in regions.items()))
             if key not in made:
-                made[key] = _checked(unit.call.compile(_call_of, PlannedPartitioner(regions)))
-            found[unit] = functools.partial(made[key], unit.module)
+                made[key] = unit.call.compile(PlannedPartitioner(regions))
+            found[unit] = PlannedCall(made[key], unit.module)
         return found
 
     @property
@@ -57,11 +56,6 @@ class CompiledUnits:
         for put_back in reversed(self._put_back):
             put_back()
         self._put_back = []
-
-
-def _call_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What ``Module.__call__`` runs, as one function for all modules that share a compilation."""
-    return module._call_impl(*args, **kwargs)
 
 
 def local(name: str, unit: str) -> str:
@@ -96,20 +90,3 @@ def planned_units(model: nn.Module, planned: Iterable[CompiledUnit]) -> tuple[Un
             next="plan this model as it is compiled",
         )
     return tuple(units)
-
-
-def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse to be compiled a second time, by a torch.compile around a model under a plan."""
-    import torch
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            torch._dynamo.graph_break("Plimsoll: a model under a plan cannot be compiled; call handle.remove() first")
-            raise InvalidModel(
-                "A model under a plan was compiled again by torch.compile.",
-                why="the outer compilation would decide by itself what is saved for backward",
-                next="torch.compile first, then plimsoll.plan and apply",
-            )
-        return function(*args, **kwargs)
-
-    return call

@@ -8,6 +8,7 @@ Private to torch, seen in 2.9 to 2.13: ``CustomPartitionerFn``, ``min_cut_remate
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def capture(
     ``regions`` are the paths of each unit's regions, from the unit's module.
     """
     spies = {unit.path: _Spy(regions[unit.path]) for unit in units}
-    with in_place(units, lambda unit: unit.call.captured(unit.module._call_impl, spies[unit.path])):
+    with in_place(units, lambda unit: functools.partial(unit.call.captured(spies[unit.path]), unit.module)):
         run()
     return {
         path: CompiledPart(path, tuple(spy.graphs), tuple(spy.statics)) for path, spy in spies.items() if spy.graphs

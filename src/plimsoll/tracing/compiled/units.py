@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.tracing.ddp import inner_module
+from plimsoll.tracing.refusals import refuse_compiler
 from plimsoll.tracing.regions import find_regions
 
 INDUCTOR = "inductor"
@@ -39,7 +40,19 @@ class CompileCall:
 
     @classmethod
     def read(cls, compiled: Any) -> CompileCall:
-        """What a compiled function was compiled with."""
+        """What a compiled function was compiled with.
+
+        Raises:
+            InvalidModel: a plan is at work on it.
+        """
+        if isinstance(compiled, PlannedCall):
+            raise InvalidModel(
+                f"{type(compiled.module).__name__} is compiled under a plan already.",
+                why="two plans cannot decide about the same tensors",
+                next="call handle.remove() on the first one",
+            )
+        if isinstance(compiled, functools.partial):
+            compiled = compiled.func
         context = inspect.getclosurevars(compiled).nonlocals.get("self")
         backend = getattr(context, "callback", None)
         while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
@@ -77,23 +90,23 @@ class CompileCall:
         """Equal for calls that compile alike."""
         return repr((self.backend, sorted(self.options.items(), key=str), self.fullgraph, self.dynamic))
 
-    def compile(self, function: Callable[..., Any], partitioner: Any = None) -> Callable[..., Any]:
-        """The function compiled alike, with a partitioner where one is given."""
+    def compile(self, partitioner: Any = None) -> Callable[..., Any]:
+        """Calls its first argument, a module, compiled alike, with a partitioner where one is given."""
         options = dict(self.options)
         if partitioner is not None:
             options["custom_partitioner_fn"] = partitioner
-        return self._compile(function, options=options or None)
+        return self._compile(options=options or None)
 
-    def _compile(self, function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    def _compile(self, **how: Any) -> Callable[..., Any]:
         """Compile apart from what the user compiles, so that it does not count toward the recompile limit (torch 2.12 on)."""
         compile_: Any = torch.compile
         if "isolate_recompiles" in inspect.signature(compile_).parameters:
             how["isolate_recompiles"] = True
-        compiled: Callable[..., Any] = compile_(function, fullgraph=self.fullgraph, dynamic=self.dynamic, **how)
+        compiled: Callable[..., Any] = compile_(_call_of, fullgraph=self.fullgraph, dynamic=self.dynamic, **how)
         return compiled
 
-    def captured(self, function: Callable[..., Any], partitioner: Any) -> Callable[..., Any]:
-        """The function with its graphs handed to a partitioner, and run op by op: nothing is generated."""
+    def captured(self, partitioner: Any) -> Callable[..., Any]:
+        """As ``compile``, with the graphs handed to a partitioner, and run op by op: nothing is generated."""
         from torch._inductor.compile_fx import compile_fx  # takes seconds to import
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -101,7 +114,12 @@ class CompileCall:
             with torch._functorch.config.patch(enable_autograd_cache=False):
                 return compile_fx(module, list(inputs), inner_compile=_run_as_it_is, config_patches=patches)
 
-        return self._compile(function, backend=backend)
+        return self._compile(backend=backend)
+
+
+def _call_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What ``Module.__call__`` runs, as one function for all modules that share a compilation."""
+    return module._call_impl(*args, **kwargs)
 
 
 def _nothing() -> None:
@@ -112,6 +130,26 @@ def _run_as_it_is(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> An
     from torch._functorch._aot_autograd.utils import make_boxed_func
 
     return make_boxed_func(module.forward)
+
+
+class PlannedCall:
+    """What a plan calls in the place of what the user compiled. It refuses to be compiled a second time, by a torch.compile
+    around the model.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], module: nn.Module) -> None:
+        self._compiled = compiled
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module as the plan has it compiled.
+
+        Raises:
+            InvalidModel: to whoever called code that was compiled around it.
+        """
+        if torch.compiler.is_compiling():
+            refuse_compiler(self.module)
+        return self._compiled(self.module, *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

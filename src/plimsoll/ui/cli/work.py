@@ -21,8 +21,8 @@ from plimsoll.artifacts.store import load_plan
 from plimsoll.errors import BudgetBelowFloor, InvalidProbe, PlanNotUsable
 from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
 from plimsoll.planning.strategies import check_strategy
-from plimsoll.ui.cli.options import Building, Compiled, OptimizerName, Planning
 from plimsoll.tracing.regions import find_regions
+from plimsoll.ui.cli.options import Building, Compiled, OptimizerName, Planning
 from plimsoll.ui.cli.terminal import show_progress
 from plimsoll.ui.demo.corpus import VOCABULARY, read_corpus
 
