@@ -51,17 +51,18 @@ class PlannedPartitioner(Partitioner):
                     CheckpointPolicy.MUST_SAVE if joint.obstacle(node) else CheckpointPolicy.MUST_RECOMPUTE
                 )
         again: set[fx.Node] = set()
-        for node in read:
+        for node, readers in read.items():
             region = region_of.get(node, OUTSIDE)
             name = found.names.get(node, "")
             local = name.removeprefix(region + ".") if region else name
             if local in self._dropped.get(region, ()):
                 self.found.add((region, local))
-                again.add(_op_of(node))
-        for node in read:
-            if node.op == "call_function" and _op_of(node) not in again:
-                # torch looks for the mark on the op, not on the item of it that is saved.
-                node.meta["recompute"] = _op_of(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                if all(found.kernels[at].region == region for at in readers):  # else another region holds it
+                    again.add(node)
+        held = [node for node in read if node.op == "call_function" and node not in again]
+        for node in (*held, *_boundaries(found, again)):
+            # torch looks for the mark on the op, not on the item of it that is saved.
+            node.meta["recompute"] = _op_of(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
         self._refuse_other_graph(found)
 
@@ -80,6 +81,24 @@ class PlannedPartitioner(Partitioner):
                 "options of torch.compile are others than when it was made",
                 next="plan this model here",
             )
+
+
+def _boundaries(graph: JointGraph, again: set[fx.Node]) -> set[fx.Node]:
+    """What regions were given and computing ``again`` needs: saved, so that it never goes on into another region."""
+    maker = {node: kernel for kernel in graph.kernels for node in kernel.writes if not kernel.is_backward}
+    held = graph.read_by_backward().keys() - again
+    needed, waiting, seen = set(), list(again), set(again)
+    while waiting:
+        kernel = maker[waiting.pop()]
+        for node in kernel.reads:
+            if node not in maker or node in held or node in seen:
+                continue
+            seen.add(node)
+            if maker[node].region != kernel.region:
+                needed.add(node)
+            elif not maker[node].obstacle:
+                waiting.append(node)
+    return needed
 
 
 def _op_of(node: fx.Node) -> fx.Node:
