@@ -15,7 +15,10 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from torch._inductor.custom_graph_pass import CustomSchedulerPass
+try:
+    from torch._inductor.custom_graph_pass import CustomSchedulerPass
+except ImportError:  # before torch 2.13; what it keeps of a pass is its uuid either way
+    from torch._inductor.custom_graph_pass import CustomGraphPass as CustomSchedulerPass
 
 
 class GraphOrder(CustomSchedulerPass):

@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from plimsoll.engine.compiled.order import GraphOrder
 from plimsoll.errors import PlanMismatch
 from plimsoll.tracing.compiled import capture, joint
 from plimsoll.tracing.compiled.capture import Partitioner
@@ -33,6 +34,15 @@ class PlannedPartitioner(Partitioner):
         self._dropped = {name: frozenset(values) for name, values in dropped.items()}
         self.found: set[tuple[str, str]] = set()
         """The decisions that graphs have shown a buffer for."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What torch.compile is given: this partitioner, and backward in its graph's order, with no memory held for reuse.
+
+        Inductor holds a freed buffer for a later one of its size, up to its own estimate of the peak, which leaves out what the
+        caller holds. Neither changes a number.
+        """
+        return {"custom_partitioner_fn": self, "_pre_fusion_custom_pass": GraphOrder(), "allow_buffer_reuse": False}
 
     def uuid(self) -> str:
         """Names the decisions and this code: with both unchanged, torch's caches of compiled graphs hold."""

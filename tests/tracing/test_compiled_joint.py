@@ -1,0 +1,174 @@
+"""Joint graphs of torch.compile as kernels and buffers, and the step that has them in the places of eager ops."""
+
+import dataclasses
+import functools
+from collections import Counter
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from plimsoll.artifacts.trace import Category, Phase
+from plimsoll.engine.compiled.partitioner import PlannedPartitioner
+from plimsoll.planning.solve import Planner, solve
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.strategies import find_extremes
+from plimsoll.session.device_costs import measured_costs
+from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.compiled.capture import capture
+from plimsoll.tracing.compiled.joint import JointGraph, node_bytes, obstacle
+from plimsoll.tracing.compiled.step import with_compiled
+from plimsoll.tracing.compiled.units import find_units, in_place
+from plimsoll.tracing.trace import trace
+
+WIDTH = 32
+ROWS = 64
+BLOCKS = ("blocks.0", "blocks.1")
+VALUE = ROWS * WIDTH * 4
+
+
+class Block(nn.Module):
+    def __init__(self, width, dropout):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.dropout = dropout
+
+    def forward(self, x):
+        y = self.down(nn.functional.silu(self.up(self.norm(x))))
+        return x + nn.functional.dropout(y, self.dropout) if self.dropout else x + y
+
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.0, width=WIDTH):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in BLOCKS)
+
+    def forward(self, x):
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": x.square().mean(), "last": x}
+
+
+@functools.cache
+def caught(how, dropout=0.0, width=WIDTH, rows=ROWS):
+    """A model, its units, its step, and its eager step and compiled parts."""
+    torch.manual_seed(0)
+    model = Net(dropout, width).train()
+    for module in [model] if how == "whole" else model.blocks:
+        module.compile(dynamic=False)
+    units = find_units(model)
+    batch = {"x": torch.randn(rows, width)}
+    modules = {unit.path: unit.module for unit in units}
+    with in_place(units, lambda unit: None):
+        eager = trace(model, batch, regions=modules, repeats=1)
+    step = TrainingStep(model, (), batch)
+    regions = {unit.path: BLOCKS if how == "whole" else ("",) for unit in units}
+    return units, step, eager, capture(units, regions, step.run)
+
+
+def graph_of(dropout=0.0) -> JointGraph:
+    (graph,) = caught("whole", dropout)[3][""].graphs
+    return graph
+
+
+def test_fused_ops_are_one_kernel_and_only_what_lies_between_kernels_has_memory():
+    graph = graph_of()
+    forward = [kernel for kernel in graph.kernels if not kernel.is_backward]
+    assert Counter(k.region for k in forward if not k.is_fused) == {"outside": 1, "blocks.0": 2, "blocks.1": 2}
+    names = {name for name in graph.names.values() if name.startswith("blocks.0")}
+    assert {"blocks.0.up:addmm", "blocks.0:mul", "blocks.0.norm:add"} <= names
+    assert not any("sigmoid" in name or "rsqrt" in name for name in names)
+
+
+def test_a_kernel_comes_after_those_that_it_reads_from_and_backward_after_forward():
+    graph = graph_of()
+    made = {node: at for at, kernel in enumerate(graph.kernels) for node in kernel.writes}
+    for at, kernel in enumerate(graph.kernels):
+        assert all(made.get(node, -1) < at for node in kernel.reads)
+    assert [kernel.is_backward for kernel in graph.kernels] == sorted(kernel.is_backward for kernel in graph.kernels)
+
+
+def test_equal_blocks_have_equal_buffers():
+    names = graph_of().names.values()
+    first, second = ({n.removeprefix(b) for n in names if n.startswith(b)} for b in BLOCKS)
+    assert first == second
+
+
+def test_random_ops_collectives_and_writes_may_not_run_again():
+    random = [kernel for kernel in graph_of(0.1).kernels if kernel.obstacle]
+    assert {kernel.region for kernel in random} >= set(BLOCKS)
+    assert {kernel.obstacle for kernel in random} == {"draws random numbers"}
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    cases = {
+        torch.ops._c10d_functional.all_reduce.default: ((x, "sum", "0"), "is a collective"),
+        torch.ops.aten.add_.Tensor: ((x, x), "writes to its inputs"),
+        torch.ops.aten.add.Tensor: ((x, x), ""),
+    }
+    for target, (args, reason) in cases.items():
+        assert obstacle(graph.call_function(target, args)) == reason
+
+
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+def test_the_step_has_the_kernels_in_the_places_of_the_units_ops(how):
+    _, _, eager, parts = caught(how)
+    step = with_compiled(eager, parts, torch.device("cpu"))
+    kernels = sum(len(graph.kernels) for part in parts.values() for graph in part.graphs)
+    assert len(step.ops) == sum(op.region < 0 for op in eager.ops) + kernels
+    assert tuple(call.name for call in step.regions) == BLOCKS
+    phases = [op.phase for op in step.ops if op.phase in (Phase.FORWARD, Phase.BACKWARD)]
+    assert phases == sorted(phases, key=[Phase.FORWARD, Phase.BACKWARD].index)
+    for storage in step.storages:
+        assert -1 <= storage.born < storage.dies <= len(step.ops)
+    kept = (Category.PARAMETER, Category.GRADIENT)
+    totals = [Counter({c: sum(s.bytes for s in t.storages if s.category is c) for c in kept}) for t in (eager, step)]
+    assert totals[0][Category.PARAMETER] == totals[1][Category.PARAMETER] == totals[1][Category.GRADIENT]
+
+
+def test_zeros_stand_for_the_gradient_of_an_output_that_has_none():
+    _, _, eager, parts = caught("whole")
+    zeros = [s for s in with_compiled(eager, parts, torch.device("cpu")).storages if s.label.startswith("zero gradient")]
+    assert [storage.bytes for storage in zeros if storage.bytes > 64] == [VALUE]
+
+
+def test_what_another_blocks_backward_reads_is_saved_whatever_is_dropped():
+    graph = graph_of()
+    nodes = {name: node for node, name in graph.names.items()}
+    read = graph.read_by_backward()
+    regions = {node: {graph.kernels[at].region for at in at_} for node, at_ in read.items()}
+    dropped = {block: frozenset(n.removeprefix(block + ".") for n in nodes if n.startswith(block)) for block in BLOCKS}
+    PlannedPartitioner(dropped).mark(graph.nodes[0].graph, num_fwd_outputs=len(graph.forward_outputs))
+    marks = {name: node.meta["recompute"] for name, node in nodes.items()}
+    assert marks["blocks.0.up:addmm"] is CheckpointPolicy.MUST_RECOMPUTE
+    others = [n for n, node in nodes.items() if node in regions and not any(n.startswith(r) for r in regions[node])]
+    assert others
+    assert {marks[name] for name in others} == {CheckpointPolicy.MUST_SAVE}
+    assert max(node_bytes(nodes[name]) for name in others) == VALUE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+def test_predicted_peaks_are_those_of_the_compiled_step(how):
+    units, step, eager, parts = caught(how, 0.0, 128, 1024)
+    compiled = with_compiled(eager, parts, torch.device("cpu"))
+    costs = measured_costs(compiled)
+    most = find_extremes(compiled, costs).unmanaged_peak_bytes
+    planner = Planner(StepIndex(compiled, costs))
+    floor = solve(planner, budget_bytes=most, strategy="auto").floor_bytes
+    for budget in (most, floor):
+        plan = solve(planner, budget_bytes=budget, strategy="auto")
+        dropped = {region.name: region.dropped for region in plan.regions}
+        made = {}
+        for unit in units:
+            own = {b: dropped[b] for b in BLOCKS} if how == "whole" else {"": dropped[unit.path]}
+            call = dataclasses.replace(unit.call, options=PlannedPartitioner(own).options)
+            made[unit] = call.compile(unit.module._call_impl)
+        with in_place(units, made.__getitem__):
+            step.run()
+            measured = step.measure_peak().peak_bytes
+        assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.01)
