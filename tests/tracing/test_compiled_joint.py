@@ -132,7 +132,9 @@ def test_the_step_has_the_kernels_in_the_places_of_the_units_ops(how):
 
 def test_zeros_stand_for_the_gradient_of_an_output_that_has_none():
     _, _, eager, parts = caught("whole")
-    zeros = [s for s in with_compiled(eager, parts, torch.device("cpu")).storages if s.label.startswith("zero gradient")]
+    zeros = [
+        s for s in with_compiled(eager, parts, torch.device("cpu")).storages if s.label.startswith("zero gradient")
+    ]
     assert [storage.bytes for storage in zeros if storage.bytes > 64] == [VALUE]
 
 

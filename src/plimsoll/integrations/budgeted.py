@@ -20,7 +20,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.errors import UnsupportedFramework
+from plimsoll.errors import InvalidModel, UnsupportedFramework
 from plimsoll.integrations.own_checkpointing import switch_off
 from plimsoll.session.attach import attach
 from plimsoll.session.attachment import Attachment
@@ -102,7 +102,11 @@ class BudgetedTraining:
             )
         try:
             budget = parse_bytes(self._budget) - self._beside_bytes if self._beside_bytes else self._budget
-            self.handle = attach(model, budget, optimizer=_inner(optimizer), **self._options)
+            handle = attach(model, budget, optimizer=_inner(optimizer), **self._options)
+            if not isinstance(handle, Attachment):
+                handle.remove()
+                raise _compiled(model)
+            self.handle = handle
         except BaseException:
             self.end()
             raise
@@ -155,3 +159,11 @@ def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | N
     """The optimizer that a framework's own wraps: the wrapper's step takes other arguments."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _compiled(model: nn.Module) -> InvalidModel:
+    return InvalidModel(
+        f"{type(model).__name__} is compiled by torch.compile.",
+        why="a trainer's budget is kept by the eager engine",
+        next="train it uncompiled, or call plimsoll.attach(model, budget) yourself, which plans compiled models",
+    )

@@ -21,11 +21,10 @@ from plimsoll.session.calibration import as_batch, optimizer_in_view, stand_in_l
 from plimsoll.session.compiled import plan_compiled
 from plimsoll.session.manage import manage
 from plimsoll.session.options import Budget, PlanOptions
-from plimsoll.session.retry import AppliedPlan
 from plimsoll.session.shapes import told
 from plimsoll.session.step_watch import BudgetWatch
 from plimsoll.session.task import TrainingTask
-from plimsoll.tracing.compiled.units import Unit, install, unwrapped
+from plimsoll.tracing.compiled.units import PlannedCall, Unit, install, unwrapped
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,8 +65,8 @@ class CompiledAttachment:
         return () if self._handle is None else self._handle.faults
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one training step; as ``Handle.step``."""
-        return function(*args, **kwargs) if self._handle is None else self._handle.step(function, *args, **kwargs)
+        """Run one training step. One that runs out of memory is not run again: that takes a plan of an eager model."""
+        return function(*args, **kwargs)
 
     def remove(self) -> None:
         """Undo everything; harmless when called twice."""
@@ -94,12 +93,11 @@ class CompiledAttachment:
             return self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove
         compiled: Any = whole.module._compiled_call_impl if whole.wrapper is None else whole.wrapper.forward
 
-        def called(*args: Any, **kwargs: Any) -> Any:
-            self._before(whole.module, args, kwargs)
-            run = compiled if self._handle is None else whole.module
-            return run(*args, **kwargs)
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._before(module, args, kwargs)
+            return (compiled if self._handle is None else module)(*args, **kwargs)
 
-        return install(whole, called)
+        return install(whole, PlannedCall(called, whole.module))
 
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and unwrapped(self.model).training:
@@ -120,7 +118,6 @@ class CompiledAttachment:
         self._handle = handle = manage(self.model, plan)
         if plan.budget_bytes is not None and not any(unit.path == "" for unit in plan.compiled):
             handle.remove_with_me(BudgetWatch(self.model, plan, plan.budget_bytes))
-        handle.retry_with(AppliedPlan(handle, self.model, plan).run)
         _LOG.info(told(plan, 0))
 
 

@@ -182,7 +182,8 @@ def apply(
         budget_bytes = plan.budget_bytes_of_ranks.get(str(agreement.rank), plan.budget_bytes)
         if budget_bytes is not None:
             handle.remove_with_me(BudgetWatch(model, plan, budget_bytes))
-        handle.retry_with(AppliedPlan(handle, model, plan, agreement).run)
+        if not plan.compiled:
+            handle.retry_with(AppliedPlan(handle, model, plan, agreement).run)
         return handle
 
 

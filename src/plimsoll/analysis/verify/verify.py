@@ -238,7 +238,6 @@ def _hold_plan(
     report("running the unmanaged step twice", 0.0)
     evidence = collect_evidence(step, depth)
     baseline_peak_bytes = step.measure_peak().peak_bytes
-    rounding = _compiled_rounding(step, model, evidence) if plan.compiled else 0.0
     report("running the managed step", 0.3)
     with manage(model, plan) as handle:
         if plan.compiled:
@@ -268,6 +267,7 @@ def _hold_plan(
             curve=curve,
             losses=plan_losses,
         )
+    rounding = _compiled_rounding(step, model, evidence) if plan.compiled else 0.0
     step.clear_gradients()
     absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
     return make_receipt(
@@ -275,26 +275,33 @@ def _hold_plan(
         evidence,
         seen,
         timings,
-        model=plan.model,
-        fingerprint=plan.fingerprint,
-        signature=plan.signature,
-        strategy=plan.strategy,
-        budget_bytes=plan.budget_bytes,
-        is_lossless=plan.is_lossless,
-        max_error=plan.max_error,
-        predicted_error=plan.predicted_error,
+        **_claims(plan),
         rounding_tolerance=rounding,
         baseline_losses=baseline_losses,
-        predicted_baseline_peak_bytes=plan.baseline_peak_bytes,
-        predicted_peak_bytes=plan.predicted_peak_bytes,
         measured_baseline_peak_bytes=baseline_peak_bytes + absent_bytes,
         measured_peak_bytes=steady_peak_bytes + absent_bytes,
         measured_recording_peak_bytes=recording_peak_bytes,  # the first step records, and has no state yet
-        predicted_baseline_seconds=plan.baseline_seconds,
-        predicted_seconds=plan.predicted_seconds,
         regions=outcomes,
         notes=(*_notes(step, plan, absent_bytes), *_notes_of_compiled(plan, rounding)),
     )
+
+
+def _claims(plan: Plan) -> dict[str, Any]:
+    """What a receipt repeats of its plan."""
+    return {
+        "model": plan.model,
+        "fingerprint": plan.fingerprint,
+        "signature": plan.signature,
+        "strategy": plan.strategy,
+        "budget_bytes": plan.budget_bytes,
+        "is_lossless": plan.is_lossless,
+        "max_error": plan.max_error,
+        "predicted_error": plan.predicted_error,
+        "predicted_baseline_peak_bytes": plan.baseline_peak_bytes,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "predicted_baseline_seconds": plan.baseline_seconds,
+        "predicted_seconds": plan.predicted_seconds,
+    }
 
 
 def _compiled_rounding(step: TrainingStep, model: nn.Module, evidence: Evidence) -> float:
