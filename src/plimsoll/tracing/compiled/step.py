@@ -353,7 +353,7 @@ class _Piece:
                 writes=tuple(map(value, kernel.writes)),
                 cost_key=kernel_key(kernel),
                 tick=self.ticks[kernel],
-                obstacle=kernel.obstacle,
+                obstacle=kernel.obstacle or self._held_elsewhere(kernel),
                 is_random=kernel.obstacle == "draws random numbers",
             )
             for position, kernel in enumerate(forward)
@@ -400,6 +400,11 @@ class _Piece:
                 is_compiled=True,
             )
         )
+
+    def _held_elsewhere(self, kernel: Kernel) -> str:
+        """Why a kernel may not run again although it could: what another region's backward reads is saved, for all."""
+        readers = (reader for node in kernel.writes for reader in self.readers[node])
+        return "is held for another region" if any(r.is_backward and r.region != kernel.region for r in readers) else ""
 
     def _leaves(self, node: fx.Node, region: str) -> bool:
         """Whether a region hands a buffer on."""
