@@ -15,13 +15,13 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-try:
-    from torch._inductor.custom_graph_pass import CustomSchedulerPass
-except ImportError:  # before torch 2.13; what it keeps of a pass is its uuid either way
-    from torch._inductor.custom_graph_pass import CustomGraphPass as CustomSchedulerPass
+from torch._inductor import custom_graph_pass
+
+_Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+"""Before torch 2.13 there is one kind of pass; what torch keeps of either is its uuid."""
 
 
-class GraphOrder(CustomSchedulerPass):
+class GraphOrder(_Pass):  # type: ignore[misc]
     """Adds the waits to the nodes of inductor's scheduler before it fuses them.
 
     inductor copies its configuration deeply; it holds nothing, so a copy is itself.

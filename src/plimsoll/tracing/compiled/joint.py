@@ -1,4 +1,4 @@
-"""Reads a joint graph of torch.compile as kernels: what the compiler fuses is one, and only what lies between them takes memory.
+"""Reads a joint graph of torch.compile as kernels: what is fused is one, and only what lies between them takes memory.
 
 torch.compile hands the forward and the backward of what it compiles to a partitioner as one graph of ATen ops. Inductor then
 fuses chains of elementwise ops, reductions and gathers, so most nodes never have memory of their own. Here a *kernel* is one
@@ -9,7 +9,7 @@ nothing and stand for what they look at. The order of kernels is that of the gra
 A fused op belongs to the first kernel that needs it. Forward ops that only backward needs belong to backward. Where backward
 reads a forward node that has no memory, it is made again inside the kernel that reads it, from the buffers it came from.
 
-Private to torch and seen in torch 2.9 to 2.13: the metadata of nodes (``val``, ``nn_module_stack``, ``fwd_nn_module_stack``), and the names
+Private to torch, seen in 2.9 to 2.13: the metadata of nodes (``val``, ``nn_module_stack``, ``fwd_nn_module_stack``), and the names
 of inductor's random ops.
 """
 
@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import functools
 import heapq
+import math
 import operator
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -83,10 +85,12 @@ def node_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0
-    count = 1
-    for size in value.shape:
-        count *= int(getattr(size, "node", None).hint if isinstance(size, torch.SymInt) else size)
-    return count * value.element_size()
+    return math.prod(int(hinted(size)) for size in value.shape) * value.element_size()
+
+
+def hinted(size: Any) -> Any:
+    """A size, or any number that is not one yet: its hint in place of a symbol."""
+    return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,11 +228,11 @@ class JointGraph:
             stage[node] = before
         users = self._readers()
         for node in reversed(self.nodes):
-            if self._runs(node) and _is_fused(node) and users[node] and node not in self._outputs:
-                if all(self._is_one(node, user) for user in users[node]):
-                    stage[node] = max(stage[node], min(stage[user] for user in users[node]))
+            may_wait = self._runs(node) and _is_fused(node) and users[node] and node not in self._outputs
+            if may_wait and all(self._is_one(node, user) for user in users[node]):
+                stage[node] = max(stage[node], min(stage[user] for user in users[node]))
         self._stages = stage
-        parent = {node: node for node in self.nodes if self._runs(node)}
+        parent: dict[fx.Node, fx.Node] = {node: node for node in self.nodes if self._runs(node)}
 
         def root(node: fx.Node) -> fx.Node:
             while parent[node] is not node:
@@ -412,8 +416,10 @@ def _is_random(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded not in tags:
         return op_name(node) in _RANDOM
-    given = {**dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)), **node.kwargs}
-    return given.get("dropout_p") != 0.0 and not (_is_attention(node) and "dropout_p" not in given)
+    assert isinstance(node.target, torch._ops.OpOverload), "what has tags is an overload"
+    names = (argument.name for argument in node.target._schema.arguments)
+    chance: Any = {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("dropout_p")
+    return not (chance == 0.0 or (_is_attention(node) and chance is None))
 
 
 def _is_attention(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from plimsoll.artifacts.trace import OpSpec
-from plimsoll.tracing.compiled.joint import Kernel, node_bytes, op_name
+from plimsoll.tracing.compiled.joint import Kernel, hinted, node_bytes, op_name
 from plimsoll.tracing.meters.timing import clock_for, one_thread
 
 _REPEATS = 3
@@ -93,24 +93,20 @@ def _samples(node: fx.Node, device: torch.device) -> tuple[float, ...]:
 def _like(node: fx.Node, device: torch.device) -> Any:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        shape, stride = [_hint(size) for size in value.shape], [_hint(step) for step in value.stride()]
+        shape, stride = [hinted(size) for size in value.shape], [hinted(step) for step in value.stride()]
         made = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
         return made.normal_() if made.is_floating_point() else made.zero_()
-    return _hint(value)
-
-
-def _hint(value: Any) -> Any:
-    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+    return hinted(value)
 
 
 def _shown(argument: Any) -> str:
     if isinstance(argument, fx.Node):
         value = argument.meta.get("val")
         if isinstance(value, torch.Tensor):
-            sizes = "x".join(str(_hint(size)) for size in value.shape)
-            steps = ",".join(str(_hint(step)) for step in value.stride())
+            sizes = "x".join(str(hinted(size)) for size in value.shape)
+            steps = ",".join(str(hinted(step)) for step in value.stride())
             return f"{str(value.dtype)[6:]}[{sizes}|{steps}]"
-        return str(_hint(value))
+        return str(hinted(value))
     return str(argument)
 
 
