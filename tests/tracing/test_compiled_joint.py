@@ -154,9 +154,8 @@ def test_what_another_blocks_backward_reads_is_saved_whatever_is_dropped():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["whole", "blocks"])
-def test_predicted_peaks_are_those_of_the_compiled_step(how):
-    units, step, eager, parts = caught(how, 0.0, 128, 1024)
+def test_predicted_peaks_are_those_of_the_compiled_step():
+    units, step, eager, parts = caught("whole", 0.0, 128, 1024)
     compiled = with_compiled(eager, parts, torch.device("cpu"))
     costs = measured_costs(compiled)
     most = find_extremes(compiled, costs).unmanaged_peak_bytes
@@ -167,8 +166,8 @@ def test_predicted_peaks_are_those_of_the_compiled_step(how):
         dropped = {region.name: region.dropped for region in plan.regions}
         made = {}
         for unit in units:
-            own = {b: dropped[b] for b in BLOCKS} if how == "whole" else {"": dropped[unit.path]}
-            call = dataclasses.replace(unit.call, options=PlannedPartitioner(own).options)
+            partitioner = PlannedPartitioner({block: dropped[block] for block in BLOCKS})
+            call = dataclasses.replace(unit.call, options=partitioner.options)
             made[unit] = call.compile(unit.module._call_impl)
         with in_place(units, made.__getitem__):
             step.run()

@@ -21,7 +21,7 @@ _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass
 """Before torch 2.13 there is one kind of pass; what torch keeps of either is its uuid."""
 
 
-class GraphOrder(_Pass):  # type: ignore[misc]
+class GraphOrder(_Pass):
     """Adds the waits to the nodes of inductor's scheduler before it fuses them.
 
     inductor copies its configuration deeply; it holds nothing, so a copy is itself.

@@ -9,8 +9,8 @@ nothing and stand for what they look at. The order of kernels is that of the gra
 A fused op belongs to the first kernel that needs it. Forward ops that only backward needs belong to backward. Where backward
 reads a forward node that has no memory, it is made again inside the kernel that reads it, from the buffers it came from.
 
-Private to torch, seen in 2.9 to 2.13: the metadata of nodes (``val``, ``nn_module_stack``, ``fwd_nn_module_stack``), and the names
-of inductor's random ops.
+Private to torch, seen in 2.9 to 2.13: the metadata of nodes (``val``, ``nn_module_stack``, ``fwd_nn_module_stack``), names of
+inductor's random ops.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ class _Piece:
             if op.region == self.place.call.index and op.phase is Phase.BACKWARD
         ]
         first = min(backward, default=0)
-        before = [s for s in eager.storages if 0 <= s.born < first < s.dies <= max(backward) + 1]
+        before = [s for s in eager.storages if 0 <= s.born < first < s.dies and s.category is not Category.GRADIENT]
         given = [s.bytes for s in before if s.id in self.kept and eager.ops[s.born].phase is Phase.BACKWARD]
         for graph in self.graphs:
             ticks = [self.ticks[kernel] for kernel in graph.kernels if kernel.is_backward]
