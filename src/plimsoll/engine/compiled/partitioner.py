@@ -37,12 +37,16 @@ class PlannedPartitioner(Partitioner):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What torch.compile is given: this partitioner, and backward in its graph's order, with no memory held for reuse.
+        """What torch.compile is given: this partitioner, and for a graph of several regions backward in the graph's order, with no
+        memory held for reuse.
 
         Inductor holds a freed buffer for a later one of its size, up to its own estimate of the peak, which leaves out what the
         caller holds. Neither changes a number.
         """
-        return {"custom_partitioner_fn": self, "_pre_fusion_custom_pass": GraphOrder(), "allow_buffer_reuse": False}
+        alone: dict[str, Any] = {"custom_partitioner_fn": self}
+        if len(self._dropped) < 2:
+            return alone
+        return {**alone, "_pre_fusion_custom_pass": GraphOrder(), "allow_buffer_reuse": False}
 
     def uuid(self) -> str:
         """Names the decisions and this code: with both unchanged, torch's caches of compiled graphs hold."""

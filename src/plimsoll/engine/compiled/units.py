@@ -38,7 +38,7 @@ class CompiledUnits:
                 continue
             key = (type(unit.module), unit.call.key, *sorted((name, tuple(sorted(v))) for name, v in regions.items()))
             if key not in made:
-                made[key] = unit.call.compile(PlannedPartitioner(regions))
+                made[key] = unit.call.compile(**PlannedPartitioner(regions).options)
             found[unit] = PlannedCall(made[key], unit.module)
         return found
 

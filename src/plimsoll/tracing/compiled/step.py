@@ -200,7 +200,7 @@ class _Piece:
                 if match is not None:
                     given.remove(match)
                     self.storage_of[node] = self.kept[match.storage]
-        made = {}
+        made: dict[fx.Node, int] = {}
         for graph in self.graphs:  # what one graph hands to the next one
             for node in graph.nodes:
                 if node.op == "placeholder" and node not in self.storage_of and node not in self.statics:

@@ -90,12 +90,9 @@ class CompileCall:
         """Equal for calls that compile alike."""
         return repr((self.backend, sorted(self.options.items(), key=str), self.fullgraph, self.dynamic))
 
-    def compile(self, partitioner: Any = None) -> Callable[..., Any]:
-        """Calls its first argument, a module, compiled alike, with a partitioner where one is given."""
-        options = dict(self.options)
-        if partitioner is not None:
-            options["custom_partitioner_fn"] = partitioner
-        return self._compile(options=options or None)
+    def compile(self, **more: Any) -> Callable[..., Any]:
+        """Calls its first argument, a module, compiled alike, with more of inductor's options."""
+        return self._compile(options={**self.options, **more} or None)
 
     def _compile(self, **how: Any) -> Callable[..., Any]:
         """Compile apart from what the user compiles, so that it does not count toward the recompile limit (torch 2.12 on)."""
