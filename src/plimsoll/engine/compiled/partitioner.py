@@ -37,8 +37,8 @@ class PlannedPartitioner(Partitioner):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What torch.compile is given: this partitioner, and for a graph of several regions backward in the graph's order, with no
-        memory held for reuse.
+        """What torch.compile is given: this partitioner, and for a graph of several regions backward in its order, with
+        no memory held for reuse.
 
         Inductor holds a freed buffer for a later one of its size, up to its own estimate of the peak, which leaves out what the
         caller holds. Neither changes a number.
