@@ -12,7 +12,7 @@ buffer that it is the last to read, if the sizes are equal, as inductor does.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -321,25 +321,46 @@ class _Piece:
             self._region(name)
 
     def _region(self, name: str) -> None:
+        """Add one region's call."""
         forward = [k for k in self.place.forward if k.region == name]
         backward = [k for k in self.place.backward if k.region == name]
-        values: dict[fx.Node, Value] = {}
-        names = {n: text for graph in self.graphs for n, text in graph.names.items()}
         index = len(self.weaver.regions)
         own = {node: position for position, kernel in enumerate(forward) for node in kernel.writes}
+        graph = self._graph(name, forward, backward, own)
+        for node in own:
+            at = self.storage_of[node]
+            self.weaver.storages[at] = msgspec.structs.replace(self.weaver.storages[at], region=index)
+        spans = [self.ticks[k] for k in forward], [self.ticks[k] for k in backward]
+        self.weaver.regions.append(
+            RegionCall(
+                index=index,
+                name=".".join(part for part in (self.place.part.path, name) if part),
+                call=self.place.call.call,
+                kind=kind_of(graph),
+                graph=graph,
+                forward=(min(spans[0]), max(spans[0]) + 1),
+                backward=(min(spans[1]), max(spans[1]) + 1) if spans[1] else (-1, -1),
+                is_compiled=True,
+            )
+        )
+
+    def _graph(
+        self, name: str, forward: Sequence[Kernel], backward: Sequence[Kernel], own: Mapping[fx.Node, int]
+    ) -> RegionGraph:
+        """A region's kernels as ops and its buffers as values; ``own`` are those that it makes, with the kernel of each."""
+        values: dict[fx.Node, Value] = {}
+        names = {n: text for graph in self.graphs for n, text in graph.names.items()}
 
         def value(node: fx.Node) -> int:
             if node not in values:
                 static = node in self.statics or node not in self.storage_of
-                origin = Origin.OP if node in own else Origin.PARAMETER if static else Origin.INPUT
                 text = names.get(node, node.name)
-                prefix = name + "."
                 values[node] = Value(
                     id=len(values),
-                    name=text.removeprefix(prefix) if name else text,
+                    name=text.removeprefix(name + ".") if name else text,
                     bytes=node_bytes(node),
                     storage=self.storage_of.get(node, -1),
-                    origin=origin,
+                    origin=Origin.OP if node in own else Origin.PARAMETER if static else Origin.INPUT,
                     producer=own.get(node, -1),
                     is_storable=True,
                 )
@@ -358,6 +379,13 @@ class _Piece:
             )
             for position, kernel in enumerate(forward)
         )
+        slots = self._slots(backward, value)
+        outputs = tuple(value(node) for node in own if self._leaves(node, name))
+        order = tuple(sorted(range(len(slots)), key=lambda at: slots[at].unpacked))
+        return RegionGraph(values=tuple(values.values()), ops=ops, slots=slots, outputs=outputs, backward_order=order)
+
+    def _slots(self, backward: Sequence[Kernel], value: Callable[[fx.Node], int]) -> tuple[Slot, ...]:
+        """What these kernels of backward read of forward, in the order in which forward lets go of it."""
         read: defaultdict[fx.Node, list[Kernel]] = defaultdict(list)
         for kernel in backward:
             for node in kernel.reads:
@@ -370,35 +398,9 @@ class _Piece:
             last_forward = [self.ticks[k] + 1 for k in self.readers[node] if not k.is_backward]
             packed = max([storage.born, *last_forward])
             slots.append((packed, first, self._ends(node, readers), value(node)))
-        slots.sort()
-        entries = tuple(
+        return tuple(
             Slot(index=at, value=v, packed=packed, unpacked=first, released=last)
-            for at, (packed, first, last, v) in enumerate(slots)
-        )
-        made = [node for node in own if self._leaves(node, name)]
-        outputs = tuple(value(node) for node in made)
-        graph = RegionGraph(
-            values=tuple(values.values()),
-            ops=ops,
-            slots=entries,
-            outputs=outputs,
-            backward_order=tuple(sorted(range(len(entries)), key=lambda at: entries[at].unpacked)),
-        )
-        spans = [self.ticks[k] for k in forward], [self.ticks[k] for k in backward]
-        for node in own:
-            at = self.storage_of[node]
-            self.weaver.storages[at] = msgspec.structs.replace(self.weaver.storages[at], region=index)
-        self.weaver.regions.append(
-            RegionCall(
-                index=index,
-                name=".".join(part for part in (self.place.part.path, name) if part),
-                call=self.place.call.call,
-                kind=kind_of(graph),
-                graph=graph,
-                forward=(min(spans[0]), max(spans[0]) + 1),
-                backward=(min(spans[1]), max(spans[1]) + 1) if spans[1] else (-1, -1),
-                is_compiled=True,
-            )
+            for at, (packed, first, last, v) in enumerate(sorted(slots))
         )
 
     def _held_elsewhere(self, kernel: Kernel) -> str:
