@@ -172,10 +172,16 @@ def refuse_compiler(module: nn.Module) -> None:
     Raises:
         InvalidModel: to whoever called the compiled code.
     """
-    if torch.is_grad_enabled() and not torch.compiler.is_exporting():
-        # What raises while it is traced would run uncompiled instead; after a break, what follows is run as it stands.
+    # Private name, seen in torch 2.9 to 2.13: before 2.13 Dynamo takes is_exporting() for true wherever it traces.
+    if torch.is_grad_enabled() and not torch.compiler._is_exporting_flag:
+        # What raises while it is traced would run uncompiled instead. After a break what follows may be traced anew, which
+        # torch 2.11 cannot do with an error of ours: so it is raised where nothing is traced.
         torch._dynamo.graph_break("Plimsoll: a model under a plan cannot be compiled; call handle.remove() first")
-        raise _compiled(f"{type(module).__name__} was compiled by torch.compile while a plan is at work on it.")
+        torch.compiler.disable(_refuse_managed)(module)
+
+
+def _refuse_managed(module: nn.Module) -> None:
+    raise _compiled(f"{type(module).__name__} was compiled by torch.compile while a plan is at work on it.")
 
 
 def _compiled(found: str) -> InvalidModel:

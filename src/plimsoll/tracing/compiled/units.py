@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +53,7 @@ class CompileCall:
                 next="call handle.remove() on the first one",
             )
         if isinstance(compiled, functools.partial):
-            compiled = compiled.func
+            compiled = compiled.args[0] if compiled.func is _without_limit else compiled.func
         context = inspect.getclosurevars(compiled).nonlocals.get("self")
         backend = getattr(context, "callback", None)
         while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
@@ -95,12 +96,13 @@ class CompileCall:
         return self._compile(options={**self.options, **more} or None)
 
     def _compile(self, **how: Any) -> Callable[..., Any]:
-        """Compile apart from what the user compiles, so that it does not count toward the recompile limit (torch 2.12 on)."""
+        """Compile apart from what the user compiles, so that neither ends what the other compiles by the recompile limit."""
         compile_: Any = torch.compile
-        if "isolate_recompiles" in inspect.signature(compile_).parameters:
+        is_apart = "isolate_recompiles" in inspect.signature(compile_).parameters  # torch 2.12 on
+        if is_apart:
             how["isolate_recompiles"] = True
         compiled: Callable[..., Any] = compile_(_call_of, fullgraph=self.fullgraph, dynamic=self.dynamic, **how)
-        return compiled
+        return compiled if is_apart else functools.partial(_without_limit, compiled)
 
     def captured(self, partitioner: Any) -> Callable[..., Any]:
         """As ``compile``, with the graphs handed to a partitioner, and run op by op: nothing is generated."""
@@ -117,6 +119,14 @@ class CompileCall:
 def _call_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What ``Module.__call__`` runs, as one function for all modules that share a compilation."""
     return module._call_impl(*args, **kwargs)
+
+
+def _without_limit(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what shares its count of compilations with all else that ``_call_of`` compiles; past the limit, torch would run it
+    uncompiled without a word, and keep everything.
+    """
+    with torch._dynamo.config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize):
+        return compiled(*args, **kwargs)
 
 
 def _nothing() -> None:
