@@ -155,6 +155,11 @@ def prepare(
     )
 
 
+def gradient_distance(one: Variant, other: Variant) -> float:
+    """The larger of both steps' relative errors of one baseline's gradient against another's."""
+    return max(_held_against(a, b)[2] for a, b in zip(one.evidence, other.evidence, strict=True))
+
+
 def _held_against(mine: Evidence, theirs: Evidence) -> tuple[bool, bool, float]:
     """Whether gradients and buffers are equal bit for bit, and the relative error of the gradient."""
     are_equal = bits_equal(mine.gradients, theirs.gradients)

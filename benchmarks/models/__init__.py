@@ -1,7 +1,8 @@
 """A name and a size in, a model with its batch and loss out. One file per family; a new one is one file and one line here.
 
 Sizes: ``tiny`` takes milliseconds per step, for trying things and for many steps; ``cpu`` takes seconds per step on a
-laptop core; ``h200`` fills an H200 with activations. Of the Llama there is ``h100`` too: a billion parameters, 36 GiB.
+laptop core; ``h200`` fills an H200 with activations. Of the Llama there is ``h100`` too: a billion parameters, 36 GiB. What
+`benchmarks.compiled` trains has ``small`` too, a fraction of a second per step: it compiles each model forty times.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 from torch import nn
 
 FAMILIES = ("llama", "gpt2", "vit", "clip", "resnet", "mlp", "launch_bound")
+COMPILED_FAMILIES = ("llama", "gpt2", "vit", "clip", "mixtral")
 SIZES = ("tiny", "cpu", "h200")
+COMPILED_SIZES = ("tiny", "small")
 
 
 @dataclass(frozen=True, slots=True)

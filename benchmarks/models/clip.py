@@ -11,6 +11,7 @@ from benchmarks.models.data import images_and_labels, text_ids
 _TEXT_LENGTH = 77
 _SIZES = {
     "tiny": ({"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 2}, 2),
+    "small": ({"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 3}, 4),
     "cpu": ({"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6}, 8),
     "h200": ({"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}, 256),
 }

@@ -10,6 +10,7 @@ from benchmarks.models.data import text_ids
 
 _SIZES = {
     "tiny": ({"n_embd": 128, "n_layer": 4, "n_head": 2, "vocab_size": 256}, 2, 128),
+    "small": ({"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 1024}, 4, 256),
     "cpu": ({"n_embd": 512, "n_layer": 8, "n_head": 8, "vocab_size": 4096}, 2, 512),
     "h200": ({"n_embd": 1600, "n_layer": 48, "n_head": 25, "vocab_size": 50257}, 16, 1024),
 }

@@ -10,6 +10,7 @@ from benchmarks.models.data import text_ids
 
 _SIZES = {
     "tiny": ({"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "vocab_size": 256}, 2, 128),
+    "small": ({"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "vocab_size": 1024}, 4, 256),
     "cpu": ({"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "vocab_size": 4096}, 2, 512),
     "h100": (
         {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32000}

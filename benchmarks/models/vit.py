@@ -10,6 +10,7 @@ from benchmarks.models.data import images_and_labels
 
 _SIZES = {
     "tiny": ({"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 2}, 2),
+    "small": ({"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 3}, 4),
     "cpu": ({"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 6}, 8),
     "h200": ({"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16}, 256),
 }

@@ -1,0 +1,143 @@
+"""Plans inside of torch.compile beside what else saves memory there, on a CPU, in one run.
+
+    python -m benchmarks.compiled --page benchmarks/results/....md
+    python -m benchmarks.compiled --only peers --models llama gpt2 --how block
+
+Parts: ``peers`` (torch's memory budgets, SAC and checkpointing, whole models and block by block; ours at each one's own peak;
+all timed in turns), ``budgets`` (between floor and unmanaged peak), ``monotone`` (twenty budgets on one model), ``losses``
+(with dropout, beside the default partition), ``deciding`` (seconds to read graphs and to solve), ``warm`` (a second process).
+
+A page that exists keeps the sections which this run does not measure. Compiling is what takes the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+# Read when torch is loaded; without it the allocator warns once a second while memory is measured.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import torch
+
+from benchmarks import compiled_peers, compiled_plans
+from benchmarks.machine import device_name, page_head, versions
+from benchmarks.models import COMPILED_FAMILIES, COMPILED_SIZES, build
+from benchmarks.peers.compiled import BLOCK, WHOLE
+from benchmarks.progress import say
+from plimsoll.tracing.meters.timing import one_thread
+
+PARTS = ("peers", "budgets", "monotone", "losses", "deciding", "warm")
+_EXPLAINED = (
+    "One step is forward and backward from empty gradients, in 32 bits; every model is compiled for fixed sizes. *Time ×*: paired "
+    "median of CPU seconds on one thread over the same round's step of the compiled model with torch's default partition, or of "
+    "the eager model; all rows of a model are taken in turns. *Peak* counts everything, parameters and gradients included; it is "
+    "measured in steps after the one that compiles. *Ours* is Plimsoll given the peer's own peak as its budget, compiled in the "
+    "same way. *Gradients* are held against those of the same model, compiled alike, with the default partition.",
+)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compiled", description=(__doc__ or "").split("\n", maxsplit=1)[0]
+    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
+    parser.add_argument("--models", nargs="+", choices=COMPILED_FAMILIES, default=list(COMPILED_FAMILIES))
+    parser.add_argument("--how", nargs="+", choices=(WHOLE, BLOCK), default=[WHOLE, BLOCK], help="what is compiled")
+    parser.add_argument("--size", choices=COMPILED_SIZES, default="small")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="timed steps per row (default 9)")
+    parser.add_argument("--steps", type=int, default=200, help="of the training whose losses are compared")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", default=[12, 80], help="blocks of the graphs that are decided on"
+    )
+    parser.add_argument("--page", type=Path, help="the file of a page of results")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parse(given)
+    command = " ".join(["python -m benchmarks.compiled", *given])
+    with one_thread(), compiled_plans.roomy_recompiles(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for title, measure in _sections(options):
+            say(title)
+            start = time.process_time()
+            lines = [*measure(), "", f"(`{command}`, {time.process_time() - start:.0f} CPU seconds)"]
+            print(f"\n## {title}\n", *lines, sep="\n", flush=True)
+            if options.page is not None:
+                _write(options.page, command, title, lines)
+    return 0
+
+
+def _sections(options: argparse.Namespace) -> list[tuple[str, Callable[[], list[str]]]]:
+    """What was asked for, by the title of its section."""
+    hows = tuple(options.how)
+    found: list[tuple[str, Callable[[], list[str]]]] = []
+    if "peers" in options.only:
+        found += [
+            (
+                f"{name} beside peers",
+                lambda name=name: compiled_peers.measure(build(name, options.size), hows=hows, rounds=options.rounds),
+            )
+            for name in options.models
+        ]
+    if "budgets" in options.only:
+        found += [
+            (
+                f"{name} between floor and peak",
+                lambda name=name: _each(hows, lambda how: compiled_plans.budgets(build(name, options.size), how)),
+            )
+            for name in options.models
+        ]
+    if "monotone" in options.only:
+        shares = [at / 20 for at in range(1, 21)]
+        name = options.models[0]
+        found.append(
+            (f"{name} in twenty budgets", lambda: compiled_plans.budgets(build(name, options.size), BLOCK, shares))
+        )
+    if "losses" in options.only:
+        found.append(
+            ("Losses", lambda: _each(hows, lambda how: compiled_plans.same_losses("gpt2", how, steps=options.steps)))
+        )
+    if "deciding" in options.only:
+        found.append(
+            (
+                "Seconds to decide",
+                lambda: _each(
+                    options.layers, lambda layers: _each(hows, lambda how: compiled_plans.deciding(layers, how))
+                ),
+            )
+        )
+    if "warm" in options.only:
+        found.append(("A second process", lambda: _each(hows, lambda how: compiled_plans.warm_start("llama", how))))
+    return found
+
+
+def _each(items, lines):
+    return [line for item in items for line in lines(item)]
+
+
+def _write(page: Path, command: str, title: str, lines: list[str]) -> None:
+    """Put one section into the page, in the place of what it had under this title."""
+    head, *sections = page.read_text(encoding="utf-8").split("\n## ") if page.exists() else [""]
+    bodies = dict(section.split("\n", maxsplit=1) for section in sections)
+    bodies[title] = "\n".join(["", *lines, ""])
+    if not head:
+        about = page_head(
+            "Plans inside of torch.compile",
+            "python -m benchmarks.compiled",
+            device=device_name(torch.device("cpu")),
+            versions=versions(),
+        )
+        head = "\n".join([*about, *_EXPLAINED, ""])
+    page.write_text("".join([head, *(f"\n## {name}\n{body}" for name, body in bodies.items())]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
