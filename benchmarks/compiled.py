@@ -17,7 +17,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 # Read when torch is loaded; without it the allocator warns once a second while memory is measured.
@@ -34,11 +35,12 @@ from plimsoll.tracing.meters.timing import one_thread
 
 PARTS = ("peers", "budgets", "monotone", "losses", "deciding", "warm")
 _EXPLAINED = (
-    "One step is forward and backward from empty gradients, in 32 bits; every model is compiled for fixed sizes. *Time ×*: paired "
-    "median of CPU seconds on one thread over the same round's step of the compiled model with torch's default partition, or of "
-    "the eager model; all rows of a model are taken in turns. *Peak* counts everything, parameters and gradients included; it is "
-    "measured in steps after the one that compiles. *Ours* is Plimsoll given the peer's own peak as its budget, compiled in the "
-    "same way. *Gradients* are held against those of the same model, compiled alike, with the default partition.",
+    "One step is forward and backward from empty gradients, in 32 bits; every model is compiled for fixed sizes. *Time ×*: "
+    "paired median of CPU seconds on one thread over the same round's step of the compiled model with torch's default "
+    "partition, or of the eager model; all rows of a model are taken in turns. *Peak* counts everything, parameters and "
+    "gradients included, in steps after the one that compiles. *Ours* is Plimsoll given the peer's own peak as its budget, "
+    "compiled in the same way. *Gradients* are held against those of the same model, compiled alike, with the default "
+    "partition."
 )
 
 
@@ -77,50 +79,39 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _sections(options: argparse.Namespace) -> list[tuple[str, Callable[[], list[str]]]]:
     """What was asked for, by the title of its section."""
-    hows = tuple(options.how)
-    found: list[tuple[str, Callable[[], list[str]]]] = []
-    if "peers" in options.only:
-        found += [
-            (
-                f"{name} beside peers",
-                lambda name=name: compiled_peers.measure(build(name, options.size), hows=hows, rounds=options.rounds),
-            )
-            for name in options.models
-        ]
-    if "budgets" in options.only:
-        found += [
-            (
-                f"{name} between floor and peak",
-                lambda name=name: _each(hows, lambda how: compiled_plans.budgets(build(name, options.size), how)),
-            )
-            for name in options.models
-        ]
-    if "monotone" in options.only:
-        shares = [at / 20 for at in range(1, 21)]
-        name = options.models[0]
-        found.append(
-            (f"{name} in twenty budgets", lambda: compiled_plans.budgets(build(name, options.size), BLOCK, shares))
-        )
-    if "losses" in options.only:
-        found.append(
-            ("Losses", lambda: _each(hows, lambda how: compiled_plans.same_losses("gpt2", how, steps=options.steps)))
-        )
-    if "deciding" in options.only:
-        found.append(
+    shares = [at / 20 for at in range(1, 21)]
+    hows = options.how
+
+    def peers(name: str, how: str) -> list[str]:
+        return compiled_peers.measure(build(name, options.size), how, rounds=options.rounds)
+
+    def budgets(name: str) -> list[str]:
+        return _joined(compiled_plans.budgets(build(name, options.size), how) for how in hows)
+
+    by_part: dict[str, list[tuple[str, Callable[[], list[str]]]]] = {
+        "peers": [
+            (f"{name}, {how}, beside peers", partial(peers, name, how)) for name in options.models for how in hows
+        ],
+        "budgets": [(f"{name} between floor and peak", partial(budgets, name)) for name in options.models],
+        "monotone": [
+            ("Twenty budgets", lambda: compiled_plans.budgets(build(options.models[0], options.size), BLOCK, shares))
+        ],
+        "losses": [
+            ("Losses", lambda: _joined(compiled_plans.same_losses("gpt2", how, steps=options.steps) for how in hows))
+        ],
+        "deciding": [
             (
                 "Seconds to decide",
-                lambda: _each(
-                    options.layers, lambda layers: _each(hows, lambda how: compiled_plans.deciding(layers, how))
-                ),
+                lambda: _joined(compiled_plans.deciding(layers, how) for layers in options.layers for how in hows),
             )
-        )
-    if "warm" in options.only:
-        found.append(("A second process", lambda: _each(hows, lambda how: compiled_plans.warm_start("llama", how))))
-    return found
+        ],
+        "warm": [("A second process", lambda: _joined(compiled_plans.warm_start("llama", how) for how in hows))],
+    }
+    return [section for part in PARTS if part in options.only for section in by_part[part]]
 
 
-def _each(items, lines):
-    return [line for item in items for line in lines(item)]
+def _joined(parts: Iterable[list[str]]) -> list[str]:
+    return [line for part in parts for line in part]
 
 
 def _write(page: Path, command: str, title: str, lines: list[str]) -> None:
@@ -135,7 +126,7 @@ def _write(page: Path, command: str, title: str, lines: list[str]) -> None:
             device=device_name(torch.device("cpu")),
             versions=versions(),
         )
-        head = "\n".join([*about, *_EXPLAINED, ""])
+        head = "\n".join([*about, _EXPLAINED, ""])
     page.write_text("".join([head, *(f"\n## {name}\n{body}" for name, body in bodies.items())]), encoding="utf-8")
 
 

@@ -91,44 +91,37 @@ def prepared_plan(
     return made[0], variant
 
 
-def measure(case: Case, *, hows: tuple[str, ...], rounds: int) -> list[str]:
-    """Everything about one model, timed in turns, as lines of a page."""
-    tables = []
+def measure(case: Case, how: str, *, rounds: int) -> list[str]:
+    """Everything about one model compiled in one way, timed in turns, as lines of a page."""
     with contextlib.ExitStack() as stack:
-        eager = prepared(stack, _EAGER, case, none.apply, None)
-        for how in hows:
-            tables.append(_prepared_table(stack, case, how, eager))
-        variants = [eager]
-        for table in tables:
-            variants += [each for row in table.rows for each in (row.peer, row.ours) if each is not None]
-        say(f"{case.name}: {rounds} rounds of {len(variants)} steps")
+        table = _prepared_table(stack, case, how)
+        variants = [table.eager, *(each for row in table.rows for each in (row.peer, row.ours) if each is not None)]
+        say(f"{case.name}, {how}: {rounds} rounds of {len(variants)} steps")
         timings = time_in_turns({each.name: each.step for each in variants}, device=case.device, rounds=rounds)
-    return [line for table in tables for line in _lines(table, timings)]
+        return _lines(table, timings)
 
 
-def _prepared_table(stack: contextlib.ExitStack, case: Case, how: str, eager: Variant) -> Table:
-    def named(text: str) -> str:
-        return f"{how}: {text}"
-
+def _prepared_table(stack: contextlib.ExitStack, case: Case, how: str) -> Table:
+    eager = prepared(stack, _EAGER, case, none.apply, None)
     apply = partial(compiled.apply, how=how)
-    baseline = prepared(stack, named(_UNMANAGED), case, apply, None)
-    rows = [Row(peer=baseline), Row(peer=prepared(stack, named(_AGAIN), case, apply, baseline))]
+    baseline = prepared(stack, _UNMANAGED, case, apply, None)
+    rows = [Row(peer=baseline), Row(peer=prepared(stack, _AGAIN, case, apply, baseline))]
     failures: list[str] = []
     for name, peer in compiled.PEERS[how].items():
         try:
-            rows.append(Row(peer=prepared(stack, named(name), case, peer, baseline)))
+            rows.append(Row(peer=prepared(stack, name, case, peer, baseline)))
         except Exception as error:  # noqa: BLE001 - a peer that fails is named on the page, and the others are measured
-            failures.append(f"{named(name)}: {_told(error)}")
+            failures.append(f"{name}: {_told(error)}")
             case.model.zero_grad(set_to_none=True)
             continue
         row = rows[-1]
         try:
             row.plan, row.ours = prepared_plan(
-                stack, f"ours at {named(name)}", case, how, row.peer.steady.total_peak_bytes, baseline
+                stack, f"ours at {name}", case, how, row.peer.steady.total_peak_bytes, baseline
             )
         except Exception as error:  # noqa: BLE001 - a defect of ours belongs on the page
             row.note = _told(error)
-            say(f"{case.name}: ours at {named(name)}: {row.note}")
+            say(f"{case.name}: ours at {name}: {row.note}")
             case.model.zero_grad(set_to_none=True)
     return Table(how=how, rows=rows, eager=eager, eager_distance=gradient_distance(eager, baseline), failures=failures)
 
@@ -153,8 +146,8 @@ def _lines(table: Table, timings: dict[str, Timing]) -> list[str]:
     lines = [
         "",
         f"Compiled {'as a whole' if table.how == compiled.WHOLE else 'block by block'}; the unmanaged step takes "
-        f"{step.median_seconds * 1e3:.0f} ± {step.spread_seconds * 1e3:.0f} ms; its gradients are {table.eager_distance:.1e} from "
-        "those of eager training:",
+        f"{step.median_seconds * 1e3:.0f} ± {step.spread_seconds * 1e3:.0f} ms; its gradients are {table.eager_distance:.1e} "
+        "from those of eager training:",
         "",
         *format_table(_HEAD, rows),
         "",
@@ -170,7 +163,7 @@ def _lines(table: Table, timings: dict[str, Timing]) -> list[str]:
 def _cells(row: Row, unmanaged: Variant, timings: dict[str, Timing], eager: Timing) -> list[str]:
     step, peer = timings[unmanaged.name], timings[row.peer.name]
     cells = [
-        row.peer.name.partition(": ")[2],
+        row.peer.name,
         f"{paired_ratio(peer, step).median:.3f}",
         f"{paired_ratio(peer, eager).median:.3f}",
         format_mib(row.peer.steady.total_peak_bytes),

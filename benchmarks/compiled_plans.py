@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -61,7 +61,7 @@ def budgets(case: Case, how: str, shares: Sequence[float] = SHARES) -> list[str]
                     str(sum(bool(region.dropped) for region in plan.regions)),
                 ]
             )  # fmt: skip
-    falls = sum(later < earlier for earlier, later in zip(peaks, peaks[1:], strict=False))
+    falls = sum(later < earlier for earlier, later in itertools.pairwise(peaks))
     return [
         "",
         f"{case.name}, {how}: floor {format_mib(free.floor_bytes)} MiB, unmanaged {format_mib(peak_bytes)} MiB; the peak falls "
@@ -192,8 +192,3 @@ def roomy_recompiles() -> Iterator[None]:
     """Let one process compile one model forty times: torch falls back to eager code at eight."""
     with torch._dynamo.config.patch(recompile_limit=512, accumulated_recompile_limit=4096):
         yield
-
-
-def on_copy(case: Case) -> Case:
-    """The case with a model of its own."""
-    return dataclasses.replace(case, model=build(case.name, case.size).model)

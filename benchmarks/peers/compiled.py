@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 import torch._functorch.config
 from torch import nn
 
