@@ -29,7 +29,6 @@ class Section:
 
     name: str
     eager: PeerTable
-    compiled: PeerTable | None = None
     budgets: BudgetTable | None = None
 
 
@@ -62,8 +61,6 @@ def write_page(
         image = [f"![time against peak]({plot})", ""] if _plot(section, folder / plot) else []
         lines += ["", f"## {section.name}", "", *image, *_peer_table(section.eager)]
         lines += ["", *(f"- not measured: {failure}" for failure in section.eager.failures)]
-        if section.compiled is not None:
-            lines += ["", "Compiled, over the compiled model without a budget:", "", *_peer_table(section.compiled)]
         if section.budgets is not None:
             lines += ["", *_budget_lines(section.budgets)]
     page = folder / f"{stem}.md"

@@ -88,16 +88,6 @@ def eager_peers(
         return PeerTable(baseline=baseline, timing=timings[baseline.name], rows=tuple(rows), failures=tuple(failures))
 
 
-def compiled_peers(case: Case, *, rounds: int) -> PeerTable:
-    """Compiled peers over their own baseline: the model compiled without a memory budget."""
-    with contextlib.ExitStack() as stack:
-        baseline = _prepared(stack, peers.COMPILED_NONE.name, case, peers.COMPILED_NONE.apply, None)
-        theirs = [_prepared(stack, peer.name, case, peer.apply, baseline) for peer in peers.COMPILED]
-        timings = _timings([baseline, *theirs], rounds)
-        rows = [_row(each, baseline, timings, (None, None, "")) for each in theirs]
-        return PeerTable(baseline=baseline, timing=timings[baseline.name], rows=tuple(rows))
-
-
 def _prepared(stack: contextlib.ExitStack, name: str, case: Case, apply: Any, baseline: Variant | None) -> Variant:
     say(f"{case.name}: {name}")
     return prepare(stack, name, case, apply, baseline)

@@ -3,8 +3,8 @@
     python -m benchmarks.run --models llama gpt2 vit --size cpu --repeats 10
 
 In one process, for each model: the unmanaged step; every eager peer's peak and paired time; Plimsoll given each peer's own
-measured peak as its budget; budgets between Plimsoll's floor and the unmanaged peak; with ``--compiled`` torch.compile and
-its memory budgets over their own baseline. Writes ``benchmarks/results/<date>-<device>.md`` and a plot per model.
+measured peak as its budget; budgets between Plimsoll's floor and the unmanaged peak. Writes
+``benchmarks/results/<date>-<device>.md`` and a plot per model. `benchmarks.compiled` does this inside of torch.compile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.budgets_table import budget_table
 from benchmarks.machine import device_name, page_stem, versions
 from benchmarks.models import FAMILIES, SIZES, build
 from benchmarks.page import Section, write_page
-from benchmarks.peers_table import compiled_peers, eager_peers
+from benchmarks.peers_table import eager_peers
 from plimsoll.tracing.meters.timing import one_thread
 
 _RESULTS = Path(__file__).parent / "results"
@@ -38,7 +38,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed steps per variant (default 10)")
     parser.add_argument("--peers-only", action="store_true", help="leave Plimsoll out")
     parser.add_argument("--no-budgets", action="store_true", help="leave the sweep over budgets out")
-    parser.add_argument("--compiled", action="store_true", help="also measure torch.compile (minutes to compile)")
     parser.add_argument("--label", default="", help="added to the names of the files that are written")
     return parser.parse_args(arguments)
 
@@ -70,7 +69,6 @@ def _section(name: str, options: argparse.Namespace) -> Section:
         name=name,
         eager=eager_peers(case, rounds=options.repeats, with_ours=with_ours),
         budgets=budget_table(case, rounds=options.repeats) if with_ours and not options.no_budgets else None,
-        compiled=compiled_peers(case, rounds=options.repeats) if options.compiled else None,
     )
 
 

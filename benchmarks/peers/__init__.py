@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -47,21 +47,11 @@ EAGER = (
 
 LOSSY = (Peer("int8 hook on everything, a scale per row", int8_hook.apply),)
 
-COMPILED_NONE = Peer("compile", partial(compiled.apply, memory_budget=1.0))
-
-COMPILED = (
-    *(
-        Peer(f"compile, memory budget {budget}", partial(compiled.apply, memory_budget=budget))
-        for budget in (0.7, 0.5, 0.3)
-    ),
-    Peer("compile + checkpoint every block", compiled.apply_checkpointed),
-)
-
 ON_A_GPU = (
     Peer("none, once more", none.apply),
     EAGER[0],
     EAGER[3],
     Peer("TRL's activation offloading", offloading.apply, needs=("trl", "accelerate", "cuda")),
-    replace(COMPILED[1], needs=("triton", "cuda")),
+    Peer("compile, memory budget 0.5", partial(compiled.apply, memory_budget=0.5), needs=("triton", "cuda")),
 )
 """One of each kind. The first shows by how much two plain runs differ; the last is the slow one to prepare."""
