@@ -68,6 +68,13 @@ def test_taking_a_plan_off_puts_back_what_the_user_compiled(blocks: Model, plan:
     assert [block._compiled_call_impl for block in model.transformer.h] == before
 
 
+def test_planning_compiled_blocks_takes_none_of_the_numbers_that_training_draws(blocks: Model) -> None:
+    model, batch = blocks
+    before = torch.get_rng_state()
+    plimsoll.plan(model, batch, strategy="none")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_wrong_gradient_of_compiled_code_is_found(blocks: Model, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(PlannedPartitioner):
         def uuid(self) -> None:

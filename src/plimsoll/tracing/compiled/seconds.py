@@ -65,7 +65,12 @@ def kernel_spec(kernel: Kernel) -> OpSpec:
 def timed(kernels: Iterable[Kernel], device: torch.device) -> dict[str, tuple[float, ...]]:
     """Seconds of every kernel, by its key."""
     found: dict[str, tuple[float, ...]] = {}
-    with torch.no_grad(), one_thread():
+    generators = [device] if device.type == "cuda" else []
+    with (
+        torch.no_grad(),
+        one_thread(),
+        torch.random.fork_rng(generators),
+    ):  # contents are random, the user's numbers stay
         bytes_per_second, heavy_seconds = _probe(device)
         for kernel in kernels:
             key = kernel_key(kernel)
