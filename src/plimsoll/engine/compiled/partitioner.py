@@ -9,6 +9,7 @@ states remain torch's work.
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,14 @@ class PlannedPartitioner(Partitioner):
         self._dropped = {name: frozenset(values) for name, values in dropped.items()}
         self.found: set[tuple[str, str]] = set()
         """The decisions that graphs have shown a buffer for."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Equal bytes for equal decisions in every process: torch's caches of compiled graphs have them in their key.
+
+        Sets have another order under another hash seed, and equal texts may be one object or two: so it is one text.
+        """
+        told = sorted((name, sorted(values)) for name, values in self._dropped.items())
+        return _from_text, (json.dumps(told),)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -77,7 +86,10 @@ class PlannedPartitioner(Partitioner):
         for node in (*held, *_boundaries(found, again)):
             # torch looks for the mark on the op, not on the item of it that is saved.
             node.meta["recompute"] = _op_of(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
+        for node in found.nodes:
+            if node.target is operator.getitem and _op_of(node).meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
+                # An op is run again for all of its items or for none; which of them are saved depends on what backward needs.
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         self._refuse_other_graph(found)
 
     def _refuse_other_graph(self, graph: JointGraph) -> None:
@@ -113,6 +125,10 @@ def _boundaries(graph: JointGraph, again: set[fx.Node]) -> set[fx.Node]:
             elif not maker[node].obstacle:
                 waiting.append(node)
     return needed
+
+
+def _from_text(text: str) -> PlannedPartitioner:
+    return PlannedPartitioner({name: frozenset(values) for name, values in json.loads(text)})
 
 
 def _op_of(node: fx.Node) -> fx.Node:
