@@ -190,7 +190,7 @@ def test_a_graph_without_the_plans_values_is_named(blocks: Model, plan: Plan) ->
     model, batch = blocks
     renamed = [_renamed(region) for region in plan.regions]
     other = msgspec.structs.replace(plan, regions=tuple(renamed))
-    with plimsoll.apply(model, other), pytest.raises(Exception, match="which the plan decides about"):
+    with plimsoll.apply(model, other), pytest.raises(Exception, match="which the plan does not know"):
         model(**batch).loss.backward()
 
 

@@ -89,19 +89,23 @@ class CompiledAttachment:
         What is compiled as a whole is noticed from outside of its compilation, which would take a hook in.
         """
         whole = next((unit for unit in units if not unit.path), None)
-        if whole is None:
+        if whole is None or whole.wrapper is not None:
             return self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove
-        compiled: Any = whole.module._compiled_call_impl if whole.wrapper is None else whole.wrapper.forward
+        compiled: Any = whole.module._compiled_call_impl
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self._before(module, args, kwargs)
-            return (compiled if self._handle is None else module)(*args, **kwargs)
+            if torch.is_grad_enabled() and module.training:
+                put_back()
+                self._begin(args, kwargs)
+                return module(*args, **kwargs)
+            return compiled(*args, **kwargs)
 
-        return install(whole, PlannedCall(called, whole.module))
+        put_back = install(whole, PlannedCall(called, whole.module))
+        return put_back
 
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and unwrapped(self.model).training:
-            self._leave()
+            self._leave()  # planning calls the model
             self._leave = _nothing
             self._begin(args, kwargs)
 
@@ -114,8 +118,12 @@ class CompiledAttachment:
             loss=stand_in_loss,
             optimizer=self._optimizer or optimizer_in_view(inner),
         )
-        plan = plan_compiled(task, self._options, self._budget, "auto")
-        self._handle = handle = manage(self.model, plan)
+        try:
+            plan = plan_compiled(task, self._options, self._budget, "auto")
+            self._handle = handle = manage(self.model, plan)
+        except BaseException:
+            self.remove()
+            raise
         if plan.budget_bytes is not None and not any(unit.path == "" for unit in plan.compiled):
             handle.remove_with_me(BudgetWatch(self.model, plan, plan.budget_bytes))
         _LOG.info(told(plan, 0))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ Dropped = Mapping[str, frozenset[str]]
 class PlannedPartitioner(Partitioner):
     """Partitions the graphs of one unit, or of several with the same decisions, as a plan says."""
 
-    def __init__(self, dropped: Dropped) -> None:
+    def __init__(self, dropped: Dropped, known: Dropped | None = None) -> None:
+        """``known`` are all values that the plan decides about, by region."""
+        self._known = known or {}
         self._dropped = {name: frozenset(values) for name, values in dropped.items()}
         self.found: set[tuple[str, str]] = set()
         """The decisions that graphs have shown a buffer for."""
@@ -77,7 +79,7 @@ class PlannedPartitioner(Partitioner):
         for node, readers in read.items():
             region = region_of.get(node, OUTSIDE)
             name = found.names.get(node, "")
-            local = name.removeprefix(region + ".") if region else name
+            local = _local(name, region)
             if local in self._dropped.get(region, ()):
                 self.found.add((region, local))
                 if all(found.kernels[at].region == region for at in readers):  # else another region holds it
@@ -90,21 +92,22 @@ class PlannedPartitioner(Partitioner):
             if node.target is operator.getitem and _op_of(node).meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
                 # An op is run again for all of its items or for none; which of them are saved depends on what backward needs.
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        self._refuse_other_graph(found)
+        self._refuse_other_graph(found, read)
 
-    def _refuse_other_graph(self, graph: JointGraph) -> None:
-        """Refuse a graph that holds regions of the plan, and none of the values that the plan drops in them.
+    def _refuse_other_graph(self, graph: JointGraph, read: Iterable[fx.Node]) -> None:
+        """Refuse a graph in whose regions nothing is what the plan drops, and something is what it does not know.
 
         Raises:
             PlanMismatch: it is not the graph that was planned.
         """
-        here = {kernel.region for kernel in graph.kernels} & self._dropped.keys()
-        wanted = [(region, value) for region in sorted(here) for value in sorted(self._dropped[region])]
-        if wanted and not self.found.intersection(wanted):
+        region_of = {node: kernel.region for kernel in graph.kernels for node in kernel.writes}
+        here = [(region_of[node], _local(graph.names[node], region_of[node])) for node in read if node in graph.names]
+        unknown = [(region, name) for region, name in here if name not in self._known.get(region, (name,))]
+        if unknown and not self.found.intersection(here):
             raise PlanMismatch(
-                f"The compiled graph has no {'.'.join(filter(None, wanted[0]))!r}, which the plan decides about.",
-                why=f"nor any other of the {len(wanted)} values that the plan drops in it: torch, the model's library or the "
-                "options of torch.compile are others than when it was made",
+                f"The compiled graph saves {'.'.join(filter(None, unknown[0]))!r}, which the plan does not know.",
+                why="nor does it save anything that the plan drops: torch, the model's library or the options of torch.compile "
+                "are others than when it was made",
                 next="plan this model here",
             )
 
@@ -125,6 +128,11 @@ def _boundaries(graph: JointGraph, again: set[fx.Node]) -> set[fx.Node]:
             elif not maker[node].obstacle:
                 waiting.append(node)
     return needed
+
+
+def _local(name: str, region: str) -> str:
+    """A buffer's name within its region."""
+    return name.removeprefix(region + ".") if region else name
 
 
 def _from_text(text: str) -> PlannedPartitioner:

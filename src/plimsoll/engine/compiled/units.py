@@ -27,6 +27,7 @@ class CompiledUnits:
 
     def _compiled(self, plan: Plan) -> dict[Unit, Callable[..., Any]]:
         dropped = {region.name: region.dropped for region in plan.regions}
+        decided = {region.name: frozenset(each.value for each in region.decisions) for region in plan.regions}
         planned = {unit.path: unit for unit in plan.compiled}
         made: dict[Any, Callable[..., Any]] = {}
         found: dict[Unit, Callable[..., Any]] = {}
@@ -38,7 +39,8 @@ class CompiledUnits:
                 continue
             key = (type(unit.module), unit.call.key, *sorted((name, tuple(sorted(v))) for name, v in regions.items()))
             if key not in made:
-                made[key] = unit.call.compile(**PlannedPartitioner(regions).options)
+                known = {local(name, unit.path): decided.get(name, frozenset()) for name in planned[unit.path].regions}
+                made[key] = unit.call.compile(**PlannedPartitioner(regions, known).options)
             found[unit] = PlannedCall(made[key], unit.module)
         return found
 
