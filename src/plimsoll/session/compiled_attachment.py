@@ -89,9 +89,9 @@ class CompiledAttachment:
         What is compiled as a whole is noticed from outside of its compilation, which would take a hook in.
         """
         whole = next((unit for unit in units if not unit.path), None)
-        if whole is None or whole.wrapper is not None:
+        if whole is None:
             return self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove
-        compiled: Any = whole.module._compiled_call_impl
+        compiled: Any = whole.module._compiled_call_impl if whole.wrapper is None else whole.wrapper.forward
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and module.training:
