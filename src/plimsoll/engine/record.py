@@ -174,7 +174,8 @@ def _watch(
     saved = _RecordedCall(recorder, entry.sources)
     stream = StreamRecorder(references((*entry.sources, *entry.inputs)))
     recorder.is_called = lambda: stream.is_within
-    recorder.is_flagged = lambda: flags_for(subject.device_type) != entry.flags
+    device_type, flags = subject.device_type, entry.flags  # the entry holds the call's tensors
+    recorder.is_flagged = lambda: flags_for(device_type) != flags
     before = sequence_number()
     try:
         with (
