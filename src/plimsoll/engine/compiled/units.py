@@ -44,11 +44,6 @@ class CompiledUnits:
             found[unit] = PlannedCall(made[key], unit.module)
         return found
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The paths of units that run otherwise than the user compiled them."""
-        return frozenset(unit.path for unit in self._calls)
-
     def resume(self) -> None:
         """Put the units' own compilations to work."""
         self._put_back = [install(unit, function) for unit, function in self._calls.items()]

@@ -231,7 +231,6 @@ class JointGraph:
             may_wait = self._runs(node) and _is_fused(node) and users[node] and node not in self._outputs
             if may_wait and all(self._is_one(node, user) for user in users[node]):
                 stage[node] = max(stage[node], min(stage[user] for user in users[node]))
-        self._stages = stage
         parent: dict[fx.Node, fx.Node] = {node: node for node in self.nodes if self._runs(node)}
 
         def root(node: fx.Node) -> fx.Node:
