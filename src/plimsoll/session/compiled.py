@@ -108,8 +108,8 @@ def trace_compiled(task: TrainingTask, options: PlanOptions, progress: Progress 
         )
     progress("reading the compiled graphs", 0.5)
     step = task.step()
-    parts = planned_parts(task, options.regions)
-    inner = {unit.path: [name[len(unit.path) :].lstrip(".") for name in unit.regions] for unit in parts}
+    names = find_regions(task.model, options.regions)
+    inner = {unit.path: [unit.local(name) for name in filter(unit.holds, names)] for unit in task.units}
     with untouched(task.model):
         captured = capture(task.units, inner, step.run)
     progress("timing kernels", 0.9)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from plimsoll.engine.compiled.order import GraphOrder
 from plimsoll.errors import PlanMismatch
 from plimsoll.tracing.compiled import capture, joint
 from plimsoll.tracing.compiled.capture import Partitioner
-from plimsoll.tracing.compiled.joint import OUTSIDE, JointGraph
+from plimsoll.tracing.compiled.joint import JointGraph
 
 Dropped = Mapping[str, frozenset[str]]
 """Per region of a unit the names of the buffers that backward computes again."""
@@ -34,7 +34,8 @@ class PlannedPartitioner(Partitioner):
     def __init__(self, dropped: Dropped, known: Dropped | None = None) -> None:
         """``known`` are all values that the plan decides about, by region."""
         self._known = known or {}
-        self._dropped = {name: frozenset(values) for name, values in dropped.items()}
+        self._dropped = dropped
+        self._text = json.dumps(sorted((name, sorted(values)) for name, values in dropped.items()))
         self.found: set[tuple[str, str]] = set()
         """The decisions that graphs have shown a buffer for."""
 
@@ -43,8 +44,7 @@ class PlannedPartitioner(Partitioner):
 
         Sets have another order under another hash seed, and equal texts may be one object or two: so it is one text.
         """
-        told = sorted((name, sorted(values)) for name, values in self._dropped.items())
-        return _from_text, (json.dumps(told),)
+        return _from_text, (self._text,)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -61,10 +61,8 @@ class PlannedPartitioner(Partitioner):
 
     def uuid(self) -> str:
         """Names the decisions and this code: with both unchanged, torch's caches of compiled graphs hold."""
-        told = sorted((name, sorted(values)) for name, values in self._dropped.items())
-        code = b"".join(Path(module.__file__ or "").read_bytes() for module in (capture, joint))
-        here = Path(__file__).read_bytes()
-        return hashlib.sha256(repr(told).encode() + code + here).hexdigest()
+        code = b"".join(Path(file or "").read_bytes() for file in (capture.__file__, joint.__file__, __file__))
+        return hashlib.sha256(self._text.encode() + code).hexdigest()
 
     def mark(self, graph: fx.Graph, **options: Any) -> None:
         found = JointGraph(graph, options["num_fwd_outputs"], tuple(self._dropped))
@@ -75,14 +73,14 @@ class PlannedPartitioner(Partitioner):
                 node.meta["recompute"] = (
                     CheckpointPolicy.MUST_SAVE if joint.obstacle(node) else CheckpointPolicy.MUST_RECOMPUTE
                 )
+        named = {
+            node: (region_of[node], _local(found.names[node], region_of[node])) for node in read if node in found.names
+        }
         again: set[fx.Node] = set()
-        for node, readers in read.items():
-            region = region_of.get(node, OUTSIDE)
-            name = found.names.get(node, "")
-            local = _local(name, region)
+        for node, (region, local) in named.items():
             if local in self._dropped.get(region, ()):
                 self.found.add((region, local))
-                if all(found.kernels[at].region == region for at in readers):  # else another region holds it
+                if all(found.kernels[at].region == region for at in read[node]):  # else another region holds it
                     again.add(node)
         held = [node for node in read if node.op == "call_function" and node not in again]
         for node in (*held, *_boundaries(found, again)):
@@ -92,16 +90,14 @@ class PlannedPartitioner(Partitioner):
             if node.target is operator.getitem and _op_of(node).meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
                 # An op is run again for all of its items or for none; which of them are saved depends on what backward needs.
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        self._refuse_other_graph(found, read)
+        self._refuse_other_graph(named.values())
 
-    def _refuse_other_graph(self, graph: JointGraph, read: Iterable[fx.Node]) -> None:
+    def _refuse_other_graph(self, here: Collection[tuple[str, str]]) -> None:
         """Refuse a graph in whose regions nothing is what the plan drops, and something is what it does not know.
 
         Raises:
             PlanMismatch: it is not the graph that was planned.
         """
-        region_of = {node: kernel.region for kernel in graph.kernels for node in kernel.writes}
-        here = [(region_of[node], _local(graph.names[node], region_of[node])) for node in read if node in graph.names]
         unknown = [(region, name) for region, name in here if name not in self._known.get(region, (name,))]
         if unknown and not self.found.intersection(here):
             raise PlanMismatch(

@@ -32,14 +32,14 @@ class CompiledUnits:
         made: dict[Any, Callable[..., Any]] = {}
         found: dict[Unit, Callable[..., Any]] = {}
         for unit in self._units:
-            regions = {local(name, unit.path): dropped.get(name, frozenset()) for name in planned[unit.path].regions}
+            regions = {unit.local(name): dropped.get(name, frozenset()) for name in planned[unit.path].regions}
             if not any(regions.values()):
                 if unit.module._compiled_call_impl is None and unit.wrapper is None:
                     found[unit] = PlannedCall(unit.call.compile(), unit.module)
                 continue
             key = (type(unit.module), unit.call.key, *sorted((name, tuple(sorted(v))) for name, v in regions.items()))
             if key not in made:
-                known = {local(name, unit.path): decided.get(name, frozenset()) for name in planned[unit.path].regions}
+                known = {unit.local(name): decided.get(name, frozenset()) for name in planned[unit.path].regions}
                 made[key] = unit.call.compile(**PlannedPartitioner(regions, known).options)
             found[unit] = PlannedCall(made[key], unit.module)
         return found
@@ -53,11 +53,6 @@ class CompiledUnits:
         for put_back in reversed(self._put_back):
             put_back()
         self._put_back = []
-
-
-def local(name: str, unit: str) -> str:
-    """A region's path from its unit's module."""
-    return name[len(unit) :].lstrip(".") if unit else name
 
 
 def planned_units(model: nn.Module, planned: Iterable[CompiledUnit]) -> tuple[Unit, ...]:

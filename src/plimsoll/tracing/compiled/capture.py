@@ -9,6 +9,7 @@ Private to torch, seen in 2.9 to 2.13: ``CustomPartitionerFn``, ``min_cut_remate
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,9 +43,9 @@ class Partitioner(CustomPartitionerFn):
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
         return forward, backward
 
+    @abstractmethod
     def mark(self, graph: fx.Graph, **options: Any) -> None:
         """Mark the forward nodes to save, and those to compute again."""
-        raise NotImplementedError
 
 
 class _Spy(Partitioner):

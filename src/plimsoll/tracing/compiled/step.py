@@ -34,13 +34,10 @@ class CompiledPart:
     graphs: tuple[JointGraph, ...]
     statics: tuple[frozenset[fx.Node], ...]
 
-    def in_backward_order(self) -> list[tuple[int, Kernel]]:
-        """Backward's kernels with the graph of each: the last graph first."""
-        return [(at, k) for at in reversed(range(len(self.graphs))) for k in self.graphs[at].kernels if k.is_backward]
-
-    def in_forward_order(self) -> list[tuple[int, Kernel]]:
-        """Forward's kernels with the graph of each."""
-        return [(at, k) for at, graph in enumerate(self.graphs) for k in graph.kernels if not k.is_backward]
+    def kernels(self, *, is_backward: bool) -> list[Kernel]:
+        """The kernels of forward, or those of backward, where the last graph comes first."""
+        graphs = reversed(self.graphs) if is_backward else self.graphs
+        return [kernel for graph in graphs for kernel in graph.kernels if kernel.is_backward is is_backward]
 
 
 def with_compiled(eager: Trace, parts: Mapping[str, CompiledPart], device: torch.device) -> Trace:
@@ -65,7 +62,6 @@ class _Place:
 
     call: RegionCall
     part: CompiledPart
-    removed: list[int] = field(default_factory=list)
     forward: dict[Kernel, int] = field(default_factory=dict)
     backward: dict[Kernel, int] = field(default_factory=dict)
     first_new: dict[Phase, int] = field(default_factory=dict)
@@ -116,10 +112,10 @@ class _Weaver:
         self._new.append(len(self.ops))
 
     def _insert(self, place: _Place, phase: Phase) -> None:
-        part, is_backward = place.part, phase is Phase.BACKWARD
+        is_backward = phase is Phase.BACKWARD
         ticks = place.backward if is_backward else place.forward
         place.first_new[phase] = len(self.ops)
-        for _, kernel in part.in_backward_order() if is_backward else part.in_forward_order():
+        for kernel in place.part.kernels(is_backward=is_backward):
             ticks[kernel] = len(self.ops)
             key = kernel_key(kernel)
             self.specs[key] = kernel_spec(kernel)

@@ -27,7 +27,6 @@ from plimsoll.tracing.refusals import refuse_compiler
 from plimsoll.tracing.regions import find_regions
 
 INDUCTOR = "inductor"
-Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +171,10 @@ class Unit:
         """Whether a region, by its path, is compiled with this module."""
         return not self.path or region == self.path or region.startswith(self.path + ".")
 
+    def local(self, region: str) -> str:
+        """The path of a region that it holds, from this module."""
+        return region[len(self.path) :].lstrip(".") if self.path else region
+
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of ``DistributedDataParallel`` and of ``torch.compile(model)``, in whatever order."""
@@ -224,12 +227,11 @@ def _checked(unit: Unit) -> Unit:
             why="a plan decides through inductor's partitioner, and this backend takes none",
             next="torch.compile(model) with its default backend, or train it uncompiled",
         )
-    own = [name for name in ("custom_partitioner_fn",) if unit.call.options.get(name) is not None]
-    if own:
+    if unit.call.options.get("custom_partitioner_fn") is not None:
         raise InvalidModel(
-            f"{what} is compiled with {own[0]}= of its own.",
+            f"{what} is compiled with custom_partitioner_fn= of its own.",
             why="one partitioner decides what a graph saves, and a plan brings one",
-            next=f"leave {own[0]} out of the options of torch.compile",
+            next="leave custom_partitioner_fn out of the options of torch.compile",
         )
     if torch._functorch.config.activation_memory_budget != 1.0:
         raise InvalidModel(
