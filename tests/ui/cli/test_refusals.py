@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -131,6 +132,11 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def _words(text: str) -> str:
+    """A text without its figures: two runs of a command measure by themselves."""
+    return " ".join(re.sub(r"\d[\d.]*", "#", text).split())
+
+
 @pytest.mark.parametrize(
     ("command", "words", "code"),
     [*((*row, 2) for row in REFUSED.items()), *((*row, 3) for row in BELOW_FLOOR.items())],
@@ -151,7 +157,7 @@ def test_what_cannot_be_done_is_said_and_leaves_every_file_as_it_was(
         fields = run(*command.split(), "--json", code=code).json
         assert (fields["plimsoll"], fields["exit_code"]) == ("error", code)
         parts = f"{fields['error']}: {fields['found']} why {fields['why']} next {fields['next']}"
-        assert " ".join(parts.split()) in " ".join(said.split())
+        assert _words(parts) in _words(said)
     assert contents() == before
 
 
