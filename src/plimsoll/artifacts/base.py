@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, BinaryIO, ClassVar, Protocol, Self
 
 from plimsoll.errors import PlanFileError
 
@@ -98,29 +99,39 @@ def _wrap_odd_numbers(node: Any) -> Any:
 def write_whole(text: str, path: str | Path) -> None:
     """Write text to a file that appears whole or not at all; an existing file is replaced.
 
-    Its name until then is random: on a disk that machines share, two processes may have the same id.
-
     Raises:
         PlanFileError: the place cannot be written.
     """
+    target = Path(path)
+    try:
+        with whole_file(target) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise PlanFileError(
+            f"{target} cannot be written.",
+            why=error.strerror or type(error).__name__,
+            next="give a file in a directory that exists and that you may write to",
+        ) from error
+
+
+PART = ".part"
+"""How the name of a file ends that is still being written."""
+
+
+@contextlib.contextmanager
+def whole_file(target: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which is in its place once the block has ended, and nowhere if that fails.
+
+    Its name until then is random: on a disk that machines share, two processes may have the same id.
+    """
     import secrets
 
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}{PART}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with temporary.open("wb") as file:
+            yield file
         temporary.replace(target)
-    except BaseException as error:
+    except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if isinstance(error, OSError):
-            raise _not_writable(target, error) from error
         raise
-
-
-def _not_writable(target: Path, error: OSError) -> PlanFileError:
-    return PlanFileError(
-        f"{target} cannot be written.",
-        why=error.strerror or type(error).__name__,
-        next="give a file in a directory that exists and that you may write to",
-    )

@@ -38,6 +38,11 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     """The device's memory, when known."""
 
+    def seconds_of(self, cost_key: str) -> float:
+        """Seconds of one op; none for an op that has no cost."""
+        cost = self.ops.get(cost_key)
+        return 0.0 if cost is None else cost.seconds
+
 
 class Basis(enum.StrEnum):
     """How much a figure can be relied on; all but ``EXACT`` and ``UNSUPPORTED`` carry a relative error.

@@ -18,7 +18,6 @@ import logging
 import os
 import re
 import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from plimsoll.artifacts.base import PART, whole_file
 from plimsoll.artifacts.job import ModelFacts
 from plimsoll.artifacts.trace import SCHEMA_VERSION, Trace
 from plimsoll.units import MIB
@@ -44,7 +44,6 @@ _SOURCES = ("artifacts", "estimator/catalogue", "estimator/local_rank", "estimat
 _MAGIC = b"plimsoll cache 1"
 _DIGEST_BYTES = 32
 _SUFFIX = ".trace"
-_PART = ".part"
 _KEY = re.compile(r"[0-9a-f]{16,}")
 _FAST = 1
 _ABANDONED_SECONDS = 3600.0
@@ -181,7 +180,8 @@ class FileCache:
         body = zlib.compress(payload, _FAST)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._write(self._path(key), _MAGIC + hashlib.sha256(body).digest() + body)
+            with whole_file(self._path(key)) as file:
+                file.write(_MAGIC + hashlib.sha256(body).digest() + body)
             self._shrink(keep=self._path(key))
         except OSError as error:
             _LOG.debug("cannot keep a trace in %s: %s", self._directory, error)
@@ -194,17 +194,6 @@ class FileCache:
     def _path(self, key: str) -> Path:
         assert _KEY.fullmatch(key), f"{key!r} is no key"
         return self._directory / f"{key}{_SUFFIX}"
-
-    def _write(self, path: Path, content: bytes) -> None:
-        handle, name = tempfile.mkstemp(prefix=path.stem, suffix=_PART, dir=self._directory)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            Path(name).replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                Path(name).unlink()
-            raise
 
     def _shrink(self, keep: Path) -> None:
         """Remove the least recently used until the rest fits; what was just written stays."""
@@ -222,7 +211,7 @@ class FileCache:
                 status = entry.stat()
                 if entry.name.endswith(_SUFFIX):
                     yield status.st_mtime, status.st_size, Path(entry.path)
-                elif entry.name.endswith(_PART) and time.time() - status.st_mtime > _ABANDONED_SECONDS:
+                elif entry.name.endswith(PART) and time.time() - status.st_mtime > _ABANDONED_SECONDS:
                     Path(entry.path).unlink()
             except OSError:  # another process removed it
                 continue

@@ -24,10 +24,9 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV, _ScheduleF
 import plimsoll.distributed
 from plimsoll.distributed.pipelines.rank_plans import RankPlanner, Standing, _refuse_differing
 from plimsoll.distributed.pipelines.schedule_report import added_seconds
-from plimsoll.distributed.pipelines.schedules import read_schedule
+from plimsoll.distributed.pipelines.schedules import Wrapped, read_schedule
 from plimsoll.distributed.pipelines.stage_plans import renamed
 from plimsoll.distributed.pipelines.stage_steps import StageStep, trace_stage
-from plimsoll.distributed.pipelines.wrapping import Wrapped
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidModel, InvalidOption, PlanMismatch, RanksDiffer
 from plimsoll.estimator.pipeline_schedule.orders import Action, ActionKind, check_orders
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds

@@ -42,7 +42,7 @@ def judge_coverage(trace: Trace, costs: Costs, capture: Capture) -> CompilerCove
     if not capture.is_asked:
         return CompilerCoverage(is_measured=False, note=capture.failure)
     ticks = [tick for tick, op in enumerate(trace.ops) if op.phase is not Phase.OPTIMIZER]
-    seconds = {tick: _seconds(costs, trace.ops[tick].cost_key) for tick in ticks}
+    seconds = {tick: costs.seconds_of(trace.ops[tick].cost_key) for tick in ticks}
     captured = set() if capture.failure else captured_ticks(trace, capture)
     found = CompilerCoverage(
         is_measured=True,
@@ -98,11 +98,6 @@ def _aligned(trace: Trace, ticks: Sequence[int], keys: Sequence[str]) -> list[tu
     return [
         (block.a + offset, block.b + offset) for block in matcher.get_matching_blocks() for offset in range(block.size)
     ]
-
-
-def _seconds(costs: Costs, key: str) -> float:
-    cost = costs.ops.get(key)
-    return 0.0 if cost is None else cost.seconds
 
 
 def _note(capture: Capture) -> str:

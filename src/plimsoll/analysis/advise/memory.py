@@ -7,6 +7,7 @@ score: its bytes grow with the square of the sequence.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import msgspec
@@ -173,18 +174,16 @@ def measure_layers(trace: Trace, costs: Costs, unmanaged: Plan) -> tuple[LayerUs
 
     ``unmanaged`` is the plan ``none``, which holds everything that autograd saves.
     """
-    seconds: dict[tuple[int, Phase], float] = {}
+    seconds: defaultdict[tuple[int, Phase], float] = defaultdict(float)
     for op in trace.ops:
-        cost = costs.ops.get(op.cost_key)
-        if op.region >= 0 and cost is not None:
-            seconds[op.region, op.phase] = seconds.get((op.region, op.phase), 0.0) + cost.seconds
+        seconds[op.region, op.phase] += costs.seconds_of(op.cost_key)
     return tuple(
         LayerUse(
             name=call.name,
             call=call.call,
             saved_bytes=region.retained_bytes,
-            forward_seconds=seconds.get((call.index, Phase.FORWARD), 0.0),
-            backward_seconds=seconds.get((call.index, Phase.BACKWARD), 0.0),
+            forward_seconds=seconds[call.index, Phase.FORWARD],
+            backward_seconds=seconds[call.index, Phase.BACKWARD],
         )
         for call, region in zip(trace.regions, unmanaged.regions, strict=True)
     )

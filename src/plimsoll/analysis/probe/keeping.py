@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from plimsoll.analysis.probe.evidence import ArmLog
-from plimsoll.artifacts.base import to_json
+from plimsoll.artifacts.base import to_json, whole_file
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import ProbeRunMismatch, ProbeRunUnusable
@@ -211,18 +211,10 @@ class RunDirectory:
                 place.unlink()
 
     def _write(self, name: str, write: Callable[[BinaryIO], object]) -> None:
-        target = self.path / name
-        temporary = self.path / f".{name}.{os.getpid()}.part"
-        try:
-            with temporary.open("wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+        with whole_file(self.path / name) as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

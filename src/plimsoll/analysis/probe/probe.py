@@ -22,7 +22,7 @@ from plimsoll.analysis.probe.keeping import RunDirectory, trainable_copy
 from plimsoll.analysis.probe.rules import Findings, ProbeSettings, judge, stop_here, window_of
 from plimsoll.analysis.probe.statistics import first_step_at
 from plimsoll.analysis.probe.step import Blocks, MakeOptimizer, Trainer, check_trainable, describe_optimizer
-from plimsoll.analysis.probe.stream import Call, Stream, checksum, held_out_calls
+from plimsoll.analysis.probe.stream import Call, Stream, checksum, read_data
 from plimsoll.analysis.verify.evidence import versions
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, silent
@@ -117,7 +117,7 @@ def probe(
     settings = _settings(steps, chunk_steps, seed, target_loss, is_early=early)
     loss = explained_loss(loss)
     report("reading the data", 0.0)
-    stream, evaluated = _read_data(batches, held_out, seed)
+    stream, evaluated = read_data(batches, held_out, seed)
     about = _about(model, stream, evaluated, plan, loss, optimizer, data)
     with tempfile.TemporaryDirectory(prefix="plimsoll-probe-") as temporary:
         directory = RunDirectory(Path(temporary) / "run" if run is None else Path(run))
@@ -156,14 +156,6 @@ def _settings(steps: int, chunk_steps: int, seed: int, target_loss: float | None
             next="give a number, or leave it out for the baseline's own final loss",
         )
     return ProbeSettings(steps=steps, chunk_steps=chunk_steps, seed=seed, target_loss=target_loss, is_early=is_early)
-
-
-def _read_data(batches: Any, held_out: Iterable[Any] | int | None, seed: int) -> tuple[Stream, list[Call]]:
-    """The stream to train on, and the batches for evaluation."""
-    if held_out is None or isinstance(held_out, int):
-        stream = Stream(batches, set_apart=held_out, seed=seed)
-        return stream, stream.held_out()
-    return Stream(batches, set_apart=0, seed=seed), held_out_calls(held_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

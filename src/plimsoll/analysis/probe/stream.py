@@ -212,3 +212,11 @@ def checksum(call: Call, start: int = 0) -> int:
 def _as_call(batch: Any) -> Call:
     args, kwargs = split_batch(batch)
     return Call(args, kwargs)
+
+
+def read_data(batches: Any, held_out: Iterable[Any] | int | None, seed: int) -> tuple[Stream, list[Call]]:
+    """The stream to train on, and the batches for evaluation."""
+    if held_out is None or isinstance(held_out, int):
+        stream = Stream(batches, set_apart=held_out, seed=seed)
+        return stream, stream.held_out()
+    return Stream(batches, set_apart=0, seed=seed), held_out_calls(held_out)

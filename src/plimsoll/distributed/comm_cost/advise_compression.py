@@ -15,7 +15,7 @@ from torch import nn
 
 from plimsoll.analysis.probe.keeping import trainable_copy
 from plimsoll.analysis.probe.step import MakeOptimizer, check_trainable, describe_optimizer
-from plimsoll.analysis.probe.stream import Call, Stream, held_out_calls
+from plimsoll.analysis.probe.stream import Call, read_data
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.store import from_json
@@ -23,10 +23,11 @@ from plimsoll.artifacts.traffic import UNCOMPRESSED, Traffic
 from plimsoll.distributed.comm_cost.figures import ReplicaFigures, ShardFigures
 from plimsoll.distributed.comm_cost.findings import LEAST_ROUNDS, TrafficFindings, validate_methods
 from plimsoll.distributed.comm_cost.metering import Metering, meter_traffic
-from plimsoll.distributed.comm_cost.parallel_layout import check_layout, check_reducible, find_units, name_methods
+from plimsoll.distributed.comm_cost.parallel_layout import check_layout, check_reducible, name_methods
 from plimsoll.distributed.comm_cost.timed_step import time_call
 from plimsoll.distributed.comm_cost.training import Parallel, planned_steps
 from plimsoll.distributed.gradient_compression.method import CompressionSettings, parse_method
+from plimsoll.distributed.gradient_compression.shards import units_of
 from plimsoll.errors import InvalidOption
 from plimsoll.session.options import check_count
 from plimsoll.session.rendezvous.conversation import Conversation, differing
@@ -109,19 +110,19 @@ def advise_compression(
         check_model(model)
         check_trainable(model)
         check_layout(model, world)
-        is_sharded = bool(find_units(model))
+        is_sharded = bool(units_of(model))
         named = name_methods(methods, is_sharded=is_sharded)
         CompressionSettings(method=parse_method(named[-1]), seed=seed)  # refuses a seed as compress_gradients does
         if is_sharded:
             _check_shard_options(bucket_bytes, measure_rounds)
         report("reading the data", 0.0)
-        stream, evaluated = _read_data(batches, held_out, seed, validate_steps)
-        place = world.ranks.index(world.rank)
+        stream, evaluated = read_data(batches, held_out, seed)
+        _check_held_out(validate_steps, evaluated)
         metering = Metering(
             world=world,
             model=model,
             methods=named,
-            calls=[stream.draw(world.size)[place] for _ in range(max(1, validate_steps))],
+            calls=[stream.draw(world.size)[world.ranks.index(world.rank)] for _ in range(max(1, validate_steps))],
             held_out=evaluated,
             loss=loss,
             make_optimizer=optimizer,
@@ -184,21 +185,13 @@ def _check_shard_options(bucket_bytes: int | None, measure_rounds: int) -> None:
         )
 
 
-def _read_data(
-    batches: Any, held_out: Iterable[Any] | int | None, seed: int, validate_steps: int
-) -> tuple[Stream, list[Call]]:
-    if held_out is None or isinstance(held_out, int):
-        stream = Stream(batches, set_apart=held_out, seed=seed)
-        evaluated = stream.held_out()
-    else:
-        stream, evaluated = Stream(batches, set_apart=0, seed=seed), held_out_calls(held_out)
+def _check_held_out(validate_steps: int, evaluated: Sequence[Call]) -> None:
     if validate_steps and not evaluated:
         raise InvalidOption(
             f"validate_steps={validate_steps}, and no held-out data.",
             why="what compression does to training shows on data that was not trained on",
             next="give a list of batches (a tenth of it is set apart) or held_out=, or leave validation out",
         )
-    return stream, evaluated
 
 
 def _agree(conversation: Conversation, metering: Metering, optimizer: str) -> None:

@@ -120,10 +120,7 @@ def validate_methods(found: TrafficFindings, parallel: Parallel) -> dict[str, Va
         losses = [parallel.held_out_losses(method, order) for order in orders]
         worse = differences(baseline, losses)
         mean = None if worse is None else mean_of_samples(np.asarray(worse, dtype=np.float64))
-        difference = None
-        if mean is not None:
-            low, high = mean.interval(_ERROR)
-            difference = IntervalEstimate(value=mean.value, low=low, high=high)
+        difference = None if mean is None else mean.estimate(_ERROR)
         validations[method] = validate(baseline, losses, difference, found.metering.validate_steps)
     return validations
 

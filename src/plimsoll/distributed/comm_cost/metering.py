@@ -29,7 +29,6 @@ from plimsoll.distributed.comm_cost.forecast import (
     sizes_to_time,
     transfer_seconds,
 )
-from plimsoll.distributed.comm_cost.parallel_layout import find_units
 from plimsoll.distributed.comm_cost.timed_step import (
     Backward,
     SilentParallel,
@@ -37,11 +36,10 @@ from plimsoll.distributed.comm_cost.timed_step import (
     wait_for_all,
     wait_for_device,
 )
-from plimsoll.distributed.gradient_compression.averaging import Averages, average_whole
-from plimsoll.distributed.gradient_compression.counters import Tally
+from plimsoll.distributed.gradient_compression.averaging import Averages, Tally, average_whole
 from plimsoll.distributed.gradient_compression.method import CompressionSettings, parse_method
 from plimsoll.distributed.gradient_compression.rounds import round_of
-from plimsoll.distributed.gradient_compression.shards import ShardUnit
+from plimsoll.distributed.gradient_compression.shards import ShardUnit, units_of
 from plimsoll.distributed.gradient_compression.slots import GradientPart, GradientSlot, make_slots
 from plimsoll.session.rendezvous.exchange import exchange
 from plimsoll.session.rendezvous.world import World
@@ -81,7 +79,7 @@ class Metering:
     backward: Backward = field(init=False)
 
     def __post_init__(self) -> None:
-        self.units = find_units(self.model)
+        self.units = tuple(units_of(self.model))
         self.backward = _backward(self.model, self.calls[0], self.loss)
 
     @property

@@ -17,18 +17,7 @@ from plimsoll.tracing.fsdp2 import has_flat_parameters
 from plimsoll.tracing.local_tensors import is_wrapper
 
 METHODS = ("powersgd:4", "topk:1%", "randomk:1%", "sign", "int8")
-"""What is looked at unless told otherwise."""
-SHARD_METHODS = ("topk:1%", "randomk:1%", "sign", "int8")
-"""The same for a model that FSDP2 shards."""
-
-
-def find_units(model: nn.Module) -> tuple[ShardUnit, ...]:
-    """The modules that FSDP2 reduces the gradients of; none of a model that is not sharded.
-
-    Raises:
-        InvalidModel: sharded in a way that compression has no place in.
-    """
-    return tuple(units_of(model))
+"""What is looked at unless told otherwise; the first is not for a model that FSDP2 shards."""
 
 
 def check_layout(model: nn.Module, world: World) -> None:
@@ -45,7 +34,7 @@ def check_layout(model: nn.Module, world: World) -> None:
             why="its gradients have no place for compression; FSDP2's have",
             next="shard it with torch.distributed.fsdp.fully_shard, or give the model before it is sharded",
         )
-    units = find_units(model)
+    units = units_of(model)
     if not units:
         _check_no_wrappers(model)
     check_free(units)
@@ -98,7 +87,7 @@ def name_methods(given: object, *, is_sharded: bool) -> tuple[str, ...]:
         InvalidOption: no list, an unknown method, one that cannot take the place of a reduce-scatter where a model is
             sharded, or none at all.
     """
-    default = SHARD_METHODS if is_sharded else METHODS
+    default = METHODS[1:] if is_sharded else METHODS
     if given is not None and not isinstance(given, Iterable):
         raise InvalidOption(
             f"methods={given!r} is no list of methods.",

@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from plimsoll.distributed.gradient_compression.averaging import Averages
-from plimsoll.distributed.gradient_compression.counters import Tally
+from plimsoll.distributed.gradient_compression.averaging import Averages, Tally
 from plimsoll.distributed.gradient_compression.handle import CompressionHandle
 from plimsoll.distributed.gradient_compression.method import EXCLUDED, CompressionSettings, Method, parse_method
 from plimsoll.distributed.gradient_compression.replicas import Replicas, free_switch_of, parts_of_replicas

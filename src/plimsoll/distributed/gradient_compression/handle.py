@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from plimsoll.distributed.gradient_compression.counters import Counters, Tally
+from plimsoll.distributed.gradient_compression.averaging import Counters, Tally
 from plimsoll.distributed.gradient_compression.method import CompressionSettings
 from plimsoll.distributed.gradient_compression.replicas import Replicas
 from plimsoll.distributed.gradient_compression.shards import Shards

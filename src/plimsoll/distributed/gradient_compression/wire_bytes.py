@@ -15,29 +15,9 @@ from typing import Literal
 
 import torch
 
+from plimsoll.artifacts.traffic import Transfer
 from plimsoll.distributed.gradient_compression.encoders import encoder_of
 from plimsoll.distributed.gradient_compression.method import Method
-
-
-def all_reduce_bytes(message_bytes: int, ranks: int) -> int:
-    """Sent by one rank to reduce a message that all have.
-
-    Example:
-        >>> all_reduce_bytes(1000, 4)
-        1500
-    """
-    return 2 * message_bytes * (ranks - 1) // ranks
-
-
-def reduce_scatter_bytes(message_bytes: int, ranks: int) -> int:
-    """Sent by one rank to reduce a message of which each rank gets a part; an all-to-all sends as much."""
-    return message_bytes * (ranks - 1) // ranks
-
-
-def all_gather_bytes(part_bytes: int, ranks: int) -> int:
-    """Sent by one rank to give its part to all others, and to pass theirs on."""
-    return part_bytes * (ranks - 1)
-
 
 Form = Literal["mean", "shard"]
 """Whether every rank gets the whole mean, as DDP's ranks do, or its own shard of it, as FSDP2's do."""
@@ -48,8 +28,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def dense_bytes(elements: int, dtype: torch.dtype, ranks: int, form: Form) -> int:
     """Sent by one rank for a gradient that is not compressed."""
-    message_bytes = elements * dtype.itemsize
-    return all_reduce_bytes(message_bytes, ranks) if form == "mean" else reduce_scatter_bytes(message_bytes, ranks)
+    transfer = Transfer.ALL_REDUCE if form == "mean" else Transfer.REDUCE_SCATTER
+    return int(transfer.wire_bytes(elements * dtype.itemsize, ranks))
 
 
 def compressed_bytes(method: Method, shape: Sequence[int], dtype: torch.dtype, ranks: int, form: Form) -> int:
@@ -58,18 +38,16 @@ def compressed_bytes(method: Method, shape: Sequence[int], dtype: torch.dtype, r
     chunk = -(-elements // ranks)
     if method.kind == "powersgd":
         rows, columns, rank = factors_of(shape, method.rank)
-        return all_reduce_bytes((rows + columns) * rank * torch.float32.itemsize, ranks)
+        return int(Transfer.ALL_REDUCE.wire_bytes((rows + columns) * rank * torch.float32.itemsize, ranks))
     if method.kind == "randomk":
-        if form == "shard":
-            return reduce_scatter_bytes(ranks * method.elements_sent(chunk) * dtype.itemsize, ranks)
-        return all_reduce_bytes(method.elements_sent(elements) * dtype.itemsize, ranks)
+        sent = method.elements_sent(chunk) * ranks if form == "shard" else method.elements_sent(elements)
+        return dense_bytes(sent, dtype, ranks, form)
     encoder = encoder_of(method)
-    if form == "shard":
-        return reduce_scatter_bytes(ranks * encoder.payload_bytes(chunk, dtype), ranks)
-    if method.kind == "int8":
-        part_bytes = encoder.payload_bytes(chunk, dtype)
-        return reduce_scatter_bytes(ranks * part_bytes, ranks) + all_gather_bytes(part_bytes, ranks)
-    return all_gather_bytes(encoder.payload_bytes(elements, dtype), ranks)
+    if form == "mean" and method.kind != "int8":
+        return int(Transfer.ALL_GATHER.wire_bytes(encoder.payload_bytes(elements, dtype), ranks))
+    part_bytes = encoder.payload_bytes(chunk, dtype)
+    passes = 1 if form == "shard" else 2  # the all-gather of averaged chunks sends as much as the all-to-all before it
+    return passes * int(Transfer.ALL_TO_ALL.wire_bytes(ranks * part_bytes, ranks))
 
 
 def factors_of(shape: Sequence[int], rank: int) -> tuple[int, int, int]:

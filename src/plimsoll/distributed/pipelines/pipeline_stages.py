@@ -25,18 +25,20 @@ from plimsoll.distributed.pipelines.schedules import (
     RankSchedule,
     Schedule,
     Stage,
+    Wrapped,
     first_input,
     initializer,
+    is_wrapped,
     loss_of,
     read_schedule,
     trains,
 )
-from plimsoll.distributed.pipelines.stage_steps import KnownChoices, StageStep, bytes_of, trace_stage
-from plimsoll.distributed.pipelines.wrapping import Wrapped, is_wrapped
+from plimsoll.distributed.pipelines.stage_steps import StageStep, bytes_of, trace_stage
 from plimsoll.engine.apply import Handle
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, PlimsollError
 from plimsoll.estimator.pipeline_schedule.orders import most_in_flight
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
+from plimsoll.estimator.rank_estimates import KnownChoices
 from plimsoll.session.calibration import MeasuredStep, OptimizerWatch
 from plimsoll.session.manage import manage
 from plimsoll.session.options import Budget, as_patterns, check_count

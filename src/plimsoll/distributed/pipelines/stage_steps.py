@@ -7,7 +7,6 @@ it receives belongs to buffers that last, so that it is no part of what a waitin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from plimsoll.errors import InvalidBatch
 from plimsoll.estimator.parallelism.rank import rank_trace
 from plimsoll.estimator.pipeline_schedule.rank_memory import StageMemory
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
-from plimsoll.planning.choices import ChoiceSet
+from plimsoll.estimator.rank_estimates import KnownChoices
 from plimsoll.planning.describe import held_bytes
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
@@ -34,8 +33,6 @@ from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.task import TrainingTask, detached
 from plimsoll.tracing.meters.memory import storage_bytes
 from plimsoll.tracing.recorder.calling import Loss, output_tensors
-
-KnownChoices = dict[Hashable, ChoiceSet]
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def overlapped_seconds(trace: Trace, costs: Costs) -> OverlappedSeconds:
     computing = dict.fromkeys(Phase, 0.0)
     communicating = 0.0
     for op in trace.ops:
-        seconds = _seconds(costs, op.cost_key)
+        seconds = costs.seconds_of(op.cost_key)
         if not _is_shared(trace, op.cost_key):
             computing[op.phase] += seconds
         elif op.phase is not Phase.OPTIMIZER and op.name != _ALL_REDUCE:
@@ -83,11 +83,6 @@ def overlapped_seconds(trace: Trace, costs: Costs) -> OverlappedSeconds:
             0.0, forward_seconds + backward_seconds - computing[Phase.FORWARD] - computing[Phase.BACKWARD]
         ),
     )
-
-
-def _seconds(costs: Costs, cost_key: str) -> float:
-    cost = costs.ops.get(cost_key)
-    return 0.0 if cost is None else cost.seconds
 
 
 def _is_shared(trace: Trace, cost_key: str) -> bool:
@@ -111,7 +106,7 @@ class _Streams:
             if op.phase is not phase:
                 self._leave(phase)
                 phase = op.phase
-            seconds = _seconds(costs, op.cost_key)
+            seconds = costs.seconds_of(op.cost_key)
             if not _is_shared(trace, op.cost_key):
                 self._compute(op.name, seconds)
             elif op.name != _ALL_REDUCE or reduces:
@@ -174,14 +169,14 @@ def measure_rank(trace: Trace, costs: Costs) -> RankSeconds:
     flops = 0
     for tick, op in enumerate(trace.ops):
         spec = trace.specs.get(op.cost_key)
-        cost = costs.ops.get(op.cost_key)
-        if cost is None or op.phase is Phase.OPTIMIZER or (spec is not None and spec.group in _DATA_PARALLEL):
+        op_seconds = costs.seconds_of(op.cost_key)
+        if op.phase is Phase.OPTIMIZER or (spec is not None and spec.group in _DATA_PARALLEL):
             continue
-        seconds[op.phase] += cost.seconds
+        seconds[op.phase] += op_seconds
         if tick in makers:
-            weight_gradient += cost.seconds
+            weight_gradient += op_seconds
         if spec is not None:
-            communication += cost.seconds if spec.group else 0.0
+            communication += op_seconds if spec.group else 0.0
             flops += 0 if spec.group else spec.flops
     return RankSeconds(
         forward_seconds=seconds[Phase.FORWARD],
