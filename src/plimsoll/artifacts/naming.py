@@ -74,6 +74,18 @@ def group_holders(holders: Sequence[Holder]) -> list[tuple[str, int]]:
     return sorted(rows, key=lambda row: -row[1])
 
 
+def with_rest(rows: Sequence[tuple[str, int]], most: int) -> list[tuple[str, int]]:
+    """The first rows, and one more that sums what the others hold."""
+    rest = [size for _, size in rows[most:]]
+    return [*rows[:most], (f"{len(rest)} others", sum(rest))] if rest else list(rows)
+
+
+def region_in_label(label: str, regions: Iterable[str]) -> str:
+    """The region that a label belongs to: ``layers.1`` for ``layers.1.mlp::mul#0``, nothing for ``layers.10::add#0``."""
+    inside = (name for name in regions if label.startswith((f"{name}.", f"{name}:", f"{name} ")))
+    return max(inside, key=len, default="")
+
+
 def kind_of(region: str) -> str:
     """Names that differ in numbers only are of one kind."""
     return re.sub(r"\d+", "*", region)

@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from plimsoll.analysis.advise.checklist import StepEvidence, check_all
+from plimsoll.analysis.advise.checklist import StepEvidence, check_all, find_failures
 from plimsoll.analysis.advise.choosing import Made, Wish, choose
-from plimsoll.analysis.advise.failures import find_failures
 from plimsoll.analysis.advise.memory import find_bottleneck, measure_layers
 from plimsoll.artifacts.advice import CheckOutcome, FailureSign
 from plimsoll.artifacts.decision import Engine
@@ -84,6 +83,7 @@ HIGHER = {"measured_peak_bytes": 2 * make_receipt().predicted_peak_bytes, "budge
         ({"is_deterministic": False}, "determinism-tested", FAIL, "use_deterministic_algorithms"),
         ({"baseline_curve": CURVE[:10], "plan_curve": CURVE[:10]}, "loss-curves", NOT_CHECKED, ""),
         ({"baseline_curve": CURVE, "plan_curve": CURVE}, "loss-curves", PASS, ""),
+        ({"baseline_curve": CURVE, "plan_curve": (*CURVE[1:], 9.0)}, "loss-curves", FAIL, "LOSSES_DIFFER"),
         ({"plan_losses": (1.25, 9.0)}, "loss-curves", FAIL, "Do not train"),
     ],
 )

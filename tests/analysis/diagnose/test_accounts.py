@@ -13,7 +13,7 @@ from plimsoll.analysis.diagnose.attribution import find_layers
 from plimsoll.analysis.diagnose.causes import split_overhead
 from plimsoll.analysis.diagnose.chrome_reader import input_bytes
 from plimsoll.analysis.diagnose.intervals import clip, covered_ns, gaps, owned_ns, union
-from plimsoll.analysis.diagnose.profile import DeviceKind, DeviceSpan, HostKind, HostSpan, Profile, StepSpan
+from plimsoll.analysis.diagnose.profile import DeviceKind, DeviceSpan, HostKind, HostSpan, Profile
 from plimsoll.artifacts.finding import OverheadCause, WorkUnit
 
 OPS = st.sampled_from(["aten::mm", "aten::add", "aten::copy_", "aten::view", "NormBackward0", "my::op"])
@@ -56,7 +56,7 @@ def profiles(draw: st.DrawFn) -> Profile:
             )
         )
     count = draw(st.integers(0, 3))
-    steps = tuple(StepSpan(start_ns=i * 100_000, end_ns=i * 100_000 + 90_000 + 10_000 * (i % 2)) for i in range(count))
+    steps = tuple((i * 100_000, i * 100_000 + 90_000 + 10_000 * (i % 2)) for i in range(count))
     apart = draw(st.booleans())
     return Profile(source="drawn", host=tuple(host), device=tuple(device), steps=steps, are_steps_apart=apart)
 

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from plimsoll.analysis.advise.candidates import CandidateMaker
-from plimsoll.analysis.advise.checklist import StepEvidence, check_all
+from plimsoll.analysis.advise.checklist import StepEvidence, check_all, find_failures
 from plimsoll.analysis.advise.choosing import Wish, choose, recommend
 from plimsoll.analysis.advise.compiler_capture import ask_compiler
 from plimsoll.analysis.advise.compiler_coverage import find_hazards, judge_coverage
-from plimsoll.analysis.advise.failures import find_failures
 from plimsoll.analysis.advise.memory import LITTLE, find_bottleneck, measure_layers
 from plimsoll.analysis.verify.evidence import versions
 from plimsoll.artifacts.advice import Advice, Capture

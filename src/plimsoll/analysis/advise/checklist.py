@@ -1,4 +1,4 @@
-"""The checklist: eight items, each passed only by what was measured or counted on this step, never by an assumption."""
+"""The checklist, each item passed only by what was measured or counted on this step, and the failure modes that it shows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from plimsoll.analysis.advise.choosing import Made
 from plimsoll.analysis.advise.memory import FUSED, find_attention
-from plimsoll.artifacts.advice import Bottleneck, Candidate, CheckItem, CheckOutcome, LayerUse
+from plimsoll.artifacts.advice import Bottleneck, Candidate, CheckItem, CheckOutcome, FailureMode, FailureSign, LayerUse
 from plimsoll.artifacts.costs import Costs, CostSource
-from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.decision import Decision, Engine
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import OWN, Receipt, ReceiptVerdict
 from plimsoll.artifacts.trace import Trace
@@ -99,12 +99,11 @@ _Judged = tuple[CheckOutcome, str, str]
 
 def check_all(evidence: StepEvidence) -> tuple[CheckItem, ...]:
     """The items in the order in which people go through them."""
-    items = []
-    for name, title, check in _CHECKS:
-        outcome, found, next_ = check(evidence)
-        title = title.format(items=evidence.items_name)
-        items.append(CheckItem(name=name, title=title, outcome=outcome, evidence=found, next=next_))
-    return tuple(items)
+    return tuple(
+        CheckItem(name=name, title=title.format(items=evidence.items_name), outcome=outcome, evidence=found, next=next_)
+        for name, title, check in _CHECKS
+        for outcome, found, next_ in [check(evidence)]
+    )
 
 
 def _layers(evidence: StepEvidence) -> _Judged:
@@ -239,4 +238,117 @@ _CHECKS: tuple[tuple[str, str, Callable[[StepEvidence], _Judged]], ...] = (
     ("attention-backward", "attention backward checked", _attention),
     ("throughput", "{items}/s measured, not only batch size", _throughput),
     ("loss-curves", "loss curves compared", _curves),
+)
+
+
+COLLAPSE = 0.35
+"""More extra time than full recomputation is known to take (20% to 33% in theory, up to 38% seen): something else is slow."""
+_OFF_BY = 0.05
+"""A measured peak this much above the predicted one is not explained by the plan."""
+_WRONG = (
+    ReceiptVerdict.GRADIENTS_DIFFER,
+    ReceiptVerdict.BUFFERS_DIFFER,
+    ReceiptVerdict.LOSSES_DIFFER,
+    ReceiptVerdict.TENSORS_DIFFER,
+    ReceiptVerdict.INTERMEDIATES_DIFFER,
+)
+_Shown = tuple[FailureSign, str, str]
+"""Whether a failure shows, by what evidence, and what to do next."""
+
+
+def find_failures(evidence: StepEvidence) -> tuple[FailureMode, ...]:
+    """The five ways in which activation management goes wrong, those that cost most first, each with whether it shows."""
+    return tuple(
+        FailureMode(name=name, title=title, sign=sign, evidence=found, next=next_)
+        for name, title, find in _MODES
+        for sign, found, next_ in [find(evidence)]
+    )
+
+
+def _collapse(evidence: StepEvidence) -> _Shown:
+    verdict, seconds = evidence.verdict, evidence.receipt_seconds
+    if seconds is not None:
+        source = f"receipt, {evidence.receipt_name}"
+    elif verdict is not None and verdict.plan.measured_step_seconds and verdict.baseline.measured_step_seconds:
+        seconds = verdict.baseline.measured_step_seconds, verdict.plan.measured_step_seconds
+        source = f"probe, strategy {verdict.strategy}"
+    else:
+        plan = evidence.chosen
+        predicted = "no plan fits" if plan is None else f"{format_share(plan.predicted_overhead)} is predicted"
+        return FailureSign.NOT_CHECKED, f"{predicted}, nothing is measured", evidence.verify_command
+    overhead = seconds[1] / seconds[0] - 1
+    found = f"measured {format_share(overhead)} a step ({source}); more than {format_share(COLLAPSE)} is a collapse"
+    if overhead > COLLAPSE:
+        return FailureSign.FOUND, found, f"plimsoll diagnose {evidence.target} --plan plan.json"
+    return FailureSign.NOT_FOUND, found, ""
+
+
+def _gradients(evidence: StepEvidence) -> _Shown:
+    receipt = evidence.receipt
+    if receipt is None:
+        return FailureSign.NOT_CHECKED, _NO_RECEIPT, evidence.verify_command
+    found = f"{evidence.receipt_name}: {receipt.verdict}"
+    if receipt.verdict in _WRONG:
+        cause = f"; {receipt.faults[0]}" if receipt.faults else ""
+        return FailureSign.FOUND, f"{found}{cause}", receipt.verdict.advice
+    itself = "" if receipt.is_deterministic else "; the model differs from itself from run to run"
+    return FailureSign.NOT_FOUND, f"{found}{itself}", ""
+
+
+def _bubbles(evidence: StepEvidence) -> _Shown:
+    found = "one process on one device was traced; a pipeline's schedule cannot be seen from it"
+    return FailureSign.NOT_CHECKED, found, ""
+
+
+def _savings(evidence: StepEvidence) -> _Shown:
+    """Bytes no longer held between forward and backward against bytes off the peak, or the measured peak."""
+    receipt, plan = evidence.receipt, evidence.chosen
+    if receipt is not None:
+        measured, predicted = receipt.measured_peak_bytes, receipt.predicted_peak_bytes
+        if measured is not None and predicted is not None and measured > predicted * (1 + _OFF_BY):
+            found = f"measured peak {format_bytes(measured)}, predicted {format_bytes(predicted)}"
+            again = (
+                f"plimsoll verify {evidence.target} --plan plan.json again on an idle device; see who holds the peak"
+            )
+            return FailureSign.FOUND, f"{evidence.receipt_name}: {found}", again
+        kept = [region.name for region in receipt.regions if region.engine is Engine.KEEP]
+        if kept:
+            found = f"{len(kept)} layers kept everything although the plan drops something there ({kept[0]})"
+            return FailureSign.FOUND, found, "the receipt gives each layer's reason: plimsoll show receipt.json"
+    if plan is None or evidence.manages_nothing:
+        return FailureSign.NOT_CHECKED, "there is no plan that saves anything", ""
+    freed = _held_bytes(evidence.made[0].plan) - _held_bytes(plan)
+    saved = plan.baseline_peak_bytes - plan.predicted_peak_bytes
+    is_found = saved < freed / 2
+    why = f": the peak has moved to {plan.peak.moment}" if is_found else ""
+    return (
+        FailureSign.FOUND if is_found else FailureSign.NOT_FOUND,
+        f"the plan holds {format_bytes(freed)} less between forward and backward, its peak is predicted "
+        f"{format_bytes(saved)} lower{why}; "
+        "communication buffers and fragmentation are not seen from one process's allocations",
+        "; ".join(evidence.bottleneck.remedies) if is_found else "",
+    )
+
+
+def _held_bytes(plan: Plan) -> int:
+    return sum(region.retained_bytes for region in plan.regions)
+
+
+def _debugging(evidence: StepEvidence) -> _Shown:
+    plan = evidence.chosen
+    if plan is None or evidence.manages_nothing:
+        return FailureSign.NOT_FOUND, "every value stays where it was", ""
+    dropped = sum(len(region.dropped) for region in plan.regions)
+    packed = sum(len(region.packed) for region in plan.regions)
+    found = f"{dropped} values do not exist between forward and backward, {packed} exist in another form"
+    next_ = f"plimsoll verify {evidence.target} --plan plan.json --intermediate NAME keeps one and compares it"
+    return FailureSign.FOUND, found, next_
+
+
+_MODES: tuple[tuple[str, str, Callable[[StepEvidence], _Shown]], ...] = (
+    ("throughput", "throughput collapses", _collapse),
+    ("non-determinism", "non-determinism breaks gradients", _gradients),
+    ("pipeline-bubbles", "the pipeline's bubbles grow", _bubbles),
+    ("less-saved", "less is saved than expected", _savings),
+    ("debugging", "debugging gets harder", _debugging),
 )

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from plimsoll.analysis.diagnose.attribution import Label, label_spans
-from plimsoll.analysis.diagnose.intervals import Interval, Nesting, clip, covered_ns, gaps, owned_ns, union
+from plimsoll.analysis.diagnose.intervals import Nesting, clip, covered_ns, gaps, owned_ns, union
 from plimsoll.analysis.diagnose.ledger import Gap, Ledger, WorkKind, WorkPiece
-from plimsoll.analysis.diagnose.profile import DeviceKind, DeviceSpan, HostKind, HostSpan, Profile, is_step
+from plimsoll.analysis.diagnose.profile import DeviceKind, DeviceSpan, HostKind, HostSpan, Interval, Profile, is_step
 from plimsoll.artifacts.finding import LONG_GAP_SECONDS, WorkPhase, WorkUnit
 
 _WAITING = re.compile(r"(?:cuda|cu|hip)(?:Device|Stream|Event|Ctx)Synchronize|(?:cuda|hip)Mem(?:cpy|set)(?:_v\d+)?$")
@@ -69,8 +69,8 @@ class _Accounts(abc.ABC):
             spans: list[HostSpan | DeviceSpan] = [*self.profile.host, *self.profile.device]
             return [(min(span.start_ns for span in spans), max(span.end_ns for span in spans))]
         if self.profile.are_steps_apart:
-            return [(step.start_ns, step.end_ns) for step in steps]
-        return [(steps[0].start_ns, steps[-1].end_ns)]
+            return list(steps)
+        return [(steps[0][0], steps[-1][1])]
 
     def _is_inside(self, at_ns: int) -> bool:
         return bool(clip((at_ns, at_ns + 1), self.windows))
@@ -181,7 +181,7 @@ class _DeviceAccounts(_Accounts):
             for index, span in enumerate(self.nesting.spans)
             if span.kind is HostKind.OP and span.external and span.external != "0"
         }
-        first_ns = profile.steps[0].start_ns if profile.steps else None
+        first_ns = profile.steps[0][0] if profile.steps else None
         named = (span for span in profile.host if span.kind is HostKind.RANGE and span.start_ns == first_ns)
         self.main_thread = next((span.thread for span in named), "")
         if len(busy_ns) > 1:

@@ -16,7 +16,7 @@ from plimsoll.analysis.diagnose.comparison import compare_profiles
 from plimsoll.analysis.diagnose.nsys_reader import read_nsys
 from plimsoll.analysis.diagnose.profile import Profile
 from plimsoll.analysis.diagnose.profiling import TurnTraces, named_calls, profile_in_turns
-from plimsoll.analysis.verify.evidence import versions
+from plimsoll.analysis.verify.evidence import managed_run, versions
 from plimsoll.artifacts.finding import Finding, ProfileOrigin
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
@@ -215,16 +215,8 @@ def _run_both(
         for _ in range(_WARMUPS):
             step.run()
         handle.pause()
-
-        def run_managed() -> None:
-            handle.resume()
-            try:
-                step.run()
-            finally:
-                handle.pause()
-
         report("timing in turns", 0.2)
-        runs: dict[str, Callable[[], object]] = {_BASELINE: step.run, _PLAN: run_managed}
+        runs: dict[str, Callable[[], object]] = {_BASELINE: step.run, _PLAN: managed_run(step, handle)}
         timings = time_in_turns(runs, device=step.device, rounds=steps)
 
         def prepare(name: str) -> None:

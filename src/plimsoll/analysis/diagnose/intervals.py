@@ -6,9 +6,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
-from plimsoll.analysis.diagnose.profile import HostKind, HostSpan
-
-Interval = tuple[int, int]
+from plimsoll.analysis.diagnose.profile import HostKind, HostSpan, Interval
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

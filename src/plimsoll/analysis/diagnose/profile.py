@@ -10,6 +10,9 @@ import re
 
 import msgspec
 
+Interval = tuple[int, int]
+"""Start and end, in nanoseconds."""
+
 
 class HostKind(enum.Enum):
     """What a span on a thread of the host is."""
@@ -68,22 +71,17 @@ class DeviceSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     bytes: int | None = None
 
 
-class StepSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One training step, as the host ran it."""
-
-    start_ns: int
-    end_ns: int
-
-
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """One trace. ``steps`` is empty where nothing marks them; ``forward_links`` lead from the start of a backward op
+    """One trace.
+
+    ``steps`` are as the host ran them, empty where nothing marks them. ``forward_links`` lead from the start of a backward op
     (thread, nanosecond) to that of the forward op that made it.
     """
 
     source: str
     host: tuple[HostSpan, ...]
     device: tuple[DeviceSpan, ...] = ()
-    steps: tuple[StepSpan, ...] = ()
+    steps: tuple[Interval, ...] = ()
     are_steps_apart: bool = False
     """Whether each step was waited for, and others ran in between; steps of a loop follow each other."""
     device_names: dict[int, str] = {}
@@ -92,7 +90,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_starts(self) -> list[int]:
-        return [step.start_ns for step in self.steps]
+        return [start for start, _ in self.steps]
 
 
 MODULE_PREFIX = "plimsoll.module: "
@@ -110,7 +108,7 @@ def is_step(span: HostSpan) -> bool:
     return span.kind is HostKind.RANGE and _STEP_NAME.fullmatch(span.name) is not None
 
 
-def find_steps(host: tuple[HostSpan, ...]) -> tuple[tuple[StepSpan, ...], bool]:
+def find_steps(host: tuple[HostSpan, ...]) -> tuple[tuple[Interval, ...], bool]:
     """The ranges that mark training steps, in order, and whether they stand apart.
 
     Where several families of names could be meant, the first of Plimsoll's own, the profiler's and other ones counts.
@@ -124,8 +122,8 @@ def find_steps(host: tuple[HostSpan, ...]) -> tuple[tuple[StepSpan, ...], bool]:
         return (), False
     ranks = {"plimsoll.step": 0, "profilerstep": 1}
     family = min(families, key=lambda name: (ranks.get(name, 2), -len(families[name])))
-    steps: list[StepSpan] = []
+    steps: list[Interval] = []
     for span in sorted(families[family], key=lambda span: span.start_ns):
-        if not steps or span.start_ns >= steps[-1].end_ns:
-            steps.append(StepSpan(start_ns=span.start_ns, end_ns=span.end_ns))
+        if not steps or span.start_ns >= steps[-1][1]:
+            steps.append((span.start_ns, span.end_ns))
     return tuple(steps), family == "plimsoll.step"

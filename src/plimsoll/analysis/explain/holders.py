@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from plimsoll.artifacts.explained import LEAST_SHARE, Change, RecomputedPart
-from plimsoll.artifacts.naming import group_holders
+from plimsoll.artifacts.naming import group_holders, region_in_label
 from plimsoll.artifacts.plan import Holder, Peak, TimelinePoint
 from plimsoll.artifacts.trace import Storage, WatchedStep
 from plimsoll.units import format_bytes, format_share
@@ -41,10 +41,7 @@ def place_of(label: str, regions: Sequence[str]) -> str:
         >>> place_of("lm_head::mm#0", ["model.layers.0"]), place_of("parameters", [])
         ('lm_head', 'parameters')
     """
-    inside = [name for name in regions if label.startswith((f"{name}.", f"{name}:", f"{name} "))]
-    if inside:
-        return max(inside, key=len)
-    return label.partition(_BETWEEN)[0] if _BETWEEN in label else label
+    return region_in_label(label, regions) or label.partition(_BETWEEN)[0]
 
 
 def by_place(holders: Iterable[Holder], regions: Sequence[str]) -> tuple[Holder, ...]:

@@ -17,6 +17,7 @@ from plimsoll.analysis.verify.evidence import (
     Evidence,
     collect_evidence,
     compare_with,
+    managed_run,
     of_all_ranks,
     read_measurable,
     versions,
@@ -26,7 +27,6 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import finite
 from plimsoll.artifacts.trace import Category
-from plimsoll.engine.apply import Handle
 from plimsoll.session.agreement import Agreement, agreement_for, described
 from plimsoll.session.manage import manage
 from plimsoll.session.options import Budget, PlanOptions
@@ -166,7 +166,7 @@ def _measure(
             stack.callback(handle.remove)
             measured[name] = _run_twice(step, evidence, absent_bytes)
             handle.pause()
-            runs[name] = _managed_run(step, handle)
+            runs[name] = managed_run(step, handle)
         report("timing in turns", 0.5)
         timings = time_in_turns(runs, device=step.device, rounds=rounds)
     step.clear_gradients()
@@ -179,17 +179,6 @@ def _run_twice(step: TrainingStep, evidence: Evidence, absent_bytes: int) -> Pla
     apart = compare_with(evidence, step)
     steady_bytes = step.measure_peak().peak_bytes
     return PlanMeasurement(max(recording_bytes, steady_bytes + absent_bytes), apart.worst(compare_with(evidence, step)))
-
-
-def _managed_run(step: TrainingStep, handle: Handle) -> Callable[[], object]:
-    def run() -> None:
-        handle.resume()
-        try:
-            step.run()
-        finally:
-            handle.pause()
-
-    return run
 
 
 def _row(name: str, plan: Plan, measured: PlanMeasurement | None, timings: Mapping[str, Timing]) -> ComparisonRow:

@@ -16,7 +16,7 @@ import contextlib
 import copy
 import math
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -31,6 +31,7 @@ from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Intermediate, Mismatch, Receipt, Slope, finite
 from plimsoll.artifacts.store import from_json
+from plimsoll.engine.apply import Handle
 from plimsoll.errors import InvalidModel
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.task import TrainingTask
@@ -157,6 +158,19 @@ def run_intermediates(step: TrainingStep, depth: Depth) -> Found:
     return found
 
 
+def managed_run(step: TrainingStep, handle: Handle) -> Callable[[], None]:
+    """The step under a plan that is paused before and after it."""
+
+    def run() -> None:
+        handle.resume()
+        try:
+            step.run()
+        finally:
+            handle.pause()
+
+    return run
+
+
 def consecutive_losses(step: TrainingStep, count: int) -> tuple[float | None, ...]:
     """The losses of consecutive runs: the random state goes on, so dropout draws anew each time."""
     step.rewind()
@@ -271,22 +285,31 @@ def run_curve(step: TrainingStep, depth: Depth) -> tuple[float | None, ...]:
 def _put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     groups = [] if optimizer is None else optimizer.param_groups
     stepped = dict.fromkeys((*model.parameters(), *(parameter for group in groups for parameter in group["params"])))
-    weights = [(parameter, parameter.detach().clone()) for parameter in stepped]
     state = {} if optimizer is None else dict(optimizer.state)
     settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     if optimizer is not None:
         optimizer.state.update({parameter: copy.deepcopy(of_one) for parameter, of_one in state.items()})
     try:
-        yield
+        with _restored(stepped):
+            yield
     finally:
-        with torch.no_grad():
-            for parameter, before in weights:
-                parameter.copy_(before)
         if optimizer is not None:
             optimizer.state.clear()
             optimizer.state.update(state)
             for group, setting in zip(groups, settings, strict=True):
                 group.update(setting)
+
+
+@contextlib.contextmanager
+def _restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Tensors may be written inside; afterwards they have the bits that they had."""
+    kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in kept:
+                tensor.copy_(before)
 
 
 def measure_slope(step: TrainingStep, gradients: Mapping[str, torch.Tensor | None]) -> Slope | None:
@@ -326,18 +349,10 @@ def _central_difference(
 @contextlib.contextmanager
 def _shifted(step: TrainingStep, gradients: Mapping[str, torch.Tensor | None], factor: float) -> Iterator[None]:
     """Parameters moved along the gradient, and put back bit for bit."""
-    moved = [
-        (parameter, parameter.detach().clone(), gradients[name])
-        for name, parameter in step.model.named_parameters()
-        if gradients.get(name) is not None
-    ]
-    try:
+    named = step.model.named_parameters()
+    moved = {parameter: found for name, parameter in named if (found := gradients.get(name)) is not None}
+    with _restored(moved):
         with torch.no_grad():
-            for parameter, _, gradient in moved:
-                assert gradient is not None
+            for parameter, gradient in moved.items():
                 parameter.add_(gradient.to(parameter.dtype), alpha=factor)
         yield
-    finally:
-        with torch.no_grad():
-            for parameter, before, _ in moved:
-                parameter.copy_(before)

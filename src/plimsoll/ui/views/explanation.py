@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plimsoll.artifacts.explained import Change, Explanation
-from plimsoll.artifacts.naming import group_holders
+from plimsoll.artifacts.naming import group_holders, with_rest
 from plimsoll.artifacts.plan import Holder
 from plimsoll.ui.document import Document, Element, MemoryChart, NamedFigures, Paragraph, Section, Table, Tone
 from plimsoll.units import format_bytes
@@ -60,10 +60,7 @@ def _figures(explanation: Explanation) -> list[tuple[str, str]]:
 
 def _holders(holders: Sequence[Holder]) -> Table:
     """Those that hold most, the rest summed; holders that differ in numbers only are one row."""
-    groups = group_holders(holders)
-    rows, rest = [(label, format_bytes(size)) for label, size in groups[:_SHOWN]], groups[_SHOWN:]
-    if rest:
-        rows.append((f"{len(rest)} others", format_bytes(sum(size for _, size in rest))))
+    rows = [(label, format_bytes(size)) for label, size in with_rest(group_holders(holders), _SHOWN)]
     return Table(rows=rows, numbers=(1,))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from plimsoll.artifacts.decision import Decision, Status
-from plimsoll.artifacts.naming import compress_names, kind_of, name_call
+from plimsoll.artifacts.naming import compress_names, kind_of, name_call, region_in_label, with_rest
 from plimsoll.artifacts.plan import Holder, Peak, Plan, RegionPlan, ValueDecision
 from plimsoll.ui.document import (
     UNKNOWN,
@@ -170,17 +170,15 @@ def classes_table(plan: Plan) -> Table:
 def _holders(plan: Plan, peak: Peak, title: str) -> Table:
     """The largest holders of a peak, the rest summed."""
     groups = _grouped(peak.holders, [region.name for region in plan.regions if region.name])
-    rows, rest = groups[:_HOLDERS_SHOWN], groups[_HOLDERS_SHOWN:]
-    if rest:
-        rows.append((f"{len(rest)} others", sum(size for _, size in rest)))
-    return Table(title=title, rows=[(label, format_bytes(size)) for label, size in rows], numbers=(1,))
+    rows = [(label, format_bytes(size)) for label, size in with_rest(groups, _HOLDERS_SHOWN)]
+    return Table(title=title, rows=rows, numbers=(1,))
 
 
 def _grouped(holders: Sequence[Holder], regions: Sequence[str]) -> list[tuple[str, int]]:
     """Values of regions together, and calls of one op outside of them; largest first."""
     groups: dict[tuple[str, str], list[tuple[Holder, str]]] = {}
     for holder in holders:
-        region = _region_of(holder.label, regions)
+        region = region_in_label(holder.label, regions)
         verb = "rebuilt in" if _REBUILT in holder.label else "saved in"
         key = (verb, kind_of(region)) if region else ("", _OUTPUT.sub("", holder.label))
         groups.setdefault(key, []).append((holder, region))
@@ -194,14 +192,6 @@ def _grouped(holders: Sequence[Holder], regions: Sequence[str]) -> list[tuple[st
             label = f"{label} ({len(members)} times)"
         rows.append((label, sum(holder.bytes for holder, _ in members)))
     return sorted(rows, key=lambda row: -row[1])
-
-
-def _region_of(label: str, regions: Sequence[str]) -> str:
-    """The region that a label belongs to: ``layers.1`` for ``layers.1.mlp::mul#0``, nothing for ``layers.10::add#0``."""
-    inside = (
-        name for name in regions if label.startswith(name) and label[len(name) : len(name) + 1] in (".", ":", " ")
-    )
-    return max(inside, key=len, default="")
 
 
 def _frontier(plan: Plan) -> list[Element]:
