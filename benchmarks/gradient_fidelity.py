@@ -25,7 +25,7 @@ from benchmarks.launching import launch
 from benchmarks.machine import device_name, page_head, page_stem, versions
 from benchmarks.page import format_table
 from plimsoll.ui.demo.corpus import Batches, read_corpus
-from plimsoll.ui.demo.training import DemoSetup, make_model
+from plimsoll.ui.demo.story import DemoSetup, make_model
 
 RANKS = 2
 _HELD_OUT = 0.1

@@ -11,10 +11,9 @@ from plimsoll.artifacts.verdict import NormSummary
 from plimsoll.ui.document import DecisionMap, FrontierChart, MemoryChart, NormsChart
 from plimsoll.ui.html.drawing import byte_scale, escape, shorten
 from plimsoll.ui.html.evidence_charts import draw_norms
-from plimsoll.ui.html.frontier_chart import draw_frontier
+from plimsoll.ui.html.frontier_chart import NamedPoint, Plane, draw_frontier, place_names
 from plimsoll.ui.html.map_chart import draw_map
 from plimsoll.ui.html.memory_chart import draw_memory
-from plimsoll.ui.html.point_names import NamedPoint, Plane, place_names
 from plimsoll.units import GIB, KIB, MIB
 from samples import make_region
 from ui.pages.page_samples import make_full_comparison, make_full_plan, make_verdict

@@ -7,7 +7,7 @@ import json
 from plimsoll.artifacts.plan import TimelinePoint
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.ui.cli.terminal import render_error_json
-from plimsoll.ui.timeline import draw_bar, draw_timeline
+from plimsoll.ui.terminal import draw_bar, draw_timeline
 from plimsoll.units import MIB
 
 

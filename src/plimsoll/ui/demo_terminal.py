@@ -16,8 +16,7 @@ from plimsoll.ui.views.plan import classes_table, decisions_table
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 if TYPE_CHECKING:
-    from plimsoll.ui.demo.story import Preparation, Story
-    from plimsoll.ui.demo.training import DemoSetup
+    from plimsoll.ui.demo.story import DemoSetup, Preparation, Story
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _HELD = {True: "✓", False: "✗"}

@@ -7,15 +7,19 @@ it is plain text and plain data: escaping, colours and columns are the renderers
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
 
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.finding import OverheadPart
 from plimsoll.artifacts.plan import Plan, RegionPlan, TimelinePoint
+from plimsoll.artifacts.store import Reportable
 from plimsoll.artifacts.verdict import NormComparison
 
+T = TypeVar("T")
 UNKNOWN = "–"
 """What stands in a cell of which nothing is known."""
 
@@ -211,6 +215,21 @@ class Subject:
     """What tells it apart from others of its kind."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where its figures come from: versions, costs."""
+
+
+_OF_SUBJECTS = ("model", "fingerprint", "signature", "device", "budget_bytes")
+
+
+def subject_of(artifact: Reportable, *, label: str = "", origins: Mapping[str, str] | None = None) -> Subject:
+    """What an artifact says that it is about; its figures come from the versions that it names, or from ``origins``."""
+    said = msgspec.structs.asdict(artifact)
+    about = {name: said[name] for name in _OF_SUBJECTS if name in said}
+    return Subject(**about, label=label, origins=said["versions"] if origins is None else origins)
+
+
+def tabulate(entries: Iterable[T], columns: Mapping[str, Callable[[T], str]], **table: Any) -> Table:
+    """A table with a row for each entry, from what stands in every column; ``table`` are other fields of the table."""
+    return Table(header=tuple(columns), rows=[[cell(each) for cell in columns.values()] for each in entries], **table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ def demo(*, budget: DemoBudgetOption = BUDGET, steps: DemoStepsOption = 30, seed
     """
     from plimsoll.estimator.targets.models import quiet_transformers
     from plimsoll.ui.demo import story
-    from plimsoll.ui.demo.training import DemoSetup
+    from plimsoll.ui.demo.story import DemoSetup
     from plimsoll.ui.demo_terminal import render_introduction, render_preparation, render_story
 
     console = terminal.stdout()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from plimsoll.artifacts.advice import (
     Advice,
@@ -25,10 +25,11 @@ from plimsoll.ui.document import (
     Fold,
     Paragraph,
     Section,
-    Subject,
     Table,
     Tone,
     sentence,
+    subject_of,
+    tabulate,
 )
 from plimsoll.units import format_bytes, format_seconds, format_share
 
@@ -40,7 +41,13 @@ _WORDS = {
     FailureSign.NOT_FOUND: Tone.GOOD,
 }
 _LAYERS_HEADER = ("layer", "saved", "forward", "backward", "freed per ms")
-_CANDIDATES_HEADER = ("plan", "peak", "step", "grad. error", "")
+_CANDIDATES: Mapping[str, Callable[[Candidate], str]] = {
+    "plan": lambda each: f"{'→ ' if each.is_chosen else '  '}{each.name}",
+    "peak": lambda each: format_bytes(each.predicted_peak_bytes),
+    "step": lambda each: format_share(each.predicted_overhead),
+    "grad. error": lambda each: "0" if each.is_lossless else f"{each.predicted_error:.2%}",
+    "": lambda each: each.reason,
+}
 _BREAKS_SHOWN = 8
 
 
@@ -53,14 +60,7 @@ def view_advice(advice: Advice) -> Document:
         subject=f"for {advice.model} on {advice.device}",
         word=advice.recommendation.headline,
         tone=_KINDS.get(advice.recommendation.kind, Tone.GOOD),
-        about=Subject(
-            model=advice.model,
-            fingerprint=advice.fingerprint,
-            signature=advice.signature,
-            device=advice.device,
-            budget_bytes=advice.budget_bytes,
-            origins=advice.versions,
-        ),
+        about=subject_of(advice),
         statement=(
             f"{sentence(advice.recommendation.kind)} {passed} of {len(advice.checklist)} items of the checklist pass."
         ),
@@ -95,10 +95,10 @@ def _reasons(advice: Advice) -> list[Element]:
     )
     elements += [Paragraph(sentence(remedy)) for remedy in bottleneck.remedies if remedy not in recommendation.reasons]
     elements.append(
-        Table(
+        tabulate(
+            advice.candidates,
+            _CANDIDATES,
             title="Plans that were made, predicted",
-            header=_CANDIDATES_HEADER,
-            rows=[_candidate(candidate) for candidate in advice.candidates],
             numbers=(1, 2, 3),
             marked=next((at for at, candidate in enumerate(advice.candidates) if candidate.is_chosen), None),
         )
@@ -133,16 +133,6 @@ def _layers(layers: Sequence[LayerUse]) -> list[tuple[str, ...]]:
             )
         )
     return rows
-
-
-def _candidate(candidate: Candidate) -> tuple[str, ...]:
-    return (
-        f"{'→ ' if candidate.is_chosen else '  '}{candidate.name}",
-        format_bytes(candidate.predicted_peak_bytes),
-        format_share(candidate.predicted_overhead),
-        "0" if candidate.is_lossless else f"{candidate.predicted_error:.2%}",
-        candidate.reason,
-    )
 
 
 def _compiler(found: CompilerCoverage) -> list[str]:

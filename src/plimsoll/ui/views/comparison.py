@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
-from plimsoll.ui.document import UNKNOWN, Document, FrontierChart, Place, Section, Subject, Table, Tone
+from plimsoll.ui.document import UNKNOWN, Document, FrontierChart, Place, Section, Tone, subject_of, tabulate
 from plimsoll.units import format_bytes, format_seconds
 
-_HEADER = ("strategy", "status", "predicted", "measured", "step time ×", "gradients")
 _DIFFER = "DIFFER"
 
 
@@ -14,10 +15,10 @@ def view_comparison(comparison: Comparison) -> Document:
     """Every strategy in a table and a picture, the unmanaged figures above them."""
     seconds = comparison.measured_baseline_seconds
     time = "" if seconds is None else f", step {format_seconds(seconds)}"
-    table = Table(
+    table = tabulate(
+        comparison.rows,
+        _COLUMNS,
         title=f"Peaks predicted and measured; unmanaged: peak {format_bytes(comparison.baseline_peak_bytes)}{time}",
-        header=_HEADER,
-        rows=[_cells(row) for row in comparison.rows],
         numbers=(2, 3, 4),
         tones={_DIFFER: Tone.BAD},
     )
@@ -27,12 +28,7 @@ def view_comparison(comparison: Comparison) -> Document:
         subject=f"of strategies on {comparison.model}, {comparison.device}, {comparison.steps} steps each",
         word=_DIFFER if wrong else "MEASURED",
         tone=Tone.BAD if wrong else Tone.GOOD,
-        about=Subject(
-            model=comparison.model,
-            signature=comparison.signature,
-            device=comparison.device,
-            origins=comparison.versions,
-        ),
+        about=subject_of(comparison),
         statement=_statement(comparison, wrong),
         sections=[Section("Time against memory", [FrontierChart(comparisons=[comparison]), table], Place.PICTURE)],
         notes=[*(f"{row.strategy}: {row.note}" for row in comparison.rows if row.note), *comparison.notes],
@@ -45,17 +41,6 @@ def _statement(comparison: Comparison, wrong: list[str]) -> str:
     if wrong:
         return f"{text}Gradients differ under {', '.join(wrong)}: do not train with these."
     return f"{text}None that should be exact changes the gradients."
-
-
-def _cells(row: ComparisonRow) -> tuple[str, ...]:
-    return (
-        row.strategy,
-        row.status,
-        format_bytes(row.predicted_peak_bytes),
-        UNKNOWN if row.measured_peak_bytes is None else format_bytes(row.measured_peak_bytes),
-        _ratio(row),
-        _gradients(row),
-    )
 
 
 def _gradients(row: ComparisonRow) -> str:
@@ -76,3 +61,13 @@ def _ratio(row: ComparisonRow) -> str:
     if row.measured_ratio_low is None or row.measured_ratio_high is None:
         return f"{row.measured_ratio:.3f}"
     return f"{row.measured_ratio:.3f} [{row.measured_ratio_low:.3f}, {row.measured_ratio_high:.3f}]"
+
+
+_COLUMNS: Mapping[str, Callable[[ComparisonRow], str]] = {
+    "strategy": lambda row: row.strategy,
+    "status": lambda row: row.status,
+    "predicted": lambda row: format_bytes(row.predicted_peak_bytes),
+    "measured": lambda row: UNKNOWN if row.measured_peak_bytes is None else format_bytes(row.measured_peak_bytes),
+    "step time ×": _ratio,
+    "gradients": _gradients,
+}

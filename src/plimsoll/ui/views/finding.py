@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from plimsoll.artifacts.finding import Finding, Layer, OverheadCause, OverheadPart, PhaseUse, Side, WorkPhase
 from plimsoll.ui.document import (
@@ -19,14 +19,22 @@ from plimsoll.ui.document import (
     Subject,
     Table,
     Tone,
+    tabulate,
 )
 from plimsoll.units import format_bytes, format_seconds, format_share
 
+_MOST_LETTERS = 60
 _PARTS_HEADER = ("cause", "per step", "of the baseline", "what it is")
 _PHASES_HEADER = ("phase", "baseline", "with the plan", "bytes read at least", "of peak")
-_LAYERS_HEADER = ("", "baseline", "plan", "busy", "with the plan", "recompute")
+_LAYERS: Mapping[str, Callable[[Layer], str]] = {
+    "": lambda row: row.name[:_MOST_LETTERS],
+    "baseline": lambda row: f"{row.baseline_count:.0f}",
+    "plan": lambda row: f"{row.plan_count:.0f}",
+    "busy": lambda row: format_seconds(row.baseline_seconds),
+    "with the plan": lambda row: format_seconds(row.plan_seconds),
+    "recompute": lambda row: format_seconds(row.recompute_seconds) if row.recompute_seconds else UNKNOWN,
+}
 _MOST_LAYERS = 12
-_MOST_LETTERS = 60
 _NEGLIGIBLE_SHARE = 0.0005
 _NOTABLE_SHARE = 0.1
 """A smaller share of the parts that cost time gets no advice."""
@@ -74,8 +82,11 @@ def _overhead(finding: Finding) -> list[Element]:
     phases = Table(title="Busy time by phase", header=_PHASES_HEADER, rows=_phases(finding), numbers=(1, 2, 3, 4))
     signs = [Check(*_SIGNS[sign.is_raised], sign.name, sign.text) for sign in finding.signs]
     by = "layer" if finding.are_layers_modules else "operation"
-    layers = Table(header=_LAYERS_HEADER, rows=_layers(finding), numbers=(1, 2, 3, 4, 5))
-    return [*elements, phases, Checks(signs, "Signs"), Fold(f"{finding.unit} by {by}, per step", [layers])]
+    heavy = sorted(finding.layers, key=lambda row: -max(row.plan_seconds, row.baseline_seconds))[:_MOST_LAYERS]
+    layers = tabulate([row for row in finding.layers if row in heavy], _LAYERS, numbers=(1, 2, 3, 4, 5))
+    light = len(finding.layers) - len(heavy)
+    more = [Paragraph(f"and {light} more")] if light else []
+    return [*elements, phases, Checks(signs, "Signs"), Fold(f"{finding.unit} by {by}, per step", [layers, *more])]
 
 
 def _figures(finding: Finding) -> list[tuple[str, str]]:
@@ -177,24 +188,4 @@ def _phase(one: PhaseUse | None, other: PhaseUse | None) -> tuple[str, ...]:
         format_seconds(other.busy_seconds) if other else UNKNOWN,
         UNKNOWN if shown.read_bytes is None else format_bytes(shown.read_bytes),
         UNKNOWN if shown.bandwidth_share is None else f"{shown.bandwidth_share:.0%}",
-    )
-
-
-def _layers(finding: Finding) -> list[tuple[str, ...]]:
-    """The layers that take most, in the model's order."""
-    heavy = sorted(finding.layers, key=lambda row: -max(row.plan_seconds, row.baseline_seconds))[:_MOST_LAYERS]
-    rows = [_layer(row) for row in finding.layers if row in heavy]
-    if len(finding.layers) > len(heavy):
-        rows.append((f"and {len(finding.layers) - len(heavy)} more", "", "", "", "", ""))
-    return rows
-
-
-def _layer(row: Layer) -> tuple[str, ...]:
-    return (
-        row.name[:_MOST_LETTERS],
-        f"{row.baseline_count:.0f}",
-        f"{row.plan_count:.0f}",
-        format_seconds(row.baseline_seconds),
-        format_seconds(row.plan_seconds),
-        format_seconds(row.recompute_seconds) if row.recompute_seconds else UNKNOWN,
     )

@@ -22,9 +22,9 @@ from plimsoll.ui.document import (
     Paragraph,
     Place,
     Section,
-    Subject,
     Table,
     Tone,
+    subject_of,
     table_of_known,
 )
 from plimsoll.units import GIB, MIB, format_bytes, format_seconds, format_share
@@ -55,12 +55,8 @@ def view_plan(plan: Plan) -> Document:
         subject=f"{plan.strategy!r} for {plan.model} on {plan.device}",
         word=plan.status,
         tone=_TONES.get(plan.status, Tone.GOOD),
-        about=Subject(
-            model=plan.model,
-            fingerprint=plan.fingerprint,
-            signature=plan.signature,
-            device=plan.device,
-            budget_bytes=plan.budget_bytes,
+        about=subject_of(
+            plan,
             label=f"{plan.strategy}, {limit}",
             origins={"costs": f"{plan.cost_source} on {plan.cost_device}"},
         ),

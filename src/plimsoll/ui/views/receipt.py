@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.naming import compress_names, name_call
 from plimsoll.artifacts.receipt import OWN, Claim, Confirmation, Intermediate, Mismatch, Receipt
-from plimsoll.ui.document import CurvesChart, Document, Element, Fold, NamedFigures, Section, Subject, Table, Tone
+from plimsoll.ui.document import CurvesChart, Document, Element, Fold, NamedFigures, Section, Table, Tone, subject_of
 from plimsoll.units import format_bytes, format_seconds, format_share
 
 _SHOWN = 10
@@ -23,15 +23,7 @@ def view_receipt(receipt: Receipt) -> Document:
         subject=f"for {subject}, {receipt.model} on {receipt.device}",
         word=receipt.verdict,
         tone=Tone.GOOD if receipt.verdict.is_pass else Tone.BAD,
-        about=Subject(
-            model=receipt.model,
-            fingerprint=receipt.fingerprint,
-            signature=receipt.signature,
-            device=receipt.device,
-            budget_bytes=receipt.budget_bytes,
-            label=f"{receipt.strategy}, {limit}",
-            origins=receipt.versions,
-        ),
+        about=subject_of(receipt, label=f"{receipt.strategy}, {limit}"),
         lines=[receipt.verdict.advice],
         statement=_statement(receipt),
         sections=[Section("Measured beside the unmanaged step", _evidence(receipt))],

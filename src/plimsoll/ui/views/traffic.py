@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from plimsoll.artifacts.traffic import UNCOMPRESSED, LinkFit, MethodTraffic, Traffic, TrafficRuling
 from plimsoll.artifacts.verdict import IntervalEstimate
-from plimsoll.ui.document import UNKNOWN, Document, Element, Paragraph, Section, Table, Tone, table_of_known
+from plimsoll.ui.document import UNKNOWN, Document, Element, Paragraph, Section, Table, Tone, table_of_known, tabulate
 from plimsoll.ui.views.verdict import OUTCOMES
 from plimsoll.units import format_bytes, format_rate, format_seconds
 
 _METHODS_HEADER = ("method", "sent", "local", "predicted", "measured", "saved", "error", "ruling")
-_LINKS_HEADER = ("link", "latency", "bandwidth", "fit off by", "sizes")
+_LINKS: Mapping[str, Callable[[LinkFit], str]] = {
+    "link": lambda link: link.transfer,
+    "latency": lambda link: format_seconds(link.latency_seconds),
+    "bandwidth": lambda link: format_rate(link.bytes_per_second),
+    "fit off by": lambda link: f"{link.relative_error:.1%}",
+    "sizes": lambda link: ", ".join(
+        f"{format_bytes(point.payload_bytes)}: {format_seconds(point.measured_seconds)}" for point in link.points
+    ),
+}
 _VALIDATION_HEADER = ("method", "without", "with", "difference", "allowed", "spread", "outcome")
 _RULINGS: dict[str, Tone] = {
     TrafficRuling.KEEP: Tone.GOOD,
@@ -63,8 +73,7 @@ def _methods(traffic: Traffic) -> list[Element]:
     elements: list[Element] = [table_of_known(_METHODS_HEADER, rows, range(1, 7), tones=_RULINGS)]
     elements += [Paragraph(_reason(method)) for method in traffic.methods if method.method != UNCOMPRESSED]
     if traffic.links:
-        links = [_link(link) for link in traffic.links]
-        elements.append(Table(title="Links", header=_LINKS_HEADER, rows=links, numbers=(1, 2, 3)))
+        elements.append(tabulate(traffic.links, _LINKS, title="Links", numbers=(1, 2, 3)))
     validated = _validations(traffic)
     if validated:
         elements.append(
@@ -105,17 +114,6 @@ def _reason(method: MethodTraffic) -> str:
     if method.break_even_hidden_share is not None:
         parts.append(f"if under {max(0.0, method.break_even_hidden_share):.0%} is hidden")
     return f"{text}; pays {' and '.join(parts) or 'at no bandwidth that was looked at'}"
-
-
-def _link(link: LinkFit) -> tuple[str, ...]:
-    sizes = (f"{format_bytes(point.payload_bytes)}: {format_seconds(point.measured_seconds)}" for point in link.points)
-    return (
-        link.transfer,
-        format_seconds(link.latency_seconds),
-        format_rate(link.bytes_per_second),
-        f"{link.relative_error:.1%}",
-        ", ".join(sizes),
-    )
 
 
 def _validations(traffic: Traffic) -> list[tuple[str, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from plimsoll.artifacts.verdict import (
     WHOLE_MODEL,
     ArmSummary,
@@ -21,16 +23,16 @@ from plimsoll.ui.document import (
     NormsChart,
     Paragraph,
     Section,
-    Subject,
     Table,
     Tone,
     sentence,
+    subject_of,
+    tabulate,
 )
 from plimsoll.units import format_bytes, format_seconds
 
 OUTCOMES: dict[str, Tone] = {Outcome.CLEAR: Tone.GOOD, Outcome.BROKEN: Tone.BAD, Outcome.OPEN: Tone.NEUTRAL}
 _NORMS_HEADER = ("gradient norm", "median", "95%", "spikes", "kurtosis", "shift", "same?")
-_GRADIENTS_HEADER = ("at equal parameters", "error", "largest", "cosine", "gain")
 _BLOCKS_SHOWN = 6
 
 
@@ -42,13 +44,7 @@ def view_verdict(verdict: Verdict) -> Document:
         subject=f"of plan {verdict.strategy!r}, {verdict.model} on {verdict.device}",
         word=verdict.ruling,
         tone=Tone.NEUTRAL if verdict.ruling is Ruling.UNDECIDED else tone,
-        about=Subject(
-            model=verdict.model,
-            fingerprint=verdict.fingerprint,
-            signature=verdict.signature,
-            device=verdict.device,
-            origins=verdict.versions,
-        ),
+        about=subject_of(verdict),
         lines=[verdict.ruling.advice, verdict.reason],
         statement=f"{verdict.ruling.advice} {sentence(verdict.reason)}",
         sections=[Section("Training with and without the plan", _findings(verdict))],
@@ -78,8 +74,7 @@ def _findings(verdict: Verdict) -> list[Element]:
         elements += [NormsChart(verdict.comparisons), Fold("Gradient norms, those that moved furthest first", [table])]
     if verdict.gradients:
         gradients = sorted(verdict.gradients, key=lambda entry: (entry.block != WHOLE_MODEL, -entry.relative_error))
-        rows = [_gradient_cells(entry) for entry in gradients]
-        table = Table(header=_GRADIENTS_HEADER, rows=rows, numbers=(1, 2), most_rows=_BLOCKS_SHOWN)
+        table = tabulate(gradients, _GRADIENTS, numbers=(1, 2), most_rows=_BLOCKS_SHOWN)
         elements.append(Fold("Gradients at equal parameters, those with the largest error first", [table]))
     return elements
 
@@ -138,16 +133,15 @@ def _norm_cells(entry: NormComparison) -> tuple[str, ...]:
     )
 
 
-def _gradient_cells(entry: GradientComparison) -> tuple[str, ...]:
-    return (
-        entry.block,
-        f"{entry.relative_error:.2%}",
-        f"{entry.largest_error:.2%}",
-        _interval(entry.cosine),
-        _interval(entry.gain),
-    )
-
-
 def _interval(estimate: IntervalEstimate | None) -> str:
     """``1.012 (0.997 to 1.027)``."""
     return UNKNOWN if estimate is None else f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
+
+
+_GRADIENTS: Mapping[str, Callable[[GradientComparison], str]] = {
+    "at equal parameters": lambda entry: entry.block,
+    "error": lambda entry: f"{entry.relative_error:.2%}",
+    "largest": lambda entry: f"{entry.largest_error:.2%}",
+    "cosine": lambda entry: _interval(entry.cosine),
+    "gain": lambda entry: _interval(entry.gain),
+}
