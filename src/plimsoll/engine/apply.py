@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -48,7 +48,21 @@ class Removable(Protocol):
         ...
 
 
-class Handle:
+class RemovedAtEnd(abc.ABC):
+    """A context manager that takes itself off again when its block ends."""
+
+    @abc.abstractmethod
+    def remove(self) -> None:
+        """Undo it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+class Handle(RemovedAtEnd):
     """A plan at work on a model. Use it as a context manager, or call ``remove`` when done.
 
     Example:
@@ -257,14 +271,6 @@ class Handle:
                 if service.program is not None and service.program.plan.choice.obstacles:
                     found.setdefault(name, {}).update(service.program.plan.choice.obstacles)
         return found
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
     def begin_step(self) -> None:
         """A new call of the model begins: calls of its regions are counted from zero."""

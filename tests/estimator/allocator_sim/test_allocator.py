@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings, CachingAllocator, DeviceFull
-from plimsoll.estimator.allocator_sim.blocks import MIB, Block
+from plimsoll.estimator.allocator_sim.blocks import Block
+from plimsoll.units import MIB
 
 PLAIN, EXPANDABLE = AllocatorSettings(), AllocatorSettings(is_expandable=True)
 BOTH = pytest.mark.parametrize("is_expandable", [False, True], ids=["segments", "expandable"])

@@ -15,12 +15,13 @@ from planning.builders import transformer
 from plimsoll.artifacts.memory_use import AllocationEvent, AllocatorUse
 from plimsoll.artifacts.trace import Category
 from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings, CachingAllocator, DeviceFull
-from plimsoll.estimator.allocator_sim.blocks import MIB, SMALLEST_BYTES, Block, round_up
+from plimsoll.estimator.allocator_sim.blocks import SMALLEST_BYTES, Block, round_up
 from plimsoll.estimator.allocator_sim.simulate import simulate_allocator
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.describe import allocation_events
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
+from plimsoll.units import MIB
 
 EXPANDABLE = AllocatorSettings(is_expandable=True)
 SIZES = st.sampled_from([1, 700, 100_000, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 21 * MIB + 5, 60 * MIB])

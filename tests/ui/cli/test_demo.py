@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fakes import FakeVerbs
-from plimsoll.ui.demo import story, training
+from plimsoll.ui.demo import story
 from plimsoll.ui.demo.corpus import Batches, read_corpus
 from plimsoll.ui.demo_terminal import draw_spark
 from samples import make_mismatch, make_receipt
@@ -15,9 +15,9 @@ pytest.importorskip("transformers")
 
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = training.DemoSetup
+    setup = story.DemoSetup
     sizes = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "batch": 2, "sequence": 32}
-    monkeypatch.setattr(training, "DemoSetup", lambda **given: setup(**sizes, **given))
+    monkeypatch.setattr(story, "DemoSetup", lambda **given: setup(**sizes, **given))
 
 
 @pytest.mark.usefixtures("_small")
@@ -49,15 +49,15 @@ def test_the_corpus_is_real_text_and_batches_repeat():
 
 
 def test_a_training_with_the_same_seed_repeats_itself():
-    setup = training.DemoSetup(hidden_size=32, intermediate_size=64, layers=2, batch=2, sequence=32, steps=3)
+    setup = story.DemoSetup(hidden_size=32, intermediate_size=64, layers=2, batch=2, sequence=32, steps=3)
     losses = []
     for _ in range(2):
-        model = training.make_model(setup)
-        optimizer = training.make_optimizer(model, setup)
+        model = story.make_model(setup)
+        optimizer = story.make_optimizer(model, setup)
         batches = Batches(read_corpus(), batch=2, sequence=32, seed=0)
-        run = training.Run()
+        run = story.Run()
         for _ in range(setup.steps):
-            training.take_step(model, optimizer, batches.draw(), run)
+            story.take_step(model, optimizer, batches.draw(), run)
         losses.append(run.losses)
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,13 +15,14 @@ from plimsoll.distributed.gradient_compression.method import CompressionSettings
 from plimsoll.distributed.gradient_compression.replicas import Replicas
 from plimsoll.distributed.gradient_compression.shards import Shards
 from plimsoll.distributed.gradient_compression.slots import STATE, GradientSlot
+from plimsoll.engine.apply import RemovedAtEnd
 from plimsoll.errors import CompressionMismatch, InvalidOption
 from plimsoll.units import format_bytes
 
 _SCHEMA_VERSION = 1
 
 
-class CompressionHandle:
+class CompressionHandle(RemovedAtEnd):
     """Compressed gradients of one model on one rank; also a context manager."""
 
     def __init__(
@@ -150,14 +150,6 @@ class CompressionHandle:
         reasons = Counter(slot.reason for slot in self._slots if slot.reason)
         lines += [f"not compressed: {count}, {reason}" for reason, count in reasons.most_common()]
         return "\n".join(lines)
-
-    def __enter__(self) -> CompressionHandle:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
 
 def _mismatch(what: str, saved: object, mine: object) -> CompressionMismatch:

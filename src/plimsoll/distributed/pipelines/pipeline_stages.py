@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from plimsoll.distributed.pipelines.schedules import (
     trains,
 )
 from plimsoll.distributed.pipelines.stage_steps import StageStep, bytes_of, trace_stage
-from plimsoll.engine.apply import Handle
+from plimsoll.engine.apply import Handle, RemovedAtEnd
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, PlimsollError
 from plimsoll.estimator.pipeline_schedule.orders import most_in_flight
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
@@ -51,7 +50,7 @@ _MOST_STEPS = 5
 """So many steps calibrate at most; what exceeds the budget even then stays, with a warning."""
 
 
-class ScheduleAttachment:
+class ScheduleAttachment(RemovedAtEnd):
     """A budget at work on a schedule. ``plans``, by stage, are there once the first training step has begun."""
 
     def __init__(
@@ -137,14 +136,6 @@ class ScheduleAttachment:
             handle.remove()
         self._handles = {}
         self._is_calibrating = False
-
-    def __enter__(self) -> ScheduleAttachment:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of ``schedule.step``."""

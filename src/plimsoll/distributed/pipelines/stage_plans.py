@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 from torch import nn
@@ -18,7 +17,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import load_plan
 from plimsoll.distributed.pipelines.rank_plans import TIMEOUT_SECONDS, StageAgreement
 from plimsoll.distributed.pipelines.schedules import RankSchedule, Schedule, read_schedule
-from plimsoll.engine.apply import Handle
+from plimsoll.engine.apply import Handle, RemovedAtEnd
 from plimsoll.errors import InvalidOption, PlanFileError, PlanMismatch
 from plimsoll.estimator.pipeline_schedule.orders import most_in_flight
 from plimsoll.session.manage import check_plan, manage, refuse_other_device
@@ -27,7 +26,7 @@ from plimsoll.session.rendezvous.world import current_world
 from plimsoll.session.task import check_model
 
 
-class StagesHandle:
+class StagesHandle(RemovedAtEnd):
     """Plans at work on this rank's stages, by stage. Use it as a context manager, or call ``remove`` when done."""
 
     def __init__(self, plans: Mapping[int, Plan], handles: Sequence[Handle]) -> None:
@@ -38,14 +37,6 @@ class StagesHandle:
         """Undo everything; harmless when called twice."""
         for handle in self._handles:
             handle.remove()
-
-    def __enter__(self) -> StagesHandle:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
 
 def apply_stages(

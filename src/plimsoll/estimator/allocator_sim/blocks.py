@@ -11,8 +11,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-KIB = 1024
-MIB = 1024 * KIB
+from plimsoll.units import MIB
+
 SMALLEST_BYTES = 512
 """Every block is a multiple of this."""
 SMALL_BYTES = 1 * MIB

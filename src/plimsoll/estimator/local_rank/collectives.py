@@ -33,7 +33,7 @@ def _(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
 @torch.library.custom_op("plimsoll::reduce_scatter", mutates_args=())
 def reduce_scatter(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
     """The sum over ranks, of which each keeps one part along ``dim``."""
-    return x.narrow(dim, 0, x.shape[dim] // ranks).clone(memory_format=torch.contiguous_format)
+    return _part(x, dim, ranks)
 
 
 @reduce_scatter.register_fake

@@ -214,12 +214,16 @@ def _unsupported_width(path: str, outputs: int, parts: tuple[int, ...], whole: i
 
 def _check_width(path: str, width: int, tp: int) -> None:
     if width % tp:
-        possible = [degree for degree in range(1, min(width, 128) + 1) if width % degree == 0]
         raise InvalidLayout(
             f"Tensor parallelism over {tp} ranks cannot divide the {width} features of {path}.",
             why=f"{width} is no multiple of {tp}",
-            next=f"take one of tp={', '.join(map(str, possible))}",
+            next=f"take one of tp={_degrees_of(width)}",
         )
+
+
+def _degrees_of(size: int) -> str:
+    """Those that divide a size, as far as anybody would ask for them."""
+    return ", ".join(str(degree) for degree in range(1, min(size, 128) + 1) if size % degree == 0)
 
 
 def divide_head_biases(biases: Mapping[str, nn.Module], tp: int, edits: Edits) -> None:
@@ -253,12 +257,7 @@ def divide_widths(experts: Mapping[str, nn.Module], tp: int, edits: Edits) -> No
             parts = 2 if name.startswith("gate_up_proj") and is_packed else 1
             dim = _width_dim(name, is_transposed=is_transposed)
             width = parameter.shape[dim] // parts
-            if width % tp:
-                raise InvalidLayout(
-                    f"Tensor parallelism over {tp} ranks cannot divide the experts of {path}, which are {width} wide.",
-                    why=f"{width} is no multiple of {tp}",
-                    next="take a degree that divides it, or expert parallelism",
-                )
+            _check_width(f"the experts of {path}", width, tp)
             edits.shard(parameter, Shard(dim=dim, kept=width // tp, ranks=tp, group="tp", parts=parts))
         edits.scale(module, ("intermediate_dim", "intermediate_size"), lambda width: width // tp)
 
@@ -279,11 +278,10 @@ def divide_experts(experts: Mapping[str, nn.Module], ep: int, edits: Edits) -> N
         stacks = [parameter for parameter in module._parameters.values() if parameter is not None]
         count = stacks[0].shape[0]
         if count % ep:
-            possible = [degree for degree in range(1, count + 1) if count % degree == 0]
             raise InvalidLayout(
                 f"Expert parallelism over {ep} ranks cannot divide the {count} experts of {path}.",
                 why=f"{count} is no multiple of {ep}, and an expert stays whole on one rank",
-                next=f"take one of ep={', '.join(map(str, possible))}",
+                next=f"take one of ep={_degrees_of(count)}",
             )
         for parameter in stacks:
             edits.shard(parameter, Shard(dim=0, kept=count // ep, ranks=ep, group=_GROUP))

@@ -72,7 +72,7 @@ def pipeline_orders(layout: Layout) -> Orders:
         case PipelineSchedule.INTERLEAVED:
             return tuple(tuple(_interleaved(rank, ranks, virtual, micro_batches)) for rank in range(ranks))
         case PipelineSchedule.ZERO_BUBBLE:
-            return tuple(tuple(_zero_bubble(rank, ranks, micro_batches)) for rank in range(ranks))
+            return tuple(tuple(_one_f_one_b(rank, ranks, micro_batches, is_halved=True)) for rank in range(ranks))
 
 
 def _check(layout: Layout) -> None:
@@ -95,13 +95,18 @@ def _gpipe(rank: int, micro_batches: int) -> Iterator[Action]:
     yield from (Action(rank, ActionKind.BACKWARD, m) for m in range(micro_batches))
 
 
-def _one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
+def _one_f_one_b(rank: int, ranks: int, micro_batches: int, *, is_halved: bool = False) -> Iterator[Action]:
+    """1F1B; with backward in halves ZB-H1, where weight gradients wait behind as many input gradients as ``rank``."""
     ahead = min(ranks - 1 - rank, micro_batches)
     yield from (Action(rank, ActionKind.FORWARD, m) for m in range(ahead))
     for m in range(micro_batches):
         if m + ahead < micro_batches:
             yield Action(rank, ActionKind.FORWARD, m + ahead)
-        yield Action(rank, ActionKind.BACKWARD, m)
+        yield Action(rank, ActionKind.INPUT_GRADIENT if is_halved else ActionKind.BACKWARD, m)
+        if is_halved and m >= rank:
+            yield Action(rank, ActionKind.WEIGHT_GRADIENT, m - rank)
+    waiting = range(max(0, micro_batches - rank), micro_batches) if is_halved else ()
+    yield from (Action(rank, ActionKind.WEIGHT_GRADIENT, m) for m in waiting)
 
 
 def _interleaved(rank: int, ranks: int, virtual: int, micro_batches: int) -> Iterator[Action]:
@@ -122,19 +127,6 @@ def _interleaved(rank: int, ranks: int, virtual: int, micro_batches: int) -> Ite
         if step + ahead < total:
             yield following(step + ahead, forwards, ActionKind.FORWARD)
         yield following(step, backwards, ActionKind.BACKWARD)
-
-
-def _zero_bubble(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
-    """ZB-H1: as many micro-batches in flight as 1F1B has; weight gradients wait behind as many input gradients as ``rank``."""
-    ahead = min(ranks - 1 - rank, micro_batches)
-    yield from (Action(rank, ActionKind.FORWARD, m) for m in range(ahead))
-    for m in range(micro_batches):
-        if m + ahead < micro_batches:
-            yield Action(rank, ActionKind.FORWARD, m + ahead)
-        yield Action(rank, ActionKind.INPUT_GRADIENT, m)
-        if m >= rank:
-            yield Action(rank, ActionKind.WEIGHT_GRADIENT, m - rank)
-    yield from (Action(rank, ActionKind.WEIGHT_GRADIENT, m) for m in range(max(0, micro_batches - rank), micro_batches))
 
 
 # What orders mean ---------------------------------------------------------------------------------------------------

@@ -217,10 +217,7 @@ class _Machine:
         if self.ahead and arrived > state.free_seconds:
             self._rebuild_ahead(state, arrived)
         rebuild = 0.0
-        if (
-            action.work in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
-            and self.stages[action.stage].recompute_seconds
-        ):
+        if self._rebuilds(action):
             rebuild = self.stages[action.stage].recompute_seconds - state.rebuilt.pop(action, 0.0)
             if state.backwards and state.backwards[0] == action:
                 state.backwards.popleft()

@@ -51,25 +51,20 @@ def advise(
 
     with ranks.one_process("advise", is_json=to.json):
         loaded = work.load(target, building, is_meta=device_profile is not None)
-        with terminal.show_progress() as report:
-            advice = plimsoll.advise(
-                loaded.target.model,
-                loaded.target.batch,
-                budget,
-                loss=loaded.target.loss,
-                optimizer=loaded.optimizer,
-                regions=tuple(regions) if regions else None,
-                device_profile=device_profile,
-                allow=allow,
-                max_error=max_error,
-                host_budget=host_budget,
-                link=link,
-                receipt=receipt,
-                verdict=verdict,
-                compile_seconds=compile_seconds,
-                target=_words(target, building),
-                progress=report,
-            )
+        advice = loaded.ask(
+            plimsoll.advise,
+            budget,
+            regions=regions or None,
+            device_profile=device_profile,
+            allow=allow,
+            max_error=max_error,
+            host_budget=host_budget,
+            link=link,
+            receipt=receipt,
+            verdict=verdict,
+            compile_seconds=compile_seconds,
+            target=_words(target, building),
+        )
         terminal.hand_over(advice, to)
         terminal.end(BudgetBelowFloor.exit_code if advice.recommendation.kind is Kind.DOES_NOT_FIT else 0)
 

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from plimsoll.artifacts.estimate import Estimate
-from plimsoll.artifacts.fit import Fit
 from plimsoll.errors import InvalidOption, PlanFileError
 from plimsoll.ui.cli import options, ranks, terminal
 
@@ -181,31 +180,18 @@ def fit(
         is_text = ":" not in target
         building = options.Building(optimizer=optimizer, device=device, seq=max(seq) if seq and is_text else None)
         loaded = work.load(target, building, is_meta=device_profile is not None)
-        with terminal.show_progress() as report:
-            found = plimsoll.fit(
-                loaded.target.model,
-                loaded.target.batch,
-                budget,
-                sequences=seq or None,
-                global_batch=global_batch,
-                accumulation=accumulation,
-                most_batch=most_batch,
-                loss=loaded.target.loss,
-                optimizer=loaded.optimizer,
-                regions=tuple(regions) if regions else None,
-                device_profile=device_profile,
-                most_solves=solves,
-                progress=report,
-            )
+        found = loaded.ask(
+            plimsoll.fit,
+            budget,
+            sequences=seq or None,
+            global_batch=global_batch,
+            accumulation=accumulation,
+            most_batch=most_batch,
+            regions=regions or None,
+            device_profile=device_profile,
+            most_solves=solves,
+        )
         terminal.hand_over(found, to)
         if save_plan is not None:
-            _save_plan(found, save_plan, is_json=to.json)
+            terminal.save_beside(found.plan, "plan", save_plan, to)
         terminal.end(found.exit_code)
-
-
-def _save_plan(found: Fit, file: Path, *, is_json: bool) -> None:
-    if found.plan is not None:
-        found.plan.save(file)
-    if not is_json:
-        said = f"plan saved to {file}" if found.plan is not None else f"there is no plan: {file} was not written"
-        terminal.say(said)

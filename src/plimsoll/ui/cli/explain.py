@@ -67,17 +67,8 @@ def explain(
         loaded = work.load(
             target, building, *([] if strategy is None else [strategy]), is_meta=device_profile is not None
         )
-        with terminal.show_progress() as report:
-            explanation = plimsoll.explain(
-                loaded.target.model,
-                loaded.target.batch,
-                strategy or work.load_saved(plan),
-                loss=loaded.target.loss,
-                optimizer=loaded.optimizer,
-                regions=tuple(regions) if regions else None,
-                device_profile=device_profile,
-                progress=report,
-            )
+        explained = strategy or work.load_saved(plan)
+        explanation = loaded.ask(plimsoll.explain, explained, regions=regions or None, device_profile=device_profile)
         terminal.hand_over(explanation, to)
 
 

@@ -26,6 +26,9 @@ from plimsoll.artifacts.store import Artifact
 from plimsoll.errors import PlimsollError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from plimsoll.artifacts.plan import Plan
     from plimsoll.ui.cli.options import Output
 
 INTERRUPTED = 130
@@ -178,6 +181,14 @@ def hand_over(artifact: Artifact, to: Output, *, text: str | None = None) -> Non
         stdout().print(render_artifact(artifact))
     if to.output is not None:
         say(f"\nsaved to {to.output}")
+
+
+def save_beside(plan: Plan | None, name: str, file: Path, to: Output) -> None:
+    """Save the plan that a result carries, if it carries one, and tell people where."""
+    if plan is not None:
+        plan.save(file)
+    if not to.json:
+        say(f"{name} saved to {file}" if plan is not None else f"there is no {name}: {file} was not written")
 
 
 def end(exit_code: int) -> None:

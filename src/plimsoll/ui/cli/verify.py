@@ -14,7 +14,6 @@ from plimsoll.ui.cli import options, ranks, terminal
 
 if TYPE_CHECKING:
     from plimsoll.artifacts.plan import Plan
-    from plimsoll.artifacts.receipt import Receipt
     from plimsoll.ui.cli.work import Loaded
 
 PlanFileOption = Annotated[
@@ -93,23 +92,18 @@ def verify(
 
         loaded = crew.load(load)
         checked = loaded.saved if is_own or loaded.saved is not None else work.make_plan(loaded, asked)
-        with terminal.show_progress() as report:
-            receipt = plimsoll.verify(
-                loaded.target.model,
-                loaded.target.batch,
-                checked,
-                loss=loaded.target.loss,
-                optimizer=loaded.optimizer,
-                steps=steps,
-                intermediates=tuple(intermediate or ()),
-                curve_steps=curve,
-                max_error=asked.max_error if checked is None else "0",
-                progress=report,
-            )
+        receipt = loaded.ask(
+            plimsoll.verify,
+            checked,
+            steps=steps,
+            intermediates=tuple(intermediate or ()),
+            curve_steps=curve,
+            max_error=asked.max_error if checked is None else "0",
+        )
         if crew.speaks:
             terminal.hand_over(receipt, to)
             if revised_plan is not None:
-                _save_revised(receipt, revised_plan, is_json=to.json)
+                terminal.save_beside(receipt.revised_plan, "revised plan", revised_plan, to)
         terminal.end(receipt.exit_code)
 
 
@@ -148,15 +142,6 @@ def _check_revised(file: Path | None, plan: Plan | None) -> None:
         )
 
 
-def _save_revised(receipt: Receipt, file: Path, *, is_json: bool) -> None:
-    if receipt.revised_plan is not None:
-        receipt.revised_plan.save(file)
-    if not is_json:
-        is_saved = receipt.revised_plan is not None
-        said = f"revised plan saved to {file}" if is_saved else f"there is no revised plan: {file} was not written"
-        terminal.say(said)
-
-
 @options.command
 def compare(
     target: options.TargetArgument,
@@ -184,23 +169,18 @@ def compare(
         building = replace(building, device=crew.device(building.device))
         strategies = strategy or [*_COMPARED, *(["auto"] if budget else [])]
         loaded = crew.load(lambda: work.load(target, building, *strategies))
-        with terminal.show_progress() as report:
-            comparison = plimsoll.compare(
-                loaded.target.model,
-                loaded.target.batch,
-                strategies,
-                budget=budget,
-                loss=loaded.target.loss,
-                optimizer=loaded.optimizer,
-                regions=tuple(regions) if regions else None,
-                steps=steps,
-                allow=allow,
-                max_error=max_error,
-                host_budget=host_budget,
-                overrides=tuple(override or ()),
-                link=link,
-                progress=report,
-            )
+        comparison = loaded.ask(
+            plimsoll.compare,
+            strategies,
+            budget=budget,
+            regions=regions or None,
+            steps=steps,
+            allow=allow,
+            max_error=max_error,
+            host_budget=host_budget,
+            overrides=tuple(override or ()),
+            link=link,
+        )
         if crew.speaks:
             terminal.hand_over(comparison, to)
         terminal.end(comparison.exit_code)

@@ -8,10 +8,10 @@ order drawn once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import typer
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from plimsoll.analysis.probe.step import MakeOptimizer
 
+R = TypeVar("R")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
@@ -40,6 +42,12 @@ class Loaded:
     target: Target
     optimizer: torch.optim.Optimizer | None
     saved: Plan | None = None
+
+    def ask(self, verb: Callable[..., R], *args: object, **options: object) -> R:
+        """Call a public verb for the target's step, and show how far it is."""
+        step = {"loss": self.target.loss, "optimizer": self.optimizer}
+        with show_progress() as report:
+            return verb(self.target.model, self.target.batch, *args, **step, progress=report, **options)
 
 
 def load(
@@ -99,23 +107,18 @@ def load_saved(file: Path | None) -> Plan | None:
 
 def make_plan(loaded: Loaded, asked: Planning, device_profile: str | None = None) -> Plan:
     """Plan the loaded step as asked."""
-    with show_progress() as report:
-        return plimsoll.plan(
-            loaded.target.model,
-            loaded.target.batch,
-            asked.budget,
-            loss=loaded.target.loss,
-            optimizer=loaded.optimizer,
-            strategy=asked.strategy,
-            regions=tuple(asked.regions or ()) or None,
-            device_profile=device_profile,
-            allow=asked.allow,
-            max_error=asked.max_error,
-            host_budget=asked.host_budget,
-            overrides=tuple(asked.override or ()),
-            link=asked.link,
-            progress=report,
-        )
+    return loaded.ask(
+        plimsoll.plan,
+        asked.budget,
+        strategy=asked.strategy,
+        regions=asked.regions or None,
+        device_profile=device_profile,
+        allow=asked.allow,
+        max_error=asked.max_error,
+        host_budget=asked.host_budget,
+        overrides=tuple(asked.override or ()),
+        link=asked.link,
+    )
 
 
 def refuse_unusable(plan: Plan) -> None:
