@@ -106,7 +106,7 @@ def run_rank(asked: argparse.Namespace) -> None:
 
     from benchmarks.progress import say
     from plimsoll.distributed import advise_compression
-    from plimsoll.ui.demo.corpus import VOCABULARY, read_corpus
+    from plimsoll.ui.demo.story import VOCABULARY, read_corpus
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

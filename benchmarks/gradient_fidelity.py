@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.launching import launch
 from benchmarks.machine import device_name, page_head, page_stem, versions
 from benchmarks.page import format_table
-from plimsoll.ui.demo.corpus import Batches, read_corpus
-from plimsoll.ui.demo.story import DemoSetup, make_model
+from plimsoll.ui.demo.story import Batches, DemoSetup, make_model, read_corpus
 
 RANKS = 2
 _HELD_OUT = 0.1

@@ -36,7 +36,7 @@ from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.verdict import Ruling, Verdict
 from plimsoll.tracing.meters.timing import one_thread
-from plimsoll.ui.demo.corpus import VOCABULARY, read_corpus
+from plimsoll.ui.demo.story import VOCABULARY, read_corpus
 
 BATCH, SEQUENCE, HELD_OUT = 4, 64, 16
 

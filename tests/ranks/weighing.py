@@ -26,7 +26,7 @@ from plimsoll.distributed.gradient_compression.shards import units_of
 from plimsoll.session.rendezvous.world import current_world
 from plimsoll.tracing.fsdp2 import groups_of
 from plimsoll.tracing.local_tensors import dense_parts
-from plimsoll.ui.demo.corpus import VOCABULARY, read_corpus
+from plimsoll.ui.demo.story import VOCABULARY, read_corpus
 from ranks.small_models import llama
 
 BATCHES, BATCH, SEQUENCE = 24, 2, 32

@@ -15,8 +15,7 @@ from plimsoll.artifacts.estimate import Estimate, StageEstimate, StageSeconds, T
 from plimsoll.artifacts.memory_use import AllocatorUse
 from plimsoll.artifacts.naming import compress_names
 from plimsoll.artifacts.trace import Trace
-from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings
-from plimsoll.estimator.allocator_sim.simulate import simulate_allocator
+from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings, simulate_allocator
 from plimsoll.estimator.budget import RankMemory, budget_items, framework_items, kernel_items
 from plimsoll.estimator.parallelism.layouts import layout_notes
 from plimsoll.estimator.parallelism.rank import sharding_notes

@@ -12,8 +12,18 @@ from plimsoll.analysis.diagnose.accounts import keep_ledger
 from plimsoll.analysis.diagnose.attribution import find_layers
 from plimsoll.analysis.diagnose.causes import split_overhead
 from plimsoll.analysis.diagnose.chrome_reader import input_bytes
-from plimsoll.analysis.diagnose.intervals import clip, covered_ns, gaps, owned_ns, union
-from plimsoll.analysis.diagnose.profile import DeviceKind, DeviceSpan, HostKind, HostSpan, Profile
+from plimsoll.analysis.diagnose.profile import (
+    DeviceKind,
+    DeviceSpan,
+    HostKind,
+    HostSpan,
+    Profile,
+    clip,
+    covered_ns,
+    gaps,
+    owned_ns,
+    union,
+)
 from plimsoll.artifacts.finding import OverheadCause, WorkUnit
 
 OPS = st.sampled_from(["aten::mm", "aten::add", "aten::copy_", "aten::view", "NormBackward0", "my::op"])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import plimsoll
 import zoo
 from plimsoll.analysis.explain.changes import half_of
-from plimsoll.analysis.explain.holders import by_place, place_of
+from plimsoll.analysis.explain.explain import by_place, place_of
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.explained import Explanation
 from plimsoll.artifacts.plan import Holder

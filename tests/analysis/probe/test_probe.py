@@ -25,7 +25,7 @@ from plimsoll.analysis.probe.stream import Call
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.verdict import WHOLE_MODEL, Outcome, Ruling
-from plimsoll.ui.demo.corpus import VOCABULARY, Batches, read_corpus
+from plimsoll.ui.demo.story import VOCABULARY, Batches, read_corpus
 
 ROOT = Path(__file__).parents[3]
 

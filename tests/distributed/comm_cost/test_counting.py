@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from plimsoll.artifacts.traffic import Transfer
-from plimsoll.distributed.comm_cost.counting import CountingGroup, KeptBucket, pass_through
 from plimsoll.distributed.comm_cost.metering import compression_hook
+from plimsoll.distributed.comm_cost.timed_step import CountingGroup, KeptBucket, pass_through
 from plimsoll.distributed.gradient_compression.method import CompressionSettings, parse_method
 from plimsoll.distributed.gradient_compression.slots import GradientPart, make_slots
 

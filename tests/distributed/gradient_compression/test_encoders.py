@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from plimsoll.distributed.gradient_compression.encoders import Encoder, encoder_of
 from plimsoll.distributed.gradient_compression.method import parse_method
 from plimsoll.distributed.gradient_compression.rounds import draw_places, generator_for
-from plimsoll.distributed.gradient_compression.slots import GradientSlot
-from plimsoll.distributed.gradient_compression.wire_bytes import compressed_bytes, dense_bytes
+from plimsoll.distributed.gradient_compression.slots import GradientSlot, compressed_bytes, dense_bytes
 
 METHODS = ("topk:1%", "topk:30%", "topk:100%", "sign:8", "sign:1024", "int8:16", "int8:256")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

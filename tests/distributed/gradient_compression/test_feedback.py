@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from plimsoll.distributed.gradient_compression.encoders import encoder_of
 from plimsoll.distributed.gradient_compression.feedback import FeedbackOutcome, offer, settle, with_velocity
 from plimsoll.distributed.gradient_compression.method import EXCLUDED, CompressionSettings, parse_method
-from plimsoll.distributed.gradient_compression.slots import GradientPart, GradientSlot, make_slots
-from plimsoll.distributed.gradient_compression.wire_bytes import Form
+from plimsoll.distributed.gradient_compression.slots import Form, GradientPart, GradientSlot, make_slots
 from plimsoll.errors import InvalidOption
 
 FINE, VOID = torch.zeros(()), torch.ones(())

@@ -14,9 +14,13 @@ from msgspec.structs import replace
 from planning.builders import transformer
 from plimsoll.artifacts.memory_use import AllocationEvent, AllocatorUse
 from plimsoll.artifacts.trace import Category
-from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings, CachingAllocator, DeviceFull
+from plimsoll.estimator.allocator_sim.allocator import (
+    AllocatorSettings,
+    CachingAllocator,
+    DeviceFull,
+    simulate_allocator,
+)
 from plimsoll.estimator.allocator_sim.blocks import SMALLEST_BYTES, Block, round_up
-from plimsoll.estimator.allocator_sim.simulate import simulate_allocator
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.describe import allocation_events
 from plimsoll.planning.simulate import run_choices

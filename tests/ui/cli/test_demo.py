@@ -6,7 +6,7 @@ import pytest
 
 from fakes import FakeVerbs
 from plimsoll.ui.demo import story
-from plimsoll.ui.demo.corpus import Batches, read_corpus
+from plimsoll.ui.demo.story import Batches, read_corpus
 from plimsoll.ui.demo_terminal import draw_spark
 from samples import make_mismatch, make_receipt
 

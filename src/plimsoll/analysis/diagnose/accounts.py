@@ -13,9 +13,22 @@ from collections import Counter
 from collections.abc import Iterator
 
 from plimsoll.analysis.diagnose.attribution import Label, label_spans
-from plimsoll.analysis.diagnose.intervals import Nesting, clip, covered_ns, gaps, owned_ns, union
 from plimsoll.analysis.diagnose.ledger import Gap, Ledger, WorkKind, WorkPiece
-from plimsoll.analysis.diagnose.profile import DeviceKind, DeviceSpan, HostKind, HostSpan, Interval, Profile, is_step
+from plimsoll.analysis.diagnose.profile import (
+    DeviceKind,
+    DeviceSpan,
+    HostKind,
+    HostSpan,
+    Interval,
+    Nesting,
+    Profile,
+    clip,
+    covered_ns,
+    gaps,
+    is_step,
+    owned_ns,
+    union,
+)
 from plimsoll.artifacts.finding import LONG_GAP_SECONDS, WorkPhase, WorkUnit
 
 _WAITING = re.compile(r"(?:cuda|cu|hip)(?:Device|Stream|Event|Ctx)Synchronize|(?:cuda|hip)Mem(?:cpy|set)(?:_v\d+)?$")

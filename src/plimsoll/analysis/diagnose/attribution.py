@@ -16,7 +16,6 @@ from collections.abc import Iterable
 
 import msgspec
 
-from plimsoll.analysis.diagnose.intervals import Nesting
 from plimsoll.analysis.diagnose.ledger import Ledger, WorkPiece
 from plimsoll.analysis.diagnose.profile import (
     MODULE_PREFIX,
@@ -24,6 +23,7 @@ from plimsoll.analysis.diagnose.profile import (
     TORCH_MODULE_PREFIX,
     HostKind,
     HostSpan,
+    Nesting,
     Profile,
 )
 from plimsoll.artifacts.finding import Layer, WorkPhase

@@ -19,7 +19,6 @@ from plimsoll.analysis.probe.step import Blocks, MakeOptimizer, Trainer
 from plimsoll.analysis.probe.stream import Call
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.traffic import UNCOMPRESSED, BucketTiming, LinkFit, LinkPoint, StepTiming, Transfer
-from plimsoll.distributed.comm_cost.counting import CountingGroup, Hook, KeptBucket, Pass, finished, pass_through
 from plimsoll.distributed.comm_cost.figures import ReplicaFigures
 from plimsoll.distributed.comm_cost.forecast import (
     BucketProgram,
@@ -31,7 +30,13 @@ from plimsoll.distributed.comm_cost.forecast import (
 )
 from plimsoll.distributed.comm_cost.timed_step import (
     Backward,
+    CountingGroup,
+    Hook,
+    KeptBucket,
+    Pass,
     SilentParallel,
+    finished,
+    pass_through,
     time_transfer,
     wait_for_all,
     wait_for_device,

@@ -24,8 +24,7 @@ from plimsoll.distributed.gradient_compression.shards import (
     parts_of_shards,
     units_of,
 )
-from plimsoll.distributed.gradient_compression.slots import GradientSlot, make_slots
-from plimsoll.distributed.gradient_compression.wire_bytes import Form
+from plimsoll.distributed.gradient_compression.slots import Form, GradientSlot, make_slots
 from plimsoll.errors import InvalidModel, InvalidOption, RanksDiffer
 from plimsoll.session.rendezvous.exchange import exchange, together
 from plimsoll.session.rendezvous.world import current_world

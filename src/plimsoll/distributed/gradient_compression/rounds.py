@@ -21,8 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from plimsoll.distributed.gradient_compression.encoders import Encoder, encoder_of, narrow
 from plimsoll.distributed.gradient_compression.feedback import FeedbackOutcome, Offer
 from plimsoll.distributed.gradient_compression.method import CompressionSettings
-from plimsoll.distributed.gradient_compression.slots import GradientSlot
-from plimsoll.distributed.gradient_compression.wire_bytes import Form, factors_of
+from plimsoll.distributed.gradient_compression.slots import Form, GradientSlot, factors_of
 
 _NAMES = vars(dist)
 # torch 2.13 renamed both and warns of the old names; 2.9 has only these.

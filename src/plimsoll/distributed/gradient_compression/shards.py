@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from plimsoll.distributed.gradient_compression.averaging import Averages, average_whole
 from plimsoll.distributed.gradient_compression.replicas import twice
 from plimsoll.distributed.gradient_compression.rounds import reduce_rows
-from plimsoll.distributed.gradient_compression.slots import GradientPart, GradientSlot
-from plimsoll.distributed.gradient_compression.wire_bytes import Form
+from plimsoll.distributed.gradient_compression.slots import Form, GradientPart, GradientSlot
 from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.tracing.fsdp2 import groups_of
 from plimsoll.tracing.torch_internals import internal

@@ -1,11 +1,19 @@
-"""Builds models with random weights from configurations of transformers and diffusers. Nothing is downloaded."""
+"""Builds models with random weights from configurations of transformers and diffusers, and random batches that train them.
+
+Nothing is downloaded. Batches are text, pictures, both, sound, or latents. Integers always have values, also for a model
+without memory: what a step computes from them (masks, positions) is then computed as it would be. Everything else has none on
+the meta device.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import logging
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -154,3 +162,141 @@ def _import(library: str, extra: str) -> Any:
             why=str(error),
             next=f"pip install 'plimsoll[{extra}]', or give package.module:function",
         ) from error
+
+
+_SEED = 0
+_PROMPT_TOKENS = 77
+"""Of the text encoder that Stable Diffusion's denoisers listen to."""
+_TIMESTEPS = 1000
+_FRAMES_PER_POSITION = 2
+"""Whisper's second convolution halves the frames of its spectrogram."""
+_LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings?|embed_positions)\.weight$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSize:
+    """Samples, tokens of text per sample (``None``: where text has a length, the model's own default), and the place.
+
+    With ``is_asked`` the user gave the sequence, so that it is refused where it means nothing.
+    """
+
+    samples: int
+    sequence: int | None
+    is_asked: bool
+    device: str
+    is_meta: bool
+
+
+def make_batch(model: nn.Module, size: BatchSize) -> dict[str, Any]:
+    """A random batch with labels, as keywords of ``model``.
+
+    Raises:
+        InvalidTarget: no batch is known for the model; or a sequence that it cannot take.
+    """
+    maker = _Maker(model, size)
+    if isinstance(model, NoisePrediction):
+        return maker.latents(model.denoiser)
+    names = inspect.signature(model.forward).parameters
+    config = getattr(model, "config", None)
+    known: dict[str, Any] = config.to_dict() if config is not None else {}
+    if "return_loss" in names and {"input_ids", "pixel_values"} <= names.keys():
+        return maker.pairs(known)
+    if "input_features" in names and "labels" in names and "max_source_positions" in known:
+        return maker.sound(known)
+    if "pixel_values" in names and "ImageClassification" in type(model).__name__ and "image_size" in known:
+        return maker.pictures(known, int(getattr(config, "num_labels", 1)))
+    if "input_ids" in names and "labels" in names and "vocab_size" in known and "pixel_values" not in names:
+        return maker.text(known)
+    raise InvalidTarget(
+        f"no batch is known for {type(model).__name__}.",
+        why="Plimsoll makes random batches for models of text with a loss, image classifiers, CLIP, Whisper and denoisers",
+        next="write a function that returns (model, batch) and give package.module:function",
+    )
+
+
+class _Maker:
+    """Makes the tensors of one batch."""
+
+    def __init__(self, model: nn.Module, size: BatchSize) -> None:
+        self._model = model
+        self._size = size
+        self._random = torch.Generator().manual_seed(_SEED)
+        self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+    def text(self, known: dict[str, Any]) -> dict[str, Any]:
+        sequence = self._sequence(getattr(self._model.config, "max_position_embeddings", None))
+        tokens = self._integers(known["vocab_size"], sequence)
+        name = type(self._model).__name__
+        labels = tokens
+        if "SequenceClassification" in name:
+            labels = torch.zeros_like(tokens[:, 0])
+        elif "TokenClassification" in name:
+            labels = torch.zeros_like(tokens)
+        return {"input_ids": tokens, "labels": labels}
+
+    def pictures(self, known: dict[str, Any], classes: int) -> dict[str, Any]:
+        self._refuse_sequence("its batch is images, whose size the configuration decides")
+        return {"pixel_values": self._pixels(known), "labels": self._integers(classes)}
+
+    def pairs(self, known: dict[str, Any]) -> dict[str, Any]:
+        text, vision = known["text_config"], known["vision_config"]
+        tokens = self._integers(text["vocab_size"], self._sequence(text["max_position_embeddings"]))
+        if isinstance(text.get("eos_token_id"), int):
+            tokens[:, -1] = text["eos_token_id"]
+        return {"input_ids": tokens, "pixel_values": self._pixels(vision), "return_loss": True}
+
+    def sound(self, known: dict[str, Any]) -> dict[str, Any]:
+        frames = _FRAMES_PER_POSITION * known["max_source_positions"]
+        features = self._floats(known["num_mel_bins"], frames)
+        labels = self._integers(known["vocab_size"], self._sequence(known["max_target_positions"]))
+        return {"input_features": features, "labels": labels}
+
+    def latents(self, denoiser: nn.Module) -> dict[str, Any]:
+        self._refuse_sequence("its batch is latents, whose size the configuration decides")
+        known: Any = denoiser.config
+        side = known["sample_size"]
+        height, width = (side, side) if isinstance(side, int) else side
+        shape = (known["in_channels"], height, width)
+        return {
+            "sample": self._floats(*shape),
+            "timestep": self._integers(_TIMESTEPS),
+            "encoder_hidden_states": self._floats(_PROMPT_TOKENS, known["cross_attention_dim"]),
+            "noise": self._floats(known["out_channels"], height, width),
+        }
+
+    def _pixels(self, known: dict[str, Any]) -> torch.Tensor:
+        side = known["image_size"]
+        height, width = (side, side) if isinstance(side, int) else side
+        return self._floats(known.get("num_channels") or 3, height, width)
+
+    def _floats(self, *shape: int) -> torch.Tensor:
+        sizes = (self._size.samples, *shape)
+        if self._size.is_meta:
+            return torch.empty(sizes, dtype=self._dtype, device="meta")
+        return torch.rand(sizes, generator=self._random).to(self._size.device, self._dtype)
+
+    def _integers(self, below: int, *shape: int) -> torch.Tensor:
+        drawn = torch.randint(below, (self._size.samples, *shape), generator=self._random)
+        return drawn.to(self._size.device)
+
+    def _sequence(self, longest: int | None) -> int:
+        """Tokens per sample: as asked, or the default cut to what the model was made for."""
+        sequence = self._size.sequence or longest or 1
+        if not self._size.is_asked:
+            return min(sequence, longest or sequence)
+        for name, parameter in self._model.named_parameters():
+            if _LEARNED_POSITIONS.search(name) and "vision" not in name and parameter.shape[0] < sequence:
+                raise InvalidTarget(
+                    f"{type(self._model).__name__} takes at most {parameter.shape[0]:,} tokens per sample, not {sequence:,}.",
+                    why=f"its positions are learned: {name} has {parameter.shape[0]:,} of them",
+                    next=f"--seq {parameter.shape[0]} or less, or a configuration with more positions",
+                )
+        return sequence
+
+    def _refuse_sequence(self, why: str) -> None:
+        if self._size.is_asked:
+            raise InvalidTarget(
+                f"--seq would have no effect on {type(self._model).__name__}.",
+                why=why,
+                next="leave it out, or change the size in the configuration",
+            )

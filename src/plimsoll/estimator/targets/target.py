@@ -207,8 +207,7 @@ def build(recipe: Recipe, options: TargetOptions) -> Target:
     """
     import torch
 
-    from plimsoll.estimator.targets.batches import BatchSize, make_batch
-    from plimsoll.estimator.targets.models import build_denoiser, build_model
+    from plimsoll.estimator.targets.models import BatchSize, build_denoiser, build_model, make_batch
 
     if not options.is_meta:
         _refuse_absent(options.device)

@@ -24,7 +24,7 @@ from plimsoll.planning.strategies import check_strategy
 from plimsoll.tracing.regions import find_regions
 from plimsoll.ui.cli.options import Building, Compiled, OptimizerName, Planning
 from plimsoll.ui.cli.terminal import show_progress
-from plimsoll.ui.demo.corpus import VOCABULARY, read_corpus
+from plimsoll.ui.demo.story import VOCABULARY, read_corpus
 
 if TYPE_CHECKING:
     import torch
