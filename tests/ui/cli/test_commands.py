@@ -20,7 +20,7 @@ def test_plan_passes_its_options_on(run, verbs: FakeVerbs):
     assert "OPTIMAL" in run("plan", "targets:linear", *options.split()).out
     name, given = verbs.calls[0]
     assert (name, given["budget"], given["strategy"]) == ("plan", "64MiB", "full")
-    assert given["regions"] == ("a.*", "b.*")
+    assert given["regions"] == ["a.*", "b.*"]
     assert type(given["optimizer"]).__name__ == "SGD"
     assert given["loss"] is not None
 
