@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import ArtifactBase
+from plimsoll.artifacts.base import ArtifactBase, write_whole
 from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Decision, Status
+from plimsoll.artifacts.sac import policy_file, saved_ops
+from plimsoll.errors import InvalidOption, PlanNotUsable
+from plimsoll.units import format_bytes
 
 
 class ValueDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +76,11 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     def effect(self) -> tuple[object, ...]:
         """What the region will do: plans that are equal in this differ in predictions alone."""
         return (self.call, self.dropped, tuple(sorted(self.packed.items())), self.is_boundary_dropped)
+
+    @property
+    def saved_ops(self) -> dict[str, tuple[int, ...]]:
+        """Which outputs are kept, by the name of the op, of ops of which nothing is dropped."""
+        return saved_ops([d.value for d in self.decisions if d.decision is Decision.KEEP], self.dropped)
 
     @property
     def has_offload(self) -> bool:
@@ -210,3 +219,51 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     def explain(self) -> str:
         """Every decision with its reason in terms of the price of memory, what one more GiB buys, who holds the peak."""
         return ArtifactBase.render(self, with_details=True)
+
+    def export(self, kind: str, path: str | Path) -> None:
+        """Write the plan down for training without Plimsoll, at a cost in time.
+
+        Args:
+            kind: ``sac``, a Python file that needs torch alone: its ``apply(model)`` checkpoints every region by a policy
+                that saves what the plan keeps.
+            path: where to; an existing file is replaced.
+
+        Raises:
+            PlanNotUsable: the plan compresses or offloads, drops a region's input, or has no usable status.
+            InvalidOption: another kind.
+            PlanFileError: the place cannot be written.
+
+        Example:
+            >>> plan.export("sac", "policy.py")  # doctest: +SKIP
+        """
+        if kind != "sac":
+            raise InvalidOption(
+                f"{kind!r} is nothing that a plan is exported to.",
+                why="a plan is written down as a policy of selective activation checkpointing (sac) and as nothing else",
+                next='call plan.export("sac", "policy.py"); for Megatron-Core: plimsoll estimate … --export megatron',
+            )
+        self._check_recomputing()
+        headline = (
+            f"{self.model}, {self.signature}: {format_bytes(self.predicted_peak_bytes)} of "
+            f"{format_bytes(self.baseline_peak_bytes)}"
+        )
+        regions = {(each.name, each.call): each.saved_ops for each in self.regions if not each.is_untouched}
+        write_whole(policy_file(headline, regions), path)
+
+    def _check_recomputing(self) -> None:
+        """Refuse a plan that does more than to keep and to recompute region by region."""
+        why = "" if self.status.is_usable else f"its status is {self.status.value}"
+        if self.compiled:
+            why = "it is for parts that torch.compile compiles, where its partitioner decides"
+        for region in self.regions:
+            if region.packed:
+                value, form = next(iter(region.packed.items()))
+                why = f"a policy saves or recomputes, and the plan holds {value} of {region.name} as {form}"
+            elif region.is_boundary_dropped:
+                why = f"a policy holds the input of every region, and the plan drops that of {region.name}"
+        if why:
+            raise PlanNotUsable(
+                "This plan cannot be written as a policy of selective activation checkpointing.",
+                why=why,
+                next='plan again with allow={"recompute"} and strategy="auto", or use plimsoll.apply',
+            )

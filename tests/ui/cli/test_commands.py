@@ -39,6 +39,14 @@ def test_plan_saves_and_show_shows(run, verbs: FakeVerbs):
     assert "memory is worth" in run("show", "plan.json", "--explain").out
 
 
+def test_show_writes_a_plan_as_a_policy(run):
+    make_plan().save("plan.json")
+    run("show", "plan.json", "--export-sac", "policy.py")
+    assert "def apply(model" in Path("policy.py").read_text()
+    make_receipt().save("receipt.json")
+    assert "no plan" in run("show", "receipt.json", "--export-sac", "policy.py", code=2).err
+
+
 def test_json_is_all_that_a_machine_reads(run, verbs: FakeVerbs):
     assert run("plan", "targets:linear", "--json").json["plimsoll"] == "plan"
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.artifacts.store import load_any
-from plimsoll.errors import InvalidReport
+from plimsoll.artifacts.store import Artifact, load_any
+from plimsoll.errors import InvalidReport, PlanFileError
 from plimsoll.ui.cli import options, ranks, terminal
 
 FilesArgument = Annotated[
@@ -39,7 +39,24 @@ FileArgument = Annotated[
 ]
 
 
-def show(file: FileArgument, *, explain: options.ExplainOption = False, json: options.JsonOption = False) -> None:
+ExportOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--export-sac",
+        metavar="FILE",
+        help="Write the plan as a policy of torch's selective activation checkpointing, a Python file that needs torch alone.",
+        dir_okay=False,
+    ),
+]
+
+
+def show(
+    file: FileArgument,
+    *,
+    explain: options.ExplainOption = False,
+    export_sac: ExportOption = None,
+    json: options.JsonOption = False,
+) -> None:
     """Show a saved plan, receipt, comparison, verdict, finding, advice, explanation, estimate, fit or gradient
     traffic.
 
@@ -47,8 +64,18 @@ def show(file: FileArgument, *, explain: options.ExplainOption = False, json: op
     """
     with ranks.one_process("show", is_json=json):
         artifact = load_any(file)
+        if export_sac is not None:
+            _export(file, artifact, export_sac)
         text = artifact.explain() if explain and isinstance(artifact, Plan) else None
         terminal.hand_over(artifact, options.Output(json=json), text=text)
+
+
+def _export(file: Path, artifact: Artifact, policy: Path) -> None:
+    if not isinstance(artifact, Plan):
+        raise PlanFileError(
+            f"{file} is no plan.", why="only a plan can be written as a policy", next="give what plimsoll plan -o wrote"
+        )
+    artifact.export("sac", policy)
 
 
 def report(files: FilesArgument, *, output: PageOption = None, timeline: TimelineOption = None) -> None:

@@ -1,0 +1,208 @@
+"""Keeps and recomputes what a plan of Plimsoll decided, with torch alone: a policy of selective activation checkpointing.
+
+    import policy                # this file, under whatever name it has
+    undo = policy.apply(model)   # before the first training step; undo() leaves the model as it was
+
+Every planned region runs under ``torch.utils.checkpoint``. What the policy does not know (other kernels, a changed model) it
+recomputes: that costs time, never memory or right gradients. Not for compiled models.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+PLAN = ""
+SAVED: tuple[dict[str, tuple[int, ...]], ...] = ()
+"""What is saved: ``module::op#occurrence``, and which of its outputs the plan keeps."""
+REGIONS: dict[str, dict[int, int]] = {}
+"""By module path and number of its call within one forward of the model: the entry of ``SAVED``."""
+
+_SMALL = 0.05
+"""An op's outputs are saved together: those that the plan does not keep may add this share of those that it does."""
+
+
+def apply(model: nn.Module) -> Callable[[], None]:
+    """Checkpoint every region of ``model`` as the plan says. Returns what takes that off again."""
+    handles: list[Any] = []
+    regions = [_Region(model.get_submodule(path), calls, handles) for path, calls in REGIONS.items()]
+
+    def begin(module: nn.Module, args: Any) -> None:
+        for region in regions:
+            region.count = 0
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+        for region in regions:
+            vars(region.module).pop("forward", None)
+
+    handles.append(model.register_forward_pre_hook(begin, prepend=True))
+    return undo
+
+
+class _Region:
+    """A module that is checkpointed, and which of its submodules is running."""
+
+    def __init__(self, module: nn.Module, calls: Mapping[int, int], handles: list[Any]) -> None:
+        if "forward" in vars(module):
+            raise RuntimeError(f"{type(module).__name__}.forward is replaced already: apply the policy once, and first")
+        self.module = module
+        self.count = 0
+        self.running = _Running()
+        self._calls = calls
+        self._forward = module.forward
+        for path, inner in module.named_modules():
+            if path:
+                enter = functools.partial(self.running.enter, path)
+                handles.append(inner.register_forward_pre_hook(enter, prepend=True))
+                handles.append(inner.register_forward_hook(self.running.leave, always_call=True))
+        module.forward = self.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        call = self.count
+        self.count += 1
+        if call not in self._calls:
+            return self._forward(*args, **kwargs)
+        make = functools.partial(self._contexts, SAVED[self._calls[call]])
+        return checkpoint(self._forward, *args, use_reentrant=False, context_fn=make, **kwargs)
+
+    def _contexts(self, saved: Mapping[str, tuple[int, ...]]) -> tuple[_First, _Again]:
+        policy = _Policy(self.running, saved)
+        first, again = create_selective_checkpoint_contexts(policy)
+        buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
+        return _First(first, self, policy, buffers), _Again(again, buffers)
+
+
+class _Running(threading.local):
+    """The path of the submodule that is running, per thread."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    def enter(self, path: str, module: nn.Module, args: Any) -> None:
+        self.paths.append(path)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        del self.paths[-1:]
+
+
+class _Policy:
+    """Decides op by op in forward, and says the same when the region runs again."""
+
+    def __init__(self, running: _Running, saved: Mapping[str, tuple[int, ...]]) -> None:
+        self._running = running
+        self._wanted = saved
+        self._calls: Counter[Any] = Counter()
+        self._occurrences: Counter[str] = Counter()
+        self._saved: set[Any] = set()
+        self.has_batch_norm = False
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        number = self._calls[context.is_recompute, op]
+        self._calls[context.is_recompute, op] += 1
+        if not context.is_recompute and self._is_saved(op, args, kwargs, context.op_output):
+            self._saved.add((op, number))
+        return CheckpointPolicy.MUST_SAVE if (op, number) in self._saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _is_saved(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
+        if not isinstance(op, torch._ops.OpOverload) or op.is_view:
+            return False
+        space, name = op._schema.name.split("::")
+        self.has_batch_norm |= "batch_norm" in name
+        known = {tensor.untyped_storage().data_ptr() for tensor in _tensors([args, kwargs])}
+        outputs = _tensors(output)
+        is_writing = any(each.alias_info is not None and each.alias_info.is_write for each in op._schema.arguments)
+        if not is_writing and all(tensor.untyped_storage().data_ptr() in known for tensor in outputs):
+            return False
+        path = self._running.paths[-1] if self._running.paths else ""
+        stem = f"{path}::{name if space == 'aten' else f'{space}.{name}'}"
+        wanted = self._wanted.get(f"{stem}#{self._occurrences[stem]}", ())
+        self._occurrences[stem] += 1
+        # Saved are neither writes (their caller goes on with what they wrote to), nor random numbers (those drawn after them
+        # would be others), nor casts (autocast makes some of them only once).
+        if not wanted or is_writing or name == "_to_copy" or _draws(op, args, kwargs):
+            return False
+        sizes = [tensor.untyped_storage().nbytes() for tensor in outputs]
+        kept_bytes = sum(size for position, size in enumerate(sizes) if position in wanted)
+        return sum(sizes) <= (1 + _SMALL) * kept_bytes
+
+
+class _First:
+    """Around a region's forward: notes its buffers as they were, where forward writes to them."""
+
+    def __init__(
+        self,
+        inner: AbstractContextManager[Any],
+        region: _Region,
+        policy: _Policy,
+        buffers: dict[tuple[nn.Module, str], torch.Tensor],
+    ) -> None:
+        self._inner = inner
+        self._region = region
+        self._policy = policy
+        self._buffers = buffers
+        self._before: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor, int]] = {}
+
+    def __enter__(self) -> None:
+        for owner in self._region.module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                self._before[owner, name] = (buffer, buffer.clone(), buffer._version)
+        self._region.running.paths.clear()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        for (owner, name), (buffer, copy, version) in self._before.items():
+            is_same = owner.get_buffer(name) is buffer and buffer._version == version
+            if not is_same or self._policy.has_batch_norm:  # which writes without counting it
+                self._buffers[owner, name] = copy
+        self._before.clear()
+
+
+class _Again:
+    """Around a region that runs again: it sees and writes copies of the buffers, as they were in forward."""
+
+    def __init__(self, inner: AbstractContextManager[Any], buffers: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
+        self._inner = inner
+        self._buffers = buffers
+        self._now: dict[tuple[nn.Module, str], torch.Tensor] = {}
+
+    def __enter__(self) -> None:
+        for (owner, name), copy in self._buffers.items():
+            self._now[owner, name] = owner.get_buffer(name)
+            setattr(owner, name, copy)
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        for (owner, name), buffer in self._now.items():
+            setattr(owner, name, buffer)
+        self._now.clear()
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors in an op's arguments or results."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def _draws(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    given = {each.name: each.default_value for each in op._schema.arguments}
+    given |= dict(zip(given, args, strict=False)) | kwargs
+    return given.get("dropout_p") != 0.0
