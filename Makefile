@@ -26,8 +26,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Plimsoll needs Python 3.11 or newer, with venv and ensurepip."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (the first time this fetches torch)"
-	@# Another torch brings its own triton: both pins give way, all others stay.
-	@$(if $(TORCH),{ grep -vE '^(torch|triton)==' constraints.txt; echo 'torch==$(TORCH)'; },cat constraints.txt) \
+	@# Another torch brings its own triton. It comes first, alone, and is pinned as it came: beside everything else pip would
+	@# fetch one triton after the other to find it.
+	@$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==$(TORCH)',true)
+	@$(if $(TORCH),{ grep -vE '^(torch|triton)==' constraints.txt; $(BIN)/python -m pip freeze | grep -E '^(torch|triton)=='; },cat constraints.txt) \
 		> $(VENV)/constraints.txt
 	@PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		-c $(VENV)/constraints.txt -e '.[dev]'

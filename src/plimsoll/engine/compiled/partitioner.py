@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from plimsoll.tracing.compiled.joint import JointGraph
 
 Dropped = Mapping[str, frozenset[str]]
 """Per region of a unit the names of the buffers that backward computes again."""
+_KERNEL = "plimsoll_kernel"
+_IS_ON_THE_WAY = "plimsoll_is_on_the_way"
 
 
 class PlannedPartitioner(Partitioner):
@@ -90,7 +93,32 @@ class PlannedPartitioner(Partitioner):
             if node.target is operator.getitem and _op_of(node).meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
                 # An op is run again for all of its items or for none; which of them are saved depends on what backward needs.
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        for node in found.nodes:
+            # Before torch 2.10 whatever is computed again must name a part of the graph; there is one part here.
+            node.meta["ac_graph_id"] = 0
         self._refuse_other_graph(named.values())
+        _note_kernels(found)
+
+    def finish(self, backward: fx.GraphModule) -> None:
+        """Give every kernel of backward its own copies of what it makes on the way from what is in memory.
+
+        What two kernels read inductor may put into memory: on a CPU wherever an exponential, a logarithm or the like is in it.
+        """
+        kernel_of = {node: node.meta.get(_KERNEL) for node in backward.graph.nodes}
+        for node in reversed(backward.graph.nodes):
+            if node.op != "call_function" or not node.meta.get(_IS_ON_THE_WAY):
+                continue
+            readers: defaultdict[int | None, list[fx.Node]] = defaultdict(list)
+            for user in node.users:
+                readers[kernel_of[user]].append(user)
+            kernel_of[node], *others = readers
+            for kernel in others:
+                with backward.graph.inserting_before(min(readers[kernel])):
+                    copy = backward.graph.node_copy(node)
+                kernel_of[copy] = kernel
+                for user in readers[kernel]:
+                    user.replace_input_with(node, copy)
+        backward.recompile()
 
     def _refuse_other_graph(self, here: Collection[tuple[str, str]]) -> None:
         """Refuse a graph in whose regions nothing is what the plan drops, and something is what it does not know.
@@ -106,6 +134,15 @@ class PlannedPartitioner(Partitioner):
                 "are others than when it was made",
                 next="plan this model here",
             )
+
+
+def _note_kernels(graph: JointGraph) -> None:
+    """Write on the nodes what ``finish`` asks of their copies: the kernel that runs them, and whether they have no memory."""
+    for at, kernel in enumerate(graph.kernels):
+        for node in kernel.nodes:
+            node.meta[_KERNEL] = at
+    for node in graph.nodes:
+        node.meta[_IS_ON_THE_WAY] = not (graph.is_backward(node) or graph.is_buffer(graph.base(node)))
 
 
 def _boundaries(graph: JointGraph, again: set[fx.Node]) -> set[fx.Node]:

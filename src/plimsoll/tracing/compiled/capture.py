@@ -41,11 +41,15 @@ class Partitioner(CustomPartitionerFn):
         gm.graph = fx_graph_cse(gm.graph)  # torch does it next; done first, what is marked here is what it partitions
         self.mark(gm.graph, **options)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+        self.finish(backward)
         return forward, backward
 
     @abstractmethod
     def mark(self, graph: fx.Graph, **options: Any) -> None:
         """Mark the forward nodes to save, and those to compute again."""
+
+    def finish(self, backward: fx.GraphModule) -> None:
+        """Change what torch has made of backward."""
 
 
 class _Spy(Partitioner):

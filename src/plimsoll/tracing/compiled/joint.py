@@ -135,7 +135,6 @@ class JointGraph:
         self._in_forward = _ancestors(n for n in flat[:forward_outputs] if n is not None)
         self._region_of: dict[fx.Node, str] = {}
         self._buffers: set[fx.Node] = set()
-        self._kernel_of: dict[fx.Node, int] = {}
         self._stage()
         self._find_buffers()
         self.kernels = self._kernels()

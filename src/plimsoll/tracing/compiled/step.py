@@ -24,6 +24,7 @@ from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storag
 from plimsoll.tracing.assemble import kind_of
 from plimsoll.tracing.compiled.joint import OUTSIDE, JointGraph, Kernel, node_bytes
 from plimsoll.tracing.compiled.seconds import kernel_key, kernel_spec, timed
+from plimsoll.tracing.torch_internals import is_at_least
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +233,7 @@ class _Piece:
         """Hold what a graph's backward is given until that backward ends, as autograd's call does.
 
         A later graph makes the gradient of what an earlier one handed to it. Zeros stand for that of an output that has none;
-        they go after their last reader.
+        from torch 2.13 on they go after their last reader (2.9 and 2.11 were seen to hold them like the rest).
         """
         eager = self.weaver.eager
         backward = [
@@ -261,6 +262,7 @@ class _Piece:
                     known.remove(node_bytes(node))
                 else:
                     last = max((self.ticks[reader] for reader in self.readers[node]), default=min(ticks)) + 1
+                    last = last if is_at_least(2, 13) else end
                     self._new_storage(node, "zero gradient of an output", Category.TEMPORARY, min(ticks), last)
 
     def _add(self, node: fx.Node, kernel: Kernel, category: Category | None = None, dies: int = -1) -> None:

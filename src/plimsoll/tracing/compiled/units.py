@@ -124,8 +124,13 @@ def _without_limit(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     """Call what shares its count of compilations with all else that ``_call_of`` compiles; past the limit, torch would run it
     uncompiled without a word, and keep everything.
     """
-    with torch._dynamo.config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize):
+    config = torch._dynamo.config  # its patch() makes a class in every call, which takes longer than all the rest
+    limits = config.recompile_limit, config.accumulated_recompile_limit
+    config.recompile_limit = config.accumulated_recompile_limit = sys.maxsize
+    try:
         return compiled(*args, **kwargs)
+    finally:
+        config.recompile_limit, config.accumulated_recompile_limit = limits
 
 
 def _nothing() -> None:
