@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from plimsoll.artifacts.plan import Holder
+from plimsoll.units import format_bytes
 
 _NUMBER = re.compile(r"\d+")
 
@@ -78,6 +79,13 @@ def with_rest(rows: Sequence[tuple[str, int]], most: int) -> list[tuple[str, int
     """The first rows, and one more that sums what the others hold."""
     rest = [size for _, size in rows[most:]]
     return [*rows[:most], (f"{len(rest)} others", sum(rest))] if rest else list(rows)
+
+
+def name_largest(rows: Sequence[tuple[str, int]], most: int = 3) -> str:
+    """The first rows in words: ``4.1 GiB parameters; 3.2 GiB logits; 0.4 GiB others``."""
+    named = [f"{format_bytes(size)} {label}" for label, size in rows[:most]]
+    rest = sum(size for _, size in rows[most:])
+    return "; ".join([*named, f"{format_bytes(rest)} others"] if rest else named)
 
 
 def region_in_label(label: str, regions: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.naming import name_largest
 from plimsoll.artifacts.plan import Peak
 from plimsoll.errors import BudgetBelowFloor, InvalidStrategy
 from plimsoll.planning.choice import Limits
@@ -12,7 +13,6 @@ from plimsoll.planning.describe import describe_peak
 from plimsoll.planning.simulate import Simulation
 from plimsoll.units import budget_text, format_bytes, format_bytes_up
 
-_HOLDERS_NAMED = 3
 _WORTH_CHUNKING = 0.05
 """A chunked loss is offered where it takes this share off the floor."""
 
@@ -83,9 +83,7 @@ def limits_error(what: str, simulation: Simulation, limits: Limits) -> InvalidSt
 
 def name_holders(peak: Peak) -> str:
     """``4.1 GiB parameters; 3.2 GiB logits; 0.4 GiB others``."""
-    named = [f"{format_bytes(holder.bytes)} {holder.label}" for holder in peak.holders[:_HOLDERS_NAMED]]
-    rest = sum(holder.bytes for holder in peak.holders[_HOLDERS_NAMED:])
-    return "; ".join([*named, f"{format_bytes(rest)} others"] if rest else named)
+    return name_largest([(holder.label, holder.bytes) for holder in peak.holders])
 
 
 def notes_about_peak(simulation: Simulation, baseline: Simulation) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.ui.document import MemoryChart, Table, Tone
 from plimsoll.ui.terminal import render_elements
 from plimsoll.ui.views.plan import classes_table, decisions_table
-from plimsoll.units import format_bytes, format_seconds, format_share
+from plimsoll.units import format_bytes, format_more, format_seconds, format_share
 
 if TYPE_CHECKING:
     from plimsoll.ui.demo.story import DemoSetup, Preparation, Story
@@ -100,7 +100,7 @@ def tell(story: Story) -> str:
     second = (
         f"Plimsoll let go of {format_bytes(dropped)} of the {format_bytes(total)} that backward waits for and "
         f"computed them again when they were due, so the step peaked at {_bytes(receipt.measured_peak_bytes)} "
-        f"and took {_more_or_less(story.measured_overhead)} time."
+        f"and took {format_more(story.measured_overhead)} time."
     )
     if story.is_success:
         third = "Every gradient, every loss and every final weight has the same bits as without Plimsoll."
@@ -124,10 +124,6 @@ def _dropped(plan: Plan) -> tuple[int, int]:
     decisions = [decision for region in plan.regions for decision in region.decisions]
     dropped = sum(decision.bytes for decision in decisions if decision.decision is Decision.RECOMPUTE)
     return dropped, sum(decision.bytes for decision in decisions)
-
-
-def _more_or_less(share: float) -> str:
-    return f"{abs(share):.1%} {'more' if share >= 0 else 'less'}"
 
 
 def _budget(plan: Plan) -> str:

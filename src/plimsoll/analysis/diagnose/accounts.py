@@ -24,12 +24,11 @@ from plimsoll.analysis.diagnose.profile import (
     Profile,
     clip,
     covered_ns,
-    gaps,
     is_step,
     owned_ns,
-    union,
 )
 from plimsoll.artifacts.finding import LONG_GAP_SECONDS, WorkPhase, WorkUnit
+from plimsoll.planning.step import merge, subtract
 
 _WAITING = re.compile(r"(?:cuda|cu|hip)(?:Device|Stream|Event|Ctx)Synchronize|(?:cuda|hip)Mem(?:cpy|set)(?:_v\d+)?$")
 _LAUNCHING_GRAPHS = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
@@ -68,7 +67,7 @@ class _Accounts(abc.ABC):
         self.is_computing = _computing_ops(self.nesting)
         calls = [(index, span) for index, span in enumerate(self.nesting.spans) if span.kind is HostKind.CALL]
         self.launches = {span.correlation: index for index, span in calls if span.correlation}
-        self.waits = union((span.start_ns, span.end_ns) for _, span in calls if _WAITING.match(span.name))
+        self.waits = merge((span.start_ns, span.end_ns) for _, span in calls if _WAITING.match(span.name))
         self.windows = self._windows()
         self.step_starts = profile.step_starts or [self.windows[0][0]]
         graphs = (span.start_ns for _, span in calls if _LAUNCHING_GRAPHS.match(span.name))
@@ -110,7 +109,7 @@ class _Accounts(abc.ABC):
         own_ns: Counter[int] = Counter()
         for (*_, owner), nanoseconds in zip(pieces, owned_ns([piece[:3] for piece in pieces]), strict=True):
             own_ns[owner] += nanoseconds
-        covered = union((start, end) for start, end, _, _ in pieces)
+        covered = merge((start, end) for start, end, _, _ in pieces)
         profile, device = self.profile, self.device
         return Ledger(
             source=profile.source,
@@ -120,7 +119,7 @@ class _Accounts(abc.ABC):
             bandwidth_bytes_per_second=None if device is None else profile.bandwidth_bytes_per_second.get(device),
             wall_ns=self._wall_ns(),
             work=tuple(self._work(owner, nanoseconds) for owner, nanoseconds in sorted(own_ns.items())),
-            idle=tuple(self._gap(start, end) for start, end in gaps(covered, self.windows)),
+            idle=tuple(self._gap(start, end) for start, end in subtract(self.windows, covered)),
             forward_ops=tuple(self._forward_ops()),
             are_steps_marked=bool(profile.steps),
             graph_launches=self.graph_launches,

@@ -10,7 +10,7 @@ import enum
 import heapq
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -133,24 +133,6 @@ def find_steps(host: tuple[HostSpan, ...]) -> tuple[tuple[Interval, ...], bool]:
     return tuple(steps), family == "plimsoll.step"
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Everything that is covered, as disjoint intervals in order.
-
-    Example:
-        >>> union([(5, 9), (0, 3), (2, 4)])
-        [(0, 4), (5, 9)]
-    """
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if end <= start:
-            continue
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
 def clip(interval: Interval, windows: Sequence[Interval]) -> list[Interval]:
     """The parts of an interval that lie in disjoint, ordered windows.
 
@@ -167,25 +149,6 @@ def clip(interval: Interval, windows: Sequence[Interval]) -> list[Interval]:
             parts.append((low, high))
         position += 1
     return parts
-
-
-def gaps(covered: Sequence[Interval], windows: Sequence[Interval]) -> list[Interval]:
-    """The parts of disjoint, ordered windows that disjoint, ordered intervals leave free.
-
-    Example:
-        >>> gaps([(2, 3), (5, 9)], [(0, 10)])
-        [(0, 2), (3, 5), (9, 10)]
-    """
-    found = []
-    for low, high in windows:
-        free_from = low
-        for start, end in clip((low, high), covered):
-            if start > free_from:
-                found.append((free_from, start))
-            free_from = end
-        if free_from < high:
-            found.append((free_from, high))
-    return found
 
 
 def covered_ns(interval: Interval, merged: Sequence[Interval]) -> int:

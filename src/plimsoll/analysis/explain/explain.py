@@ -18,7 +18,7 @@ from torch import nn
 from plimsoll.analysis.explain.changes import Changes, ExplainedStep, PeakSubject
 from plimsoll.analysis.verify.saved_tensors import watched
 from plimsoll.artifacts.explained import LEAST_SHARE, Change, Explanation, RecomputedPart
-from plimsoll.artifacts.naming import group_holders, region_in_label
+from plimsoll.artifacts.naming import group_holders, name_largest, region_in_label
 from plimsoll.artifacts.plan import Holder, Peak, Plan, TimelinePoint
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.trace import Storage, WatchedStep
@@ -49,7 +49,6 @@ _BETWEEN = "::"
 _NOWHERE = "outside of modules"
 _MOVED = 0.5
 """A peak that falls by less than this share of what the set-up frees after forward has hardly moved."""
-_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +113,12 @@ def _most_at_once(storages: Iterable[Storage]) -> int:
 def judge(setup: str, seen: PeakView, plain: PeakView | None, changes: Sequence[Change]) -> str:
     """What the set-up does to the peak, where the peak lies, and the change that lowers it most."""
     peak = seen.peak
+    holders = name_largest(group_holders(peak.holders))
     sentences = []
     if not setup:
-        sentences.append(f"Nothing saves memory in this step; its peak lies in {peak.moment}: {_holders(peak)}.")
+        sentences.append(f"Nothing saves memory in this step; its peak lies in {peak.moment}: {holders}.")
     elif plain is None:
-        sentences.append(f"The peak lies in {peak.moment}: {_holders(peak)}.")
+        sentences.append(f"The peak lies in {peak.moment}: {holders}.")
     else:
         sentences.append(_effect(seen, plain))
     helpful = [change for change in changes if change.lowers_bytes > LEAST_SHARE * peak.bytes]
@@ -135,6 +135,7 @@ def judge(setup: str, seen: PeakView, plain: PeakView | None, changes: Sequence[
 
 def _effect(seen: PeakView, plain: PeakView) -> str:
     peak, plain_peak = seen.peak, plain.peak
+    holders = name_largest(group_holders(peak.holders))
     freed_bytes, lowered_bytes = plain.resident_bytes - seen.resident_bytes, plain_peak.bytes - peak.bytes
     after = f"from {format_bytes(plain.resident_bytes)} to {format_bytes(seen.resident_bytes)}"
     share = format_share(peak.bytes / plain_peak.bytes - 1)
@@ -142,24 +143,17 @@ def _effect(seen: PeakView, plain: PeakView) -> str:
     if freed_bytes <= 0:
         return (
             f"The set-up does not lower what is resident after forward ({after}); the peak goes {then}, in "
-            f"{peak.moment}: {_holders(peak)}."
+            f"{peak.moment}: {holders}."
         )
     if lowered_bytes < _MOVED * freed_bytes:
         return (
             f"The set-up lowers what is resident after forward {after}, but the peak only {then}: it lies in "
-            f"{peak.moment}, where these are alive together: {_holders(peak)}."
+            f"{peak.moment}, where these are alive together: {holders}."
         )
     return (
         f"The set-up lowers what is resident after forward {after}, and the peak {then}; it lies in {peak.moment}: "
-        f"{_holders(peak)}."
+        f"{holders}."
     )
-
-
-def _holders(peak: Peak) -> str:
-    groups = group_holders(peak.holders)
-    named = [f"{format_bytes(size)} {label}" for label, size in groups[:_NAMED]]
-    rest = sum(size for _, size in groups[_NAMED:])
-    return "; ".join([*named, f"{format_bytes(rest)} others"] if rest else named)
 
 
 _FORMS = ("offload", "hybrid")

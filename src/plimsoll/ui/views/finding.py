@@ -21,7 +21,7 @@ from plimsoll.ui.document import (
     Tone,
     tabulate,
 )
-from plimsoll.units import format_bytes, format_seconds, format_share
+from plimsoll.units import format_bytes, format_more, format_seconds, format_share
 
 _MOST_LETTERS = 60
 _PARTS_HEADER = ("cause", "per step", "of the baseline", "what it is")
@@ -60,19 +60,15 @@ def view_finding(finding: Finding) -> Document:
 
 def _statement(finding: Finding) -> str:
     """The overhead and what most of it is."""
-    text = f"Under the profiler a step with the plan takes {_more(finding.overhead_share)} time"
+    text = f"Under the profiler a step with the plan takes {format_more(finding.overhead_share)} time"
     text += f" ({format_seconds(finding.overhead_seconds)})"
     if finding.measured_overhead_share is not None:
-        text += f", without it {_more(finding.measured_overhead_share)}"
+        text += f", without it {format_more(finding.measured_overhead_share)}"
     text += "."
     largest = max(_notable_parts(finding), key=lambda part: part.seconds, default=None)
     if largest is not None and largest.seconds > 0:
         text += f" The largest part is {largest.cause}: {largest.cause.meaning}."
     return text
-
-
-def _more(share: float) -> str:
-    return f"{abs(share):.1%} {'more' if share >= 0 else 'less'}"
 
 
 def _overhead(finding: Finding) -> list[Element]:

@@ -27,7 +27,7 @@ from plimsoll.ui.document import (
     subject_of,
     table_of_known,
 )
-from plimsoll.units import GIB, MIB, format_bytes, format_seconds, format_share
+from plimsoll.units import GIB, MIB, format_bytes, format_more, format_seconds, format_share
 
 _TONES = {Status.INFEASIBLE: Tone.BAD, Status.TIMED_OUT: Tone.NEUTRAL}
 _HOLDERS_SHOWN = 5
@@ -71,10 +71,9 @@ def _statement(plan: Plan) -> str:
     if not plan.status.is_usable:
         return plan.status.advice
     limit = "without a budget" if plan.budget_bytes is None else f"under a budget of {format_bytes(plan.budget_bytes)}"
-    more = "more" if plan.predicted_overhead >= 0 else "less"
     text = (
         f"The plan {plan.strategy!r}, made {limit}, is predicted to peak at {format_bytes(plan.predicted_peak_bytes)} "
-        f"instead of {format_bytes(plan.baseline_peak_bytes)}, for {abs(plan.predicted_overhead):.1%} {more} time a step. "
+        f"instead of {format_bytes(plan.baseline_peak_bytes)}, for {format_more(plan.predicted_overhead)} time a step. "
     )
     if plan.status is Status.OPTIMAL:
         return text + "No plan of this engine is cheaper, at these costs."
