@@ -20,11 +20,10 @@ from plimsoll.analysis.diagnose.profile import (
     Profile,
     clip,
     covered_ns,
-    gaps,
     owned_ns,
-    union,
 )
 from plimsoll.artifacts.finding import OverheadCause, WorkUnit
+from plimsoll.planning.step import merge, subtract
 
 OPS = st.sampled_from(["aten::mm", "aten::add", "aten::copy_", "aten::view", "NormBackward0", "my::op"])
 KERNELS = st.sampled_from(["gemm", "vectorized_elementwise_kernel", "triton_poi_fused_add_0", "ncclKernel_AllReduce"])
@@ -122,16 +121,16 @@ def instants(intervals) -> set[int]:
 
 @given(spans)
 def test_union_covers_what_any_interval_covers(pieces):
-    merged = union((start, end) for start, end, _ in pieces)
+    merged = merge((start, end) for start, end, _ in pieces)
     assert instants(merged) == instants(pieces)
     assert all(one[1] < other[0] for one, other in itertools.pairwise(merged))
 
 
 @given(spans, spans)
 def test_gaps_and_cover_are_the_windows(pieces, others):
-    windows = union((start, end) for start, end, _ in others)
-    merged = union((start, end) for start, end, _ in pieces)
-    idle = gaps(merged, windows)
+    windows = merge((start, end) for start, end, _ in others)
+    merged = merge((start, end) for start, end, _ in pieces)
+    idle = subtract(windows, merged)
     assert instants(idle) == instants(windows) - instants(merged)
     covered = sum(covered_ns(window, merged) for window in windows)
     assert len(instants(idle)) + covered == len(instants(windows))
@@ -158,6 +157,6 @@ def test_every_instant_has_one_owner_of_the_lowest_rank(pieces):
 
 @given(spans, st.integers(0, 60), st.integers(1, 20))
 def test_clipping_keeps_what_lies_in_the_windows(others, start, length):
-    windows = union((low, high) for low, high, _ in others)
+    windows = merge((low, high) for low, high, _ in others)
     parts = clip((start, start + length), windows)
     assert instants(parts) == instants(windows) & set(range(start, start + length))
