@@ -121,8 +121,11 @@ def test_what_is_in_flight_never_exceeds_the_micro_batches(layout: Layout):
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (Layout(pp=4, virtual_stages=2, micro_batches=10, schedule=INTERLEAVED), "10 micro-batches do not divide by 4"),
-        (Layout(pp=4, virtual_stages=2, micro_batches=8), "2 stages per rank, but the schedule is 1f1b"),
+        (
+            Layout(pp=4, virtual_stages=2, micro_batches=10, schedule=INTERLEAVED),
+            "micro-batches=10 does not divide by pp=4",
+        ),
+        (Layout(pp=4, virtual_stages=2, micro_batches=8), "virtual=2 with schedule=1f1b"),
     ],
 )
 def test_interleaving_wants_whole_rounds_and_stages_per_rank_want_interleaving(layout: Layout, message: str):

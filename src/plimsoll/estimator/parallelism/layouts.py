@@ -12,6 +12,7 @@ import msgspec
 
 from plimsoll.artifacts.job import Layout, ModelFacts, PipelineSchedule
 from plimsoll.errors import InvalidLayout
+from plimsoll.estimator.pipeline_schedule.orders import check_rounds
 
 _FIELDS = {
     "dp": "dp",
@@ -151,33 +152,19 @@ def _check(layout: Layout) -> None:
 
 
 def _check_pipeline(layout: Layout) -> None:
-    is_interleaved = layout.schedule is PipelineSchedule.INTERLEAVED
     if layout.pp == 1 and (layout.schedule is not PipelineSchedule.ONE_F_ONE_B or layout.virtual_stages > 1):
         raise InvalidLayout(
             f"schedule={layout.schedule}, virtual={layout.virtual_stages}, but no pipeline.",
             why="pp is 1: there are no stages to order",
             next="give pp=, the number of pipeline ranks, or leave schedule= and virtual= out",
         )
-    if layout.virtual_stages > 1 and not is_interleaved:
-        raise InvalidLayout(
-            f"virtual={layout.virtual_stages} with schedule={layout.schedule}.",
-            why="only the interleaved schedule gives a rank several stages",
-            next="write schedule=interleaved, or leave virtual= out",
-        )
-    if is_interleaved and layout.virtual_stages == 1:
+    if layout.schedule is PipelineSchedule.INTERLEAVED and layout.virtual_stages == 1:
         raise InvalidLayout(
             "schedule=interleaved with one stage per rank.",
             why="interleaving is what several stages per rank are for; with one it is 1f1b",
             next="give virtual=2 or more, or write schedule=1f1b",
         )
-    if is_interleaved and layout.micro_batches % layout.pp:
-        below = layout.micro_batches // layout.pp * layout.pp
-        choices = [str(below)] if below else []
-        raise InvalidLayout(
-            f"micro-batches={layout.micro_batches} does not divide by pp={layout.pp}.",
-            why="an interleaved schedule goes through its stages in rounds of as many micro-batches as there are ranks",
-            next=f"write micro-batches={' or '.join([*choices, str(below + layout.pp)])}, or schedule=1f1b",
-        )
+    check_rounds(layout)
 
 
 def _check_sharding(layout: Layout) -> None:

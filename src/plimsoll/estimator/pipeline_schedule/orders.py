@@ -63,7 +63,7 @@ def pipeline_orders(layout: Layout) -> Orders:
     Source: see the module's docstring.
     """
     ranks, micro_batches, virtual = layout.pp, layout.micro_batches, layout.virtual_stages
-    _check(layout)
+    check_rounds(layout)
     match layout.schedule:
         case PipelineSchedule.GPIPE:
             return tuple(tuple(_gpipe(rank, micro_batches)) for rank in range(ranks))
@@ -75,18 +75,22 @@ def pipeline_orders(layout: Layout) -> Orders:
             return tuple(tuple(_one_f_one_b(rank, ranks, micro_batches, is_halved=True)) for rank in range(ranks))
 
 
-def _check(layout: Layout) -> None:
-    if layout.virtual_stages > 1 and layout.schedule is not PipelineSchedule.INTERLEAVED:
+def check_rounds(layout: Layout) -> None:
+    """Refuse several stages per rank without interleaving, and interleaving of micro-batches that the ranks do not divide."""
+    is_interleaved = layout.schedule is PipelineSchedule.INTERLEAVED
+    if layout.virtual_stages > 1 and not is_interleaved:
         raise InvalidLayout(
-            f"{layout.virtual_stages} stages per rank, but the schedule is {layout.schedule}.",
+            f"virtual={layout.virtual_stages} with schedule={layout.schedule}.",
             why="only the interleaved schedule gives a rank several stages",
-            next="use schedule=interleaved, or leave virtual= out",
+            next="write schedule=interleaved, or leave virtual= out",
         )
-    if layout.schedule is PipelineSchedule.INTERLEAVED and layout.micro_batches % layout.pp:
+    if is_interleaved and layout.micro_batches % layout.pp:
+        below = layout.micro_batches // layout.pp * layout.pp
+        choices = [str(below)] if below else []
         raise InvalidLayout(
-            f"{layout.micro_batches} micro-batches do not divide by {layout.pp} pipeline ranks.",
+            f"micro-batches={layout.micro_batches} does not divide by pp={layout.pp}.",
             why="an interleaved schedule goes through its stages in rounds of as many micro-batches as there are ranks",
-            next=f"use a multiple of {layout.pp} micro-batches, or schedule=1f1b",
+            next=f"write micro-batches={' or '.join([*choices, str(below + layout.pp)])}, or schedule=1f1b",
         )
 
 
