@@ -17,7 +17,7 @@ from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import ReceiptVerdict
 from plimsoll.engine.compiled.partitioner import PlannedPartitioner
-from plimsoll.errors import InvalidModel, InvalidOption, PlanMismatch, PlimsollError
+from plimsoll.errors import InvalidModel, InvalidOption, InvalidStrategy, PlanMismatch, PlimsollError
 from plimsoll.session.training_step import TrainingStep
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
@@ -95,6 +95,52 @@ def test_a_wrong_gradient_of_compiled_code_is_found(blocks: Model, plan: Plan, m
     receipt = plimsoll.verify(model, batch, plan, steps=1)
     assert receipt.verdict is ReceiptVerdict.GRADIENTS_DIFFER
     assert receipt.exit_code
+
+
+def test_torchs_memory_budgets_are_compared_with_plans_and_draw_other_masks(blocks: Model) -> None:
+    model, batch = blocks
+    found = plimsoll.compare(model, batch, ["full", "memory-budget:0"], steps=1)
+    ours, torchs = found.rows
+    assert ours.is_bit_equal
+    assert ours.measured_peak_bytes == pytest.approx(ours.predicted_peak_bytes, rel=0.1)
+    assert (torchs.status, torchs.predicted_peak_bytes) == (None, None)
+    assert torchs.measured_peak_bytes is not None
+    assert torchs.measured_peak_bytes < found.baseline_peak_bytes
+    assert torchs.is_wrong
+    assert found.exit_code == 1
+    assert "DIFFER" in str(found)
+    with pytest.raises(InvalidStrategy, match="memory-budget:2"):
+        plimsoll.compare(model, batch, ["memory-budget:2"])
+
+
+def test_the_peak_of_a_compiled_step_is_explained_as_its_kernels(blocks: Model, plan: Plan) -> None:
+    model, batch = blocks
+    unmanaged = plimsoll.plan(model, batch, strategy="none").predicted_peak_bytes
+    found = plimsoll.explain(model, batch)
+    assert found.setup == "torch.compile's default partition"
+    assert found.peak.bytes == pytest.approx(unmanaged, rel=0.02)
+    assert found.plain_peak is not None
+    assert found.peak.bytes < found.plain_peak.bytes
+    assert any(holder.label.startswith("transformer.h.0.") for holder in found.peak.holders)
+    assert "strategy full" in {change.name for change in found.changes}
+    assert plimsoll.explain(model, batch, plan).peak.bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
+    with pytest.raises(InvalidOption, match="sqrt"):
+        plimsoll.explain(model, batch, "sqrt")
+
+
+def test_advice_on_a_compiled_step_is_about_compiled_plans(blocks: Model) -> None:
+    model, batch = blocks
+    found = plimsoll.advise(model, batch, target="job.py:step")
+    assert {"none", "full", "auto (recompute)"} <= {each.name for each in found.candidates}
+    assert all(layer.backward_seconds > 0 for layer in found.layers)
+    assert "compiled already" in found.compiler.note
+
+
+def test_a_compiled_plan_is_diagnosed_beside_the_default_partition(blocks: Model, plan: Plan) -> None:
+    model, batch = blocks
+    found = plimsoll.diagnose(model, batch, plan, steps=1)
+    assert found.strategy == plan.strategy
+    assert any("inside of kernels" in note for note in found.notes)
 
 
 class Block(nn.Module):

@@ -101,6 +101,14 @@ def test_a_strategy_that_is_none_is_refused_before_the_model_runs(call: Callable
         call(model, torch.ones(1, 2))
 
 
+def test_compare_takes_the_usual_strategies_and_auto_where_there_is_a_budget(step: Step, budget: int):
+    model, batch, loss = step
+    usual = [row.strategy for row in plimsoll.compare(model, batch, loss=loss, steps=1).rows]
+    assert {"none", "full"} < set(usual)
+    found = plimsoll.compare(model, batch, loss=loss, budget=budget, steps=1)
+    assert [row.strategy for row in found.rows] == [*usual, "auto"]
+
+
 @pytest.mark.parametrize(
     ("asked", "error", "part"),
     [

@@ -18,25 +18,28 @@ class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     strategy: str
-    status: Status
+    status: Status | None = None
+    """How the search for its plan ended; ``None`` where there is no plan: what torch has of its own."""
     budget_bytes: int | None = None
-    predicted_peak_bytes: int
+    predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
-    predicted_seconds: float
+    predicted_seconds: float | None = None
     measured_seconds: float | None = None
     measured_ratio: float | None = None
     measured_ratio_low: float | None = None
     measured_ratio_high: float | None = None
     is_bit_equal: bool | None = None
+    is_rounding: bool = False
+    """Where bits differ: whether other kernels of torch.compile, which round otherwise, explain it."""
     is_lossless: bool = True
     gradient_error: float | None = None
-    """The measured relative error of the gradient, for strategies with lossy forms."""
+    """The measured relative error of the gradient, for strategies with lossy forms and where compiled kernels differ."""
     note: str = ""
 
     @property
     def is_wrong(self) -> bool:
         """Whether gradients differ although nothing is held in a lossy form."""
-        return self.is_lossless and self.is_bit_equal is False
+        return self.is_lossless and self.is_bit_equal is False and not self.is_rounding
 
 
 class Comparison(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):

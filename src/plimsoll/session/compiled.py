@@ -65,14 +65,21 @@ def plan_compiled(
     task: TrainingTask, options: PlanOptions, budget: Budget, strategy: str, progress: Progress = silent
 ) -> Plan:
     """The plan of a step with compiled parts; errors are those of `plimsoll.plan`."""
-    if next(task.model.parameters()).device.type == "cpu":
-        check_compiler()
     with task.compiled():
-        traced = trace_compiled(task, options, part_of(progress, 0.0, 0.5))
-        planner = CompiledPlanner(*traced, options, budget.bytes_on(traced[1]), planned_parts(task, options.regions))
+        planner = compiled_planner(task, options, budget, part_of(progress, 0.0, 0.5))
         made = planner.plan(strategy, task.step, part_of(progress, 0.5, 1.0))
     progress("done", 1.0)
     return made
+
+
+def compiled_planner(
+    task: TrainingTask, options: PlanOptions, budget: Budget, progress: Progress = silent
+) -> CompiledPlanner:
+    """The planner of a step with compiled parts, once it is read and timed; errors are those of `plimsoll.plan`."""
+    if next(task.model.parameters()).device.type == "cpu":
+        check_compiler()
+    traced, costs = trace_compiled(task, options, progress)
+    return CompiledPlanner(traced, costs, options, budget.bytes_on(costs), planned_parts(task, options.regions))
 
 
 def planned_parts(task: TrainingTask, patterns: tuple[str, ...] | None) -> tuple[CompiledUnit, ...]:

@@ -77,13 +77,6 @@ def test_compare_measures_the_named_strategies(run, verbs: FakeVerbs):
     assert verbs.calls[0][1]["strategies"] == ["full", "sqrt"]
 
 
-def test_compare_adds_auto_where_there_is_a_budget(run, verbs: FakeVerbs):
-    run("compare", "targets:linear")
-    run("compare", "targets:linear", "--budget", "64MiB")
-    assert "auto" not in verbs.calls[0][1]["strategies"]
-    assert verbs.calls[1][1]["strategies"][-1] == "auto"
-
-
 def test_the_working_directory_is_importable_only_while_it_is_needed(
     run, verbs: FakeVerbs, monkeypatch: pytest.MonkeyPatch
 ):

@@ -31,6 +31,7 @@ from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_none
 from plimsoll.planning.what_if.chunked_loss import peak_with_chunked_loss
+from plimsoll.session.compiled import refuse_uncompilable, trace_compiled
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.step_planner import trace_and_cost
@@ -117,14 +118,17 @@ def advise(
     options = PlanOptions.read(
         regions=regions,
         device_profile=device_profile,
-        allow=allow,
+        allow="recompute" if task.units and allow == _ALL else allow,
         max_error=max_error,
         host_budget=host_budget,
         link=link,
     )
     found_receipt, found_verdict = _read(receipt, Receipt), _read(verdict, Verdict)
     _refuse_other(fingerprint(model), found_receipt, found_verdict)
-    traced, costs = trace_and_cost(task, options, part_of(report, 0.0, 0.3))
+    if task.units:
+        refuse_uncompilable(options, "auto", ranks=1)
+    trace_as_trained = trace_compiled if task.units else trace_and_cost
+    traced, costs = trace_as_trained(task, options, part_of(report, 0.0, 0.3))
     _refuse_other_step(traced, found_receipt)
     job = _Job(task, traced, costs)
     budget_bytes = _budget_bytes(limit, costs, traced)
@@ -209,6 +213,8 @@ class _Job:
         """What the compiler captures, where it can be asked: it runs the step as it is, so that has to fit."""
         if self.trace.is_fake:
             return Capture(is_asked=False, failure="the step cannot run here: it was traced with fake tensors")
+        if self.task.units:
+            return Capture(is_asked=False, failure="the step is compiled already, and planned as it is compiled")
         if limit_seconds <= 0:
             return Capture(is_asked=False, failure="it was not asked")
         device = next(self.task.model.parameters()).device

@@ -25,6 +25,7 @@ from plimsoll.session.task import TrainingTask
 from plimsoll.units import format_bytes_up, parse_bytes
 
 _NAMED = ("full", "selective:attention", "selective:mlp", "selective:norm")
+_NAMED_COMPILED = ("full",)
 _SHARES = (0.25, 0.5, 0.75)
 """Where no budget is given: points on the way from the unmanaged peak to the floor."""
 _LOSSY = "int8"
@@ -58,7 +59,8 @@ class CandidateMaker:
         """Make all of them."""
         unmanaged = self._solve(self._planner, "none", None, ())
         self._add("none", unmanaged)
-        for name in _NAMED if self._options.may_recompute else ():
+        named = _NAMED_COMPILED if self._task.units else _NAMED
+        for name in named if self._options.may_recompute else ():
             plan = self._solve(self._planner, name, None, ("recompute",))
             if any(not region.is_untouched for region in plan.regions):
                 self._add(name, plan)

@@ -33,6 +33,9 @@ from plimsoll.tracing.torch_internals import is_profiled
 
 _BASELINE, _PLAN = "baseline", "plan"
 _NOISY_SHARE = 0.05
+_IN_KERNELS = (
+    "The step is compiled: what it computes again lies inside of kernels, which a trace does not tell from others."
+)
 _SQLITE_MAGIC = b"SQLite format 3\x00"
 _WARMUPS = 2
 """The first managed step records, the second one is as all that follow."""
@@ -175,20 +178,24 @@ def _of_model(
     _check(model)
     check_plan(plan)
     refuse_other_model(model, plan)
-    task = TrainingTask.read(model, batch, loss=loss)
+    task = TrainingTask.read(model, batch, loss=loss, compile=plan.own_compilation)
     check_devices(model, *task.call())
     refuse_other_signature(task.signature(), plan)
-    with _folder(keep_traces) as folder, untouched(model):
+    with _folder(keep_traces) as folder, untouched(model), task.compiled():
         step = task.step()
-        seconds, recording = _run_both(step, plan, steps, folder, report)
+        seconds, recording = _run_both(step, model, plan, (steps, folder), report)
         before, after, _ = read_profiles(recording.traces[_BASELINE], recording.traces[_PLAN])
         finding = compare_profiles(before, after, origin=ProfileOrigin.PROFILED, bandwidth=_catalogue_bandwidth)
         step.clear_gradients()
     report("done", 1.0)
-    noise = (
-        f"The profiled steps lost {recording.lost_share:.0%} of their time to other programs, which falls on whatever was "
-        "running: diagnose on a quiet machine, or trust only parts well above their spread."
-    )
+    notes = list(finding.notes)
+    if plan.compiled:
+        notes.append(_IN_KERNELS)
+    if recording.lost_share >= _NOISY_SHARE:
+        notes.append(
+            f"The profiled steps lost {recording.lost_share:.0%} of their time to other programs, which falls on whatever was "
+            "running: diagnose on a quiet machine, or trust only parts well above their spread."
+        )
     return msgspec.structs.replace(
         finding,
         model=plan.model,
@@ -198,18 +205,19 @@ def _of_model(
         versions=versions(),
         measured_baseline_seconds=seconds[_BASELINE],
         measured_plan_seconds=seconds[_PLAN],
-        notes=finding.notes if recording.lost_share < _NOISY_SHARE else (*finding.notes, noise),
+        notes=tuple(notes),
     )
 
 
 def _run_both(
-    step: TrainingStep, plan: Plan, steps: int, folder: Path, report: Progress
+    step: TrainingStep, model: nn.Module, plan: Plan, how: tuple[int, Path], report: Progress
 ) -> tuple[dict[str, float], TurnTraces]:
-    """Median seconds of plain steps, and profiled ones."""
+    """Median seconds of plain steps, and profiled ones: so many, with their traces in a folder."""
+    steps, folder = how
     report("running the unmanaged step", 0.0)
     for _ in range(_WARMUPS):
         step.run()
-    handle = manage(step.model, plan)
+    handle = manage(model, plan)
     try:
         report("running the plan", 0.1)
         for _ in range(_WARMUPS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,10 @@ from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full, choose_none
 from plimsoll.planning.what_if.chunked_loss import default_rows, find_head, with_chunked_loss
 from plimsoll.planning.what_if.storages import with_earlier_ends, with_eight_bit_state, with_later_births
+from plimsoll.session.compiled import trace_compiled
+from plimsoll.session.options import PlanOptions
 from plimsoll.session.task import TrainingTask
+from plimsoll.tracing.compiled.units import in_place
 from plimsoll.tracing.optimizer import with_options
 from plimsoll.tracing.trace import Context, watch
 from plimsoll.tracing.trace import trace as trace_step
@@ -51,8 +55,9 @@ class ExplainedStep:
     context: Context
 
     def watch(self, batch: Any) -> WatchedStep:
-        """Run the step with whatever the model does by itself to save memory."""
-        return watch(self.task.model, batch, context=self.context, **self._options())
+        """Run the step with whatever the model does by itself to save memory; op by op, where torch.compile fuses ops."""
+        with in_place(self.task.units, lambda _: None):
+            return watch(self.task.model, batch, context=self.context, **self._options())
 
     def watch_plain(self) -> WatchedStep:
         """Run the step with everything kept."""
@@ -60,8 +65,11 @@ class ExplainedStep:
             return self.watch(self.task.batch)
 
     def trace(self, batch: Any) -> Trace:
-        """The plain step with its regions, whatever the model does by itself."""
+        """The plain step with its regions, whatever the model does by itself; compiled parts as their kernels."""
         with switched_off():
+            if self.task.units:
+                task = dataclasses.replace(self.task, batch=batch)
+                return trace_compiled(task, PlanOptions(regions=self.regions))[0]
             return trace_step(self.task.model, batch, repeats=1, **self._options())
 
     def _options(self) -> dict[str, Any]:
@@ -169,6 +177,8 @@ class Changes:
         trace, watched = self._subject.trace, self._subject.watched.trace
         if watched is trace:
             return ticks
+        if self._step.task.units:  # kernels have other ticks, and the loss may be one of them
+            return {}
         ids = {(s.born, s.bytes, s.label): s.id for s in trace.storages}
         ours = {(s.born, s.bytes, s.label): ticks[s.id] for s in watched.storages if s.id in ticks}
         return {ids[key]: tick for key, tick in ours.items() if key in ids}

@@ -36,8 +36,9 @@ from plimsoll.planning.describe import (
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import check_strategy, choose_none, codecs_of_strategy, strategy_choices
+from plimsoll.session.compiled import refuse_uncompilable
 from plimsoll.session.manage import refuse_other_model
-from plimsoll.session.options import as_patterns
+from plimsoll.session.options import PlanOptions, as_patterns
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import TrainingTask
 from plimsoll.tracing.recorder.calling import Loss
@@ -179,7 +180,8 @@ def explain(
     a rule. Model, gradients, buffers, optimizer and random state are left as they were.
 
     Args:
-        model: any eager PyTorch model, on its device (or on the meta device), in the mode in which it trains.
+        model: any PyTorch model, on its device (or on the meta device), in the mode in which it trains: eager, or compiled
+            by torch.compile, whose parts are explained as kernels, beside the same step op by op.
         batch: a tensor (one argument), a tuple (positional) or a dict (keywords).
         strategy: ``none``, ``full``, ``every:k``, ``sqrt``, ``input-only``, ``selective:…``, or a plan for this model that
             keeps and recomputes.
@@ -205,7 +207,7 @@ def explain(
         >>> explanation.peak.bytes > explanation.resident_bytes
         True
 
-    Known weakness: compiled regions are seen as single ops, and memory that libraries take past torch's allocator is not seen.
+    Known weakness: memory that libraries take past torch's allocator is not seen.
     """
     refuse_several_ranks(model, "explain")
     _check_kinds(strategy, context)
@@ -213,7 +215,10 @@ def explain(
     device = None if device_profile is None else find_device(device_profile)
     step = ExplainedStep(task=task, regions=as_patterns(regions), device=device, context=context)
     report = progress or silent
-    explanation = _as_it_is(step, report) if strategy is None else _under(strategy, step, report)
+    if task.units:
+        strategies = strategy.strategy if isinstance(strategy, Plan) else strategy
+        refuse_uncompilable(PlanOptions.read(device_profile=device_profile), strategies or "none", ranks=1)
+    explanation = _as_it_is(step, report) if strategy is None and not task.units else _under(strategy, step, report)
     report("done", 1.0)
     return explanation
 
@@ -243,8 +248,9 @@ def _as_it_is(step: ExplainedStep, report: Progress) -> Explanation:
     )
 
 
-def _under(strategy: str | Plan, step: ExplainedStep, report: Progress) -> Explanation:
-    """Explain a strategy or a plan of Plimsoll's engine."""
+def _under(asked: str | Plan | None, step: ExplainedStep, report: Progress) -> Explanation:
+    """Explain a strategy or a plan of Plimsoll's engine; a compiled step also as it is, beside what it would be op by op."""
+    strategy = "none" if asked is None else asked
     name = strategy.strategy if isinstance(strategy, Plan) else strategy
     _refuse_forms(strategy)
     if isinstance(strategy, Plan):
@@ -255,18 +261,19 @@ def _under(strategy: str | Plan, step: ExplainedStep, report: Progress) -> Expla
         return choices_of(index, strategy.regions) if isinstance(strategy, Plan) else strategy_choices(index, strategy)
 
     report("tracing the step", 0.0)
+    plain_step = step.watch_plain()
     traced = step.trace(step.task.batch)
     index = step.index(traced)
-    simulation = run_choices(index, choose(index))
+    simulation, keeping = run_choices(index, choose(index)), run_choices(index, choose_none(index, ""))
     names = tuple(dict.fromkeys(call.name for call in traced.regions))
     end = forward_end(traced)
     report("replaying it with changes", 0.5)
     return _explanation(
         step,
-        PeakSubject(traced, step.watch_plain(), True, choose),
-        setup=f"strategy {name}, by Plimsoll",
+        PeakSubject(traced, plain_step, asked is not None, choose),
+        setup="torch.compile's default partition" if asked is None else f"strategy {name}, by Plimsoll",
         seen=_look(simulation, end, names),
-        plain=_look(run_choices(index, choose_none(index, "")), end, names),
+        plain=_look_at_run(step, plain_step) if asked is None else _look(keeping, end, names),
         recomputed=rebuilt_parts(simulation),
     )
 

@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from plimsoll.analysis.verify.intermediates import Found, collect_intermediates, mismatches
+from plimsoll.analysis.verify.memory_budget import MemoryBudget
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.fault import Fault
-from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Intermediate, Mismatch, Receipt, Slope, finite
 from plimsoll.artifacts.store import from_json
 from plimsoll.engine.apply import Handle
@@ -36,6 +36,7 @@ from plimsoll.errors import InvalidModel
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep, copies, relative_error
+from plimsoll.tracing.compiled.units import Unit, in_place
 from plimsoll.tracing.meters.timing import Timing, time_in_turns
 from plimsoll.tracing.recorder.calling import Loss
 
@@ -43,6 +44,8 @@ T = TypeVar("T", Receipt, Comparison)
 
 _RATE = 1e-2
 """Of plain gradient descent, for those who name no optimizer: its steps have length rate · ‖gradient‖."""
+_FUSIONS = 10.0
+"""So many times what fusing at all does to a gradient, fusing otherwise may do."""
 _LENGTHS = (0.02, 0.01)
 """Step lengths as shares of the loss that the gradient claims them to change."""
 
@@ -111,16 +114,19 @@ class Observed:
 
 
 def read_measurable(
-    model: nn.Module, batch: Any, loss: Loss | None, optimizer: torch.optim.Optimizer | None, plan: Plan | None = None
+    model: nn.Module,
+    batch: Any,
+    loss: Loss | None,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    compile: bool | Mapping[str, Any] | None,  # noqa: A002 - torch's word
 ) -> TrainingTask:
     """The task of a step that is to be measured.
 
     Raises:
         InvalidModel: the model is on the meta device. Others as for ``TrainingTask.read``.
     """
-    own = None if plan is None else next((unit.options for unit in plan.compiled if unit.options is not None), None)
-    compile_ = True if own == {} else own
-    task = TrainingTask.read(model, batch, loss=loss, optimizer=optimizer, compile=compile_)
+    task = TrainingTask.read(model, batch, loss=loss, optimizer=optimizer, compile=compile)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InvalidModel(
             f"{type(model).__name__} is on the meta device.",
@@ -149,6 +155,15 @@ def compare_with(evidence: Evidence, step: TrainingStep) -> Apart:
     )
 
 
+def compiled_rounding(step: TrainingStep, units: Sequence[Unit], evidence: Evidence) -> float:
+    """The relative error of the gradient that other fusions may make: ten times what lies between the compiled and the
+    uncompiled step, and never more than half the digits, which is taken where the two draw other random numbers.
+    """
+    with in_place(units, lambda _: None):
+        step.run()
+    return min(_FUSIONS * relative_error(evidence.gradients, step.gradients()), half_the_digits(step.model))
+
+
 def run_intermediates(step: TrainingStep, depth: Depth) -> Found:
     """What the named modules make in one run of the step; nothing where none are named."""
     if not depth.intermediates:
@@ -158,7 +173,7 @@ def run_intermediates(step: TrainingStep, depth: Depth) -> Found:
     return found
 
 
-def managed_run(step: TrainingStep, handle: Handle) -> Callable[[], None]:
+def managed_run(step: TrainingStep, handle: Handle | MemoryBudget) -> Callable[[], None]:
     """The step under a plan that is paused before and after it."""
 
     def run() -> None:

@@ -12,12 +12,11 @@ from torch import nn
 
 from plimsoll.analysis.verify.evidence import (
     Depth,
-    Evidence,
     Observed,
     collect_evidence,
     compare_with,
+    compiled_rounding,
     consecutive_losses,
-    half_the_digits,
     make_receipt,
     of_all_ranks,
     read_measurable,
@@ -38,14 +37,12 @@ from plimsoll.session.manage import check_plan, manage, refuse_other_device, ref
 from plimsoll.session.options import check_count, read_error
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
 from plimsoll.session.task import TrainingTask
-from plimsoll.session.training_step import Context, TrainingStep, relative_error
-from plimsoll.tracing.compiled.units import find_units, in_place
+from plimsoll.session.training_step import Context, TrainingStep
+from plimsoll.tracing.compiled.units import find_units
 from plimsoll.tracing.recorder.calling import Loss, check_devices
 from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.units import format_bytes, format_seconds
 
-_FUSIONS = 10.0
-"""So many times what fusing at all does to a gradient, fusing otherwise may do."""
 _STATE_NOISE = 0.01
 """State that differs by less than this share is the same state."""
 _SEVERITY = {verdict: index for index, verdict in enumerate(ReceiptVerdict)}
@@ -127,7 +124,7 @@ def verify(
     with agreement_for(model, "verify", ranks=ranks, timeout_seconds=timeout_seconds) as agreement:
         if plan is not None:
             check_plan(plan)
-        task = read_measurable(model, batch, loss, optimizer, plan)
+        task = read_measurable(model, batch, loss, optimizer, compile=None if plan is None else plan.own_compilation)
         if plan is not None:
             refuse_other_model(model, plan)
             refuse_other_device(model, plan)
@@ -267,7 +264,7 @@ def _hold_plan(
             curve=curve,
             losses=plan_losses,
         )
-    rounding = _compiled_rounding(step, model, evidence) if plan.compiled else 0.0
+    rounding = compiled_rounding(step, find_units(model), evidence) if plan.compiled else 0.0
     step.clear_gradients()
     absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
     return make_receipt(
@@ -302,15 +299,6 @@ def _claims(plan: Plan) -> dict[str, Any]:
         "predicted_baseline_seconds": plan.baseline_seconds,
         "predicted_seconds": plan.predicted_seconds,
     }
-
-
-def _compiled_rounding(step: TrainingStep, model: nn.Module, evidence: Evidence) -> float:
-    """The relative error of the gradient that other fusions may make: ten times what lies between the compiled and the
-    uncompiled step, and never more than half the digits, which is taken where the two draw other random numbers.
-    """
-    with in_place(find_units(model), lambda _: None):
-        step.run()
-    return min(_FUSIONS * relative_error(evidence.gradients, step.gradients()), half_the_digits(model))
 
 
 def _notes_of_compiled(plan: Plan, rounding: float) -> tuple[str, ...]:

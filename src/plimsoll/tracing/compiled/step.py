@@ -35,6 +35,10 @@ class CompiledPart:
     graphs: tuple[JointGraph, ...]
     statics: tuple[frozenset[fx.Node], ...]
 
+    def outer(self, name: str) -> str:
+        """The path in the whole model of a module inside of the unit."""
+        return ".".join(part for part in (self.path, name) if part)
+
     def kernels(self, *, is_backward: bool) -> list[Kernel]:
         """The kernels of forward, or those of backward, where the last graph comes first."""
         graphs = reversed(self.graphs) if is_backward else self.graphs
@@ -120,7 +124,9 @@ class _Weaver:
             ticks[kernel] = len(self.ops)
             key = kernel_key(kernel)
             self.specs[key] = kernel_spec(kernel)
-            self.ops.append(TraceOp(name=kernel.name, module=kernel.module, phase=phase, cost_key=key))
+            self.ops.append(
+                TraceOp(name=kernel.name, module=place.part.outer(kernel.module), phase=phase, cost_key=key)
+            )
         place.last_new[phase] = len(self.ops)
 
     def new_tick(self, old: int) -> int:
@@ -268,7 +274,9 @@ class _Piece:
     def _add(self, node: fx.Node, kernel: Kernel, category: Category | None = None, dies: int = -1) -> None:
         tick = self.ticks[kernel]
         category = category or (Category.TEMPORARY if kernel.is_backward else Category.ACTIVATION)
-        self._new_storage(node, f"{kernel.module} {kernel.name}".strip(), category, tick, max(dies, tick + 1))
+        module = self.place.part.outer(kernel.module)
+        label = f"{module}::{kernel.name}" if module else kernel.name
+        self._new_storage(node, label, category, tick, max(dies, tick + 1))
 
     def _new_storage(self, node: fx.Node, label: str, category: Category, born: int, dies: int) -> None:
         at = self.storage_of[node] = len(self.weaver.storages)
@@ -329,10 +337,12 @@ class _Piece:
             at = self.storage_of[node]
             self.weaver.storages[at] = msgspec.structs.replace(self.weaver.storages[at], region=index)
         spans = [self.ticks[k] for k in forward], [self.ticks[k] for k in backward]
+        for tick in (*spans[0], *spans[1]):
+            self.weaver.ops[tick] = msgspec.structs.replace(self.weaver.ops[tick], region=index)
         self.weaver.regions.append(
             RegionCall(
                 index=index,
-                name=".".join(part for part in (self.place.part.path, name) if part),
+                name=self.place.part.outer(name),
                 call=self.place.call.call,
                 kind=kind_of(graph),
                 graph=graph,

@@ -90,9 +90,10 @@ class CompileCall:
         """Equal for calls that compile alike."""
         return repr((self.backend, sorted(self.options.items(), key=str), self.fullgraph, self.dynamic))
 
-    def compile(self, **more: Any) -> Callable[..., Any]:
-        """Calls its first argument, a module, compiled alike, with more of inductor's options."""
-        return self._compile(options={**self.options, **more} or None)
+    def compile(self, backend: Callable[..., Any] | None = None, **more: Any) -> Callable[..., Any]:
+        """Calls its first argument, a module, compiled alike, with more of inductor's options, or for another backend."""
+        how = {"options": {**self.options, **more} or None} if backend is None else {"backend": backend}
+        return self._compile(**how)
 
     def _compile(self, **how: Any) -> Callable[..., Any]:
         """Compile apart from what the user compiles, so that neither ends what the other compiles by the recompile limit."""
@@ -112,7 +113,7 @@ class CompileCall:
             with torch._functorch.config.patch(enable_autograd_cache=False):
                 return compile_fx(module, list(inputs), inner_compile=_run_as_it_is, config_patches=patches)
 
-        return self._compile(backend=backend)
+        return self.compile(backend)
 
 
 def _call_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

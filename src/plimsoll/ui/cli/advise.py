@@ -35,6 +35,7 @@ def advise(
     regions: options.RegionsOption = None,
     host_budget: options.HostBudgetOption = None,
     link: options.LinkOption = None,
+    compiled: options.CompileOption = None,
     building: options.Building,
     device_profile: options.DeviceProfileOption = None,
     compile_seconds: CompileSecondsOption = 60.0,
@@ -50,7 +51,7 @@ def advise(
     from plimsoll.ui.cli import work
 
     with ranks.one_process("advise", is_json=to.json):
-        loaded = work.load(target, building, is_meta=device_profile is not None)
+        loaded = work.load(target, building, is_meta=device_profile is not None, compiled=compiled)
         advice = loaded.ask(
             plimsoll.advise,
             budget,
@@ -63,17 +64,19 @@ def advise(
             receipt=receipt,
             verdict=verdict,
             compile_seconds=compile_seconds,
-            target=_words(target, building),
+            target=_words(target, building, compiled),
         )
         terminal.hand_over(advice, to)
         terminal.end(BudgetBelowFloor.exit_code if advice.recommendation.kind is Kind.DOES_NOT_FIT else 0)
 
 
-def _words(target: str, building: options.Building) -> str:
+def _words(target: str, building: options.Building, compiled: options.Compiled | None) -> str:
     """The target as the next command has to name it, so that it means the same step."""
     import shlex
 
     words = [shlex.quote(target)]
+    if compiled is not None:
+        words.append(f"--compile {compiled}")
     if building.batch is not None:
         words.append(f"--batch {building.batch}")
     if building.seq is not None:

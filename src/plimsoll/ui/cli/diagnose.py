@@ -42,6 +42,7 @@ def diagnose(
     *,
     plan: options.PlanFileOption = None,
     asked: options.Planning,
+    compiled: options.CompileOption = None,
     building: options.Building,
     steps: options.StepsOption = 5,
     keep_traces: KeepOption = None,
@@ -63,7 +64,7 @@ def diagnose(
             _refuse_single_trace(subject)
             options.refuse_beside_plan(context)
             saved = work.load_saved(plan)
-            loaded = work.load(subject, building, asked.strategy)
+            loaded = work.load(subject, building, asked.strategy, compiled=compiled)
             used = saved or work.make_plan(loaded, asked)
             with terminal.show_progress() as report:
                 finding = plimsoll.diagnose(

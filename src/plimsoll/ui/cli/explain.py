@@ -45,6 +45,7 @@ def explain(
     regions: options.RegionsOption = None,
     building: options.Building,
     device_profile: options.DeviceProfileOption = None,
+    compiled: options.CompileOption = None,
     to: options.Output,
 ) -> None:
     """Say why a step's peak is what it is: what is resident, what recomputation holds, what would lower it.
@@ -64,9 +65,8 @@ def explain(
                 why="a step is explained under one of them",
                 next="leave one of them out",
             )
-        loaded = work.load(
-            target, building, *([] if strategy is None else [strategy]), is_meta=device_profile is not None
-        )
+        strategies, is_meta = [] if strategy is None else [strategy], device_profile is not None
+        loaded = work.load(target, building, *strategies, is_meta=is_meta, compiled=compiled)
         explained = strategy or work.load_saved(plan)
         explanation = loaded.ask(plimsoll.explain, explained, regions=regions or None, device_profile=device_profile)
         terminal.hand_over(explanation, to)

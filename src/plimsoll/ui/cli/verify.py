@@ -52,10 +52,10 @@ StrategiesOption = Annotated[
     typer.Option(
         "--strategy",
         "-s",
-        help="May be repeated. By default none, full, every:2, sqrt, selective:attention, and with a budget auto.",
+        help="May be repeated. By default none, full, every:2, sqrt, selective:attention, and with a budget auto; with "
+        "--compile none, full and torch's own memory-budget:0.7, 0.5, 0.3, 0.",
     ),
 ]
-_COMPARED = ("none", "full", "every:2", "sqrt", "selective:attention")
 
 
 @options.command
@@ -154,6 +154,7 @@ def compare(
     host_budget: options.HostBudgetOption = None,
     override: options.OverrideOption = None,
     link: options.LinkOption = None,
+    compiled: options.CompileOption = None,
     building: options.Building,
     steps: options.StepsOption = 5,
     to: options.Output,
@@ -163,15 +164,16 @@ def compare(
     Example: plimsoll compare llama-tiny --strategy full --strategy auto --budget 200MiB
     """
     import plimsoll
+    from plimsoll.analysis.verify.memory_budget import is_memory_budget
     from plimsoll.ui.cli import work
 
     with ranks.exit_codes(is_json=to.json) as crew:
         building = replace(building, device=crew.device(building.device))
-        strategies = strategy or [*_COMPARED, *(["auto"] if budget else [])]
-        loaded = crew.load(lambda: work.load(target, building, *strategies))
+        planned = [each for each in strategy or () if compiled is None or not is_memory_budget(each)]
+        loaded = crew.load(lambda: work.load(target, building, *planned, compiled=compiled))
         comparison = loaded.ask(
             plimsoll.compare,
-            strategies,
+            strategy,
             budget=budget,
             regions=regions or None,
             steps=steps,

@@ -20,7 +20,7 @@ def view_comparison(comparison: Comparison) -> Document:
         _COLUMNS,
         title=f"Peaks predicted and measured; unmanaged: peak {format_bytes(comparison.baseline_peak_bytes)}{time}",
         numbers=(2, 3, 4),
-        tones={_DIFFER: Tone.BAD},
+        tones={_gradients(row): Tone.BAD for row in comparison.rows if row.is_wrong},
     )
     wrong = [row.strategy for row in comparison.rows if row.is_wrong]
     return Document(
@@ -43,14 +43,20 @@ def _statement(comparison: Comparison, wrong: list[str]) -> str:
     return f"{text}None that should be exact changes the gradients."
 
 
+def _bytes(bytes_: int | None) -> str:
+    return UNKNOWN if bytes_ is None else format_bytes(bytes_)
+
+
 def _gradients(row: ComparisonRow) -> str:
     """Equal or not; for lossy forms by how much not."""
     if row.is_bit_equal is None:
         return UNKNOWN
     if row.is_bit_equal:
         return "equal"
+    if row.is_rounding:
+        return f"equal but for rounding, {row.gradient_error:.0e}"
     if row.is_lossless:
-        return _DIFFER
+        return _DIFFER if row.gradient_error is None else f"{_DIFFER}, {row.gradient_error:.2%}"
     return "not finite" if row.gradient_error is None else f"error {row.gradient_error:.2%}"
 
 
@@ -65,9 +71,9 @@ def _ratio(row: ComparisonRow) -> str:
 
 _COLUMNS: Mapping[str, Callable[[ComparisonRow], str]] = {
     "strategy": lambda row: row.strategy,
-    "status": lambda row: row.status,
-    "predicted": lambda row: format_bytes(row.predicted_peak_bytes),
-    "measured": lambda row: UNKNOWN if row.measured_peak_bytes is None else format_bytes(row.measured_peak_bytes),
+    "status": lambda row: row.status or UNKNOWN,
+    "predicted": lambda row: _bytes(row.predicted_peak_bytes),
+    "measured": lambda row: _bytes(row.measured_peak_bytes),
     "step time ×": _ratio,
     "gradients": _gradients,
 }
