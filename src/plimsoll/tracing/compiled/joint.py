@@ -60,14 +60,17 @@ _FUSED = frozenset(
         "select_scatter",
         "slice_scatter",
         "_to_copy",
-        "var_mean",
-        "var",
         "zeros_like",
         "_unsafe_index",
         "_unsafe_masked_index",
     ]
 )
-"""Ops that inductor fuses without a tag that says so; pointwise ops and reductions carry one."""
+"""Ops that inductor fuses without a tag that says so; pointwise ops carry one."""
+_REDUCTION = re.compile(
+    "a?max|a?min|aminmax|arg(max|min)|all|any|count_nonzero|linalg__powsum|linalg_vector_norm|logsumexp|mean|norm|prod|"
+    "(nan)?sum|(std|var)(_mean)?"
+)
+"""Ops that inductor fuses as reductions; torch tags them from 2.11 on (2.9 was seen not to)."""
 _VIEWS = frozenset({"_unsafe_view", "alias", "view", "reshape", "detach", "lift_fresh"})
 _RANDOM = ("inductor_random", "inductor_randint", "inductor_seeds", "inductor_seed", "inductor_lookup_seed")
 _SMALL = 8
@@ -428,8 +431,7 @@ def _is_attention(node: fx.Node) -> bool:
 def _is_fused(node: fx.Node) -> bool:
     """Whether inductor fuses an op with its neighbours."""
     tags = getattr(node.target, "tags", ())
-    reduces = getattr(torch.Tag, "reduction", None)
-    return torch.Tag.pointwise in tags or (reduces is not None and reduces in tags) or op_name(node) in _FUSED
+    return torch.Tag.pointwise in tags or op_name(node) in _FUSED or bool(_REDUCTION.fullmatch(op_name(node)))
 
 
 def _is_view(node: fx.Node) -> bool:
