@@ -136,6 +136,18 @@ class Planning:
     override: OverrideOption = None
     link: LinkOption = None
 
+    def words(self) -> dict[str, Any]:
+        """All but the strategy, as the public verbs call it."""
+        return {
+            "budget": self.budget,
+            "regions": self.regions or None,
+            "allow": self.allow,
+            "max_error": self.max_error,
+            "host_budget": self.host_budget,
+            "overrides": tuple(self.override or ()),
+            "link": self.link,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
@@ -152,14 +164,17 @@ _OF_PLANNING = tuple(f"--{field.name.replace('_', '-')}" for field in fields(Pla
 def command(function: Callable[..., R]) -> Callable[..., R]:
     """Let a command take groups of options: Typer is shown every option of a group by itself.
 
+    A parameter of the command stands for the option of that name in its groups.
+
     Example:
         >>> list(inspect.signature(command(lambda **groups: None)).parameters)
         ['groups']
     """
     hints = get_type_hints(function, include_extras=True)
+    own = inspect.signature(function).parameters
     parameters: list[inspect.Parameter] = []
     groups: dict[str, type] = {}
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, parameter in own.items():
         kind = hints.get(name, Any)
         if not is_dataclass(kind):
             parameters.append(parameter.replace(annotation=kind))
@@ -170,11 +185,13 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
         parameters += [
             inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=options[field.name])
             for field in fields(kind)
+            if field.name not in own
         ]
 
     def run(**typed: Any) -> R:
         grouped = {
-            name: kind(**{field.name: typed.pop(field.name) for field in fields(kind)}) for name, kind in groups.items()
+            name: kind(**{field.name: typed.pop(field.name) for field in fields(kind) if field.name not in own})
+            for name, kind in groups.items()
         }
         return function(**typed, **grouped)
 

@@ -147,13 +147,7 @@ def compare(
     target: options.TargetArgument,
     *,
     strategy: StrategiesOption = None,
-    budget: options.BudgetOption = None,
-    regions: options.RegionsOption = None,
-    allow: options.AllowOption = "recompute",
-    max_error: options.MaxErrorOption = "0",
-    host_budget: options.HostBudgetOption = None,
-    override: options.OverrideOption = None,
-    link: options.LinkOption = None,
+    asked: options.Planning,
     compiled: options.CompileOption = None,
     building: options.Building,
     steps: options.StepsOption = 5,
@@ -171,18 +165,7 @@ def compare(
         building = replace(building, device=crew.device(building.device))
         planned = [each for each in strategy or () if compiled is None or not is_memory_budget(each)]
         loaded = crew.load(lambda: work.load(target, building, *planned, compiled=compiled))
-        comparison = loaded.ask(
-            plimsoll.compare,
-            strategy,
-            budget=budget,
-            regions=regions or None,
-            steps=steps,
-            allow=allow,
-            max_error=max_error,
-            host_budget=host_budget,
-            overrides=tuple(override or ()),
-            link=link,
-        )
+        comparison = loaded.ask(plimsoll.compare, strategy, steps=steps, **asked.words())
         if crew.speaks:
             terminal.hand_over(comparison, to)
         terminal.end(comparison.exit_code)

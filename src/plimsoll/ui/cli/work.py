@@ -107,18 +107,7 @@ def load_saved(file: Path | None) -> Plan | None:
 
 def make_plan(loaded: Loaded, asked: Planning, device_profile: str | None = None) -> Plan:
     """Plan the loaded step as asked."""
-    return loaded.ask(
-        plimsoll.plan,
-        asked.budget,
-        strategy=asked.strategy,
-        regions=asked.regions or None,
-        device_profile=device_profile,
-        allow=asked.allow,
-        max_error=asked.max_error,
-        host_budget=asked.host_budget,
-        overrides=tuple(asked.override or ()),
-        link=asked.link,
-    )
+    return loaded.ask(plimsoll.plan, strategy=asked.strategy, device_profile=device_profile, **asked.words())
 
 
 def refuse_unusable(plan: Plan) -> None:
