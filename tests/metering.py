@@ -13,9 +13,20 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.session import step_snapshot
+from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing import trace as tracing
-from plimsoll.tracing.recorder.calling import output_tensors
+from plimsoll.tracing.recorder.calling import output_tensors, split_batch
 from plimsoll.tracing.torch_internals import has_storage
+
+
+def warm_peak(model: nn.Module, batch: Any) -> int:
+    """The peak of a second step without an optimizer, by the product's own meter; it leaves no gradients."""
+    model.zero_grad(set_to_none=True)
+    step = TrainingStep(model, *split_batch(batch))
+    step.measure_peak()
+    found = step.measure_peak().peak_bytes
+    model.zero_grad(set_to_none=True)
+    return found
 
 
 class LiveStorages(TorchDispatchMode):

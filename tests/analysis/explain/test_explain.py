@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plimsoll
 import zoo
+from metering import warm_peak
 from plimsoll.analysis.explain.changes import half_of
 from plimsoll.analysis.explain.explain import by_place, place_of
 from plimsoll.artifacts.base import to_json
@@ -24,8 +25,6 @@ from plimsoll.errors import InvalidModel, InvalidOption, InvalidStrategy
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
 from plimsoll.planning.strategies import find_extremes
-from plimsoll.session.training_step import TrainingStep
-from plimsoll.tracing.recorder.calling import split_batch
 from plimsoll.tracing.trace import trace
 from unchanged import unchanged
 
@@ -40,18 +39,7 @@ def llama() -> nn.Module:
 
 def tokens() -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
-    ids = torch.randint(2, VOCABULARY, (2, 160))
-    return {"input_ids": ids, "labels": ids}
-
-
-def measured(model: nn.Module, batch: Any) -> int:
-    """The peak of a warm step without an optimizer."""
-    model.zero_grad(set_to_none=True)
-    step = TrainingStep(model, *split_batch(batch))
-    step.measure_peak()
-    found = step.measure_peak().peak_bytes
-    model.zero_grad(set_to_none=True)
-    return found
+    return zoo.words(tokens=160, vocabulary=VOCABULARY)
 
 
 def change(explanation: Explanation, name: str) -> Any:
@@ -76,13 +64,13 @@ def explanation() -> Explanation:
 @pytest.fixture(scope="module")
 def checkpointed_bytes() -> int:
     """The measured peak of that step."""
-    return measured(checkpointing(), tokens())
+    return warm_peak(checkpointing(), tokens())
 
 
 def test_both_peaks_are_the_measured_ones(explanation: Explanation, checkpointed_bytes: int):
     assert explanation.peak.bytes == pytest.approx(checkpointed_bytes, rel=0.005)
     assert explanation.plain_peak is not None
-    assert explanation.plain_peak.bytes == pytest.approx(measured(llama(), tokens()), rel=0.002)
+    assert explanation.plain_peak.bytes == pytest.approx(warm_peak(llama(), tokens()), rel=0.002)
     assert sum(holder.bytes for holder in explanation.peak.holders) == explanation.peak.bytes
     assert sum(holder.bytes for holder in explanation.resident) == explanation.resident_bytes
 
@@ -97,7 +85,7 @@ def test_strategies_are_predicted_where_checkpointing_then_measures(explanation:
 def test_the_chunked_loss_takes_off_what_it_is_said_to(explanation: Explanation, checkpointed_bytes: int):
     model = checkpointing()
     with chunk_loss(model):
-        after = measured(model, tokens())
+        after = warm_peak(model, tokens())
     chunked = change(explanation, "chunked loss")
     assert chunked.lowers_bytes == pytest.approx(checkpointed_bytes - after, rel=WITHIN)
     assert "chunk_loss(model)" in chunked.how
@@ -106,7 +94,7 @@ def test_the_chunked_loss_takes_off_what_it_is_said_to(explanation: Explanation,
 def test_half_the_batch_takes_off_what_it_is_said_to(explanation: Explanation):
     half = {name: tensor[:1] for name, tensor in tokens().items()}
     predicted = change(explanation, "half the micro-batch").predicted_peak_bytes
-    assert predicted == pytest.approx(measured(checkpointing(), half), rel=WITHIN)
+    assert predicted == pytest.approx(warm_peak(checkpointing(), half), rel=WITHIN)
 
 
 def test_freeing_the_output_takes_off_what_it_is_said_to(explanation: Explanation):
@@ -122,7 +110,7 @@ def test_freeing_the_output_takes_off_what_it_is_said_to(explanation: Explanatio
 
     freed = change(explanation, "output freed before backward")
     assert freed.lowers_bytes > 0
-    assert freed.predicted_peak_bytes == pytest.approx(measured(Alone(), tokens()), rel=WITHIN)
+    assert freed.predicted_peak_bytes == pytest.approx(warm_peak(Alone(), tokens()), rel=WITHIN)
 
 
 def test_a_peak_that_does_not_move_is_explained(explanation: Explanation):
@@ -154,7 +142,7 @@ class Rows(nn.Module):
 
 def test_a_strategy_is_explained_without_being_run():
     model, x = Rows(), torch.randn(256, 64)
-    plain_bytes = measured(model, x)
+    plain_bytes = warm_peak(model, x)
     explanation = plimsoll.explain(model, x, "every:2")
     assert explanation.setup == "strategy every:2, by Plimsoll"
     assert explanation.plain_peak is not None
@@ -240,7 +228,7 @@ def test_optimizer_gradients_and_offloading_belong_to_the_step():
 
 def test_set_to_none_takes_off_the_gradients_that_forward_meets():
     model, x = Rows(), torch.randn(512, 64)
-    without = measured(model, x)
+    without = warm_peak(model, x)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     found = change(plimsoll.explain(model, x), "gradients set to None")

@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 import zoo
+from metering import warm_peak
 from plimsoll.artifacts.plan import Holder, Peak
 from plimsoll.artifacts.trace import Trace
 from plimsoll.chunked import chunk_loss
@@ -24,7 +25,6 @@ from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full
 from plimsoll.planning.what_if.chunked_loss import chunk_rows_for, find_head, peak_with_chunked_loss, with_chunked_loss
-from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing.trace import trace, watch
 
 VOCABULARY, ROWS = 5000, 32
@@ -64,22 +64,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def tokens() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    ids = torch.randint(2, VOCABULARY, (2, 96))
-    return {"input_ids": ids, "labels": ids}
+    return zoo.words(tokens=96, vocabulary=VOCABULARY)
 
 
 def peak_bytes(traced: Trace) -> int:
     index = StepIndex(traced, roofline_costs(traced, find_device("CPU")))
     return int(index.fixed.max())
-
-
-def measured(model: nn.Module) -> int:
-    model.zero_grad(set_to_none=True)
-    step = TrainingStep(model, (), tokens())
-    step.measure_peak()
-    found = step.measure_peak().peak_bytes
-    model.zero_grad(set_to_none=True)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +90,9 @@ def test_events_with_a_chunked_loss_have_the_measured_peak(name: str, watched):
     head = find_head(traced)
     assert head is not None
     assert (head.classes, head.features, head.rows) == (VOCABULARY, 32, 192)
-    plain = measured(model)
+    plain = warm_peak(model, tokens())
     with chunk_loss(model, chunk_rows=ROWS):
-        chunked = measured(model)
+        chunked = warm_peak(model, tokens())
     assert peak_bytes(traced) == pytest.approx(plain, rel=0.005)
     lowers = peak_bytes(traced) - peak_bytes(with_chunked_loss(traced, head, ROWS))
     assert lowers == pytest.approx(plain - chunked, rel=0.02)
