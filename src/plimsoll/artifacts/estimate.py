@@ -106,6 +106,16 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
+class SwitchSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """Values of a training framework's own switches, the strategy that stands for them, and what a step then takes."""
+
+    values: dict[str, str | int | bool | list[str] | None]
+    strategy: str
+    peak_bytes: int
+    """Of the rank that holds most, in tensors."""
+    step_seconds: float
+
+
 class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """The training budget of ``target`` on ``device`` under ``layout``. Build one with ``plimsoll.estimate``."""
 
@@ -128,6 +138,9 @@ class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     expandable_bytes: int | None = None
     """What the allocator of the tightest stage's ranks would reserve with ``expandable_segments:True``."""
     notes: tuple[str, ...] = ()
+    framework: str = ""
+    """Whose switches were asked for; ``switches`` then has the chosen setting first, and its neighbours."""
+    switches: tuple[SwitchSetting, ...] = ()
     trace_seconds: float = 0.0
     total_seconds: float = 0.0
 

@@ -15,6 +15,7 @@ from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.budget import framework_items
 from plimsoll.estimator.estimate_job import EstimateJob
+from plimsoll.estimator.lowering import check_framework
 from plimsoll.estimator.parallelism.context import with_context_parallel
 from plimsoll.estimator.parallelism.layouts import check_layout, read_layout
 from plimsoll.estimator.rank_estimates import AUTO, NOTHING, Setting, check_setting
@@ -40,6 +41,7 @@ def estimate(
     layout: str | Layout = "",
     strategy: str | None = None,
     budget: int | str | None = None,
+    export: str | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     progress: Progress | None = None,
 ) -> Estimate:
@@ -62,6 +64,8 @@ def estimate(
         strategy: ``none`` (the default), ``full``, ``every:k``, ``sqrt``, ``selective:…``, or ``auto``: the least time within
             ``budget`` (the default where there is one).
         budget: bytes for the tensors of one rank, or ``"auto"``: the device's memory less its framework and 8%.
+        export: the framework whose own switches are to keep to ``budget`` (by default ``"auto"``): ``megatron``, ``torchtitan``
+            or ``transformers``. The estimate is then that of the best setting; ``switches`` has its neighbours too.
         loss: for a model whose output is no loss; from the output to a scalar.
         progress: told the stage and the share done.
 
@@ -103,6 +107,15 @@ def estimate(
         budget_bytes=_budget_bytes(budget, asked, spread),
     )
     check_setting(setting)
+    if export is not None:
+        check_framework(export)
+        if strategy is not None:
+            raise InvalidOption(
+                f"strategy={strategy!r} does not go with export={export!r}.",
+                why="the switches are chosen, and each setting of them is a strategy of its own",
+                next="leave one of them out",
+            )
+        setting = replace(setting, strategy=NOTHING, budget_bytes=_budget_bytes(budget or AUTO, asked, spread))
     facts = target_facts(request)
     if facts is not None:
         whole = None if facts.sequence is None else facts.sequence * spread.cp
@@ -110,12 +123,15 @@ def estimate(
     traced = trace_target(request, cache=TraceCache(), progress=part_of(report, 0.0, 0.8))
     trace_seconds = time.monotonic() - started
     report("simulating every rank", 0.8)
-    return EstimateJob(setting, traced, with_context_parallel(traced.trace, spread.cp)).run(
+    job = EstimateJob(setting, traced, with_context_parallel(traced.trace, spread.cp))
+    switches = () if export is None or setting.budget_bytes is None else job.lower(export, setting.budget_bytes)
+    found = job.run(
         target if isinstance(target, str) else type(target).__name__,
         "the model's own types" if request.precision is None else request.precision.value,
         trace_seconds,
         started,
     )
+    return msgspec.structs.replace(found, framework=export or "", switches=switches)
 
 
 def _given(

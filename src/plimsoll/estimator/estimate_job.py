@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
+from functools import cached_property
 
 from plimsoll.artifacts.costs import Basis
-from plimsoll.artifacts.estimate import Estimate, StageEstimate, StageSeconds, Throughput
+from plimsoll.artifacts.estimate import Estimate, StageEstimate, StageSeconds, SwitchSetting, Throughput
 from plimsoll.artifacts.memory_use import AllocatorUse
 from plimsoll.artifacts.naming import compress_names
 from plimsoll.artifacts.trace import Trace
 from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings, simulate_allocator
 from plimsoll.estimator.budget import RankMemory, budget_items, framework_items, kernel_items
+from plimsoll.estimator.lowering import Model, lower
 from plimsoll.estimator.parallelism.layouts import layout_notes
 from plimsoll.estimator.parallelism.rank import sharding_notes
 from plimsoll.estimator.parallelism.stages import split_stages
@@ -54,9 +57,8 @@ class EstimateJob:
     def run(self, target: str, precision: str, trace_seconds: float, started: float) -> Estimate:
         """Decide every rank, run the pipeline on paper, and write down what came out."""
         setting, layout = self.setting, self.layout
-        ranks = self._ranks()
-        timeline = simulate_pipeline(self.orders, self._pipeline_seconds(ranks))
-        step_seconds = timeline.step_seconds + max(self._after_seconds(rank) for rank in ranks)
+        ranks = self._decided(setting.strategy)
+        timeline, step_seconds = self._timed(ranks)
         flops = sum(stage.seconds.model_flops for rank in ranks for stage in rank.stages) * layout.tp * layout.cp
         stages = tuple(self._stage(position, rank, timeline) for position, rank in enumerate(ranks))
         return Estimate(
@@ -78,18 +80,39 @@ class EstimateJob:
             total_seconds=time.monotonic() - started,
         )
 
-    def _ranks(self) -> list[Rank]:
-        """The ranks of the pipeline, first to last, each with its stages decided."""
+    def lower(self, framework: str, budget_bytes: int) -> tuple[SwitchSetting, ...]:
+        """The best of a framework's own switches within a budget, and its neighbours; the job is then of the best one."""
+
+        def measure(strategy: str) -> tuple[int, float]:
+            ranks = self._decided(strategy)
+            return max(rank.peak_bytes for rank in ranks), self._timed(ranks)[1]
+
+        model = Model.of(self.trace, stages=self.layout.stages, has_experts=bool(self.facts.experts))
+        found = lower(framework, model, budget_bytes, measure)
+        self.setting = replace(self.setting, strategy=found[0].strategy)
+        return found
+
+    @cached_property
+    def _ranks(self) -> list[list[StageOfRank]]:
+        """The stages of every rank of the pipeline, first to last."""
         layout, setting = self.layout, self.setting
         cut = split_stages(self.trace, layout)
         flights = held_bytes(self.orders, [1] * len(cut))  # all stages of a rank together, where it has several
+        return [
+            [StageOfRank(setting, cut[stage], flights[position]) for stage in range(position, len(cut), layout.pp)]
+            for position in range(layout.pp)
+        ]
+
+    def _decided(self, strategy: str) -> list[Rank]:
+        """The ranks of the pipeline with all stages decided."""
         known: KnownChoices = {}
-        ranks = []
-        for position in range(layout.pp):
-            own = range(position, len(cut), layout.pp)
-            waiting = flights[position]
-            ranks.append(decide_rank([StageOfRank(setting, cut[stage], waiting) for stage in own], setting, known))
-        return ranks
+        setting = replace(self.setting, strategy=strategy)
+        return [decide_rank(stages, setting, known) for stages in self._ranks]
+
+    def _timed(self, ranks: list[Rank]) -> tuple[PipelineTimeline, float]:
+        """The pipeline on paper, and the seconds of the whole step."""
+        timeline = simulate_pipeline(self.orders, self._pipeline_seconds(ranks))
+        return timeline, timeline.step_seconds + max(self._after_seconds(rank) for rank in ranks)
 
     def _pipeline_seconds(self, ranks: list[Rank]) -> list[ActionSeconds]:
         """What one micro-batch takes in every stage."""

@@ -6,6 +6,8 @@
 ``full``               every region keeps only its input, as ``torch.utils.checkpoint`` around each block does
 ``input-only``         the same by its other name
 ``every:k``            regions in groups of k; only a group's first region keeps its input, the group is replayed as one
+``first:n``            the first n regions as under ``full``; KEEP everything in the others (Megatron's ``block``)
+``nth:k``              every k-th region as under ``full``, from the first one on; KEEP everything in the others
 ``sqrt``               ``every:k`` with k the rounded square root of the number of regions (Chen et al. 2016)
 ``selective:attention``  RECOMPUTE what modules with attention in their path saved; KEEP the rest
 ``selective:core``       RECOMPUTE what attention makes between its two matrix products (scores, softmax, dropout); KEEP the
@@ -14,6 +16,8 @@
 ``selective:norm``       the same for normalisation modules
 ``selective:mm,sdpa``    torch's selective activation checkpointing: a comma list of op names whose outputs are KEPT;
                          everything else is RECOMPUTE. ``sdpa`` stands for every scaled-dot-product op
+                         with ``mm/2`` only every second product is
+``selective:core+norm``  RECOMPUTE what either of them does
 ``int8``, ``int4``, ``fp8``  COMPRESS every saved value that takes this form, masks and integers without loss; KEEP the rest
 ``offload``              OFFLOAD every saved value that may go over the link; KEEP the rest (the last region has nothing
                          to hide transfers behind, so it keeps)
@@ -66,6 +70,18 @@ def choose_every(index: StepIndex, argument: str) -> tuple[Choice, ...]:
     return _grouped(index.views, _group_size(argument))
 
 
+def choose_first(index: StepIndex, argument: str) -> tuple[Choice, ...]:
+    """The first regions keep their inputs alone."""
+    count = _group_size(argument, "first")
+    return tuple(Choice(view.nothing if at < count else view.everything) for at, view in enumerate(index.views))
+
+
+def choose_nth(index: StepIndex, argument: str) -> tuple[Choice, ...]:
+    """One of k regions keeps its input alone."""
+    size = _group_size(argument, "nth")
+    return tuple(Choice(view.everything if at % size else view.nothing) for at, view in enumerate(index.views))
+
+
 def choose_sqrt(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
     """Groups of about √n regions."""
     return choose_every(index, str(max(round(math.sqrt(len(index.views))), 1)))
@@ -73,6 +89,11 @@ def choose_sqrt(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
 
 def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
     """Recompute the values of some modules, or keep the outputs of some ops."""
+    if "+" in argument:
+        each = [choose_selective(index, part) for part in argument.split("+")]
+        return tuple(
+            Choice(frozenset.intersection(*(choice.kept for choice in of_one))) for of_one in zip(*each, strict=True)
+        )
     if argument == "core":
         return tuple(Choice(view.everything - _between_products(view)) for view in index.views)
     pattern = _MODULES.get(argument)
@@ -81,7 +102,7 @@ def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
     names = _op_names(argument)
     present = sorted({op.name for view in index.views for op in view.graph.ops})
     for name in names:
-        if not any(_is_op(op, name) for op in present):
+        if not any(_is_op(op, name.removesuffix("/2")) for op in present):
             close = difflib.get_close_matches(name, [*present, *_MODULES, "core"], n=3) or present[:5]
             raise InvalidStrategy(
                 f"'selective:{argument}' names nothing that this model runs.",
@@ -107,12 +128,12 @@ def _grouped(views: Sequence[RegionView], size: int) -> tuple[Choice, ...]:
     return tuple(Choice(view.nothing, is_boundary_dropped=bool(at % size)) for at, view in enumerate(views))
 
 
-def _group_size(argument: str) -> int:
+def _group_size(argument: str, name: str = "every") -> int:
     if not argument.isdecimal() or int(argument) < 1:
         raise InvalidStrategy(
-            f"'every:{argument}' is not a strategy.",
-            why=f"every: wants a positive whole number of regions, not {argument!r}",
-            next="write every:2",
+            f"'{name}:{argument}' is not a strategy.",
+            why=f"{name}: wants a positive whole number of regions, not {argument!r}",
+            next=f"write {name}:2",
         )
     return int(argument)
 
@@ -156,6 +177,7 @@ def _in_form(view: RegionView, name: str) -> Choice:
 
 STRATEGIES: dict[str, Callable[[StepIndex, str], tuple[Choice, ...]]] = {
     "every": choose_every,
+    "first": choose_first,
     "fp8": lambda index, _: choose_form(index, "fp8"),
     "full": choose_full,
     "hybrid": choose_hybrid,
@@ -163,13 +185,14 @@ STRATEGIES: dict[str, Callable[[StepIndex, str], tuple[Choice, ...]]] = {
     "int4": lambda index, _: choose_form(index, "int4"),
     "int8": lambda index, _: choose_form(index, "int8"),
     "none": choose_none,
+    "nth": choose_nth,
     "offload": lambda index, _: choose_form(index, "offload"),
     "selective": choose_selective,
     "sqrt": choose_sqrt,
 }
 """One line per strategy; what follows a colon is its argument. ``auto`` is ``solve`` itself."""
 
-_WITH_ARGUMENT = ("every", "hybrid", "selective")
+_WITH_ARGUMENT = ("every", "first", "hybrid", "nth", "selective")
 
 
 def codecs_of_strategy(strategy: str) -> tuple[str, ...]:
@@ -199,7 +222,8 @@ def check_strategy(strategy: str) -> None:
         return
     name, colon, argument = strategy.partition(":")
     if name not in STRATEGIES or bool(colon) != (name in _WITH_ARGUMENT):
-        known = ["auto", "every:2", "fp8", "full", "hybrid:10,6", "input-only", "int4", "int8", "none", "offload",
+        known = ["auto", "every:2", "first:2", "fp8", "full", "hybrid:10,6", "input-only", "int4", "int8", "none",
+                 "nth:2", "offload",
                  "selective:attention", "selective:core", "selective:mlp", "selective:norm", "selective:mm,sdpa",
                  "sqrt"]  # fmt: skip
         close = difflib.get_close_matches(strategy, known, n=3, cutoff=0.3)
@@ -208,8 +232,8 @@ def check_strategy(strategy: str) -> None:
             why="Plimsoll knows " + ", ".join(known),
             next="closest: " + ", ".join(close) if close else "name one of them",
         )
-    if name == "every":
-        _group_size(argument)
+    if name in ("every", "first", "nth"):
+        _group_size(argument, name)
     elif name == "hybrid":
         _hybrid_sizes(argument)
     elif name == "selective":
@@ -279,10 +303,12 @@ def _kept_outside(view: RegionView, pattern: re.Pattern[str]) -> frozenset[int]:
 
 
 def _kept_outputs(view: RegionView, names: list[str]) -> frozenset[int]:
-    def op_name(value: int) -> str:
-        return view.graph.ops[view.graph.values[value].producer].name
-
-    return frozenset(v for v in view.droppable if any(_is_op(op_name(v), name) for name in names))
+    ops = view.graph.ops
+    kept: set[int] = set()
+    for name in names:
+        of_name = [op for op in ops if _is_op(op.name, name.removesuffix("/2"))]
+        kept.update(value for op in of_name[:: 2 if name.endswith("/2") else 1] for value in op.writes)
+    return frozenset(kept) & frozenset(view.droppable)
 
 
 def _is_op(op: str, name: str) -> bool:

@@ -24,3 +24,10 @@ def test_plans_of_all_stages_are_saved(run):
     budget = str(int(free["stages"][0]["allocated_bytes"] * 0.8)) + "B"
     run(*TINY, *layout, "--budget", budget, "--plans", "plans")
     assert load_plan("plans/rank-0-stage-0.json").in_flight == 2
+
+
+def test_switches_of_a_framework_are_shown_as_they_are_written_down(run):
+    shown = run(*TINY, "--budget", "60MiB", "--optimizer", "none", "--export", "megatron", "-o", "estimate.json").out
+    for part in ("Switches of megatron", "recompute_granularity = ", "full, block, "):
+        assert part in shown, part
+        assert part in run("show", "estimate.json").out

@@ -51,6 +51,14 @@ EstimateStrategyOption = Annotated[
         "--strategy", "-s", help="none, full, every:K, sqrt, selective:… or auto (the default with a budget)."
     ),
 ]
+FrameworkOption = Annotated[
+    str | None,
+    typer.Option(
+        "--export",
+        metavar="NAME",
+        help="Choose the own switches of megatron, torchtitan or transformers within the budget.",
+    ),
+]
 FitBudgetOption = Annotated[
     str,
     typer.Option(
@@ -98,6 +106,7 @@ def estimate(
     layout: LayoutOption = "",
     budget: EstimateBudgetOption = None,
     strategy: EstimateStrategyOption = None,
+    export: FrameworkOption = None,
     plans: PlansOption = None,
     to: options.Output,
 ) -> None:
@@ -121,6 +130,7 @@ def estimate(
                 layout=layout,
                 budget=budget,
                 strategy=strategy,
+                export=export,
                 progress=report,
             )
         if plans is not None:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from plimsoll.artifacts.costs import Basis
-from plimsoll.artifacts.estimate import BudgetItem, Estimate, StageEstimate
+from plimsoll.artifacts.estimate import BudgetItem, Estimate, StageEstimate, SwitchSetting
 from plimsoll.ui.document import Document, Element, Paragraph, Section, Table, Tone
 from plimsoll.units import format_bytes, format_seconds
 
@@ -25,6 +25,8 @@ def view_estimate(estimate: Estimate) -> Document:
     if len(estimate.stages) > 1:
         shared = _shared_name(estimate)
         sections.append(Section(f"Stages of {shared}" if shared else "Stages", [_stages(estimate, f"{shared}.")]))
+    if estimate.switches:
+        sections.append(Section(f"Switches of {estimate.framework}", _switches(estimate)))
     sections.append(Section("Speed", [Paragraph(line) for line in _speed(estimate)]))
     return Document(
         source="Estimate",
@@ -35,6 +37,22 @@ def view_estimate(estimate: Estimate) -> Document:
         sections=sections,
         notes=estimate.notes,
     )
+
+
+def _switches(estimate: Estimate) -> list[Element]:
+    """The chosen setting as it is written down, and its neighbours."""
+    best = estimate.switches[0]
+    rows = [
+        (_values(each), format_bytes(each.peak_bytes), format_seconds(each.step_seconds)) for each in estimate.switches
+    ]
+    table = Table(header=("setting", "tensors at the peak", "step"), rows=rows, numbers=(1, 2))
+    return [*[Paragraph(f"{name} = {value!r}") for name, value in best.values.items()], table]
+
+
+def _values(setting: SwitchSetting) -> str:
+    """The values alone: ``full, block, 3``."""
+    parts = [", ".join(value) if isinstance(value, list) else str(value) for value in setting.values.values()]
+    return ", ".join(parts)
 
 
 def _verdict(estimate: Estimate) -> str:

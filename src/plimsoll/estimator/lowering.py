@@ -1,0 +1,150 @@
+"""Finds the best of a framework's own switches for activation checkpointing within a budget, by the estimator.
+
+A framework can say few things: no layer, all, some, some modules of all. Each setting is one of our strategies, simulated like
+any other; the one with the least time within the budget is chosen, or with none in there the one with the lowest peak. What a
+setting saves grows with its number of layers, so that number is found by bisection.
+
+Known weakness: a framework runs again all of what it checkpoints, our simulation what backward needs of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+from plimsoll.artifacts.estimate import SwitchSetting
+from plimsoll.artifacts.trace import Trace
+from plimsoll.errors import InvalidOption
+
+_SAVED_BY_TORCHTITAN = ("mm/2", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "sdpa", "topk", "max")
+"""Ops that its ``SelectiveAC`` saves, of products without bias every second one (seen in torchtitan 0.3)."""
+_TIES = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Values of a framework's switches, and the strategy that does as they say."""
+
+    strategy: str
+    values: dict[str, str | int | bool | list[str] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What settings depend on: layers of the longest pipeline stage, whether there are experts, ops that run in regions."""
+
+    layers: int
+    has_experts: bool
+    ops: frozenset[str]
+
+    @staticmethod
+    def of(trace: Trace, *, stages: int, has_experts: bool) -> Model:
+        """Those of a traced model."""
+        ops = frozenset(op.name for region in trace.regions for op in region.graph.ops)
+        return Model(-(-len(trace.regions) // stages), has_experts, ops)
+
+
+def _megatron(model: Model) -> Iterator[list[Setting]]:
+    layer = "moe" if model.has_experts else "mlp"
+    modules = {"core_attn": "core", "layernorm": "norm", layer: "mlp"}
+    yield [Setting("none", {"recompute_granularity": None})]
+    for count in (1, 2, 3):
+        for chosen in combinations(modules, count):
+            strategy = f"selective:{'+'.join(modules[name] for name in chosen)}"
+            yield [Setting(strategy, {"recompute_granularity": "selective", "recompute_modules": list(chosen)})]
+    yield [_layers(f"first:{n}", "block", n) for n in range(1, model.layers + 1)]
+    yield [_layers(f"every:{n}", "uniform", n) for n in range(1, min(model.layers, 8) + 1)]
+
+
+def _layers(strategy: str, method: str, count: int) -> Setting:
+    return Setting(
+        strategy, {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
+    )
+
+
+def _transformers(model: Model) -> Iterator[list[Setting]]:
+    yield [Setting("none", {"activation_checkpointing": False})]
+    yield [
+        Setting(f"nth:{n}", {"activation_checkpointing": True, "every_n_layers": n}) for n in range(model.layers, 0, -1)
+    ]
+
+
+def _torchtitan(model: Model) -> Iterator[list[Setting]]:
+    def is_there(name: str) -> bool:
+        name = {"sdpa": "scaled_dot_product"}.get(name.removesuffix("/2"), name.removesuffix("/2"))
+        return any(name == op or (name == "scaled_dot_product" and name in op) for op in model.ops)
+
+    saved = [name for name in _SAVED_BY_TORCHTITAN if is_there(name)]
+    yield [Setting("none", {"activation_checkpoint": None})]
+    if saved:
+        yield [Setting(f"selective:{','.join(saved)}", {"activation_checkpoint": "SelectiveAC"})]
+    yield [Setting("full", {"activation_checkpoint": "FullAC"})]
+
+
+FRAMEWORKS: dict[str, Callable[[Model], Iterator[list[Setting]]]] = {
+    "megatron": _megatron,
+    "torchtitan": _torchtitan,
+    "transformers": _transformers,
+}
+"""Rows of settings: along a row peaks fall and time grows, or nothing is known (``uniform``)."""
+
+
+def check_framework(framework: str) -> None:
+    """Refuse a framework whose switches are not known.
+
+    Raises:
+        InvalidOption: it is.
+    """
+    if framework not in FRAMEWORKS:
+        raise InvalidOption(
+            f"Nothing is known of switches of {framework!r}.",
+            why=f"known are those of {', '.join(FRAMEWORKS)}",
+            next='name one of them, or write a plan for torch alone: plan.export("sac", "policy.py")',
+        )
+
+
+def lower(
+    framework: str, model: Model, budget_bytes: int, measure: Callable[[str], tuple[int, float]]
+) -> tuple[SwitchSetting, ...]:
+    """The chosen setting first, then its neighbours: of every row those next to where the budget is met.
+
+    Args:
+        framework: one of ``FRAMEWORKS``.
+        model: what settings depend on.
+        budget_bytes: for the tensors of one rank.
+        measure: peak bytes and seconds of a step under a strategy.
+    """
+    known: dict[str, SwitchSetting] = {}
+
+    def tried(setting: Setting) -> SwitchSetting:
+        if setting.strategy not in known:
+            peak_bytes, seconds = measure(setting.strategy)
+            known[setting.strategy] = SwitchSetting(
+                values=setting.values, strategy=setting.strategy, peak_bytes=peak_bytes, step_seconds=seconds
+            )
+        return known[setting.strategy]
+
+    for row in FRAMEWORKS[framework](model):
+        low, high = -1, len(row)
+        if row[0].strategy.startswith("every:"):  # no order: the peak of a group grows with it
+            for setting in row:
+                tried(setting)
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if tried(row[middle]).peak_bytes <= budget_bytes else (middle, high)
+        for at in {min(high, len(row) - 1), max(low, 0)}:
+            tried(row[at])
+    found = list(known.values())
+    fits = [each for each in found if each.peak_bytes <= budget_bytes]
+    best = min(fits, key=_cost) if fits else min(found, key=lambda each: each.peak_bytes)
+    others = sorted(
+        (each for each in found if each is not best), key=lambda each: abs(each.peak_bytes - best.peak_bytes)
+    )
+    return (best, *sorted(others[:6], key=lambda each: -each.peak_bytes))
+
+
+def _cost(setting: SwitchSetting) -> tuple[float, int]:
+    """The least time, and among equals the fewest switches."""
+    return (round(setting.step_seconds / _TIES) * _TIES, len(setting.values))
