@@ -108,14 +108,7 @@ def estimate(
     )
     check_setting(setting)
     if export is not None:
-        check_framework(export)
-        if strategy is not None:
-            raise InvalidOption(
-                f"strategy={strategy!r} does not go with export={export!r}.",
-                why="the switches are chosen, and each setting of them is a strategy of its own",
-                next="leave one of them out",
-            )
-        setting = replace(setting, strategy=NOTHING, budget_bytes=_budget_bytes(budget or AUTO, asked, spread))
+        setting = _without_strategy(setting, export, strategy, _budget_bytes(budget or AUTO, asked, spread))
     facts = target_facts(request)
     if facts is not None:
         whole = None if facts.sequence is None else facts.sequence * spread.cp
@@ -132,6 +125,18 @@ def estimate(
         started,
     )
     return msgspec.structs.replace(found, framework=export or "", switches=switches)
+
+
+def _without_strategy(setting: Setting, framework: str, strategy: str | None, budget_bytes: int | None) -> Setting:
+    """The setting of an estimate that chooses switches: each setting of them is a strategy of its own."""
+    check_framework(framework)
+    if strategy is not None:
+        raise InvalidOption(
+            f"strategy={strategy!r} does not go with export={framework!r}.",
+            why="the switches are chosen, and each setting of them is a strategy of its own",
+            next="leave one of them out",
+        )
+    return replace(setting, strategy=NOTHING, budget_bytes=budget_bytes)
 
 
 def _given(
