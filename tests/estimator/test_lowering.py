@@ -10,10 +10,10 @@ import plimsoll
 import zoo
 from metering import LiveStorages
 from plimsoll.errors import InvalidOption
-from plimsoll.estimator.lowering import FRAMEWORKS, Model, lower
+from plimsoll.estimator.lowering import FRAMEWORKS, SwitchedModel, lower
 
-LLAMA = Model(layers=16, has_experts=False, ops=frozenset(["mm", "_softmax"]))
-MIXTURE = Model(layers=5, has_experts=True, ops=frozenset(["mm", "bmm", "_scaled_dot_product_flash_attention"]))
+LLAMA = SwitchedModel(layers=16, has_experts=False, ops=frozenset(["mm", "_softmax"]))
+MIXTURE = SwitchedModel(layers=5, has_experts=True, ops=frozenset(["mm", "bmm", "_scaled_dot_product_flash_attention"]))
 
 
 def simulated(strategy: str) -> tuple[int, float]:

@@ -19,7 +19,7 @@ from plimsoll.artifacts.naming import compress_names
 from plimsoll.artifacts.trace import Trace
 from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings, simulate_allocator
 from plimsoll.estimator.budget import RankMemory, budget_items, framework_items, kernel_items
-from plimsoll.estimator.lowering import Model, lower
+from plimsoll.estimator.lowering import SwitchedModel, lower
 from plimsoll.estimator.parallelism.layouts import layout_notes
 from plimsoll.estimator.parallelism.rank import sharding_notes
 from plimsoll.estimator.parallelism.stages import split_stages
@@ -87,7 +87,7 @@ class EstimateJob:
             ranks = self._decided(strategy)
             return max(rank.peak_bytes for rank in ranks), self._timed(ranks)[1]
 
-        model = Model.of(self.trace, stages=self.layout.stages, has_experts=bool(self.facts.experts))
+        model = SwitchedModel.of(self.trace, stages=self.layout.stages, has_experts=bool(self.facts.experts))
         found = lower(framework, model, budget_bytes, measure)
         self.setting = replace(self.setting, strategy=found[0].strategy)
         return found

@@ -23,7 +23,7 @@ _TIES = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SwitchValues:
     """Values of a framework's switches, and the strategy that does as they say."""
 
     strategy: str
@@ -31,7 +31,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class SwitchedModel:
     """What settings depend on: layers of the longest pipeline stage, whether there are experts, ops that run in regions."""
 
     layers: int
@@ -39,50 +39,51 @@ class Model:
     ops: frozenset[str]
 
     @staticmethod
-    def of(trace: Trace, *, stages: int, has_experts: bool) -> Model:
+    def of(trace: Trace, *, stages: int, has_experts: bool) -> SwitchedModel:
         """Those of a traced model."""
         ops = frozenset(op.name for region in trace.regions for op in region.graph.ops)
-        return Model(-(-len(trace.regions) // stages), has_experts, ops)
+        return SwitchedModel(-(-len(trace.regions) // stages), has_experts, ops)
 
 
-def _megatron(model: Model) -> Iterator[list[Setting]]:
+def _megatron(model: SwitchedModel) -> Iterator[list[SwitchValues]]:
     layer = "moe" if model.has_experts else "mlp"
     modules = {"core_attn": "core", "layernorm": "norm", layer: "mlp"}
-    yield [Setting("none", {"recompute_granularity": None})]
+    yield [SwitchValues("none", {"recompute_granularity": None})]
     for count in (1, 2, 3):
         for chosen in combinations(modules, count):
             strategy = f"selective:{'+'.join(modules[name] for name in chosen)}"
-            yield [Setting(strategy, {"recompute_granularity": "selective", "recompute_modules": list(chosen)})]
+            yield [SwitchValues(strategy, {"recompute_granularity": "selective", "recompute_modules": list(chosen)})]
     yield [_layers(f"first:{n}", "block", n) for n in range(1, model.layers + 1)]
     yield [_layers(f"every:{n}", "uniform", n) for n in range(1, min(model.layers, 8) + 1)]
 
 
-def _layers(strategy: str, method: str, count: int) -> Setting:
-    return Setting(
+def _layers(strategy: str, method: str, count: int) -> SwitchValues:
+    return SwitchValues(
         strategy, {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
     )
 
 
-def _transformers(model: Model) -> Iterator[list[Setting]]:
-    yield [Setting("none", {"activation_checkpointing": False})]
+def _transformers(model: SwitchedModel) -> Iterator[list[SwitchValues]]:
+    yield [SwitchValues("none", {"activation_checkpointing": False})]
     yield [
-        Setting(f"nth:{n}", {"activation_checkpointing": True, "every_n_layers": n}) for n in range(model.layers, 0, -1)
+        SwitchValues(f"nth:{n}", {"activation_checkpointing": True, "every_n_layers": n})
+        for n in range(model.layers, 0, -1)
     ]
 
 
-def _torchtitan(model: Model) -> Iterator[list[Setting]]:
+def _torchtitan(model: SwitchedModel) -> Iterator[list[SwitchValues]]:
     def is_there(name: str) -> bool:
         name = {"sdpa": "scaled_dot_product"}.get(name.removesuffix("/2"), name.removesuffix("/2"))
         return any(name == op or (name == "scaled_dot_product" and name in op) for op in model.ops)
 
     saved = [name for name in _SAVED_BY_TORCHTITAN if is_there(name)]
-    yield [Setting("none", {"activation_checkpoint": None})]
+    yield [SwitchValues("none", {"activation_checkpoint": None})]
     if saved:
-        yield [Setting(f"selective:{','.join(saved)}", {"activation_checkpoint": "SelectiveAC"})]
-    yield [Setting("full", {"activation_checkpoint": "FullAC"})]
+        yield [SwitchValues(f"selective:{','.join(saved)}", {"activation_checkpoint": "SelectiveAC"})]
+    yield [SwitchValues("full", {"activation_checkpoint": "FullAC"})]
 
 
-FRAMEWORKS: dict[str, Callable[[Model], Iterator[list[Setting]]]] = {
+FRAMEWORKS: dict[str, Callable[[SwitchedModel], Iterator[list[SwitchValues]]]] = {
     "megatron": _megatron,
     "torchtitan": _torchtitan,
     "transformers": _transformers,
@@ -105,7 +106,7 @@ def check_framework(framework: str) -> None:
 
 
 def lower(
-    framework: str, model: Model, budget_bytes: int, measure: Callable[[str], tuple[int, float]]
+    framework: str, model: SwitchedModel, budget_bytes: int, measure: Callable[[str], tuple[int, float]]
 ) -> tuple[SwitchSetting, ...]:
     """The chosen setting first, then its neighbours: of every row those next to where the budget is met.
 
@@ -117,7 +118,7 @@ def lower(
     """
     known: dict[str, SwitchSetting] = {}
 
-    def tried(setting: Setting) -> SwitchSetting:
+    def tried(setting: SwitchValues) -> SwitchSetting:
         if setting.strategy not in known:
             peak_bytes, seconds = measure(setting.strategy)
             known[setting.strategy] = SwitchSetting(
