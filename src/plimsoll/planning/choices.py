@@ -34,6 +34,8 @@ _PEAK_ROUNDS = 2
 """Variants of variants can lower a peak further; every round measures about as many choices as the one before."""
 _DESCENTS_AT_MOST = 12
 _TELLING = 12
+_LEAST_RETAINED, _MOST_RETAINED = 4, 5
+"""Columns of the least and the most that a choice retains, while choices are compared."""
 _PAIRED_VALUES = 10
 """Flips in pairs are tried among the largest values only: there are quadratically many."""
 
@@ -284,23 +286,25 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
     # Where no curve changes from one instant to the next, one of the two says it all.
     curves = curves[:, (np.diff(curves, axis=1, prepend=-1) != 0).any(axis=0)]
     # What tells choices apart best comes first: few need to be compared in all the rest.
-    figures = np.hstack([np.array(shared), curves[:, :: max(curves.shape[1] // _TELLING, 1)], curves])
-    least, most = np.delete(figures, 5, axis=1), np.delete(figures, 4, axis=1)
+    samples = curves[:, :: max(curves.shape[1] // _TELLING, 1)]
+    figures = np.hstack([np.array(shared), samples, curves])
+    telling = len(shared[0]) - 1 + samples.shape[1]
+    least, most = np.delete(figures, _MOST_RETAINED, axis=1), np.delete(figures, _LEAST_RETAINED, axis=1)
     kept = np.empty_like(most)
-    alike: dict[tuple[Relief, ...], list[int]] = {}
-    left: list[int] = []
-    for position, effect in enumerate(order):
-        same = alike.setdefault(effect.relief, [])
+    numbers: dict[tuple[Relief, ...], int] = {}
+    reliefs = np.array([numbers.setdefault(effect.relief, len(numbers)) for effect in order])
+    left = np.zeros(0, dtype=np.int64)
+    for position in range(len(order)):
+        before = kept[: len(left)]
         # Relieved at other times, one's most has to be compared with the other's least.
-        near = np.flatnonzero((kept[: len(left), :_TELLING] <= least[position, :_TELLING]).all(axis=1))
-        if (kept[near] <= least[position]).all(axis=1).any():
-            continue
-        if (most[same] <= most[position]).all(axis=1).any():
+        is_comparable = before[:, _LEAST_RETAINED] <= least[position, _LEAST_RETAINED]
+        is_comparable |= reliefs[left] == reliefs[position]
+        near = np.flatnonzero(is_comparable & (before[:, :telling] <= most[position, :telling]).all(axis=1))
+        if (before[near, telling:] <= most[position, telling:]).all(axis=1).any():
             continue
         kept[len(left)] = most[position]
-        left.append(position)
-        same.append(position)
-    return tuple(order[position] for position in left)
+        left = np.append(left, position)
+    return tuple(order[position] for position in left.tolist())
 
 
 def _retained_range(effect: Effect) -> tuple[int, int]:

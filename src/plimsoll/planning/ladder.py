@@ -10,7 +10,8 @@ Known weakness: between two rungs a plan that was solved for just this batch may
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic
 
@@ -28,21 +29,22 @@ _MOST_KNOWN = 4096
 """So many shapes are remembered with what every rung takes there; pairs of lengths can be a hundred thousand."""
 
 
-def rungs_of(planner: Planner) -> tuple[Plan, ...]:
-    """The plans that a planner has solved, the cheapest first: those that no other one beats in both peak and seconds."""
-    rungs: list[Plan] = []
+def rungs_of(planner: Planner) -> Iterator[Plan]:
+    """The plans that a planner has solved, the cheapest first: those that no other one beats in both peak and seconds.
+
+    Each is written when it is asked for.
+    """
+    lowest_bytes = math.inf
     for simulation in sorted(planner.ladder, key=lambda s: (s.seconds, s.peak_bytes)):
-        if not rungs or simulation.peak_bytes < rungs[-1].predicted_peak_bytes:
+        if simulation.peak_bytes < lowest_bytes:
+            lowest_bytes = simulation.peak_bytes
             prices = planner.region_prices(planner.window_prices(simulation, simulation.peak_bytes))
             written = write_plan(simulation, planner.baseline, "auto", prices)
             floor_bytes = min(planner.floor.peak_bytes, simulation.peak_bytes)
             in_flight = planner.index.waiting + 1
-            rungs.append(
-                msgspec.structs.replace(
-                    written, floor_bytes=floor_bytes, timeline=describe_timeline(simulation), in_flight=in_flight
-                )
+            yield msgspec.structs.replace(
+                written, floor_bytes=floor_bytes, timeline=describe_timeline(simulation), in_flight=in_flight
             )
-    return tuple(rungs)
 
 
 @dataclass(frozen=True, slots=True)

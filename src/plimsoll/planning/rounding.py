@@ -253,20 +253,18 @@ def _fitting(before: Ints, choice: Ints, loads: Ints, added: Ints, left: Ints, w
 
     Of those that load all windows alike only the first counts.
     """
-    found: list[int] = []
-    kept: dict[bytes, Ints] = {}
+    # A sum with random weights, modulo 2^64, tells loads apart; where it did not, one combination would be lost.
+    weights = np.random.default_rng(0).integers(2**62, size=loads.shape[1])
+    found, table = np.zeros(0, dtype=np.int64), np.zeros((0, loads.shape[1]), dtype=np.int64)
     step = 4 * width or len(before)
     for first in range(0, len(before), max(step, 1)):
         new = loads[before[first : first + step]] + added[choice[first : first + step]]
-        for at in np.flatnonzero((new + left <= 0).all(axis=1)).tolist():
-            if new[at].tobytes() not in kept:
-                kept[new[at].tobytes()] = new[at]
-                found.append(first + at)
-                if len(found) == width:
-                    break
+        fits = np.flatnonzero((new <= -left).all(axis=1))
+        found, table = np.concatenate([found, first + fits]), np.concatenate([table, new[fits]])
+        kept = np.sort(np.unique(table @ weights, return_index=True)[1])[: width or None]
+        found, table = found[kept], table[kept]
         if width and len(found) == width:
             break
-    table = np.array(list(kept.values()), dtype=np.int64).reshape(len(kept), loads.shape[1])
     return before[found], choice[found], table
 
 

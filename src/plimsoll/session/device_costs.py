@@ -192,7 +192,7 @@ def _rate(work_and_seconds: Iterable[tuple[int, float]], *, at_least: int) -> fl
 
 
 _SHORT_LINKS, _LONG_LINKS = 5, 15
-_SECONDS = 0.25
+_SECONDS = 0.1
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
 _MOST_TOUCHED_BYTES = 8 * 2**20
 """More takes long, and tells little more: most of the caches are cold."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -82,6 +82,8 @@ class ShapePlans:
         self._optimizer = optimizer
         self._steps: dict[_Kind, _Steps] = {}
         self._plans: list[Plan] = []
+        self._rungs: Iterator[Plan] = iter(())
+        """More rungs, which a model whose batches are all of one shape never needs."""
         self._in_flight = 1
         self._most_solved_bytes = 0
         self._first: tuple[Shapes, int] | None = None
@@ -105,7 +107,8 @@ class ShapePlans:
         self._budget_bytes = planner.budget_bytes
         self._in_flight = planner.in_flight
         self._learn(shapes, planner.trace, planner.costs)
-        self._offer((plan, *planner.rungs()))
+        self._rungs = planner.rungs()
+        self._offer((plan, next(self._rungs)))  # the one that keeps everything
         self._first = (shapes, self._activation_bytes(shapes))
         self._most_solved_bytes = self._unmanaged_bytes(shapes)
         # What was measured may be more than comes again: the plan that was accepted for this step fits.
@@ -199,6 +202,9 @@ class ShapePlans:
         sizes = _split(shapes)[1]
         room_bytes = self._budget_bytes - self.withheld_bytes - self.unseen_bytes(shapes)
         found = self._known_ladder(shapes).cheapest(sizes, room_bytes)
+        if found is None or self._first is None or shapes != self._first[0]:
+            self._offer(tuple(self._rungs))
+            found = self._known_ladder(shapes).cheapest(sizes, room_bytes)
         is_larger = unmanaged_bytes > max(room_bytes, _WORTH_SOLVING * self._most_solved_bytes)
         if found is None or is_larger:
             self._most_solved_bytes = max(self._most_solved_bytes, unmanaged_bytes)
@@ -207,7 +213,7 @@ class ShapePlans:
                 plan = planner.solve(self._budget_bytes, excess_bytes=self._budget_bytes - room_bytes)
                 self._offer((plan,))
             if is_larger:
-                self._offer(planner.rungs())
+                self._offer(tuple(planner.rungs()))
             found = self._known_ladder(shapes).cheapest(sizes, room_bytes)
         assert found is not None, "the plan that was solved for it fits"
         return found
@@ -232,6 +238,7 @@ class ShapePlans:
         if self._current is None:
             return None
         shapes, forecast = self._current
+        self._offer(tuple(self._rungs))
         lowest_bytes = self._known_ladder(shapes).lowest(_split(shapes)[1])[1].before_optimizer_bytes
         spare_bytes = forecast.before_optimizer_bytes - lowest_bytes
         if spare_bytes <= 0:
@@ -269,6 +276,8 @@ class ShapePlans:
 
     def _offer(self, plans: tuple[Plan, ...]) -> None:
         """More plans for every family."""
+        if not plans:
+            return
         known = set(map(decided, self._plans))
         new = [plan for plan in plans if decided(plan) not in known]
         self._plans += new

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import torch
@@ -185,9 +185,9 @@ class StepPlanner:
         """As ``lowest``, for a step or two: nobody looks for the fastest plan with that peak."""
         return self.solve(None, _LOWEST, error_scale=error_scale)
 
-    def rungs(self) -> tuple[Plan, ...]:
+    def rungs(self) -> Iterator[Plan]:
         """The plans between the lowest peak and the unmanaged one that were solved on the way, the cheapest first."""
-        return tuple(map(self.options.written_into, rungs_of(self._planner)))
+        return map(self.options.written_into, rungs_of(self._planner))
 
     def predicted_bytes(self, plan: Plan) -> int | None:
         """The peak of this step under a plan that was made for another one; ``None`` where that cannot be followed here."""

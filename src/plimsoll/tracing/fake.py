@@ -45,10 +45,13 @@ def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake CPU tensor with the geometry of ``tensor``; it knows whether it needs a gradient."""
-    with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode | None) -> torch.Tensor:
+    """A fake CPU tensor with the geometry of ``tensor``, or without a mode one on the meta device; it knows whether it needs
+    a gradient.
+    """
+    device = "meta" if mode is None else "cpu"
+    with mode or contextlib.nullcontext():
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad) if tensor.is_leaf else fake

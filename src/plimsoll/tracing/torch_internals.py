@@ -73,6 +73,8 @@ TRACING_MODES: tuple[Any, ...] = tuple(
 get_jit_tracing_state: Callable[[], Any] = internal("torch._C._get_tracing_state")
 is_profiler_on: Callable[[], bool] = internal("torch._C._autograd._profiler_enabled")
 """Whether any profiler runs, our meters' own among them."""
+is_storage_gone: Callable[[int], bool] = internal("torch._C.StorageBase._expired")
+"""Whether the storage that a weak reference points to is gone."""
 has_storage: Callable[[torch.Tensor], bool] = internal("torch._C._has_storage")
 preserving_versions: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = internal(
     "torch.autograd.grad_mode._unsafe_preserve_version_counter"

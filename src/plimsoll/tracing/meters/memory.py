@@ -21,6 +21,7 @@ import bisect
 import ctypes
 import functools
 import gc
+import operator
 import os
 import time
 import weakref
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.autograd.profiler import profile
@@ -58,8 +59,7 @@ class Window:
     """Alive when the window ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Event:
+class _Event(NamedTuple):
     """One allocation (positive) or release (negative); ``address`` is 0 for memory from before the meter."""
 
     at_ns: int
@@ -218,10 +218,11 @@ class _CpuMeter:
         if is_profiled():
             self._run_profiler()  # before 2.13 the user's own, which ours has ended, fails where it finds none to stop
         self._watched.clear()
+        # Every look at an event's fields makes an object, and events are many.
         found = [
-            event
+            (event.start_time_ns, event.start_tid, fields.alloc_size, fields.ptr)
             for event in _flatten(events)
-            if isinstance(event.extra_fields, _Allocation) and event.extra_fields.device.type == "cpu"
+            if isinstance(fields := event.extra_fields, _Allocation) and fields.device.type == "cpu"
         ]
         if not found:
             raise MeasurementLost(
@@ -229,11 +230,12 @@ class _CpuMeter:
                 why="torch has one profiler, which measures memory on a CPU, and another one ended it meanwhile",
                 next="measure again, without a profiler or a PeakMeter inside",
             )
-        first = min(found, key=lambda event: event.start_time_ns)
+        first = min(found, key=operator.itemgetter(0))
         logged = [
-            _Event(event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr)
+            _Event(at_ns, size, address)
             for event in found
-            if event.extra_fields.alloc_size < 0 or (event.start_tid == first.start_tid and event is not first)
+            for at_ns, thread, size, address in (event,)
+            if size < 0 or (thread == first[1] and event is not first)
         ]
         self._events = _merge(logged, self._deaths)
         self.timeline = _running_sum(self._events)

@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from plimsoll.tracing.local_tensors import is_wrapper, local_of
+from plimsoll.tracing.torch_internals import is_storage_gone
 
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by bytes, to look at bits."""
@@ -87,7 +88,7 @@ class StorageTable:
         reference = self._references[id_]
         if reference is None:
             return False
-        if not reference.expired():
+        if not is_storage_gone(reference.cdata):
             return True
         del self._ids[reference.cdata]
         self._references[id_] = None
