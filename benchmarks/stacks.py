@@ -25,14 +25,14 @@ import transformers
 
 from benchmarks.machine import device_name, page_head, versions
 from benchmarks.page import format_table
-from benchmarks.stack_setups import hugging_face
+from benchmarks.stack_setups import accelerate, hugging_face, lightning
 from benchmarks.stack_setups.set_up import Arm, SetUp, Watch
 from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.tracing.meters.timing import one_thread
 from plimsoll.units import MIB
 
-SET_UPS: tuple[SetUp, ...] = (*hugging_face.SET_UPS,)
+SET_UPS: tuple[SetUp, ...] = (*hugging_face.SET_UPS, *lightning.SET_UPS, *accelerate.SET_UPS)
 """A framework's rows come from its file in ``stack_setups``."""
 _HEAD = (
     "stack", "model", "precision", "accumulation", "shapes", "without MiB", "own switch MiB", "budget MiB", "highest step MiB",

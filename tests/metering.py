@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -43,6 +43,14 @@ class LiveStorages(TorchDispatchMode):
         self._depth = 0
         self._is_counting = True
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.is_aside: Callable[[], bool] = lambda: False
+        """Whether what runs now is no part of the step, where hooks of a model cannot tell."""
+        self.recounts = False
+        """Count every storage anew at every op: FSDP2 gives memory back by resizing storages, which no op shows."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.peaks.append(self.bytes)
 
     def watch(self, model: nn.Module) -> None:
         """Begin a step at every training call, after whatever hooks are there already."""
@@ -58,7 +66,7 @@ class LiveStorages(TorchDispatchMode):
         if self._depth == 1:
             self._is_counting = True
             if torch.is_grad_enabled() and module.training:
-                self.peaks.append(self.bytes)
+                self.begin()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -73,8 +81,12 @@ class LiveStorages(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         self._alive[key] = weakref.ref(storage, lambda _: self._let_go(size))
         self.bytes += size
-        if self.peaks and self._is_counting:
-            self.peaks[-1] = max(self.peaks[-1], self.bytes)
+        if self.peaks and self._is_counting and not self.is_aside():
+            self.peaks[-1] = max(self.peaks[-1], self._now() if self.recounts else self.bytes)
+
+    def _now(self) -> int:
+        found = (reference() for reference in self._alive.values())
+        return sum(storage.nbytes() for storage in found if storage is not None)
 
     def _let_go(self, size: int) -> None:
         self.bytes -= size

@@ -231,7 +231,8 @@ def parameters_of(node: ast.FunctionDef) -> list[str]:
 
 def test_no_public_class_has_a_namesake():
     names = Counter(node.name for _, node in definitions(ast.ClassDef) if not node.name.startswith("_"))
-    assert {name: count for name, count in names.items() if count > 1} == {}
+    shared = {"PlimsollCallback"}  # a framework's users look it up in the framework's own file
+    assert {name for name, count in names.items() if count > 1} <= shared
 
 
 @pytest.mark.parametrize("path", FILES, ids=show)

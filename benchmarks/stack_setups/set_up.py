@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import zoo
 from metering import LiveStorages
 
 
@@ -36,9 +37,9 @@ class Watch:
         """Bytes of all live storages, highest in each training call of the model."""
         return [] if self.meter is None else self.meter.peaks
 
-    def attached(self, model: nn.Module) -> None:
-        """Training is about to begin, and whatever manages the model is on it."""
-        if self.meter is not None:
+    def attached(self, model: nn.Module | None) -> None:
+        """Training is about to begin, and whatever manages the model is on it; ``None``: no module's calls are the steps."""
+        if self.meter is not None and model is not None:
             self.meter.watch(model)
         self._began = time.process_time()
 
@@ -48,10 +49,25 @@ class Watch:
         self.step_seconds.append(now - self._began)
         self._began = now
 
+    def begins(self) -> None:
+        """A step begins, where no module's call says so."""
+        if self.meter is not None:
+            self.meter.begin()
+
     def ended(self, model: nn.Module, losses: list[float]) -> None:
         """Training is over."""
         self.losses = losses
         self.weights = [each.detach().clone() for each in model.parameters()]
+
+
+def batches(
+    rows: int = 8, lengths: tuple[int, ...] = (64,), count: int = 64, name: str = "llama"
+) -> list[dict[str, Any]]:
+    """Batches of random words of the given lengths in turn, or of pictures; to be made where no meter counts."""
+    torch.manual_seed(1)
+    if name == "vit":
+        return [zoo.batch(name, rows) for _ in range(count)]
+    return [zoo.words(rows, lengths[number % len(lengths)]) for number in range(count)]
 
 
 @dataclass(frozen=True, kw_only=True)

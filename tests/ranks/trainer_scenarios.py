@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from benchmarks.stack_setups import accelerate, lightning
 from benchmarks.stack_setups.hugging_face import plain_trainer, train
 from benchmarks.stack_setups.set_up import Arm, Watch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 
 from metering import LiveStorages
+from plimsoll.errors import InvalidModel
+from plimsoll.tracing.local_tensors import local_of
 
 
 def train_with_trainer(folder: str) -> dict[str, Any]:
@@ -24,4 +31,43 @@ def train_with_trainer(folder: str) -> dict[str, Any]:
         "is within": max(within.peaks) <= budget_bytes,
         "has equal losses": within.losses == without.losses,
         "has equal weights": all(map(torch.equal, within.weights, without.weights)),
+    }
+
+
+class _Sharded(lightning.LanguageModel):
+    """Shards its parameters by FSDP2, where Lightning asks for that."""
+
+    def configure_model(self) -> None:
+        for part in (*self.model.model.layers, self.model):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+def train_with_loops() -> list[dict[str, Any]]:
+    """Lightning's trainer under DDP and FSDP2, and a loop with Accelerate, whose model is under DDP."""
+    sharded = {"module": _Sharded, "strategy": ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)}
+    return [
+        _compared(functools.partial(lightning.train, devices=2, strategy="ddp")),
+        _compared(functools.partial(lightning.train, devices=2, **sharded)),
+        _compared(functools.partial(accelerate.train)),
+        {"refuses what is wrapped later": "around LlamaForCausalLM" in _attached_first()},
+    ]
+
+
+def _attached_first() -> str:
+    with pytest.raises(InvalidModel) as refused:
+        accelerate.train(Watch(), Arm(budget=2**30), 1, attaches_first=True)
+    return refused.value.found
+
+
+def _compared(run: Callable[[Watch, Arm, int], Any]) -> dict[str, Any]:
+    watches = without, within = [Watch(LiveStorages()) for _ in range(2)]
+    for watch in watches:
+        watch.meter.recounts = True  # type: ignore[union-attr]
+    run(without, Arm(), 2)
+    budget_bytes = int(0.85 * max(without.peaks))
+    run(within, Arm(budget=budget_bytes), 2)
+    return {
+        "is within": max(within.peaks) <= budget_bytes,
+        "has equal losses": within.losses == without.losses,
+        "has equal weights": all(map(torch.equal, map(local_of, within.weights), map(local_of, without.weights))),
     }

@@ -20,10 +20,11 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.errors import InvalidModel, UnsupportedFramework
+from plimsoll.errors import UnsupportedFramework
 from plimsoll.integrations.own_checkpointing import switch_off
 from plimsoll.session.attach import attach
 from plimsoll.session.attachment import Attachment
+from plimsoll.session.compiled_attachment import CompiledAttachment
 from plimsoll.session.options import Budget
 from plimsoll.session.shapes import told
 from plimsoll.tracing.meters.memory import storage_bytes
@@ -65,11 +66,12 @@ class BudgetedTraining:
         framework.check()
         inspect.signature(attach).bind(None, budget, **options)  # raises TypeError where an option is not known
         Budget.required(budget)
-        self.handle: Attachment | None = None
+        self.handle: Attachment | CompiledAttachment | None = None
         self._budget = budget
         self._options = options
         self._log = log
-        self._undo = contextlib.ExitStack()
+        self._undo, self._undo_work = contextlib.ExitStack(), contextlib.ExitStack()
+        self.is_at_work = False
         self._has_told = False
         self._beside_bytes = 0
 
@@ -87,7 +89,7 @@ class BudgetedTraining:
         part of the step. ``taken_over`` counts what the integration has itself switched off of the framework's means to save
         memory.
         """
-        taken_over += switch_off(model, self._undo)
+        taken_over += switch_off(model, self._undo_work)
         if taken_over:
             self._log.warning(
                 "Plimsoll: the budget takes over. The activation checkpointing or offloading that was set (in %s places) is "
@@ -102,16 +104,26 @@ class BudgetedTraining:
             )
         try:
             budget = parse_bytes(self._budget) - self._beside_bytes if self._beside_bytes else self._budget
-            handle = attach(model, budget, optimizer=_inner(optimizer), **self._options)
-            if not isinstance(handle, Attachment):
-                handle.remove()
-                raise _compiled(model)
-            self.handle = handle
+            self.handle = attach(model, budget, optimizer=_inner(optimizer), **self._options)
         except BaseException:
-            self.end()
+            self.pause()
             raise
-        self._undo.callback(self.handle.remove)
-        self._has_told = False
+        self._undo_work.callback(self.handle.remove)
+        self.is_at_work, self._has_told = True, False
+
+    def pause(self) -> None:
+        """Take the budget off the model; it may begin again. Harmless when called twice."""
+        self._undo_work.close()
+        self.is_at_work = False
+
+    def replace(self, owner: object, name: str, value: object) -> None:
+        """Set an attribute of the framework's object itself until training ends."""
+        own = vars(owner)
+        if name in own:
+            self.on_end(own.__setitem__, name, own[name])
+        else:
+            self.on_end(own.pop, name, None)
+        own[name] = value
 
     def on_end(self, undo: Callable[..., object], *args: Any) -> None:
         """Do this too where training ends."""
@@ -119,6 +131,7 @@ class BudgetedTraining:
 
     def end(self) -> None:
         """Training is over, or has failed: everything is as it was before. Harmless when called twice."""
+        self.pause()
         self._undo.close()
 
     def tell(self) -> None:
@@ -159,11 +172,3 @@ def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | N
     """The optimizer that a framework's own wraps: the wrapper's step takes other arguments."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
-
-
-def _compiled(model: nn.Module) -> InvalidModel:
-    return InvalidModel(
-        f"{type(model).__name__} is compiled by torch.compile.",
-        why="a trainer's budget is kept by the eager engine",
-        next="train it uncompiled, or call plimsoll.attach(model, budget) yourself, which plans compiled models",
-    )

@@ -93,14 +93,13 @@ class Attachment:
         self.agreement = agreement
         self.repeats_collectives = COLLECTIVES in options.allow
         self._work = PlansAtWork(agreement, model, verify_every)
-        self._calls = 0
         self._shapes: list[Shapes] = []
         self._has_settled = self._has_warned = False
         self._is_given_up = False
         """Planning has failed before there was a plan for the budget: no training can be managed."""
         self._planner: StepPlanner | None = None
         self._error_scale = 1.0
-        self._is_calibrating, self._tries = False, 0
+        self._is_calibrating, self._tries, self._calls = False, 0, 0
         self._counted = CountedState()
         self._excess_bytes = self._overrun_bytes = 0
         self._withheld_bytes = 0
@@ -124,6 +123,11 @@ class Attachment:
     def is_calibrating(self) -> bool:
         """Whether the plan for the budget is still to come: the model runs at its lowest peak."""
         return self._is_calibrating
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether the model runs for a plan to be made: such runs are none of the training's."""
+        return self._steps.is_looking_away
 
     @property
     def peak_bytes(self) -> int:
@@ -469,8 +473,8 @@ class Attachment:
     def _replan(self, why: str) -> None:
         """The plan for the budget with what has shown since taken off; the one with the lowest peak where none fits."""
         assert self._planner is not None
-        if self._shaped is not None:  # every call chooses its plan
-            return
+        if self._shaped is not None:
+            return  # every call chooses its plan
         try:
             plan = self._solve_for_budget()
         except BudgetBelowFloor as error:

@@ -207,7 +207,7 @@ class StepWatch:
         self._before_call = before_call
         self._after_step = after_step
         self._shapes_of = shapes
-        self._is_looking_away = False
+        self.is_looking_away = False
         self.graphs = OpenGraphs(self._backward_ended)
         self.running: MeasuredStep | None = None
         self.measured: MeasuredStep | None = None
@@ -292,11 +292,11 @@ class StepWatch:
     @contextlib.contextmanager
     def looking_away(self) -> Iterator[None]:
         """Calls inside the block are none of the user's."""
-        self._is_looking_away = True
+        self.is_looking_away = True
         try:
             yield
         finally:
-            self._is_looking_away = False
+            self.is_looking_away = False
 
     def _optimizer_comes(self) -> None:
         if self.is_between_steps:
@@ -304,7 +304,7 @@ class StepWatch:
 
     @property
     def _is_blind(self) -> bool:
-        return self._is_looking_away or is_in_backward()
+        return self.is_looking_away or is_in_backward()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_blind:
@@ -358,6 +358,11 @@ class BudgetWatch:
         self._state_bytes = planned_state_bytes(plan)
         self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
         self._steps = StepWatch(model, self._before_call, self._after_step, _PatientHook, shapes_of)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a step was measured to take; 0 until one was, which is unlike the step of the plan."""
+        return self._steps.peak_bytes
 
     def remove(self) -> None:
         """Take it off the model."""

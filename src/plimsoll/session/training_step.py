@@ -140,9 +140,10 @@ class TrainingStep:
         return not self._random.is_current()
 
     def rewind(self) -> None:
-        """Put random states, buffers and attributes back."""
+        """Put random states, buffers and attributes back; weights that autocast has cast are cast again, as in every step."""
         self._random.put_back()
         self._state.put_back()
+        torch.clear_autocast_cache()
 
     def clear_gradients(self) -> None:
         """No gradients, or zeros where the step accumulates into existing ones."""

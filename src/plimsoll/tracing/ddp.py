@@ -28,6 +28,16 @@ def inner_module(model: nn.Module) -> nn.Module:
     return model
 
 
+def unseen_wrapper(model: nn.Module) -> nn.Module | None:
+    """A ``DistributedDataParallel`` that reduces this model's gradients and is not the model: around the call of it that runs,
+    or inside of it. Its buckets would not be counted, and it would see trial steps.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return None
+    around = DistributedDataParallel._active_ddp_module  # seen in torch 2.9 to 2.13
+    return around or next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
+
+
 def bucket_bytes(model: nn.Module) -> int:
     """Bytes that the reducer's buckets hold beside parameters and gradients; 0 for a model without a reducer.
 

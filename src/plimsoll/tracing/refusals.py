@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.parameter import UninitializedParameter
 
 from plimsoll.errors import InvalidBatch, InvalidModel, PlimsollError, TracingFailed
-from plimsoll.tracing.ddp import inner_module
+from plimsoll.tracing.ddp import inner_module, unseen_wrapper
 from plimsoll.tracing.fsdp2 import has_flat_parameters, sharded_parameters
 from plimsoll.tracing.local_tensors import is_sharded
 from plimsoll.tracing.recorder.collectives import failed_in_collective
@@ -73,6 +73,21 @@ def check_traceable(model: nn.Module) -> None:
             "Gradients are switched off here.",
             why="the call is inside torch.no_grad() or torch.inference_mode(): nothing would be saved for backward",
             next="call Plimsoll outside of it",
+        )
+
+
+def refuse_unseen_reducer(model: nn.Module) -> None:
+    """Refuse a model whose gradients are reduced by a wrapper that is not the model itself.
+
+    Raises:
+        InvalidModel: it is called from within ``DistributedDataParallel``, or has one inside.
+    """
+    wrapper = unseen_wrapper(model)
+    if wrapper is not None:
+        raise InvalidModel(
+            f"DistributedDataParallel is {'inside of' if wrapper in model.modules() else 'around'} {type(model).__name__}.",
+            why="the budget would not count its buckets, and it would reduce the gradients of trial steps",
+            next="wrap the model first, then pass DistributedDataParallel itself, such as what accelerator.prepare returns",
         )
 
 

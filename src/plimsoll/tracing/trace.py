@@ -33,7 +33,13 @@ from plimsoll.tracing.optimizer import trace_optimizer
 from plimsoll.tracing.recorder.calling import Call, Loss, ModuleStack, check_devices, output_tensors, split_batch
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.tracing.recorder.untouched import private_copy, untouched
-from plimsoll.tracing.refusals import check_traceable, refuse_shards, uncompiled_regions, without_transforms
+from plimsoll.tracing.refusals import (
+    check_traceable,
+    refuse_shards,
+    refuse_unseen_reducer,
+    uncompiled_regions,
+    without_transforms,
+)
 from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.torch_internals import current_autograd_node
 from plimsoll.tracing.tracer import StepTracer, register_statics
@@ -165,6 +171,7 @@ class _Step:
     ) -> None:
         self._wrapped, self.model = model, inner_module(model)
         check_traceable(self.model)
+        refuse_unseen_reducer(model)
         self._call = split_batch(batch)
         self.loss = loss
         self._optimizer = optimizer

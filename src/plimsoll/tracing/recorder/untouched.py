@@ -59,6 +59,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
             module.training = flag
         state.put_back()
         generators.put_back()
+        # The user's call would find weights that autocast has cast in the block, and run other ops than later calls.
+        torch.clear_autocast_cache()
 
 
 def _hooks_of(parameter: torch.Tensor) -> dict[int, Any] | None:
@@ -98,17 +100,19 @@ class KeptState:
     """What a model's buffers and attributes are and hold now, to be put back later: also where a step binds others in their
     places, and what it has added since (a cache, a counter, a lazily made part).
 
-    Of an attribute that is a list, a set, a dictionary, a deque, an array or a generator the contents are put back too, but not
-    those of what lies in it: what other objects are and hold inside is theirs. ``copy`` says where copies of buffers lie.
+    Of an attribute that is a tensor, a list, a set, a dictionary, a deque, an array or a generator the contents are put back
+    too, but not those of what lies in it: what other objects are and hold inside is theirs. ``copy`` says where copies of
+    tensors lie.
     """
 
     def __init__(self, model: nn.Module, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
         modules = list(model.modules())
         self._kept = [
-            (module._buffers, name, buffer, copy(buffer.detach()), buffer._version)
+            (held, name, tensor, copy(tensor.detach()), tensor._version)
             for module in modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None
+            for held in (module._buffers, _tensors_of(module))
+            for name, tensor in held.items()
+            if tensor is not None
         ]
         self._attributes = [(vars(module), attributes_of(module)) for module in modules]
         self._names = [
@@ -211,6 +215,15 @@ def contents_of(value: Any) -> Any:
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """What somebody has put on the module itself: neither its parts nor hooks."""
     return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+
+
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Attributes that are tensors and no buffers, as metrics keep their states."""
+    return {
+        name: value
+        for name, value in attributes_of(module).items()
+        if isinstance(value, torch.Tensor) and is_plain(value) and not value.is_inference()
+    }
 
 
 def _drop(held: dict[str, Any], names: Iterable[str]) -> None:

@@ -1,0 +1,186 @@
+"""Trains under a budget with Lightning: ``Trainer`` (of ``lightning`` or ``pytorch_lightning``) and ``Fabric``.
+
+    from plimsoll.integrations.lightning import PlimsollCallback
+
+    trainer = Trainer(..., callbacks=[PlimsollCallback(budget="20GiB")])
+
+Lightning runs ``training_step``, which is no module's ``forward``: it may call the LightningModule, a part of it or several.
+So the callback stands around the strategy's training step, and makes a module of it (`_Step`) whose calls can be followed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption
+from plimsoll.integrations.budgeted import BudgetedTraining, Framework
+from plimsoll.session.attachment import Attachment
+from plimsoll.session.compiled_attachment import CompiledAttachment
+
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+"""One library under two names, whose classes differ: the one that is loaded already, else the one that is there."""
+_NAME = next((name for name in _NAMES if name in sys.modules), _NAMES[0] if find_spec("lightning") else _NAMES[1])
+_Callback: Any = importlib.import_module(_NAME).Callback
+_ITSELF = "lightning_module"
+_LOG = logging.getLogger(f"{_NAME}.plimsoll")
+_TRIED = Framework(_NAME.partition(".")[0].replace("_", "-"), oldest="2.4", newest="2.6")
+
+
+class PlimsollCallback(_Callback):
+    """Keeps every training step of a ``Trainer`` under a memory budget, from the first one on; in ``Fabric`` those of the
+    module that is set up.
+
+    What was planned and measured is logged with every step. Everything is as it was when training ends.
+
+    Args:
+        budget: as for ``plimsoll.attach``.
+        options: all else that ``plimsoll.attach`` takes, but for the optimizer.
+
+    Raises:
+        UnsupportedFramework: Lightning is older or newer than what was tried.
+        InvalidOption: two of these callbacks; when training begins.
+        InvalidModel: optimization by hand of several modules; in the first training step.
+        BudgetBelowFloor: in the first training step, before anything has changed. ``BatchSizeFinder`` takes a smaller batch
+            instead, as it does when it runs out of memory.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[PlimsollCallback(budget="20GiB")])  # doctest: +SKIP
+    """
+
+    def __init__(self, budget: int | str, **options: Any) -> None:
+        self._training = BudgetedTraining(_TRIED, budget, options, _LOG)
+
+    @property
+    def handle(self) -> Attachment | CompiledAttachment | None:
+        """What ``plimsoll.attach`` has returned for the training that began last."""
+        return self._training.handle
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stand around the training step; what is trained is known when it is called."""
+        if stage != "fit":
+            return
+        self._training.end()
+        _refuse_twins(trainer.callbacks)
+        self._training.replace(trainer.strategy, "training_step", functools.partial(self._step, trainer))
+        self._training.replace(pl_module, "log", functools.partial(self._log_once, pl_module.log))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """What a finder of batch sizes has tried is over."""
+        self._training.pause()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Say what is planned, once it is, and log what was measured."""
+        self._training.tell()
+        if not trainer.barebones:
+            pl_module.log_dict(self._training.figures())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave trainer and module as they were."""
+        self._training.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Training has failed."""
+        self._training.end()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Training is over, also where it has never begun."""
+        if stage == "fit":
+            self._training.end()
+
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Fabric has set a module up: attach to what it calls, within its casts."""
+        _refuse_twins(fabric._callbacks)  # seen in Lightning 2.4 to 2.6
+        self._training.end()
+        self._training.begin(module._forward_module, None)
+
+    def _step(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the strategy's own training step does, through the call of a module that a budget is at work on."""
+        strategy = trainer.strategy
+        # Finders of batch sizes and learning rates run the loop without callbacks, once per try.
+        is_tried = self not in trainer.callbacks
+        if not self._training.is_at_work or (is_tried and trainer.fit_loop.batch_idx == 0):
+            self._training.pause()
+            self._training.begin(_managed(strategy), trainer.optimizers[0] if len(trainer.optimizers) == 1 else None)
+        assert self.handle is not None
+        managed = self.handle.model
+        try:
+            if not isinstance(managed, _Step):
+                return type(strategy).training_step(strategy, *args, **kwargs)
+            with strategy.precision_plugin.train_step_context():
+                return managed(*args, **kwargs)
+        except BudgetBelowFloor as error:
+            self._training.pause()
+            _LOG.error("Plimsoll: %s", error)
+            if not is_tried:
+                raise
+            # These words are what Lightning looks for (seen in Lightning 2.4 to 2.6).
+            raise torch.OutOfMemoryError(f"Under its budget, as if CUDA were out of memory: {error}") from error
+
+    def _log_once(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Log what the training step logs; not in the runs of it that a plan is made from."""
+        if self.handle is None or not self.handle.is_trying:
+            log(*args, **kwargs)
+
+
+class _Step(nn.Module):
+    """A LightningModule's training step as a module: its parts are those of the LightningModule, by the same names.
+
+    The LightningModule is a part too, so that its attributes are looked after, but no child, as nobody may ever call it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._parameters, self._buffers = module._parameters, module._buffers
+        self._modules = {**module._modules, _ITSELF: module}
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Those of the LightningModule."""
+        return self._modules[_ITSELF].named_children()  # type: ignore[union-attr]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the training step."""
+        return self._modules[_ITSELF].training_step(*args, **kwargs)  # type: ignore[union-attr, operator]
+
+
+def _managed(strategy: Any) -> nn.Module:
+    """The module whose calls are the training steps.
+
+    Raises:
+        InvalidModel: there is none.
+    """
+    module = strategy.lightning_module
+    can_run_again = "dataloader_iter" not in inspect.signature(module.training_step).parameters
+    if module.automatic_optimization and can_run_again:
+        if isinstance(strategy.model, DistributedDataParallel):
+            return strategy.model
+        return type(type(module).__name__, (_Step,), {})(module)
+    trained = [child for child in module.children() if any(each.requires_grad for each in child.parameters())]
+    if len(trained) == 1 and strategy.model is module:
+        return trained[0]
+    raise InvalidModel(
+        f"{type(module).__name__} {'optimizes' if can_run_again else 'fetches its batches'} by hand.",
+        why="its training step cannot be run twice to see what it takes, and "
+        + (f"it trains {len(trained)} modules" if len(trained) != 1 else "it is wrapped by DistributedDataParallel"),
+        next="put what is trained into one module of the LightningModule, train it on one device, or let Lightning optimize",
+    )
+
+
+def _refuse_twins(callbacks: list[Any]) -> None:
+    given = sum(isinstance(callback, PlimsollCallback) for callback in callbacks)
+    if given > 1:
+        raise InvalidOption(
+            f"Lightning was given {given} PlimsollCallbacks.",
+            why="each would plan for the same bytes",
+            next="keep one",
+        )
