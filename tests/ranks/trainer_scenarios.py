@@ -44,11 +44,15 @@ class _Sharded(lightning.LanguageModel):
 
 def train_with_loops() -> list[dict[str, Any]]:
     """Lightning's trainer under DDP and FSDP2, and a loop with Accelerate, whose model is under DDP."""
-    sharded = {"module": _Sharded, "strategy": ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)}
+
+    def train_sharded(*given: Any) -> None:
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        lightning.train(*given, devices=2, module=_Sharded, strategy=strategy)
+
     return [
         _compared(functools.partial(lightning.train, devices=2, strategy="ddp")),
-        _compared(functools.partial(lightning.train, devices=2, **sharded)),
-        _compared(functools.partial(accelerate.train)),
+        _compared(train_sharded),
+        _compared(accelerate.train),
         {"refuses what is wrapped later": "around LlamaForCausalLM" in _attached_first()},
     ]
 

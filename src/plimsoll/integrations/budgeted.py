@@ -20,11 +20,10 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from plimsoll.artifacts.plan import Plan
-from plimsoll.errors import UnsupportedFramework
+from plimsoll.errors import InvalidModel, UnsupportedFramework
 from plimsoll.integrations.own_checkpointing import switch_off
 from plimsoll.session.attach import attach
 from plimsoll.session.attachment import Attachment
-from plimsoll.session.compiled_attachment import CompiledAttachment
 from plimsoll.session.options import Budget
 from plimsoll.session.shapes import told
 from plimsoll.tracing.meters.memory import storage_bytes
@@ -66,7 +65,7 @@ class BudgetedTraining:
         framework.check()
         inspect.signature(attach).bind(None, budget, **options)  # raises TypeError where an option is not known
         Budget.required(budget)
-        self.handle: Attachment | CompiledAttachment | None = None
+        self.handle: Attachment | None = None
         self._budget = budget
         self._options = options
         self._log = log
@@ -104,7 +103,11 @@ class BudgetedTraining:
             )
         try:
             budget = parse_bytes(self._budget) - self._beside_bytes if self._beside_bytes else self._budget
-            self.handle = attach(model, budget, optimizer=_inner(optimizer), **self._options)
+            handle = attach(model, budget, optimizer=_inner(optimizer), **self._options)
+            if not isinstance(handle, Attachment):
+                handle.remove()
+                raise _compiled(model)
+            self.handle = handle
         except BaseException:
             self.pause()
             raise
@@ -172,3 +175,11 @@ def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | N
     """The optimizer that a framework's own wraps: the wrapper's step takes other arguments."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _compiled(model: nn.Module) -> InvalidModel:
+    return InvalidModel(
+        f"{type(model).__name__} is compiled by torch.compile.",
+        why="a trainer's budget is kept by the eager engine",
+        next="train it uncompiled, or call plimsoll.attach(model, budget) yourself, which plans compiled models",
+    )

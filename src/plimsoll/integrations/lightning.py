@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption
 from plimsoll.integrations.budgeted import BudgetedTraining, Framework
 from plimsoll.session.attachment import Attachment
-from plimsoll.session.compiled_attachment import CompiledAttachment
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 """One library under two names, whose classes differ: the one that is loaded already, else the one that is there."""
@@ -62,7 +61,7 @@ class PlimsollCallback(_Callback):
         self._training = BudgetedTraining(_TRIED, budget, options, _LOG)
 
     @property
-    def handle(self) -> Attachment | CompiledAttachment | None:
+    def handle(self) -> Attachment | None:
         """What ``plimsoll.attach`` has returned for the training that began last."""
         return self._training.handle
 
@@ -162,10 +161,11 @@ def _managed(strategy: Any) -> nn.Module:
     module = strategy.lightning_module
     can_run_again = "dataloader_iter" not in inspect.signature(module.training_step).parameters
     if module.automatic_optimization and can_run_again:
-        if isinstance(strategy.model, DistributedDataParallel):
-            return strategy.model
-        return type(type(module).__name__, (_Step,), {})(module)
-    trained = [child for child in module.children() if any(each.requires_grad for each in child.parameters())]
+        kind: type[_Step] = type(type(module).__name__, (_Step,), {})
+        return strategy.model if isinstance(strategy.model, DistributedDataParallel) else kind(module)
+    trained: list[nn.Module] = [
+        child for child in module.children() if any(each.requires_grad for each in child.parameters())
+    ]
     if len(trained) == 1 and strategy.model is module:
         return trained[0]
     raise InvalidModel(

@@ -47,8 +47,6 @@ class CompiledAttachment:
         self.model = model
         self._budget, self._options, self._optimizer = budget, options, optimizer
         self._handle: Handle | None = None
-        self._watch: BudgetWatch | None = None
-        self._is_trying = False
         self._leave: Callable[[], None] = self._wait_for_a_call(units)
 
     @property
@@ -60,16 +58,6 @@ class CompiledAttachment:
     def is_calibrating(self) -> bool:
         """Whether the plan is still to come."""
         return self._handle is None
-
-    @property
-    def is_trying(self) -> bool:
-        """Whether the model runs for a plan to be made."""
-        return self._is_trying
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that a step was measured to take; 0 until one was: where blocks are compiled, one unlike the first."""
-        return 0 if self._watch is None else self._watch.peak_bytes
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -130,18 +118,14 @@ class CompiledAttachment:
             loss=stand_in_loss,
             optimizer=self._optimizer or optimizer_in_view(inner),
         )
-        self._is_trying = True
         try:
             plan = plan_compiled(task, self._options, self._budget, "auto")
             self._handle = handle = manage(self.model, plan)
         except BaseException:
             self.remove()
             raise
-        finally:
-            self._is_trying = False
         if plan.budget_bytes is not None and not any(unit.path == "" for unit in plan.compiled):
-            self._watch = BudgetWatch(self.model, plan, plan.budget_bytes)
-            handle.remove_with_me(self._watch)
+            handle.remove_with_me(BudgetWatch(self.model, plan, plan.budget_bytes))
         _LOG.info(told(plan, 0))
 
 
