@@ -45,8 +45,6 @@ class LiveStorages(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.is_aside: Callable[[], bool] = lambda: False
         """Whether what runs now is no part of the step, where hooks of a model cannot tell."""
-        self.recounts = False
-        """Count every storage anew at every op: FSDP2 gives memory back by resizing storages, which no op shows."""
 
     def begin(self) -> None:
         """Begin a step."""
@@ -82,11 +80,7 @@ class LiveStorages(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, lambda _: self._let_go(size))
         self.bytes += size
         if self.peaks and self._is_counting and not self.is_aside():
-            self.peaks[-1] = max(self.peaks[-1], self._now() if self.recounts else self.bytes)
-
-    def _now(self) -> int:
-        found = (reference() for reference in self._alive.values())
-        return sum(storage.nbytes() for storage in found if storage is not None)
+            self.peaks[-1] = max(self.peaks[-1], self.bytes)
 
     def _let_go(self, size: int) -> None:
         self.bytes -= size
