@@ -16,9 +16,12 @@ import zoo
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import ReceiptVerdict
+from plimsoll.engine.compiled.order import GraphOrder
 from plimsoll.engine.compiled.partitioner import PlannedPartitioner
 from plimsoll.errors import InvalidModel, InvalidOption, InvalidStrategy, PlanMismatch, PlimsollError
+from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.compiled.units import CompileCall, find_units, split_regions
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
 
@@ -152,6 +155,127 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
+class Eagerly(nn.Module):
+    """What torch.compile leaves out of the graph around it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        return y
+
+
+def _every_second(model: nn.Sequential) -> None:
+    for block in model[1::2]:
+        block.compile(dynamic=False)
+
+
+def _a_part_of_each(model: nn.Sequential) -> None:
+    for block in model:
+        block.body.compile(dynamic=False)
+
+
+def _broken(model: nn.Sequential) -> None:
+    for block in model:
+        block.body = Eagerly(block.body)
+        block.compile(dynamic=False)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.body = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32))
+        self.gate = nn.Sequential(nn.Linear(32, 32), nn.Sigmoid())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.body(self.norm(x)) * self.gate(x)
+        return y
+
+
+def _mixed(mix: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Residual() for _ in range(4)])
+    mix(model)
+    return model
+
+
+@pytest.mark.parametrize("mix", [_every_second, _a_part_of_each, _broken])
+def test_compiled_parts_and_eager_regions_share_one_plan(mix: Any) -> None:
+    model, batch = _mixed(mix), torch.randn(512, 32)
+    before = [(module._compiled_call_impl, dict(module.__dict__)) for module in model.modules()]
+    step = TrainingStep(model, (batch,), {}, loss=torch.sum)
+    step.run()
+    peak = step.measure_peak()
+    budget = peak.static_bytes + int(0.85 * (peak.peak_bytes - peak.static_bytes))
+    plan = plimsoll.plan(model, batch, budget, loss=torch.sum)
+    receipt = plimsoll.verify(model, batch, plan, loss=torch.sum, steps=1)
+    # A tanh that is made again in the kernel of its derivative may round otherwise.
+    assert receipt.verdict in (ReceiptVerdict.VERIFIED, ReceiptVerdict.WITHIN_ROUNDING)
+    assert receipt.measured_peak_bytes <= budget
+    assert receipt.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.1)
+    engines = {region.engine for region in receipt.regions}
+    assert Engine.COMPILED in engines
+    assert Engine.RECIPE in engines or mix is _a_part_of_each  # whose eager parts save next to nothing
+    assert before == [(module._compiled_call_impl, dict(module.__dict__)) for module in model.modules()]
+
+
+@pytest.mark.parametrize("verb", ["apply", "attach"])
+def test_a_step_that_runs_out_of_memory_is_run_again_under_a_tighter_plan(verb: str) -> None:
+    model, batch = _mixed(_every_second), torch.randn(512, 32)
+    step = TrainingStep(model, (batch,), {}, loss=torch.sum)
+    step.run()
+    budget = step.measure_peak().peak_bytes - 128 * 1024
+    seen: list[int] = []
+
+    def train() -> float:
+        model.zero_grad()
+        loss = model(batch).sum()
+        loss.backward()
+        assert handle.plan is not None
+        seen.append(handle.plan.predicted_peak_bytes)
+        if len(seen) == 2:
+            raise torch.OutOfMemoryError("another program has taken what was left")
+        return loss.item()
+
+    if verb == "attach":
+        handle: Any = plimsoll.attach(model, budget)
+    else:
+        handle = plimsoll.apply(model, plimsoll.plan(model, batch, budget, loss=torch.sum))
+    with handle:
+        assert handle.step(train) == handle.step(train)
+        assert any(region.dropped for region in handle.plan.regions if region.name in ("1", "3"))
+    assert seen[0] == seen[1] > seen[2]
+
+
+@pytest.mark.parametrize(
+    ("mix", "held", "eager"),
+    [
+        (_every_second, {"1": ("1",), "3": ("3",)}, ["0", "2"]),
+        (
+            _a_part_of_each,
+            {f"{at}.body": (f"{at}.body",) for at in range(4)},
+            [f"{at}.{part}" for at in range(4) for part in ("norm", "gate.0")],
+        ),
+        (_broken, {f"{at}": (f"{at}",) for at in range(4)}, [f"{at}.body" for at in range(4)]),
+    ],
+)
+def test_what_is_around_compiled_parts_and_kept_out_of_them_runs_eagerly(mix: Any, held: Any, eager: list[str]) -> None:
+    model = _mixed(mix)
+    found = split_regions(model, find_units(model), None)
+    assert (found[0], sorted(found[1])) == (held, sorted(eager))
+
+
+def test_what_only_the_eager_engine_does_leaves_compiled_parts_alone() -> None:
+    model, batch = _mixed(_every_second), torch.randn(64, 32)
+    with pytest.warns(UserWarning, match="compiled parts keep what they save"):
+        plan = plimsoll.plan(model, batch, strategy="sqrt", loss=torch.sum)
+    assert {region.name for region in plan.regions} == {"0", "2"}
+
+
 def test_attach_plans_a_model_that_is_compiled_as_a_whole_in_its_first_call() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[Block() for _ in range(4)])
@@ -212,6 +336,30 @@ def test_what_compiled_code_cannot_do_is_refused_in_words(wish: dict[str, Any]) 
     model.compile()
     with pytest.raises(InvalidOption, match=r"does not go with torch\.compile"):
         plimsoll.plan(model, batch, "1GiB", **wish)
+
+
+def test_a_partitioner_of_the_whole_process_is_refused() -> None:
+    model, batch = zoo.sample("llama")
+    model.compile()
+    with (
+        torch._inductor.config.patch(custom_partitioner_fn=PlannedPartitioner({})),
+        pytest.raises(InvalidModel, match="custom_partitioner_fn"),
+    ):
+        plimsoll.plan(model, batch, "1GiB")
+
+
+def test_options_of_the_user_stay_beside_those_of_a_plan() -> None:
+    own = {"allow_buffer_reuse": True, "_pre_fusion_custom_pass": GraphOrder()}
+    partitioner = PlannedPartitioner({"0": frozenset(), "1": frozenset()})
+    compiled = CompileCall(options=own).compile(**partitioner.options)
+    assert CompileCall.read(compiled).options == {**own, "custom_partitioner_fn": partitioner}
+    with torch._inductor.config.patch(_pre_fusion_custom_pass=GraphOrder()):
+        assert "_pre_fusion_custom_pass" not in partitioner.options
+
+
+def test_compile_without_options_means_the_same_everywhere() -> None:
+    tasks = [TrainingTask.read(Block(), torch.randn(4, 32), compile=wish) for wish in (True, {}, False, None)]
+    assert [(len(task.units), task.compile_options) for task in tasks] == [(1, {}), (1, {}), (0, None), (0, None)]
 
 
 def test_compile_asks_for_torchs_own_keywords_on_a_plain_model() -> None:

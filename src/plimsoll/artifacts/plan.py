@@ -205,10 +205,9 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Micro-batches between their forward and their backward at once, on a stage of a pipeline; all follow this plan."""
 
     @property
-    def own_compilation(self) -> bool | dict[str, bool | int | float | str | None] | None:
+    def own_compilation(self) -> dict[str, bool | int | float | str | None] | None:
         """How the plan itself has the model compiled, as ``compile=`` of ``plimsoll.plan``; ``None``: it does not."""
-        options = next((unit.options for unit in self.compiled if unit.options is not None), None)
-        return True if options == {} else options
+        return next((unit.options for unit in self.compiled if unit.options is not None), None)
 
     @property
     def is_lossless(self) -> bool:

@@ -144,7 +144,7 @@ class Handle(RemovedAtEnd):
             if name in self._known:
                 self._known[name].use(calls[name])
             elif name not in self._compiled:
-                self._known[name] = ManagedRegion(name, module, calls[name], shared)
+                self._known[name] = _region_class(plan, name)(name, module, calls[name], shared)
         self._plan = plan
         if plan.compiled:
             from plimsoll.engine.compiled.units import CompiledUnits  # inductor is imported where something is compiled
@@ -176,6 +176,11 @@ class Handle(RemovedAtEnd):
             region.install()
         if self._units is not None:
             self._units.resume()
+
+    def forget(self) -> None:
+        """Let every region record anew; what is compiled stays so."""
+        for region in self.regions.values():
+            region.forget()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -346,6 +351,15 @@ def _compiled_outcome(region: RegionPlan) -> RegionOutcome:
         engine=Engine.COMPILED,
         dropped_bytes=sum(each.bytes for each in region.decisions if each.decision is Decision.RECOMPUTE),
     )
+
+
+def _region_class(plan: Plan, name: str) -> type[ManagedRegion]:
+    """What a region is that runs eagerly, of its own or within what is compiled."""
+    if not any(name.startswith(unit.path + ".") for unit in plan.compiled):
+        return ManagedRegion
+    from plimsoll.engine.compiled.units import RegionInCompiled  # inductor is imported where something is compiled
+
+    return RegionInCompiled
 
 
 def _in_units(plan: Plan) -> frozenset[str]:

@@ -93,6 +93,11 @@ class ManagedRegion:
         self._plans = tuple(map(self._decisions.__getitem__, effects))
         self._untouched = {id(plan) for plan in self._plans if plan.is_untouched}
 
+    def forget(self) -> None:
+        """Record calls anew, as if none had been met."""
+        self.services.clear()
+        self._recordings = Recordings(MAX_SIGNATURES)
+
     def install(self) -> None:
         self.module.forward = self
         self._is_removed = False

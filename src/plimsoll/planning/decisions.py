@@ -28,7 +28,7 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
     op_seconds: dict[int, float] = {}
     for region, op in simulation.replayed:
         key = index.views[region].graph.ops[op].cost_key
-        op_seconds[region] = op_seconds.get(region, 0.0) + index.op_seconds(key) + index.costs.replay_seconds
+        op_seconds[region] = op_seconds.get(region, 0.0) + index.replay_seconds(key)
     plans = []
     for view, choice, price in zip(index.views, simulation.choices, prices_seconds_per_byte, strict=True):
         engine = engine_seconds(index, view) if is_touched(view, choice) else 0.0

@@ -130,7 +130,13 @@ class StepIndex:
 
     def replay_seconds(self, cost_key: str) -> float:
         """Seconds of one op that the engine runs again, its own work included."""
-        return self.op_seconds(cost_key) + self.costs.replay_seconds
+        own = 0.0 if cost_key in self._kernels else self.costs.replay_seconds
+        return self.op_seconds(cost_key) + own
+
+    @cached_property
+    def _kernels(self) -> frozenset[str]:
+        """What runs again in compiled code, where the engine has nothing to do."""
+        return frozenset(op.cost_key for view in self.views if view.call.is_compiled for op in view.graph.ops)
 
     def life(self, storage: int) -> Span:
         """The instants at which a storage is alive without any slot; clipped to the step."""
@@ -258,7 +264,12 @@ def boundary_values(index: StepIndex, view: RegionView) -> frozenset[int]:
 def _can_provide(maker: RegionView, storage: int) -> bool:
     """Whether all outputs of ``maker`` can be rebuilt from what it always holds in some form, ``storage`` among them."""
     outputs = maker.graph.outputs
-    if not maker.droppable or maker.call.is_emptied or storage not in {maker.graph.values[v].storage for v in outputs}:
+    if (
+        not maker.droppable
+        or maker.call.is_emptied
+        or maker.call.is_compiled
+        or storage not in {maker.graph.values[v].storage for v in outputs}
+    ):
         return False
     return can_rebuild(maker.graph, outputs, maker.leaves | maker.nothing)
 

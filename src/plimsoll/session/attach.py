@@ -10,7 +10,7 @@ from torch import nn
 from plimsoll.errors import InvalidModel
 from plimsoll.session.agreement import agreement_for, described
 from plimsoll.session.attachment import Attachment
-from plimsoll.session.compiled import refuse_uncompilable
+from plimsoll.session.compiled import plans_compiled
 from plimsoll.session.compiled_attachment import CompiledAttachment
 from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.pressure import check_room
@@ -95,9 +95,10 @@ def attach(
         )
         trained = {"model": fingerprint(model), "optimizer": type(optimizer).__name__}
         agreement.same("what to attach", {**trained, **options.facts(), **described(verify_every=verify_every)})
-        if units:
-            refuse_uncompilable(options, "auto", agreement.size, room=room)
-            return CompiledAttachment(model, units, limit, options, optimizer=optimizer)
+        if plans_compiled(model, units, options, "auto", agreement.size, room=room):
+            return CompiledAttachment(
+                model, units, limit, options, optimizer=optimizer, agreement=agreement, verify_every=verify_every
+            )
         return Attachment(model, limit, options, agreement, optimizer=optimizer, verify_every=verify_every, room=room)
 
 

@@ -1,4 +1,5 @@
-"""Plans a step that torch.compile compiles: what lies outside is traced eagerly, compiled parts are read from their graphs.
+"""Plans a step that torch.compile compiles, or parts of which it does: compiled parts are read from their graphs, what lies
+outside is traced eagerly, and regions there are the engine's.
 
 The default partition of torch.compile is the step without a plan: where its measured peak is within the budget, the
 compilation stays untouched. Otherwise the plan is solved on the kernels of the graphs, compiled once and run, and solved
@@ -7,29 +8,53 @@ again with what that shows, as for eager models.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from torch import nn
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.plan import CompiledUnit, Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidOption
-from plimsoll.session.device_costs import measured_costs
+from plimsoll.session.device_costs import measure_engine, measured_costs
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.session.trial import run_trial
-from plimsoll.tracing.compiled.units import check_compiler, in_place
+from plimsoll.tracing.compiled.units import Unit, check_compiler, in_place, split_regions
 from plimsoll.tracing.recorder.untouched import untouched
-from plimsoll.tracing.regions import find_regions
 from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.units import format_bytes
 
 _STRATEGIES = ("auto", "none", "full")
+
+
+def plans_compiled(
+    model: nn.Module,
+    units: Sequence[Unit],
+    options: PlanOptions,
+    strategy: str,
+    ranks: int,
+    *,
+    room: object = None,
+) -> bool:
+    """Whether the plan decides about compiled parts. It leaves them alone where it cannot, and some region runs eagerly.
+
+    Raises:
+        InvalidOption: as for `refuse_uncompilable`, where nothing runs eagerly.
+    """
+    found = _beyond(options, strategy, ranks, room)
+    if not found or not units:
+        return bool(units)
+    if not split_regions(model, units, options.regions)[1]:
+        refuse_uncompilable(options, strategy, ranks, room=room)
+    warnings.warn(f"plimsoll: compiled parts keep what they save: {found} is the eager engine's alone", stacklevel=3)
+    return False
 
 
 def refuse_uncompilable(options: PlanOptions, strategy: str, ranks: int, *, room: object = None) -> None:
@@ -38,7 +63,18 @@ def refuse_uncompilable(options: PlanOptions, strategy: str, ranks: int, *, room
     Raises:
         InvalidOption: other decisions than to keep and to compute again, a device that is not here, several ranks.
     """
-    found = next(
+    if found := _beyond(options, strategy, ranks, room):
+        raise InvalidOption(
+            f"{found} does not go with torch.compile.",
+            why="inside of compiled code a plan decides what is saved and what is computed again, on the device that is "
+            "here and in one process; compressing and offloading are the eager engine's",
+            next="leave it out, or plan the uncompiled model",
+        )
+
+
+def _beyond(options: PlanOptions, strategy: str, ranks: int, room: object) -> str:
+    """What is asked for that a plan cannot do inside of torch.compile."""
+    return next(
         (
             text
             for text, is_asked in (
@@ -50,15 +86,8 @@ def refuse_uncompilable(options: PlanOptions, strategy: str, ranks: int, *, room
             )
             if is_asked
         ),
-        None,
+        "",
     )
-    if found is not None:
-        raise InvalidOption(
-            f"{found} does not go with torch.compile.",
-            why="inside of compiled code a plan decides what is saved and what is computed again, on the device that is "
-            "here and in one process; compressing and offloading are the eager engine's",
-            next="leave it out, or plan the uncompiled model",
-        )
 
 
 def plan_compiled(
@@ -84,19 +113,12 @@ def compiled_planner(
 
 def planned_parts(task: TrainingTask, patterns: tuple[str, ...] | None) -> tuple[CompiledUnit, ...]:
     """The compiled units of a task with the regions of each."""
-    names = find_regions(task.model, patterns)
-    return tuple(
-        CompiledUnit(
-            path=unit.path,
-            regions=tuple(filter(unit.holds, names)),
-            options=task.compile_options,
-        )
-        for unit in task.units
-    )
+    held, _ = split_regions(task.model, task.units, patterns)
+    return tuple(CompiledUnit(path=path, regions=names, options=task.compile_options) for path, names in held.items())
 
 
 def trace_compiled(task: TrainingTask, options: PlanOptions, progress: Progress = silent) -> tuple[Trace, Costs]:
-    """The step with its compiled parts as kernels, and what these cost.
+    """The step with its compiled parts as kernels, and what these and the engine cost.
 
     Raises:
         As `plimsoll.tracing.trace.trace` does.
@@ -104,24 +126,24 @@ def trace_compiled(task: TrainingTask, options: PlanOptions, progress: Progress 
     from plimsoll.tracing.compiled.capture import capture  # inductor is imported where something is compiled
     from plimsoll.tracing.compiled.step import with_compiled
 
+    held, eager = split_regions(task.model, task.units, options.regions)
     with in_place(task.units, lambda _: None):
-        eager = trace_step(
+        uncompiled = trace_step(
             task.model,
             task.batch,
             loss=task.loss,
-            regions={unit.path: unit.module for unit in task.units},
+            regions={**eager, **{unit.path: unit.module for unit in task.units}},
             optimizer=task.optimizer,
             progress=part_of(progress, 0.0, 0.5),
         )
     progress("reading the compiled graphs", 0.5)
     step = task.step()
-    names = find_regions(task.model, options.regions)
-    inner = {unit.path: [unit.local(name) for name in filter(unit.holds, names)] for unit in task.units}
+    inner = {unit.path: [unit.local(name) for name in held[unit.path]] for unit in task.units}
     with untouched(task.model):
         captured = capture(task.units, inner, step.run)
     progress("timing kernels", 0.9)
-    traced = with_compiled(eager, captured, step.device)
-    return traced, measured_costs(traced)
+    traced = with_compiled(uncompiled, captured, step.device)
+    return traced, measured_costs(traced, measure_engine(traced)) if eager else measured_costs(traced)
 
 
 class CompiledPlanner(StepPlanner):

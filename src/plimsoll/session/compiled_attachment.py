@@ -17,10 +17,12 @@ from torch import nn
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import Plan
 from plimsoll.engine.apply import Handle
+from plimsoll.session.agreement import Agreement
 from plimsoll.session.calibration import as_batch, optimizer_in_view, stand_in_loss
 from plimsoll.session.compiled import plan_compiled
 from plimsoll.session.manage import manage
 from plimsoll.session.options import Budget, PlanOptions
+from plimsoll.session.retry import AppliedPlan, can_retry
 from plimsoll.session.shapes import told
 from plimsoll.session.step_watch import BudgetWatch
 from plimsoll.session.task import TrainingTask
@@ -43,8 +45,12 @@ class CompiledAttachment:
         options: PlanOptions,
         *,
         optimizer: torch.optim.Optimizer | None,
+        agreement: Agreement,
+        verify_every: int = 0,
     ) -> None:
         self.model = model
+        self._agreement = agreement
+        self._verify_every = verify_every
         self._budget, self._options, self._optimizer = budget, options, optimizer
         self._handle: Handle | None = None
         self._leave: Callable[[], None] = self._wait_for_a_call(units)
@@ -65,8 +71,8 @@ class CompiledAttachment:
         return () if self._handle is None else self._handle.faults
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one training step. One that runs out of memory is not run again: that takes a plan of an eager model."""
-        return function(*args, **kwargs)
+        """As `plimsoll.engine.apply.Handle.step`, once there is a plan."""
+        return function(*args, **kwargs) if self._handle is None else self._handle.step(function, *args, **kwargs)
 
     def remove(self) -> None:
         """Undo everything; harmless when called twice."""
@@ -120,10 +126,12 @@ class CompiledAttachment:
         )
         try:
             plan = plan_compiled(task, self._options, self._budget, "auto")
-            self._handle = handle = manage(self.model, plan)
+            self._handle = handle = manage(self.model, plan, verify_every=self._verify_every)
         except BaseException:
             self.remove()
             raise
+        if can_retry(self.model, plan):
+            handle.retry_with(AppliedPlan(handle, self.model, plan, self._agreement).run)
         if plan.budget_bytes is not None and not any(unit.path == "" for unit in plan.compiled):
             handle.remove_with_me(BudgetWatch(self.model, plan, plan.budget_bytes))
         _LOG.info(told(plan, 0))

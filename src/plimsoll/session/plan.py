@@ -14,11 +14,11 @@ from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.store import load_plan
 from plimsoll.engine.apply import Handle
 from plimsoll.session.agreement import agreement_for, described
-from plimsoll.session.compiled import plan_compiled, refuse_uncompilable
+from plimsoll.session.compiled import plan_compiled, plans_compiled
 from plimsoll.session.manage import check_plan, manage_together, refuse_other_model
 from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
-from plimsoll.session.retry import AppliedPlan
+from plimsoll.session.retry import AppliedPlan, can_retry
 from plimsoll.session.step_planner import trace_and_cost
 from plimsoll.session.step_watch import BudgetWatch
 from plimsoll.session.task import TrainingTask, check_module
@@ -116,8 +116,7 @@ def plan(
         has_budget = described(has_budget=budget is not None)
         agreement.same("what to plan", {**task.facts(), **options.facts(), **has_budget})
         task = agreement.patient(task)
-        if task.units:
-            refuse_uncompilable(options, strategy, agreement.size)
+        if plans_compiled(task.model, task.units, options, strategy, agreement.size):
             return plan_compiled(task, options, limit, strategy, report)
         with agreement.stepping():
             traced = trace_and_cost(task, options, part_of(report, 0.0, 0.5))
@@ -182,7 +181,7 @@ def apply(
         budget_bytes = plan.budget_bytes_of_ranks.get(str(agreement.rank), plan.budget_bytes)
         if budget_bytes is not None:
             handle.remove_with_me(BudgetWatch(model, plan, budget_bytes))
-        if not plan.compiled:
+        if can_retry(model, plan):
             handle.retry_with(AppliedPlan(handle, model, plan, agreement).run)
         return handle
 

@@ -7,6 +7,7 @@ to clear, those of a loop around a ``with`` block are not, and they would hold t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import traceback
@@ -24,6 +25,7 @@ from plimsoll.engine.copies import ModelHook
 from plimsoll.errors import BudgetBelowFloor, InvalidModel
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.calibration import as_batch, optimizer_in_view, stand_in_loss
+from plimsoll.session.compiled import compiled_planner
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.joint_step import JointStep
 from plimsoll.session.rendezvous.world import find_participants
@@ -32,6 +34,7 @@ from plimsoll.session.step_snapshot import Companions, StepSnapshot
 from plimsoll.session.task import TrainingTask, detached
 from plimsoll.session.tightest_rank import first_planner
 from plimsoll.tracing import ddp, fsdp2
+from plimsoll.tracing.compiled.units import unwrapped
 from plimsoll.units import format_bytes
 
 P = ParamSpec("P")
@@ -212,6 +215,13 @@ def _refusal(found: str, why: str, floor_bytes: int) -> BudgetBelowFloor:
     )
 
 
+def can_retry(model: nn.Module, plan: Plan) -> bool:
+    """Whether steps under a plan can be run again: not where all of the model is one compiled unit without a wrapper, as a hook
+    that sees its calls would be compiled with it.
+    """
+    return unwrapped(model) is not model or all(unit.path for unit in plan.compiled)
+
+
 class AppliedPlan:
     """A plan that the user has applied, and the tighter ones in its place. The step to be planned is the one that failed."""
 
@@ -236,7 +246,7 @@ class AppliedPlan:
             self._call = None
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and module.training:
+        if torch.is_grad_enabled() and unwrapped(module).training:
             self._call = (args, kwargs)
 
     def tighten(self) -> bool:
@@ -278,9 +288,17 @@ class AppliedPlan:
         )
         task = TrainingTask(
             model=self._model,
-            batch=detached(as_batch(self._model, args, kwargs)),
+            batch=detached(as_batch(unwrapped(self._model), args, kwargs)),
             loss=stand_in_loss,
-            optimizer=optimizer_in_view(self._model),
+            optimizer=optimizer_in_view(unwrapped(self._model)),
         )
         budget = Budget(own or first.budget_bytes or first.predicted_peak_bytes)
+        if first.compiled:
+            from plimsoll.engine.compiled.units import planned_units  # inductor is imported where something is compiled
+
+            units = planned_units(self._model, first.compiled)
+            inner = units[0].module if not units[0].path else self._model
+            task = dataclasses.replace(task, model=inner, units=units, compile_options=first.compiled[0].options)
+            with task.compiled():
+                return compiled_planner(task, options, budget)
         return first_planner(self.agreement, task, options, budget, optimizer_is_optional=True)[0]

@@ -77,7 +77,7 @@ class TrainingTask:
             loss=explained_loss(loss),
             optimizer=optimizer,
             units=units,
-            compile_options=None if not compile else dict(compile) if isinstance(compile, Mapping) else {},
+            compile_options=dict(compile) if isinstance(compile, Mapping) else {} if compile else None,
         )
 
     @contextlib.contextmanager
@@ -118,7 +118,7 @@ def units_of(model: nn.Module, wanted: Any = None) -> tuple[Unit, ...]:
         InvalidOption: ``compile=`` is no way to call torch.compile.
     """
     found = find_units(model)
-    if not wanted:
+    if wanted is None or wanted is False:
         return found
     if found:
         raise InvalidModel(

@@ -20,6 +20,7 @@ import torch
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress
 from plimsoll.artifacts.trace import Category
+from plimsoll.engine.apply import Handle
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.manage import manage
 from plimsoll.session.training_step import TrainingStep, relative_error
@@ -72,9 +73,10 @@ def run_trial(
     The model is left as it was.
     """
     error = None
-    with untouched(step.model), manage(step.model, plan) if managing is None else managing(plan):
-        if plan.compiled:
+    with untouched(step.model), manage(step.model, plan) if managing is None else managing(plan) as work:
+        if plan.compiled and isinstance(work, Handle):
             step.run()  # what the compiler takes is not the step's
+            work.forget()
         recording = step.measure_peak()
         steady = step.measure_peak() if managing is None else recording
         if gradients is not None and not plan.is_lossless:

@@ -87,7 +87,9 @@ def _attribute(log: StepLog) -> list[int]:
             continue
         if 0 <= context.node < 2**63:
             place = bisect.bisect_right(starts, context.node) - 1
-            current = spans[place][2] if place >= 0 and context.node < spans[place][1] else -1
+            while place >= 0 and context.node >= spans[place][1]:  # inside of a region around it, or of none
+                place -= 1
+            current = spans[place][2] if place >= 0 else -1
         regions[tick] = current
     return regions
 

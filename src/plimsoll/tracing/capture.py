@@ -268,7 +268,10 @@ class StepCapture:
             first = sequence_number()
             log = run_step(self.tracer, self._model, call, self._loss, lambda output: self._forward_ended(first))
         self._progress(1.0)
-        log.regions, log.outside = self._logs, self._outside.records
+        log.regions = sorted(
+            self._logs, key=lambda region: (region.start, -region.end)
+        )  # a region before those inside of it
+        log.outside = self._outside.records
         return log
 
     def _forward_ended(self, first_node: int) -> None:
@@ -290,7 +293,8 @@ class StepCapture:
         outer = self._running
         if outer is not None and outer.name == name and _is_on_top(outer.book):  # a block that calls itself
             return original(*args, **kwargs)
-        if self.tracer.phase is not Phase.FORWARD or not _is_on_top(self._outside):
+        is_inner = outer is not None and _is_on_top(outer.book) and name.startswith(outer.name and f"{outer.name}.")
+        if self.tracer.phase is not Phase.FORWARD or not (is_inner or _is_on_top(self._outside)):
             raise self._already_checkpointed(name)
         log = self._running = self._enter(name, module, args, kwargs)
         try:
@@ -300,7 +304,7 @@ class StepCapture:
             if refuses_hooks(error):
                 raise RefusesHooks(name) from error
             raise
-        self._running = None
+        self._running = outer
         self._leave(log, output)
         return output
 

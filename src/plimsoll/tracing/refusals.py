@@ -123,7 +123,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _is_compiled_function(function: Any) -> bool:
-    return getattr(function, "_torchdynamo_orig_callable", None) is not None
+    return getattr(function, "_torchdynamo_orig_callable", None) is not None and not is_disabled(function)
+
+
+def is_disabled(function: Any) -> bool:
+    """Whether torch.compiler.disable keeps a function from being compiled."""
+    return bool(getattr(function, "_torchdynamo_disable", False))
 
 
 def _called_by(forward: Any) -> Iterator[Any]:
@@ -155,9 +160,15 @@ def uncompiled_regions(model: nn.Module, regions: Mapping[str, nn.Module]) -> di
         InvalidModel: none is left, or the model is compiled as a whole.
     """
     refuse_compiled(model)
-    compiled = {name: part for name, module in regions.items() if (part := compiled_part(module))}
-    if compiled and len(compiled) == len(regions):
+    left = without_compiled(regions)
+    if regions and not left:
         raise _compiled(f"{type(model).__name__} is compiled by torch.compile in every one of its regions.")
+    return left
+
+
+def without_compiled(regions: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The regions in which nothing is compiled; of each of the others it is said that it is left alone."""
+    compiled = {name: part for name, module in regions.items() if (part := compiled_part(module))}
     for name, part in compiled.items():
         warnings.warn(f"plimsoll: region {name!r} is left alone: {part} is compiled by torch.compile", stacklevel=2)
     return {name: module for name, module in regions.items() if name not in compiled}

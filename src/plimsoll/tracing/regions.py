@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -38,6 +38,20 @@ def find_regions(model: nn.Module, patterns: Sequence[str] | None = None) -> dic
     if not found:
         found = _children(model, "")
     return _outermost(found or {"": model})
+
+
+def around(module: nn.Module, path: str, inner: Collection[str]) -> dict[str, nn.Module]:
+    """What a module consists of besides ``inner``, modules in it by their paths: the outermost ones with parameters."""
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        each = f"{path}.{name}" if path else name
+        if each in inner:
+            continue
+        if isinstance(child, _CONTAINERS) or any(other.startswith(each + ".") for other in inner):
+            found.update(around(child, each, inner))
+        elif _has_parameters(child):
+            found[each] = child
+    return found
 
 
 def _has_parameters(module: nn.Module) -> bool:

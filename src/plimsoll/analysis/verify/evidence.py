@@ -46,6 +46,8 @@ _RATE = 1e-2
 """Of plain gradient descent, for those who name no optimizer: its steps have length rate · ‖gradient‖."""
 _FUSIONS = 10.0
 """So many times what fusing at all does to a gradient, fusing otherwise may do."""
+_LAST_DIGITS = 4.0
+"""Where fusing does nothing, the relative error that fusing otherwise may cause, in units of the precision."""
 _LENGTHS = (0.02, 0.01)
 """Step lengths as shares of the loss that the gradient claims them to change."""
 
@@ -157,11 +159,13 @@ def compare_with(evidence: Evidence, step: TrainingStep) -> Apart:
 
 def compiled_rounding(step: TrainingStep, units: Sequence[Unit], evidence: Evidence) -> float:
     """The relative error of the gradient that other fusions may make: ten times what lies between the compiled and the
-    uncompiled step, and never more than half the digits, which is taken where the two draw other random numbers.
+    uncompiled step, or a few units of the last digit where that is nothing. Never more than half the digits, which is taken
+    where the two draw other random numbers.
     """
     with in_place(units, lambda _: None):
         step.run()
-    return min(_FUSIONS * relative_error(evidence.gradients, step.gradients()), half_the_digits(step.model))
+    half = half_the_digits(step.model)
+    return min(max(_FUSIONS * relative_error(evidence.gradients, step.gradients()), _LAST_DIGITS * half**2), half)
 
 
 def run_intermediates(step: TrainingStep, depth: Depth) -> Found:

@@ -239,6 +239,7 @@ def _hold_plan(
     with manage(model, plan) as handle:
         if plan.compiled:
             step.run()  # what the compiler takes is not the step's
+            handle.forget()
         recording_peak_bytes = step.measure_peak().peak_bytes
         apart = compare_with(evidence, step)
         step.run()

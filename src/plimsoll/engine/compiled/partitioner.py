@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import fx
+from torch._inductor import config
 from torch.utils.checkpoint import CheckpointPolicy
 
 from plimsoll.engine.compiled.order import GraphOrder
@@ -52,7 +53,7 @@ class PlannedPartitioner(Partitioner):
     @property
     def options(self) -> dict[str, Any]:
         """What torch.compile is given: this partitioner, and for a graph of several regions backward in its order, with
-        no memory held for reuse.
+        no memory held for reuse. Where the user has a pass in that place, it stays.
 
         Inductor holds a freed buffer for a later one of its size, up to its own estimate of the peak, which leaves out what the
         caller holds. Neither changes a number.
@@ -60,7 +61,8 @@ class PlannedPartitioner(Partitioner):
         alone: dict[str, Any] = {"custom_partitioner_fn": self}
         if len(self._dropped) < 2:
             return alone
-        return {**alone, "_pre_fusion_custom_pass": GraphOrder(), "allow_buffer_reuse": False}
+        order = {"_pre_fusion_custom_pass": GraphOrder()} if config._pre_fusion_custom_pass is None else {}
+        return {**alone, **order, "allow_buffer_reuse": False}
 
     def uuid(self) -> str:
         """Names the decisions and this code: with both unchanged, torch's caches of compiled graphs hold."""

@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from plimsoll.artifacts.plan import CompiledUnit, Plan
 from plimsoll.engine.compiled.partitioner import PlannedPartitioner
+from plimsoll.engine.region import ManagedRegion
 from plimsoll.errors import PlanMismatch
 from plimsoll.tracing.compiled.units import CompileCall, PlannedCall, Unit, find_units, install, unwrapped
+
+
+class RegionInCompiled(ManagedRegion):
+    """A region that torch.compiler.disable keeps out of what is compiled around it; so it stays under a plan."""
+
+    __call__ = torch.compiler.disable(ManagedRegion.__call__)
 
 
 class CompiledUnits:

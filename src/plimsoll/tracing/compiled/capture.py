@@ -19,7 +19,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from plimsoll.tracing.compiled.joint import JointGraph
-from plimsoll.tracing.compiled.step import CompiledPart
+from plimsoll.tracing.compiled.places import CompiledPart
 from plimsoll.tracing.compiled.units import Unit, in_place
 
 Partitioned = tuple[fx.GraphModule, fx.GraphModule]
@@ -74,6 +74,4 @@ def capture(
     spies = {unit.path: _Spy(regions[unit.path]) for unit in units}
     with in_place(units, lambda unit: functools.partial(unit.call.captured(spies[unit.path]), unit.module)):
         run()
-    return {
-        path: CompiledPart(path, tuple(spy.graphs), tuple(spy.statics)) for path, spy in spies.items() if spy.graphs
-    }
+    return {path: CompiledPart(path, tuple(spy.graphs), tuple(spy.statics)) for path, spy in spies.items()}

@@ -1,9 +1,9 @@
 """The trace of a step whose compiled parts run as kernels: the eager step, with each compiled part's ops replaced.
 
-The eager step says what lies outside of compiled parts, and how long parameters, batch, gradients and the optimizer's state
-live. A compiled part is a joint graph (or several, where the graph breaks): its kernels take the place of the ops that the
-part ran eagerly, forward where its forward was, backward where its backward was. What went in and came out keeps its storage;
-what lived inside is the graph's own.
+The eager step says what lies outside of compiled parts, which regions run eagerly, and how long parameters, batch, gradients
+and the optimizer's state live. A compiled part is a joint graph (or several, where the graph breaks): its kernels take the
+place of the ops that the part ran eagerly, forward where its forward was, backward where its backward was. What went in and
+came out keeps its storage; what lived inside is the graph's own.
 
 Every region of a part becomes a region call whose slots are the buffers that backward reads. A fused kernel writes into a
 buffer that it is the last to read, if the sizes are equal, as inductor does.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 import torch
@@ -23,30 +22,17 @@ from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
 from plimsoll.tracing.assemble import kind_of
 from plimsoll.tracing.compiled.joint import OUTSIDE, JointGraph, Kernel, node_bytes
+from plimsoll.tracing.compiled.places import CompiledPart, Place, Stretch
 from plimsoll.tracing.compiled.seconds import kernel_key, kernel_spec, timed
 from plimsoll.tracing.torch_internals import is_at_least
 
-
-@dataclass(frozen=True, slots=True)
-class CompiledPart:
-    """What one unit was compiled to: its graphs in the order of forward, and which inputs of each are parameters or buffers."""
-
-    path: str
-    graphs: tuple[JointGraph, ...]
-    statics: tuple[frozenset[fx.Node], ...]
-
-    def outer(self, name: str) -> str:
-        """The path in the whole model of a module inside of the unit."""
-        return ".".join(part for part in (self.path, name) if part)
-
-    def kernels(self, *, is_backward: bool) -> list[Kernel]:
-        """The kernels of forward, or those of backward, where the last graph comes first."""
-        graphs = reversed(self.graphs) if is_backward else self.graphs
-        return [kernel for graph in graphs for kernel in graph.kernels if kernel.is_backward is is_backward]
+_UNCOMPILED = "torch.compile runs it without compiling it"
 
 
 def with_compiled(eager: Trace, parts: Mapping[str, CompiledPart], device: torch.device) -> Trace:
-    """The eager trace, whose regions are the compiled units, with ``parts`` (by unit) in their places."""
+    """The eager trace, whose regions are the compiled units and what is planned beside them, with ``parts`` (by unit) in the
+    units' places. A unit that torch.compile has not compiled keeps what it saves.
+    """
     weaver = _Weaver(eager, parts)
     weaver.weave()
     kernels = [kernel for part in parts.values() for graph in part.graphs for kernel in graph.kernels]
@@ -61,97 +47,135 @@ def with_compiled(eager: Trace, parts: Mapping[str, CompiledPart], device: torch
     )
 
 
-@dataclass
-class _Place:
-    """Where the ops of one unit stood in the eager step, and where its kernels stand now."""
-
-    call: RegionCall
-    part: CompiledPart
-    forward: dict[Kernel, int] = field(default_factory=dict)
-    backward: dict[Kernel, int] = field(default_factory=dict)
-    first_new: dict[Phase, int] = field(default_factory=dict)
-    last_new: dict[Phase, int] = field(default_factory=dict)
-
-    def ticks(self) -> dict[Kernel, int]:
-        return self.forward | self.backward
+def _graphs(parts: Mapping[str, CompiledPart], call: RegionCall) -> tuple[JointGraph, ...]:
+    return parts[call.name].graphs if call.name in parts else ()
 
 
 class _Weaver:
     def __init__(self, eager: Trace, parts: Mapping[str, CompiledPart]) -> None:
         self.eager = eager
-        self.places = {call.index: _Place(call, parts[call.name]) for call in eager.regions if call.name in parts}
+        self.places = {
+            call.index: Place.of(call, eager, parts[call.name]) for call in eager.regions if _graphs(parts, call)
+        }
+        self._uncompiled = {call.index for call in eager.regions if call.name in parts and not _graphs(parts, call)}
         self.ops: list[TraceOp] = []
         self.specs: dict[str, OpSpec] = {}
         self.storages: list[Storage] = []
         self.regions: list[RegionCall] = []
         self._new: list[int] = []
         """The new tick of every old one; of ops that were replaced, where their unit's kernels end."""
+        self._moments: dict[int, int] = {}
+        """Where the kernels of a unit begin, by the old tick of the first op that they replace."""
 
     def weave(self) -> None:
         """Order the ops, then the storages, then the regions."""
         self._order()
         kept = self._outer_storages()
-        for place in self.places.values():
-            _Piece(self, place, kept).build()
+        numbers: dict[int, int] = {}
+        for call in self.eager.regions:
+            if call.index in self.places:
+                _Piece(self, self.places[call.index], kept).build()
+            else:
+                numbers[call.index] = len(self.regions)
+                self.regions.append(self._moved(call, kept))
+        for storage in self.eager.storages:
+            if storage.region in numbers and storage.id in kept:
+                at = kept[storage.id]
+                self.storages[at] = msgspec.structs.replace(self.storages[at], region=numbers[storage.region])
 
     def _order(self) -> None:
-        replaced = {
-            tick: place
-            for place in self.places.values()
-            for tick, op in enumerate(self.eager.ops)
-            if op.region == place.call.index
-        }
+        replaced = {tick: place for place in self.places.values() for tick in place.ops}
         for tick, op in enumerate(self.eager.ops):
             place = replaced.get(tick)
-            if place is not None and op.phase not in place.first_new:
-                self._insert(place, op.phase)
+            if place is not None and place.ops[tick] not in place.ends:
+                self._moments[tick] = len(self.ops)
+                self._insert(place, place.ops[tick])
             self._new.append(len(self.ops) if place is None else -1)
             if place is None:
                 self.ops.append(msgspec.structs.replace(op, region=-1))
         for place in self.places.values():  # a unit whose backward ran no op of its own
-            for phase in (Phase.FORWARD, Phase.BACKWARD):
-                if phase not in place.first_new:
-                    self._insert(place, phase)
+            self._insert(place, (Phase.FORWARD, len(place.inner) + 1))
+            self._insert(place, (Phase.BACKWARD, 0 if (Phase.BACKWARD, 0) not in place.ends else -1))
         for tick, place in replaced.items():
-            self._new[tick] = place.last_new[self.eager.ops[tick].phase]
+            self._new[tick] = place.ends[place.ops[tick]]
         self._new.append(len(self.ops))
 
-    def _insert(self, place: _Place, phase: Phase) -> None:
-        is_backward = phase is Phase.BACKWARD
-        ticks = place.backward if is_backward else place.forward
-        place.first_new[phase] = len(self.ops)
-        for kernel in place.part.kernels(is_backward=is_backward):
+    def _insert(self, place: Place, stretch: Stretch) -> None:
+        phase = stretch[0]
+        ticks = place.backward if phase is Phase.BACKWARD else place.forward
+        for kernel in place.kernels(stretch):
             ticks[kernel] = len(self.ops)
             key = kernel_key(kernel)
             self.specs[key] = kernel_spec(kernel)
             self.ops.append(
                 TraceOp(name=kernel.name, module=place.part.outer(kernel.module), phase=phase, cost_key=key)
             )
-        place.last_new[phase] = len(self.ops)
+        place.ends[stretch] = len(self.ops)
 
     def new_tick(self, old: int) -> int:
-        """Where a moment of the eager step lies now."""
+        """Where an op of the eager step lies now; one that was replaced, where its unit's kernels end."""
         return old if old < 0 else self._new[min(old, len(self._new) - 1)]
+
+    def moment(self, old: int) -> int:
+        """Where the moment before an op of the eager step lies now."""
+        return self._moments.get(old, self.new_tick(old))
+
+    def _moved(self, call: RegionCall, kept: Mapping[int, int]) -> RegionCall:
+        """A region that runs eagerly, among the kernels."""
+        graph, replace = call.graph, msgspec.structs.replace
+        moved = RegionGraph(
+            values=tuple(replace(value, storage=kept.get(value.storage, -1)) for value in graph.values),
+            ops=tuple(replace(op, tick=self.new_tick(op.tick)) for op in graph.ops),
+            slots=tuple(
+                replace(
+                    slot,
+                    packed=self.moment(slot.packed),
+                    unpacked=self.moment(slot.unpacked),
+                    released=self.moment(slot.released),
+                )
+                for slot in graph.slots
+            ),
+            outputs=graph.outputs,
+            backward_order=graph.backward_order,
+        )
+        return replace(
+            call,
+            index=len(self.regions),
+            graph=moved,
+            forward=(self.moment(call.forward[0]), self.moment(call.forward[1])),
+            backward=(self.moment(call.backward[0]), self.moment(call.backward[1])),
+            obstacle=call.obstacle or self._obstacle(call),
+        )
+
+    def _obstacle(self, call: RegionCall) -> str:
+        """Why the engine cannot manage a region that runs eagerly."""
+        around = next((place.part for place in self.places.values() if call in place.inner), None)
+        if around is not None and not around.path:
+            return "lies in a model that torch.compile compiles as a whole"
+        return _UNCOMPILED if call.index in self._uncompiled else ""
 
     def _outer_storages(self) -> dict[int, int]:
         """Carry over what is not inside of units; new ids by old ones."""
         ids: dict[int, int] = {}
+        saved = {
+            value.storage for call in self.eager.regions if call.index not in self.places for value in call.graph.values
+        }
         for storage in self.eager.storages:
             place = None
             if storage.born >= 0:
-                op = self.eager.ops[storage.born]
-                place = self.places.get(op.region)
+                place = self.places.get(self.eager.ops[storage.born].region)
             if place is not None:
-                phase = self.eager.ops[storage.born].phase
-                if self.new_tick(storage.dies) <= place.last_new[phase]:
+                stretch = place.ops[storage.born]
+                if self.moment(storage.dies) <= place.ends[stretch] and storage.id not in saved:
                     continue
+                place.made.setdefault(stretch, []).append(len(self.storages))
             ids[storage.id] = len(self.storages)
             self.storages.append(
                 msgspec.structs.replace(
                     storage,
                     id=len(self.storages),
                     born=self.new_tick(storage.born),
-                    dies=self.new_tick(storage.dies),
+                    dies=self.moment(storage.dies),
                     region=-1,
                 )
             )
@@ -161,7 +185,7 @@ class _Weaver:
 class _Piece:
     """One unit's storages and regions."""
 
-    def __init__(self, weaver: _Weaver, place: _Place, kept: Mapping[int, int]) -> None:
+    def __init__(self, weaver: _Weaver, place: Place, kept: Mapping[int, int]) -> None:
         self.weaver, self.place, self.kept = weaver, place, kept
         self.ticks = place.ticks()
         self.graphs = place.part.graphs
@@ -189,13 +213,19 @@ class _Piece:
         for node, kernel in self.maker.items():
             if node not in self.storage_of:
                 self._add(node, kernel)
+        self.storage_of |= {node: self.storage_of[source] for node, source in self._aliases.items()}
         self._close_lives()
         self._regions()
 
     def _match_inputs(self) -> None:
         """Inputs that are activations are what the eager region was given, by size."""
-        given = [v for v in self.place.call.graph.values if v.origin in (Origin.INPUT, Origin.EXTERNAL)]
-        for graph, statics in zip(self.graphs, self.place.part.statics, strict=True):
+        place = self.place
+        given = [v for v in place.call.graph.values if v.origin in (Origin.INPUT, Origin.EXTERNAL)]
+        waiting = list(place.inner)
+        for graph, statics, stretch in zip(self.graphs, place.part.statics, place.stretch_of, strict=True):
+            while len(place.inner) - len(waiting) < stretch:  # and what a region in between has made
+                region = waiting.pop(0).graph
+                given[:0] = [region.values[at] for at in region.outputs]
             for node in graph.nodes:
                 if node.op != "placeholder" or node in statics:
                     continue
@@ -213,21 +243,26 @@ class _Piece:
             made |= {node: node_bytes(node) for node in graph.forward_outputs if node.op != "placeholder"}
 
     def _match_outputs(self) -> None:
-        """Outputs of forward and gradients keep the storages that they had eagerly, by size and phase."""
+        """Outputs of forward and gradients keep the storages that they had eagerly, by size; of equal sizes, by module and
+        op.
+        """
         place, storages = self.place, self.weaver.storages
-        for phase, nodes in (
-            (Phase.FORWARD, [n for graph in self.graphs for n in graph.forward_outputs]),
-            (Phase.BACKWARD, [n for graph in self.graphs for n in graph.gradients]),
+        graphs = list(zip(self.graphs, place.stretch_of, strict=True))
+        for phase, stretch, nodes in (
+            *((Phase.FORWARD, stretch, graph.forward_outputs) for graph, stretch in graphs),
+            *((Phase.BACKWARD, stretch, graph.gradients) for graph, stretch in graphs),
         ):
-            last = place.last_new[phase]
-            open_ = [s for s in storages if s.born == last and s.id not in self.storage_of.values()]
-            for node in dict.fromkeys(nodes):
+            made = place.made.get((phase, stretch), [])
+            open_ = [storages[at] for at in made if at not in self.storage_of.values()]
+            by_name = {node: s for s in open_ for node in nodes if self._is_named(node, s)}
+            for node in sorted(dict.fromkeys(nodes), key=lambda node: node not in by_name):
                 if node not in self.maker or node in self.storage_of:
                     continue
                 if node in self._handed_back:
                     self._add(node, self.maker[node], dies=self._handed_back[node])
                     continue
-                match = next((s for s in open_ if s.bytes == node_bytes(node)), None)
+                same = [s for s in open_ if s.bytes == node_bytes(node)]
+                match = by_name[node] if by_name.get(node) in same else next(iter(same), None)
                 if match is not None:
                     open_.remove(match)
                     self.storage_of[node] = match.id
@@ -235,22 +270,24 @@ class _Piece:
                 elif phase is Phase.BACKWARD:
                     self._add(node, self.maker[node], category=Category.GRADIENT, dies=len(self.weaver.ops))
 
+    def _is_named(self, node: fx.Node, storage: Storage) -> bool:
+        """Whether a storage of the eager step was made by the same op of the same module."""
+        name = next((graph.names[node] for graph in self.graphs if node in graph.names), "")
+        module, _, op = name.partition("#")[0].rpartition(":")
+        label = f"{self.place.part.outer(module)}::{op}#"
+        return storage.bytes == node_bytes(node) and storage.label.startswith(label)
+
     def _hold_tangents(self) -> None:
         """Hold what a graph's backward is given until that backward ends, as autograd's call does.
 
         A later graph makes the gradient of what an earlier one handed to it. Zeros stand for that of an output that has none;
         from torch 2.13 on they go after their last reader (2.9 and 2.11 were seen to hold them like the rest).
         """
-        eager = self.weaver.eager
-        backward = [
-            tick
-            for tick, op in enumerate(eager.ops)
-            if op.region == self.place.call.index and op.phase is Phase.BACKWARD
-        ]
-        first = min(backward, default=0)
-        before = [s for s in eager.storages if 0 <= s.born < first < s.dies and s.category is not Category.GRADIENT]
-        given = [s.bytes for s in before if s.id in self.kept and eager.ops[s.born].phase is Phase.BACKWARD]
-        for graph in self.graphs:
+        eager, place = self.weaver.eager, self.place
+        for graph, stretch in zip(self.graphs, place.stretch_of, strict=True):
+            first = min((tick for tick, own in place.ops.items() if own == (Phase.BACKWARD, stretch)), default=0)
+            before = [s for s in eager.storages if 0 <= s.born < first < s.dies and s.category is not Category.GRADIENT]
+            given = [s.bytes for s in before if s.id in self.kept and eager.ops[s.born].phase is Phase.BACKWARD]
             ticks = [self.ticks[kernel] for kernel in graph.kernels if kernel.is_backward]
             if not ticks:
                 continue

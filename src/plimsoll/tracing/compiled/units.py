@@ -23,8 +23,8 @@ from torch import fx, nn
 
 from plimsoll.errors import InvalidModel, InvalidOption
 from plimsoll.tracing.ddp import inner_module
-from plimsoll.tracing.refusals import refuse_compiler
-from plimsoll.tracing.regions import find_regions
+from plimsoll.tracing.refusals import is_disabled, refuse_compiler, without_compiled
+from plimsoll.tracing.regions import around, find_regions
 
 INDUCTOR = "inductor"
 
@@ -91,8 +91,11 @@ class CompileCall:
         return repr((self.backend, sorted(self.options.items(), key=str), self.fullgraph, self.dynamic))
 
     def compile(self, backend: Callable[..., Any] | None = None, **more: Any) -> Callable[..., Any]:
-        """Calls its first argument, a module, compiled alike, with more of inductor's options, or for another backend."""
-        how = {"options": {**self.options, **more} or None} if backend is None else {"backend": backend}
+        """Calls its first argument, a module, compiled alike, with more of inductor's options, or for another backend. What the
+        user has set stays.
+        """
+        given = {name: value for name, value in self.options.items() if value is not None}
+        how = {"options": {**more, **given} or None} if backend is None else {"backend": backend}
         return self._compile(**how)
 
     def _compile(self, **how: Any) -> Callable[..., Any]:
@@ -177,6 +180,10 @@ class Unit:
         """Whether a region, by its path, is compiled with this module."""
         return not self.path or region == self.path or region.startswith(self.path + ".")
 
+    def touches(self, region: str) -> bool:
+        """Whether it holds a region, or lies in it."""
+        return self.holds(region) or not region or self.path.startswith(region + ".")
+
     def local(self, region: str) -> str:
         """The path of a region that it holds, from this module."""
         return region[len(self.path) :].lstrip(".") if self.path else region
@@ -199,16 +206,18 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def find_units(model: nn.Module) -> tuple[Unit, ...]:
-    """What is compiled in a model, none inside of another, with paths from the model inside of its wrappers.
+    """What is compiled in a model and takes a plan, none inside of another, with paths from the model inside of its wrappers.
 
-    Nothing is, where some region runs eagerly: then the eager engine plans, and leaves what is compiled alone.
+    Where some region runs eagerly, what takes none is left alone.
 
     Raises:
         InvalidModel: compiled for another backend, or with a partitioner or a memory budget of the user's own.
     """
     outer = inner_module(model)
     if _is_wrapper(outer):
-        return (_checked(Unit("", unwrapped(model), CompileCall.read(outer.forward), outer)),)
+        whole = Unit("", unwrapped(model), CompileCall.read(outer.forward), outer)
+        _refuse(_refusal(whole))
+        return (whole,)
     found: list[Unit] = []
     for name, module in outer.named_modules():
         if any(not unit.path or name.startswith(unit.path + ".") for unit in found):
@@ -217,35 +226,70 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
             found.append(Unit(name, module, CompileCall.read(module._compiled_call_impl)))
         elif _is_wrapper(module):
             found.append(Unit(name, _inside(module), CompileCall.read(module.forward), module))
-    if not found:
-        return ()
-    regions = find_regions(outer)
-    if not all(any(unit.holds(region) for unit in found) for region in regions):
-        return ()
-    return tuple(_checked(unit) for unit in found if any(map(unit.holds, regions)))
+    refused = {unit: refusal for unit in found if (refusal := _refusal(unit))}
+    if refused and all(any(unit.touches(region) for unit in refused) for region in find_regions(outer)):
+        _refuse(next(iter(refused.values())))
+    return tuple(unit for unit in found if unit not in refused)
 
 
-def _checked(unit: Unit) -> Unit:
+def split_regions(
+    model: nn.Module, units: Sequence[Unit], patterns: Sequence[str] | None
+) -> tuple[dict[str, tuple[str, ...]], dict[str, nn.Module]]:
+    """The regions of a model in which ``units`` are compiled: in each unit (by its path), and those that run eagerly.
+
+    A unit without a region is one itself. Where a region has units inside, what is around them takes its place. What
+    torch.compiler.disable keeps out of a unit runs eagerly.
+    """
+    paths = [unit.path for unit in units]
+    held: dict[str, tuple[str, ...]] = dict.fromkeys(paths, ())
+    eager: dict[str, nn.Module] = {}
+    for name, module in find_regions(model, patterns).items():
+        inner = {path for path in paths if name == "" or path.startswith(name + ".")}
+        owner = next((unit for unit in units if unit.holds(name)), None)
+        if owner is not None:
+            held[owner.path] += (name,)
+        elif inner:
+            eager |= around(module, name, inner)
+            held |= {path: (path,) for path in inner}
+        else:
+            eager[name] = module
+    for unit in units:
+        out = [name for name, module in unit.module.named_modules() if name and is_disabled(module.forward)]
+        outermost = [name for name in out if not any(name.startswith(other + ".") for other in out)]
+        eager |= {".".join(filter(None, (unit.path, name))): unit.module.get_submodule(name) for name in outermost}
+    if patterns is None:
+        held = {path: names or (path,) for path, names in held.items()}
+    return held, without_compiled(eager)
+
+
+def _refuse(refusal: InvalidModel | None) -> None:
+    if refusal is not None:
+        raise refusal
+
+
+def _refusal(unit: Unit) -> InvalidModel | None:
+    """Why a unit takes no plan."""
     what = f"{type(unit.module).__name__} ({unit.path})" if unit.path else type(unit.module).__name__
     if unit.call.backend != INDUCTOR:
-        raise InvalidModel(
+        return InvalidModel(
             f"{what} is compiled by torch.compile for the backend {unit.call.backend!r}.",
             why="a plan decides through inductor's partitioner, and this backend takes none",
             next="torch.compile(model) with its default backend, or train it uncompiled",
         )
-    if unit.call.options.get("custom_partitioner_fn") is not None:
-        raise InvalidModel(
+    of_process = getattr(sys.modules.get("torch._inductor.config"), "custom_partitioner_fn", None)
+    if (unit.call.options.get("custom_partitioner_fn") or of_process) is not None:
+        return InvalidModel(
             f"{what} is compiled with custom_partitioner_fn= of its own.",
             why="one partitioner decides what a graph saves, and a plan brings one",
-            next="leave custom_partitioner_fn out of the options of torch.compile",
+            next="leave custom_partitioner_fn out of the options of torch.compile, and of torch._inductor.config",
         )
     if torch._functorch.config.activation_memory_budget != 1.0:
-        raise InvalidModel(
+        return InvalidModel(
             "torch._functorch.config.activation_memory_budget is set.",
             why="it decides about the same tensors, by a share of the bytes that each graph saves",
             next="set it back to 1.0; the plan keeps to a budget in bytes instead",
         )
-    return unit
+    return None
 
 
 def check_compiler() -> None:
