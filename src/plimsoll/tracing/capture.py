@@ -268,10 +268,7 @@ class StepCapture:
             first = sequence_number()
             log = run_step(self.tracer, self._model, call, self._loss, lambda output: self._forward_ended(first))
         self._progress(1.0)
-        log.regions = sorted(
-            self._logs, key=lambda region: (region.start, -region.end)
-        )  # a region before those inside of it
-        log.outside = self._outside.records
+        log.regions, log.outside = self._logs, self._outside.records
         return log
 
     def _forward_ended(self, first_node: int) -> None:
@@ -296,6 +293,7 @@ class StepCapture:
         is_inner = outer is not None and _is_on_top(outer.book) and name.startswith(outer.name and f"{outer.name}.")
         if self.tracer.phase is not Phase.FORWARD or not (is_inner or _is_on_top(self._outside)):
             raise self._already_checkpointed(name)
+        place = len(self._logs)  # before those inside of it
         log = self._running = self._enter(name, module, args, kwargs)
         try:
             with log.book.entered():
@@ -306,6 +304,8 @@ class StepCapture:
             raise
         self._running = outer
         self._leave(log, output)
+        self._logs.insert(place, log)
+        self._progress(0.5 * min(1.0, len(self._logs) / len(self._regions)))
         return output
 
     def _without_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -368,8 +368,6 @@ class StepCapture:
         log.outputs = [tracer.value_of(tensor) for tensor in tensors]
         log.latest = {record.storage: tracer.current.get(record.storage, -1) for record in log.book.records}
         tracer.forget_names()
-        self._logs.append(log)
-        self._progress(0.5 * min(1.0, len(self._logs) / len(self._regions)))
 
 
 @contextlib.contextmanager

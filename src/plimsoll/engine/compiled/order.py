@@ -15,10 +15,15 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from torch._inductor import custom_graph_pass
+from torch._inductor import config, custom_graph_pass
 
 _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 """Before torch 2.13 there is one kind of pass; what torch keeps of either is its uuid."""
+
+
+def in_order() -> dict[str, Any]:
+    """Inductor's options for it; none where the user has a pass of the whole process in that place."""
+    return {} if config._pre_fusion_custom_pass is not None else {"_pre_fusion_custom_pass": GraphOrder()}
 
 
 class GraphOrder(_Pass):

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import fx
-from torch._inductor import config
 from torch.utils.checkpoint import CheckpointPolicy
 
-from plimsoll.engine.compiled.order import GraphOrder
+from plimsoll.engine.compiled.order import in_order
 from plimsoll.errors import PlanMismatch
 from plimsoll.tracing.compiled import capture, joint
 from plimsoll.tracing.compiled.capture import Partitioner
@@ -61,8 +60,7 @@ class PlannedPartitioner(Partitioner):
         alone: dict[str, Any] = {"custom_partitioner_fn": self}
         if len(self._dropped) < 2:
             return alone
-        order = {"_pre_fusion_custom_pass": GraphOrder()} if config._pre_fusion_custom_pass is None else {}
-        return {**alone, **order, "allow_buffer_reuse": False}
+        return {**alone, **in_order(), "allow_buffer_reuse": False}
 
     def uuid(self) -> str:
         """Names the decisions and this code: with both unchanged, torch's caches of compiled graphs hold."""

@@ -33,7 +33,7 @@ class CompiledPart:
 
 
 @dataclass
-class Place:
+class UnitPlace:
     """Where the ops of one unit stood in the eager step, and where its kernels stand now.
 
     Regions inside that run eagerly (``inner``) break it into stretches; ``stretch_of`` says in which of them each graph lies.
@@ -53,7 +53,7 @@ class Place:
     """The storages that its ops left to others."""
 
     @classmethod
-    def of(cls, call: RegionCall, eager: Trace, part: CompiledPart) -> Place:
+    def of(cls, call: RegionCall, eager: Trace, part: CompiledPart) -> UnitPlace:
         inner = tuple(
             other
             for other in eager.regions

@@ -22,7 +22,7 @@ from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
 from plimsoll.tracing.assemble import kind_of
 from plimsoll.tracing.compiled.joint import OUTSIDE, JointGraph, Kernel, node_bytes
-from plimsoll.tracing.compiled.places import CompiledPart, Place, Stretch
+from plimsoll.tracing.compiled.places import CompiledPart, Stretch, UnitPlace
 from plimsoll.tracing.compiled.seconds import kernel_key, kernel_spec, timed
 from plimsoll.tracing.torch_internals import is_at_least
 
@@ -55,7 +55,7 @@ class _Weaver:
     def __init__(self, eager: Trace, parts: Mapping[str, CompiledPart]) -> None:
         self.eager = eager
         self.places = {
-            call.index: Place.of(call, eager, parts[call.name]) for call in eager.regions if _graphs(parts, call)
+            call.index: UnitPlace.of(call, eager, parts[call.name]) for call in eager.regions if _graphs(parts, call)
         }
         self._uncompiled = {call.index for call in eager.regions if call.name in parts and not _graphs(parts, call)}
         self.ops: list[TraceOp] = []
@@ -100,7 +100,7 @@ class _Weaver:
             self._new[tick] = place.ends[place.ops[tick]]
         self._new.append(len(self.ops))
 
-    def _insert(self, place: Place, stretch: Stretch) -> None:
+    def _insert(self, place: UnitPlace, stretch: Stretch) -> None:
         phase = stretch[0]
         ticks = place.backward if phase is Phase.BACKWARD else place.forward
         for kernel in place.kernels(stretch):
@@ -185,7 +185,7 @@ class _Weaver:
 class _Piece:
     """One unit's storages and regions."""
 
-    def __init__(self, weaver: _Weaver, place: Place, kept: Mapping[int, int]) -> None:
+    def __init__(self, weaver: _Weaver, place: UnitPlace, kept: Mapping[int, int]) -> None:
         self.weaver, self.place, self.kept = weaver, place, kept
         self.ticks = place.ticks()
         self.graphs = place.part.graphs
