@@ -39,7 +39,7 @@ def lacking(name: str) -> UnsupportedTorch:
     return UnsupportedTorch(
         f"torch {torch.__version__} has no {name}.",
         why="Plimsoll stands on a few private names of torch's; this one was seen in torch 2.9 to 2.13",
-        next="install a torch from 2.9 to 2.13, or a Plimsoll that knows this one",
+        next="install a torch from 2.11 to 2.13, or a Plimsoll that knows this one",
     )
 
 
