@@ -1,0 +1,61 @@
+"""Trains under a budget with Axolotl: a plugin that reads ``memory_budget:`` from its configuration.
+
+    plugins:
+      - plimsoll.integrations.axolotl.PlimsollPlugin
+    memory_budget: 20GiB
+
+Axolotl's trainers derive from transformers' ``Trainer``: the plugin adds ``PlimsollCallback``, which does the work. This file
+loads without Axolotl, whose base class is looked up with the plugin's name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from plimsoll.integrations.budgeted import Framework
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+_TRIED = Framework("axolotl", oldest="0.19", newest="0.19")
+
+
+class _Budgeted:
+    """The plugin's own methods; all others are those of Axolotl's base class.
+
+    Raises:
+        UnsupportedFramework: Axolotl is older or newer than what was tried; when the plugin is registered.
+        Others: those of ``PlimsollCallback``, when the trainer is made or begins.
+    """
+
+    def register(self, cfg: dict[str, Any]) -> None:
+        """Refuse a version that was not tried."""
+        _TRIED.check()
+
+    def get_input_args(self) -> str:
+        """Where the configuration's new fields are."""
+        return f"{__name__}.PlimsollArgs"
+
+    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
+        """The callback, where there is a budget."""
+        from plimsoll.integrations.transformers import PlimsollCallback
+
+        if cfg.memory_budget is None:
+            return []
+        return [PlimsollCallback(cfg.memory_budget, **(cfg.memory_budget_options or {}))]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PlimsollPlugin":
+        from axolotl.integrations.base import BasePlugin
+
+        return type(name, (_Budgeted, BasePlugin), {"__module__": __name__, "__doc__": _Budgeted.__doc__})
+    if name == "PlimsollArgs":
+        from pydantic import create_model
+
+        fields: dict[str, Any] = {
+            "memory_budget": (int | str | None, None),
+            "memory_budget_options": (dict[str, Any] | None, None),
+        }
+        return create_model(name, __module__=__name__, **fields)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
