@@ -53,8 +53,8 @@ class CompiledUnits:
         return found
 
     def resume(self) -> None:
-        """Put the units' own compilations to work."""
-        self._put_back = [install(unit, function) for unit, function in self._calls.items()]
+        """Put the units' own compilations to work; harmless when called twice, or what was there before would be lost."""
+        self._put_back = self._put_back or [install(unit, function) for unit, function in self._calls.items()]
 
     def pause(self) -> None:
         """Put back what the user's torch.compile made."""
