@@ -24,6 +24,7 @@ from plimsoll.errors import InvalidModel, UnsupportedFramework
 from plimsoll.integrations.own_checkpointing import switch_off
 from plimsoll.session.attach import attach
 from plimsoll.session.attachment import Attachment
+from plimsoll.session.compiled_attachment import CompiledAttachment
 from plimsoll.session.options import Budget
 from plimsoll.session.shapes import told
 from plimsoll.tracing.meters.memory import storage_bytes
@@ -65,7 +66,7 @@ class BudgetedTraining:
         framework.check()
         inspect.signature(attach).bind(None, budget, **options)  # raises TypeError where an option is not known
         Budget.required(budget)
-        self.handle: Attachment | None = None
+        self.handle: Attachment | CompiledAttachment | None = None
         self._budget = budget
         self._options = options
         self._log = log
@@ -81,12 +82,13 @@ class BudgetedTraining:
         *,
         beside: Iterable[nn.Module] = (),
         taken_over: int = 0,
+        takes_compiled: bool = False,
     ) -> None:
         """Training begins: ``model`` is the module that the framework calls.
 
         ``beside`` are other modules in the framework's hands, such as a reference model: what lies there of the budget is no
         part of the step. ``taken_over`` counts what the integration has itself switched off of the framework's means to save
-        memory.
+        memory. ``takes_compiled``: what torch.compile compiles is planned too.
         """
         taken_over += switch_off(model, self._undo_work)
         if taken_over:
@@ -104,7 +106,7 @@ class BudgetedTraining:
         try:
             budget = parse_bytes(self._budget) - self._beside_bytes if self._beside_bytes else self._budget
             handle = attach(model, budget, optimizer=_inner(optimizer), **self._options)
-            if not isinstance(handle, Attachment):
+            if not (takes_compiled or isinstance(handle, Attachment)):
                 handle.remove()
                 raise _compiled(model)
             self.handle = handle
@@ -180,6 +182,6 @@ def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | N
 def _compiled(model: nn.Module) -> InvalidModel:
     return InvalidModel(
         f"{type(model).__name__} is compiled by torch.compile.",
-        why="a trainer's budget is kept by the eager engine",
+        why="this trainer's steps are planned by the eager engine alone",
         next="train it uncompiled, or call plimsoll.attach(model, budget) yourself, which plans compiled models",
     )

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, InvalidOption
 from plimsoll.integrations.budgeted import BudgetedTraining, Framework
 from plimsoll.session.attachment import Attachment
+from plimsoll.session.compiled_attachment import CompiledAttachment
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 """One library under two names, whose classes differ: the one that is loaded already, else the one that is there."""
@@ -61,7 +62,7 @@ class PlimsollCallback(_Callback):
         self._training = BudgetedTraining(_TRIED, budget, options, _LOG)
 
     @property
-    def handle(self) -> Attachment | None:
+    def handle(self) -> Attachment | CompiledAttachment | None:
         """What ``plimsoll.attach`` has returned for the training that began last."""
         return self._training.handle
 

@@ -25,6 +25,7 @@ from transformers.utils import logging
 from plimsoll.errors import BudgetBelowFloor, InvalidOption
 from plimsoll.integrations.budgeted import BudgetedTraining, Framework
 from plimsoll.session.attachment import Attachment
+from plimsoll.session.compiled_attachment import CompiledAttachment
 
 _LOG = logging.get_logger("transformers.plimsoll")
 _TRIED = Framework("transformers", oldest="4.56", newest="5.23")
@@ -44,7 +45,7 @@ class PlimsollCallback(TrainerCallback):
 
     Raises:
         UnsupportedFramework: transformers is older or newer than what was tried.
-        InvalidOption: two of these callbacks, or ``torch_compile=True``; when training begins.
+        InvalidOption: two of these callbacks; when training begins.
         BudgetBelowFloor: in the first training step, before anything has changed. With ``auto_find_batch_size=True`` the
             trainer takes a smaller batch instead, as it does when it runs out of memory.
 
@@ -56,7 +57,7 @@ class PlimsollCallback(TrainerCallback):
         self._training = BudgetedTraining(_TRIED, budget, options, _LOG)
 
     @property
-    def handle(self) -> Attachment | None:
+    def handle(self) -> Attachment | CompiledAttachment | None:
         """What ``plimsoll.attach`` has returned for the training that began last."""
         return self._training.handle
 
@@ -66,10 +67,12 @@ class PlimsollCallback(TrainerCallback):
         """Put the budget to work, on the module that the trainer calls."""
         trainer = _calling_trainer()
         self._training.end()
-        _refuse(trainer, args)
+        _refuse(trainer)
         offloads = not isinstance(vars(trainer).get(_OFFLOADING, contextlib.nullcontext()), contextlib.nullcontext)
         beside = [leaf for leaf in tree_leaves(list(vars(trainer).values())) if isinstance(leaf, nn.Module)]
-        self._training.begin(trainer.model_wrapped, trainer.optimizer, beside=beside, taken_over=int(offloads))
+        self._training.begin(
+            trainer.model_wrapped, trainer.optimizer, beside=beside, taken_over=int(offloads), takes_compiled=True
+        )
         replaced = functools.partial(self._training.replace, trainer)
         if offloads:
             replaced(_OFFLOADING, contextlib.nullcontext())
@@ -121,17 +124,11 @@ def _calling_trainer() -> Trainer:
     )
 
 
-def _refuse(trainer: Trainer, args: TrainingArguments) -> None:
+def _refuse(trainer: Trainer) -> None:
     given = sum(isinstance(callback, PlimsollCallback) for callback in trainer.callback_handler.callbacks)
     if given > 1:
         raise InvalidOption(
             f"This trainer has {given} PlimsollCallbacks.",
             why="each would plan for the same bytes",
             next="keep one: trainer.remove_callback(PlimsollCallback)",
-        )
-    if args.torch_compile:
-        raise InvalidOption(
-            "torch_compile=True does not go with a budget.",
-            why="compiled code decides by itself what it saves for backward",
-            next="train with torch_compile=False, or without PlimsollCallback",
         )

@@ -53,6 +53,8 @@ class CompiledAttachment:
         self._verify_every = verify_every
         self._budget, self._options, self._optimizer = budget, options, optimizer
         self._handle: Handle | None = None
+        self._watch: BudgetWatch | None = None
+        self._is_trying = False
         self._leave: Callable[[], None] = self._wait_for_a_call(units)
 
     @property
@@ -64,6 +66,16 @@ class CompiledAttachment:
     def is_calibrating(self) -> bool:
         """Whether the plan is still to come."""
         return self._handle is None
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether the model runs for a plan to be made."""
+        return self._is_trying
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a step was measured to take; 0 until one was: where blocks are compiled, one unlike the first."""
+        return 0 if self._watch is None else self._watch.peak_bytes
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -124,16 +136,20 @@ class CompiledAttachment:
             loss=stand_in_loss,
             optimizer=self._optimizer or optimizer_in_view(inner),
         )
+        self._is_trying = True
         try:
             plan = plan_compiled(task, self._options, self._budget, "auto")
             self._handle = handle = manage(self.model, plan, verify_every=self._verify_every)
         except BaseException:
             self.remove()
             raise
+        finally:
+            self._is_trying = False
         if can_retry(self.model, plan):
             handle.retry_with(AppliedPlan(handle, self.model, plan, self._agreement).run)
         if plan.budget_bytes is not None and not any(unit.path == "" for unit in plan.compiled):
-            handle.remove_with_me(BudgetWatch(self.model, plan, plan.budget_bytes))
+            self._watch = BudgetWatch(self.model, plan, plan.budget_bytes)
+            handle.remove_with_me(self._watch)
         _LOG.info(told(plan, 0))
 
 

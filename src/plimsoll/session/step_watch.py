@@ -359,6 +359,11 @@ class BudgetWatch:
         self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
         self._steps = StepWatch(model, self._before_call, self._after_step, _PatientHook, shapes_of)
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a step was measured to take; 0 until one was, which is unlike the step of the plan."""
+        return self._steps.peak_bytes
+
     def remove(self) -> None:
         """Take it off the model."""
         self._steps.end_step()
