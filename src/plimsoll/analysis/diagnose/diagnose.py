@@ -26,6 +26,7 @@ from plimsoll.session.manage import check_plan, manage, refuse_other_model, refu
 from plimsoll.session.rendezvous.world import refuse_several_ranks
 from plimsoll.session.task import TrainingTask, check_model
 from plimsoll.session.training_step import TrainingStep
+from plimsoll.tracing.compiled.units import find_units
 from plimsoll.tracing.meters.timing import one_thread, time_in_turns
 from plimsoll.tracing.recorder.calling import Loss, check_devices
 from plimsoll.tracing.recorder.untouched import untouched
@@ -231,7 +232,10 @@ def _run_both(
             (handle.resume if name == _PLAN else handle.pause)()
             step.rewind()
 
-        with named_calls(step.model), one_thread() if step.device.type == "cpu" else contextlib.nullcontext():
+        with (
+            named_calls(step.model, find_units(step.model)),
+            one_thread() if step.device.type == "cpu" else contextlib.nullcontext(),
+        ):
             recording = profile_in_turns(
                 (_BASELINE, _PLAN),
                 prepare,

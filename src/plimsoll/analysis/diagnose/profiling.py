@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plimsoll.analysis.diagnose.profile import MODULE_PREFIX
 from plimsoll.artifacts.progress import Progress
+from plimsoll.tracing.compiled.units import Unit
 
 _STEP_PREFIX = "plimsoll.step: "
 _US = 1e6
@@ -130,8 +131,10 @@ def _is_inside(at_us: float, ranges: list[tuple[float, float]]) -> bool:
 
 
 @contextlib.contextmanager
-def named_calls(model: nn.Module) -> Iterator[None]:
+def named_calls(model: nn.Module, units: Sequence[Unit] = ()) -> Iterator[None]:
     """Make every forward call of a module a named range of the profiler, recomputed calls included, inside the block.
+
+    Not of modules that torch.compile compiles, ``units``: a hook would have them compiled anew.
 
     Ranges are closed in the order in which they were opened even if a forward raises, as recomputation that stops early
     does.
@@ -150,7 +153,7 @@ def named_calls(model: nn.Module) -> Iterator[None]:
 
     try:
         for name, module in model.named_modules():
-            if name:
+            if name and not any(unit.holds(name) for unit in units):
                 handles.append(module.register_forward_pre_hook(functools.partial(open_range, name), prepend=True))
                 handles.append(module.register_forward_hook(close_range, always_call=True))
         yield
