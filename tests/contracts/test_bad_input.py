@@ -240,6 +240,16 @@ def test_a_plan_for_another_step_is_not_verified(plan: Plan):
         plimsoll.verify(model.train(), batch, plan, loss=loss)
 
 
+@pytest.mark.parametrize("written", ["ds_id", "_hp_mapping"])
+def test_what_deepspeed_trains_is_refused_as_it_holds_what_no_budget_counts(written: str):
+    model, batch, loss = stack()
+    setattr(next(model.parameters()), written, 0)
+    with pytest.raises(errors.InvalidModel, match="ZeRO"):
+        plimsoll.plan(model, batch, loss=loss)
+    with plimsoll.attach(model, MIB), pytest.raises(errors.InvalidModel, match="ZeRO"):
+        model(batch)
+
+
 def test_what_is_no_plan_cannot_be_applied(plan: Plan):
     model, batch, loss = stack()
     for thing in ("plan.json", None, 3):

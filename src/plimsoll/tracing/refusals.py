@@ -32,6 +32,8 @@ from plimsoll.tracing.recorder.collectives import failed_in_collective
 _REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 _DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 _DISABLES_HOOKS = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
+_OF_DEEPSPEED = {"ds_id", "_hp_mapping"}
+"""What ZeRO writes on parameters: stage 3, and stages 1 and 2 (seen in DeepSpeed 0.19)."""
 _WITHOUT_FAKE = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 
 
@@ -39,7 +41,7 @@ def check_traceable(model: nn.Module) -> None:
     """Refuse a model that has no training step.
 
     Raises:
-        InvalidModel: no parameters, parameters without a shape, nothing to train, sharded by FSDP1.
+        InvalidModel: no parameters, parameters without a shape, nothing to train, sharded by FSDP1 or by DeepSpeed.
         TracingFailed: gradients are switched off.
     """
     parameters = list(model.parameters())
@@ -54,6 +56,12 @@ def check_traceable(model: nn.Module) -> None:
         raise InvalidModel(
             "This model is sharded by FullyShardedDataParallel (FSDP1).",
             why="its parameters are views of flat ones and change from call to call, so what they hold cannot be followed",
+            next="shard it with torch.distributed.fsdp.fully_shard (FSDP2)",
+        )
+    if any(_OF_DEEPSPEED & vars(parameter).keys() for parameter in parameters):
+        raise InvalidModel(
+            f"{name} is trained by DeepSpeed's ZeRO.",
+            why="its flat partitions, buckets and gathered parameters are not the model's, so a budget would not count them",
             next="shard it with torch.distributed.fsdp.fully_shard (FSDP2)",
         )
     if not parameters:
