@@ -215,7 +215,7 @@ def test_what_shows_in_the_first_call_is_refused_there_and_the_model_let_go():
 def test_an_exception_in_the_first_forward_only_delays_the_plan():
     plain, managed = twins(optimizer=torch.optim.SGD)
     expected = plain.steps((ROWS,) * 3)
-    calls_of_the_tracer = [None] * 2  # one for structure, one timed: blocks repeat
+    calls_of_the_tracer = [None] * 3
     with plimsoll.attach(managed.model, BUDGET) as attachment:
         springs = mock.Mock(side_effect=[*calls_of_the_tracer, RuntimeError("trap")])
         trap = managed.model.blocks[1].register_forward_pre_hook(springs)

@@ -144,23 +144,7 @@ def test_every_cost_key_of_a_real_step_has_seconds():
     model, batch = zoo.llama()
     step = trace(model, batch, repeats=3)
     assert {op.cost_key for op in step.ops} == set(step.timings)
-
-
-def test_runs_are_timed_until_most_time_in_blocks_is_known_from_three_samples():
-    stages: list[str] = []
-    for blocks, timed in ((1, 2), (4, 1)):
-        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(blocks))).train()
-        stages.clear()
-        step = trace(
-            model,
-            torch.randn(64, 64),
-            loss=torch.sum,
-            regions=["*"],
-            repeats=3,
-            progress=lambda stage, _: stages.append(stage),
-        )
-        assert len({stage for stage in stages if stage.startswith("timing")}) == timed
-        assert set(step.timings) == {op.cost_key for op in step.ops}
+    assert all(len(samples) >= 2 for samples in step.timings.values())
 
 
 def test_samples_of_all_runs_are_kept_together():

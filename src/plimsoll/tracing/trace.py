@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,8 +49,6 @@ _Timings = Mapping[str, Sequence[float]]
 _ROOM_TO_HOLD = 2
 """Timed runs hold what autograd saves, as training does, where that many times its bytes are free; memory that is given
 back and asked for again with every op would be counted as the ops' time."""
-_SAMPLES, _WELL_KNOWN = 3, 0.9
-"""No further run is timed once ops with that many samples take that share of the time in regions."""
 
 
 def trace(
@@ -78,8 +76,8 @@ def trace(
         optimizer: over the model's parameters; its state and its step then belong to the trace.
         regions: patterns of module paths, or modules by their paths; by default the model's repeated blocks.
         device_name: plan for a device of this name, which is not here. ``None``: for the device that the model is on.
-        repeats: how often the step is run on a real device at most; the first time is for structure and hidden workspaces.
-            With 0 it is run for these alone, and nothing is timed. Where blocks repeat, one timed run times each op often.
+        repeats: how often the step is run on a real device; the first time is for structure and hidden workspaces. With 0 it
+            is run for these alone, and nothing is timed.
         progress: is told the stage and the share of it that is done.
 
     Returns:
@@ -121,7 +119,6 @@ def trace(
         return step.described(log, workspaces, {})[0]
 
     count = max(1, repeats - 1)
-    keys = frozenset(op.cost_key for region in log.regions for op in log.tracer.ops[region.start : region.end])
     clock = clock_for(step.home)
     holds_saved = log.saved_bytes * _ROOM_TO_HOLD < free_bytes(step.home)
 
@@ -131,13 +128,9 @@ def trace(
             return capture(clock=clock, progress=told, holds_saved=holds_saved).run(call).tracer.timings
 
     with one_thread() if step.home.type == "cpu" else contextlib.nullcontext():
-        timings: dict[str, tuple[float, ...]] = {}
-        for run in range(1, count + 1):
-            timings = merged_timings([timings, timings_of(run)])
-            if _are_timed(keys & timings.keys(), timings):
-                break
+        runs = [timings_of(run) for run in range(1, count + 1)]
     release_free_memory()
-    return step.described(log, workspaces, timings)[0]
+    return step.described(log, workspaces, merged_timings(runs))[0]
 
 
 def watch(
@@ -286,13 +279,6 @@ class _Watcher:
             first_writes=first_writes,
             without_gradient=tuple(sorted(log.without_gradient)),
         )
-
-
-def _are_timed(keys: Iterable[str], timings: _Timings) -> bool:
-    """Whether most of the time that ops take in regions is known from several samples."""
-    seconds = {key: sum(timings[key]) for key in keys}
-    known = sum(taken for key, taken in seconds.items() if len(timings[key]) >= _SAMPLES)
-    return known >= _WELL_KNOWN * sum(seconds.values())
 
 
 def merged_timings(runs: Sequence[_Timings]) -> dict[str, tuple[float, ...]]:
