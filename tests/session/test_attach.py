@@ -91,6 +91,28 @@ def test_losses_gradients_and_weights_are_those_of_the_unmanaged_training(is_kno
     assert_same(expected, found)
 
 
+def test_parameters_that_are_trained_later_are_planned_for():
+    model = Stack(4, WIDTH)
+    model.blocks[:3].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train() -> None:
+        for _ in range(3):
+            model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with plimsoll.attach(model, BUDGET, optimizer=optimizer) as attachment:
+        train()
+        frozen = attachment.plan
+        assert frozen is not None
+        model.requires_grad_(True)
+        train()
+        assert attachment.plan is not None
+        assert attachment.plan.baseline_peak_bytes > frozen.baseline_peak_bytes
+        assert dropped(attachment)
+
+
 def test_every_batch_takes_a_plan_of_its_own_that_keeps_it_within_the_budget():
     plain, managed = twins(optimizer=torch.optim.SGD)
     rows = (ROWS // 4, ROWS // 4, ROWS, ROWS, ROWS // 2, ROWS)

@@ -20,7 +20,7 @@ from plimsoll.tracing.recorder.untouched import RandomState
 
 
 class Busy(Block):
-    """Counts, remembers, draws from every generator, and makes a part of itself and a mask in its first call."""
+    """Counts, remembers, averages, draws from every generator, and makes a part of itself and a mask in its first call."""
 
     def __init__(self):
         super().__init__(nn.Tanh())
@@ -28,8 +28,15 @@ class Busy(Block):
         self.seen, self.recent, self.kinds = [], collections.deque(maxlen=3), {"all": set()}
         self.own, self.dice = torch.Generator().manual_seed(1), random.Random(1)
         self.register_buffer("total", torch.zeros(()))
+        self.mean, self.given = (nn.Parameter(torch.zeros(16), requires_grad=False) for _ in range(2))
+        self.within = {"counts": [[0]], "sums": (torch.zeros(()),)}
 
     def forward(self, x):
+        self.within["counts"][0][0] += 1
+        self.within["sums"][0].add_(x.detach().sum())
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        self.given.data = self.given.data + 1
         if self.calls == 0:
             self.late = nn.Identity()
             self.register_buffer("mask", torch.ones(16), persistent=False)
@@ -99,11 +106,15 @@ def test_attaching_trains_as_without_it_where_a_model_counts():
     class Counting(Block):
         def __init__(self):
             super().__init__(nn.Tanh())
-            self.calls = 0
+            self.calls, self.within = 0, {"calls": [0]}
+            self.mean = nn.Parameter(torch.zeros(16), requires_grad=False)
 
         def forward(self, x):
             self.calls += 1
-            return super().forward(x) * (1 + 0.1 * min(self.calls, 2))
+            self.within["calls"][0] += 1
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            return super().forward(x + self.mean) * (1 + 0.1 * min(self.calls, 2)) * (1 + 0.1 * self.within["calls"][0])
 
     torch.manual_seed(0)
     plain = Stack(Counting(), Counting())

@@ -201,6 +201,8 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Where ranks with different budgets planned together, the budget of each; ``budget_bytes`` is the tightest's."""
     compiled: tuple[CompiledUnit, ...] = ()
     """What torch.compile compiles; the plan decides about the regions in there through its partitioner."""
+    written: tuple[str, ...] = ()
+    """Parameters that the step itself writes to; runs beside training put them back."""
     in_flight: int = 1
     """Micro-batches between their forward and their backward at once, on a stage of a pipeline; all follow this plan."""
 

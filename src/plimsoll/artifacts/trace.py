@@ -87,6 +87,8 @@ class TraceParameter(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     storage: int
     is_trainable: bool = True
+    is_written: bool = False
+    """Whether forward or backward writes to it in place, as to a moving average of others."""
     aliases: tuple[str, ...] = ()
 
 
@@ -133,6 +135,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     parameters: tuple[TraceParameter, ...] = ()
     """Every parameter once, in the order of ``named_parameters``; empty in older traces."""
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The parameters that the step itself writes to."""
+        return tuple(parameter.name for parameter in self.parameters if parameter.is_written)
 
 
 class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):

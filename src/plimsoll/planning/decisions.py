@@ -82,6 +82,7 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
         peak=describe_peak(simulation),
         baseline_peak=describe_peak(baseline),
         classes=classes_at_peak(simulation),
+        written=trace.written,
     )
 
 

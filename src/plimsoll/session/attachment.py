@@ -27,6 +27,7 @@ from torch import nn
 
 from plimsoll.artifacts.fault import Fault
 from plimsoll.artifacts.plan import COLLECTIVES, Plan
+from plimsoll.engine.apply import RemovedAtEnd
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.calibration import (
@@ -38,6 +39,7 @@ from plimsoll.session.calibration import (
     planned_state_bytes,
     predicted_before_optimizer,
     stand_in_loss,
+    trained_places,
 )
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import Decided, PlansAtWork, decided
@@ -72,7 +74,7 @@ _MOST_TRIES = 3
 """So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
 
 
-class Attachment:
+class Attachment(RemovedAtEnd):
     """A budget at work on a model."""
 
     def __init__(
@@ -93,26 +95,29 @@ class Attachment:
         self.agreement = agreement
         self.repeats_collectives = COLLECTIVES in options.allow
         self._work = PlansAtWork(agreement, model, verify_every)
-        self._shapes: list[Shapes] = []
-        self._has_settled = self._has_warned = False
-        self._is_given_up = False
+        self._has_warned = self._is_given_up = False
         """Planning has failed before there was a plan for the budget: no training can be managed."""
-        self._planner: StepPlanner | None = None
-        self._error_scale = 1.0
-        self._is_calibrating, self._tries, self._calls = False, 0, 0
-        self._counted = CountedState()
-        self._excess_bytes = self._overrun_bytes = 0
-        self._withheld_bytes = 0
+        self._calls = self._withheld_bytes = 0
         """Taken off the budget for now, as something else takes room on the device."""
         self._pressure = Pressure(room)
-        self._metered = MeteredSituations()
         self._retry = Retry(model, self)
-        self._shaped: ShapePlans | None = None
-        self._decided: set[Decided] = set()
-        """What plans have decided that were at work before."""
-        self._accumulated = False
+        self._trained: frozenset[int] = frozenset()
+        """Which parameters are trained, by their place among all."""
+        self._know_nothing()
         self._steps = StepWatch(model, self._before_call, self._after_step)
         self._watch = OptimizerWatch(every_parameter(model), after_step=self._optimizer_stepped)
+
+    def _know_nothing(self) -> None:
+        """Begin with the next call as with the first one."""
+        self._shapes: list[Shapes] = []
+        self._has_settled = self._is_calibrating = self._accumulated = False
+        self._planner: StepPlanner | None = None
+        self._shaped: ShapePlans | None = None
+        self._error_scale, self._tries = 1.0, 0
+        self._counted, self._metered = CountedState(), MeteredSituations()
+        self._excess_bytes = self._overrun_bytes = 0
+        self._decided: set[Decided] = set()
+        """What plans have decided that were at work before."""
 
     @property
     def plan(self) -> Plan | None:
@@ -142,9 +147,8 @@ class Attachment:
     def remove(self) -> None:
         """Undo everything; harmless when called twice."""
         self._steps.end_step()
-        self._steps.remove()
-        self._watch.remove()
-        self._work.remove()
+        for each in (self._steps, self._watch, self._work):
+            each.remove()
         self._is_calibrating = False
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -187,17 +191,17 @@ class Attachment:
             planner, excess_bytes = self._shaped.current_planner() or (planner, excess_bytes)
         return None if planner is None else floor_of(planner, excess_bytes, is_optimizer=is_optimizer)
 
-    def __enter__(self) -> Attachment:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
-
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """Before a training call: plan for it, or for what the one before it showed."""
         self._calls += 1
         if self._watch.is_settled:
             self._watch.remove()
+        trained = trained_places(self.model)
+        if (
+            not trained <= self._trained and self._steps.is_between_steps
+        ):  # what was frozen is trained now, and saves more
+            self._trained = trained
+            self._know_nothing()
         try:
             if self._planner is None or self._is_calibrating:
                 with self.agreement:
@@ -326,10 +330,6 @@ class Attachment:
         batch = detached(as_batch(self.model, args, kwargs))
         return TrainingTask(model=self.model, batch=batch, loss=stand_in_loss)
 
-    def _solve(self, budget_bytes: int | None, excess_bytes: int = 0) -> Plan:
-        assert self._planner is not None
-        return self._planner.solve(budget_bytes, excess_bytes=excess_bytes, error_scale=self._error_scale)
-
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Measure the step that this call begins; within another one there is nothing to be measured."""
         if not self._steps.is_between_steps:
@@ -419,7 +419,7 @@ class Attachment:
         """The plan for the budget less what was measured on any rank."""
         assert self._planner is not None
         excess_bytes = self._planner.excess_bytes(self._excess_bytes + self._withheld_bytes)
-        return self._solve(self._planner.budget_bytes, excess_bytes)
+        return self._planner.solve(self._planner.budget_bytes, excess_bytes=excess_bytes, error_scale=self._error_scale)
 
     def _after_step(self) -> None:
         """A step is over. Where it was measured under the plan for the budget, it has to have kept to that."""

@@ -139,7 +139,7 @@ def trace_compiled(task: TrainingTask, options: PlanOptions, progress: Progress 
     progress("reading the compiled graphs", 0.5)
     step = task.step()
     inner = {unit.path: [unit.local(name) for name in held[unit.path]] for unit in task.units}
-    with untouched(task.model):
+    with untouched(task.model, uncompiled.written):
         captured = capture(task.units, inner, step.run)
     progress("timing kernels", 0.9)
     traced = with_compiled(uncompiled, captured, step.device)

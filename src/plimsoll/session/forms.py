@@ -78,7 +78,7 @@ def sense_forms(step: TrainingStep, trace: Trace, costs: Costs, lowest: Plan, op
             next="plan with allow='recompute' for a device that is not here, or plan on the device",
         )
     sensor = Sensor(_codecs(options), _sampled(trace), wants_sensitivity=options.wants_lossy)
-    with untouched(step.model):
+    with untouched(step.model, lowest.written):
         with manage(step.model, lowest, sensor=sensor):
             try:
                 step.run()

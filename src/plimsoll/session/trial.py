@@ -73,7 +73,7 @@ def run_trial(
     The model is left as it was.
     """
     error = None
-    with untouched(step.model), manage(step.model, plan) if managing is None else managing(plan) as work:
+    with untouched(step.model, plan.written), manage(step.model, plan) if managing is None else managing(plan) as work:
         if plan.compiled and isinstance(work, Handle):
             step.run()  # what the compiler takes is not the step's
             work.forget()

@@ -19,10 +19,11 @@ from plimsoll.tracing.fsdp2 import waiting_gradients
 from plimsoll.tracing.local_tensors import dense_parts, local_bytes
 from plimsoll.tracing.meters.timing import OpClock
 from plimsoll.tracing.meters.workspaces import WorkspaceMeter
-from plimsoll.tracing.recorder.calling import Call, call_tensors
+from plimsoll.tracing.recorder.calling import Call, call_tensors, flat_tensors
 from plimsoll.tracing.recorder.collectives import WITHOUT_ALIASES
 from plimsoll.tracing.recorder.opkey import dtype_name, op_spec
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, RecordedValue, Signature
+from plimsoll.tracing.recorder.storages import is_plain
 from plimsoll.tracing.torch_internals import current_autograd_node
 
 BUFFER = "buffer of "
@@ -75,6 +76,8 @@ class StepTracer(OpRecorder):
         self.dies: dict[int, int] = {}
         self.fillings: dict[int, list[Filling]] = {}
         self._refilled = refilled
+        self._guarded: dict[int, torch.Tensor] = {}
+        self._before_writes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._alive: list[int] = []
         self._first: dict[int, int] = {}
         self._clock = clock
@@ -103,12 +106,38 @@ class StepTracer(OpRecorder):
         self.born.setdefault(self.values[value].storage, -1)
         return value
 
+    def guard(self, parameter: torch.Tensor, storage: int) -> None:
+        """Put a parameter back when the tracer is left, where the step writes to it, as an average of others is updated."""
+        self._guarded[storage] = parameter
+
+    @property
+    def written(self) -> frozenset[int]:
+        """The storages of guarded parameters that the step has written."""
+        return frozenset(self._before_writes)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        with torch.no_grad():
+            for parameter, copy in self._before_writes.values():
+                parameter.copy_(copy)
+
+    def _note_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> None:
+        """Copy a guarded parameter before the first write to it."""
+        written = [args[at] for at in signature.written_positions if at < len(args)]
+        for tensor in flat_tensors([written, [kwargs.get(name) for name in signature.written_names]]):
+            storage = self.table.find(tensor) if is_plain(tensor) else -1
+            if storage in self._guarded and storage not in self._before_writes:
+                parameter = self._guarded[storage].detach()
+                self._before_writes[storage] = (parameter, parameter.clone())
+
     def add_stand_in(self, tensor: torch.Tensor) -> None:
         """Make a placeholder known that backward reads; it is no storage of the step."""
         self._new_value(self.table.add(tensor), tensor, Origin.PARAMETER, "stand-in", producer=-1)
 
     def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
         self._before_op()
+        if signature.written_positions:
+            self._note_writes(args, kwargs, signature)
         self.note_deaths()
         key = op.cost_key
         if self._clock is None:
@@ -192,7 +221,11 @@ def register_statics(tracer: StepTracer, model: nn.Module, call: Call) -> frozen
     """Make parameters, gradients that exist, buffers and the batch known; returns the storages of the parameters."""
     parameters: set[int] = set()
     for name, parameter in model.named_parameters():
-        parameters |= _add(tracer, parameter, Origin.PARAMETER, f"parameter:{name}")
+        for part in dense_parts(parameter):
+            storages = _add(tracer, part, Origin.PARAMETER, f"parameter:{name}")
+            parameters |= storages
+            for storage in storages:
+                tracer.guard(part, storage)
         if parameter.grad is not None:
             _add(tracer, parameter.grad, Origin.EXTERNAL, f"gradient:{name}")
     for name, gradient in waiting_gradients(model):
@@ -228,6 +261,7 @@ def listed_parameters(tracer: StepTracer, model: nn.Module) -> tuple[TraceParame
             bytes=local_bytes(parameter),
             storage=tracer.table.find(dense_parts(parameter)[0]),
             is_trainable=parameter.requires_grad,
+            is_written=any(tracer.table.find(part) in tracer.written for part in dense_parts(parameter)),
             aliases=tuple(names[parameter][1:]),
         )
         for name, parameter in model.named_parameters()

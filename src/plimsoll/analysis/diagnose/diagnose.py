@@ -182,7 +182,7 @@ def _of_model(
     task = TrainingTask.read(model, batch, loss=loss, compile=plan.own_compilation)
     check_devices(model, *task.call())
     refuse_other_signature(task.signature(), plan)
-    with _folder(keep_traces) as folder, untouched(model), task.compiled():
+    with _folder(keep_traces) as folder, untouched(model, plan.written), task.compiled():
         step = task.step()
         seconds, recording = _run_both(step, model, plan, (steps, folder), report)
         before, after, _ = read_profiles(recording.traces[_BASELINE], recording.traces[_PLAN])

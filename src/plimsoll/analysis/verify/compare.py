@@ -130,7 +130,7 @@ def compare(
             planner = _planner(agreement, task, options, limit, part_of(report, 0.0, 0.35))
             plans = _plan_all(planner, task.step(), part_of(report, 0.35, 0.5))
             budgets = {name: MemoryBudget(task.units, share) for name, share in shares.items()}
-            with agreement.stepping(), untouched(model):
+            with agreement.stepping(), untouched(model, planner.trace.written):
                 measured = _measure(task, model, {**plans, **budgets}, steps, part_of(report, 0.5, 1.0))
         report("done", 1.0)
         found = Comparison(

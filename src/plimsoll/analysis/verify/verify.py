@@ -147,7 +147,7 @@ def verify(
             )
         task = agreement.patient(task)
         report = progress or silent
-        with untouched(model), task.compiled():
+        with untouched(model, () if plan is None else plan.written), task.compiled():
             step = task.step(context or contextlib.nullcontext)
             if plan is None:
                 return verify_own(step, task.signature(), max_error=error, steps=steps, depth=depth, report=report)

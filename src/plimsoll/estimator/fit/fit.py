@@ -222,7 +222,7 @@ class _Job:
             except BudgetBelowFloor:
                 plan = bounded
             self._stage("measuring the best point")
-            with untouched(training.model), manage(training.model, plan):
+            with untouched(training.model, plan.written), manage(training.model, plan):
                 recording, steady = step.measure_peak(), step.measure_peak()
                 timing = time_in_turns({"best": step.run}, device=step.device, rounds=_ROUNDS)["best"]
         absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))

@@ -9,7 +9,7 @@ import contextlib
 import random
 import traceback
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -25,17 +25,23 @@ from plimsoll.tracing.recorder.storages import is_plain, same_contents
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
     """Leave the model as it was: gradients, buffers, attributes, training flags and random states are put back at the end.
 
     A model under ``fully_shard`` is ready for its next step, also where this one failed on the way. Hooks on parameters (an
     optimizer that steps in backward) and reductions that are not torch's own do not run in the block. Gradients that exist
     are replaced by zeros of their shape while the block runs (so that accumulating into them costs what it will cost), and
-    are never written.
+    are never written. Of parameters those are put back that are known to be ``written`` by the step, by name, and those to
+    which it gives other ``data``.
     """
     parameters = every_parameter(model)
     gradients = [parameter.grad for parameter in parameters]
     generators, state = RandomState(), KeptState(model)
+    named = dict(model.named_parameters())
+    copies = [
+        (local_of(named[name].detach()), local_of(named[name].detach()).clone()) for name in written if name in named
+    ]
+    aliases = [(parameter, parameter.data) for parameter in parameters if is_plain(parameter)]
     shards = KeptShards(model)
     hooks = [(table, dict(table)) for table in filter(None, map(_hooks_of, parameters))]
     flags = [(module, module.training) for module in model.modules()]
@@ -58,6 +64,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for module, flag in flags:
             module.training = flag
         state.put_back()
+        for parameter, data in aliases:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
+        for local, copy in copies:
+            local.copy_(copy)
         generators.put_back()
         # The user's call would find weights that autocast has cast in the block, and run other ops than later calls.
         torch.clear_autocast_cache()
@@ -101,26 +112,27 @@ class KeptState:
     places, and what it has added since (a cache, a counter, a lazily made part).
 
     Of an attribute that is a tensor, a list, a set, a dictionary, a deque, an array or a generator the contents are put back
-    too, but not those of what lies in it: what other objects are and hold inside is theirs. ``copy`` says where copies of
-    tensors lie.
+    too, and so is what lies in it, if it is one of these. What other objects hold inside is theirs. ``copy`` says where copies
+    of tensors lie.
     """
 
     def __init__(self, model: nn.Module, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
         modules = list(model.modules())
+        self._attributes = [(vars(module), attributes_of(module)) for module in modules]
+        values = _with_contents(value for _, kept in self._attributes for value in kept.values())
+        in_buffers = {id(buffer) for buffer in model.buffers()}
+        within = {str(key): value for key, value in values.items() if _is_kept(value) and key not in in_buffers}
         self._kept = [
             (held, name, tensor, copy(tensor.detach()), tensor._version)
-            for module in modules
-            for held in (module._buffers, _tensors_of(module))
+            for held in (*(module._buffers for module in modules), within)
             for name, tensor in held.items()
             if tensor is not None
         ]
-        self._attributes = [(vars(module), attributes_of(module)) for module in modules]
         self._names = [
             (held, frozenset(held))
             for module in modules
             for held in (module._parameters, module._buffers, module._modules)
         ]
-        values = {id(value): value for _, kept in self._attributes for value in kept.values()}
         self._contents = [(value, contents_of(value)) for value in values.values() if type(value) in REFILLS]
 
     def put_back(self) -> None:
@@ -217,13 +229,31 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
 
 
-def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Attributes that are tensors and no buffers, as metrics keep their states."""
-    return {
-        name: value
-        for name, value in attributes_of(module).items()
-        if isinstance(value, torch.Tensor) and is_plain(value) and not value.is_inference()
-    }
+def _with_contents(values: Iterable[Any]) -> dict[int, Any]:
+    """Values and what lies in them, in however many lists, tuples and dictionaries, each once."""
+    found: dict[int, Any] = {}
+    pending = list(values)
+    while pending:
+        value = pending.pop()
+        if id(value) in found:
+            continue
+        found[id(value)] = value
+        if type(value) in (list, tuple, deque):
+            pending.extend(value)
+        elif isinstance(value, dict) and type(value) in REFILLS:
+            pending.extend(value.values())
+    return found
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether it is a tensor of the module's own, as metrics keep their states: no parameter, and nothing that forward made."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, nn.Parameter)
+        and is_plain(value)
+        and value.grad_fn is None
+        and not value.is_inference()
+    )
 
 
 def _drop(held: dict[str, Any], names: Iterable[str]) -> None:
