@@ -39,7 +39,6 @@ from plimsoll.session.calibration import (
     planned_state_bytes,
     predicted_before_optimizer,
     stand_in_loss,
-    trained_places,
 )
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import Decided, PlansAtWork, decided
@@ -95,20 +94,21 @@ class Attachment(RemovedAtEnd):
         self.agreement = agreement
         self.repeats_collectives = COLLECTIVES in options.allow
         self._work = PlansAtWork(agreement, model, verify_every)
-        self._has_warned = self._is_given_up = False
+        self._calls, self._has_warned = 0, False
+        self._is_given_up = False
         """Planning has failed before there was a plan for the budget: no training can be managed."""
-        self._calls = self._withheld_bytes = 0
+        self._withheld_bytes = 0
         """Taken off the budget for now, as something else takes room on the device."""
         self._pressure = Pressure(room)
         self._retry = Retry(model, self)
-        self._trained: frozenset[int] = frozenset()
-        """Which parameters are trained, by their place among all."""
         self._know_nothing()
         self._steps = StepWatch(model, self._before_call, self._after_step)
         self._watch = OptimizerWatch(every_parameter(model), after_step=self._optimizer_stepped)
 
     def _know_nothing(self) -> None:
         """Begin with the next call as with the first one."""
+        self._frozen: list[nn.Parameter] = []
+        """What the plan takes for frozen."""
         self._shapes: list[Shapes] = []
         self._has_settled = self._is_calibrating = self._accumulated = False
         self._planner: StepPlanner | None = None
@@ -196,11 +196,8 @@ class Attachment(RemovedAtEnd):
         self._calls += 1
         if self._watch.is_settled:
             self._watch.remove()
-        trained = trained_places(self.model)
-        if (
-            not trained <= self._trained and self._steps.is_between_steps
-        ):  # what was frozen is trained now, and saves more
-            self._trained = trained
+        is_thawed = any(parameter.requires_grad for parameter in self._frozen)  # it saves more than was planned
+        if is_thawed and self._steps.is_between_steps:
             self._know_nothing()
         try:
             if self._planner is None or self._is_calibrating:
@@ -271,6 +268,7 @@ class Attachment(RemovedAtEnd):
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """Trace this very call. Unless the plan at work is enough for it, let it run at the lowest peak, measured."""
         self._shapes.append(situation.shapes)
+        self._frozen = [parameter for parameter in every_parameter(self.model) if not parameter.requires_grad]
         task = dataclasses.replace(self._task(args, kwargs), optimizer=self._optimizer or optimizer_in_view(self.model))
         self._accumulated = situation.accumulates
         with self._tracing():

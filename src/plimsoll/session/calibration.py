@@ -319,11 +319,6 @@ def as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return args if args else kwargs
 
 
-def trained_places(model: nn.Module) -> frozenset[int]:
-    """Which parameters are trained, by their place among all."""
-    return frozenset(place for place, parameter in enumerate(model.parameters()) if parameter.requires_grad)
-
-
 def stand_in_loss(output: Any) -> torch.Tensor:
     """The model's own loss; else a sum of what it returns, since the user's loss is not known in its first call.
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import statistics
+import sysconfig
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import plimsoll
@@ -14,13 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from plimsoll import Plan, Receipt
-import time
-from dataclasses import field
-
-if TYPE_CHECKING:
-    import torch
-import sysconfig
-from pathlib import Path
 
 VOCABULARY = 256
 """One token per byte."""
