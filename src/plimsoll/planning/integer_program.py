@@ -27,13 +27,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, csr_array, vstack
 
 from plimsoll.planning.choice import Limits
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.effects import Effect
-from plimsoll.planning.quiet import quiet
+from plimsoll.planning.highs import INFEASIBLE, LIMIT, NODES_SPENT, OPTIMAL, quiet, solve_linear
 from plimsoll.planning.rounding import QUICK, THOROUGH, Room, Taken, lower_peak, round_down, search_near
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.windows import build_windows
@@ -56,7 +56,6 @@ NEAR_FLOOR = 1e-2
 """The smallest peak is searched for to within ``FLOOR_GAP`` of itself, and to within ``NEAR_FLOOR`` where choices are many."""
 _HAIR = 1e-9
 """What the relaxed smallest peak may be off by."""
-_OPTIMAL, _LIMIT, _INFEASIBLE, _NODES_SPENT = 0, 1, 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,18 +233,16 @@ class ChoiceProblem:
     def _relaxed_peak(self, aim: Floats, bounds: Bounds, room: LinearConstraint) -> tuple[float, Floats]:
         """The smallest peak of the program without whole numbers, infinite if it has no solution; and reduced costs."""
         right_sides = [room.ub] if self.shared is None else [room.ub, np.ones(self.shared.shape[0])]
-        result = linprog(
+        result = solve_linear(
             aim,
             A_eq=self.matrix,
             b_eq=self._right_side(),
             A_ub=room.A if self.shared is None else vstack([room.A, self.shared]),
             b_ub=np.concatenate(right_sides),
             bounds=np.column_stack([bounds.lb, bounds.ub]),
-            method="highs",
         )
-        if result.status == _INFEASIBLE:
+        if result is None:
             return np.inf, np.zeros(self.columns)
-        assert result.status == _OPTIMAL, f"HiGHS: {result.message}"
         return float(result.fun), np.maximum(result.lower.marginals[: self.columns], 0.0)
 
     def relax(self, budget_bytes: int) -> Relaxed | None:
@@ -253,18 +250,16 @@ class ChoiceProblem:
         windows = len(self.windows.spans)
         unit_seconds = max(float(self.seconds.max(initial=0.0)), 1e-30)
         bounds = self._budget_bounds(budget_bytes)
-        result = linprog(
+        result = solve_linear(
             np.concatenate([self.seconds / unit_seconds, np.zeros(windows + 1)]),
             A_eq=self.matrix,
             b_eq=self._right_side(),
             A_ub=self.shared,
             b_ub=None if self.shared is None else np.ones(self.shared.shape[0]),
             bounds=np.column_stack([bounds.lb, bounds.ub]),
-            method="highs",
         )
-        if result.status == _INFEASIBLE:
+        if result is None:
             return None
-        assert result.status == _OPTIMAL, f"HiGHS: {result.message}"
         prices = -np.asarray(result.upper.marginals[self.columns : self.columns + windows], dtype=np.float64)
         reduced = np.asarray(result.lower.marginals[: self.columns], dtype=np.float64)
         return Relaxed(
@@ -347,9 +342,9 @@ class ChoiceProblem:
         return self._read(result)
 
     def _read(self, result: Any) -> Selection:
-        assert result.status in (_OPTIMAL, _LIMIT, _INFEASIBLE, _NODES_SPENT), f"HiGHS: {result.message}"
+        assert result.status in (OPTIMAL, LIMIT, INFEASIBLE, NODES_SPENT), f"HiGHS: {result.message}"
         if result.x is None:
-            return Selection(effects=None, lower_value=np.inf, is_finished=result.status == _INFEASIBLE)
+            return Selection(effects=None, lower_value=np.inf, is_finished=result.status == INFEASIBLE)
         taken = []
         first = 0
         for effects in self.effects:
@@ -357,4 +352,4 @@ class ChoiceProblem:
             first += len(effects)
         bound = result.mip_dual_bound
         lower_value = float(result.fun if bound is None else bound)
-        return Selection(tuple(taken), lower_value, is_finished=result.status == _OPTIMAL)
+        return Selection(tuple(taken), lower_value, is_finished=result.status == OPTIMAL)
