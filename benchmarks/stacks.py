@@ -2,17 +2,20 @@
 
     PYTHONPATH=src:tests python -m benchmarks.stacks --page benchmarks/results/....md
 
-Every set-up trains three times from the same start: without anything, with the framework's own activation checkpointing, and
-under a budget of that one's peak. Peaks are counted from outside (`tests/metering.py`), in runs of their own; losses and
-weights are compared bit for bit; seconds are the process's CPU time per optimizer step on one thread, medians of the later
-steps. A set-up whose floor is above the peak of the switch is given 5% above its floor.
+Every set-up trains from the same start, in processes of its own: without anything, with the framework's own activation
+checkpointing, and under a budget of that one's peak. Peaks are counted from outside (`tests/metering.py`), in runs of their
+own; losses and weights are compared bit for bit. Seconds are the processes' CPU time per optimizer step on one thread. The
+three take turns, one step each, once each has made its first steps: ratios are medians over these rounds. A set-up whose
+floor is above the peak of the switch is given 5% above its floor. On several ranks a peak is the highest of any rank, a step's
+seconds are the sum over ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import re
+import os
 import statistics
 import sys
 import warnings
@@ -25,18 +28,16 @@ import transformers
 
 from benchmarks.machine import device_name, page_head, versions
 from benchmarks.page import format_table
-from benchmarks.stack_setups import accelerate, hugging_face, lightning
-from benchmarks.stack_setups.set_up import Arm, SetUp, Watch
-from metering import LiveStorages
-from plimsoll.errors import BudgetBelowFloor
-from plimsoll.tracing.meters.timing import one_thread
+from benchmarks.stack_runs import Ended, metered, timed_in_turns
+from benchmarks.stack_setups import accelerate, hugging_face, lightning, loops
+from benchmarks.stack_setups.set_up import Arm, SetUp
 from plimsoll.units import MIB
 
-SET_UPS: tuple[SetUp, ...] = (*hugging_face.SET_UPS, *lightning.SET_UPS, *accelerate.SET_UPS)
+SET_UPS: tuple[SetUp, ...] = (*hugging_face.SET_UPS, *lightning.SET_UPS, *accelerate.SET_UPS, *loops.SET_UPS)
 """A framework's rows come from its file in ``stack_setups``."""
 _HEAD = (
     "stack", "model", "precision", "accumulation", "shapes", "without MiB", "own switch MiB", "budget MiB", "highest step MiB",
-    "steps over", "bits equal", "own switch ×", "ours ×", "ours / own switch",
+    "steps over", "bits equal", "own switch ×", "ours ×", "ours / own switch", "quartiles", "load",
 )  # fmt: skip
 _TAUGHT = 5
 """Steps in which plans are made and regions are recorded."""
@@ -54,13 +55,22 @@ class Row:
     is_equal: bool = False
     own_ratio: float = 0.0
     ours_ratio: float = 0.0
+    beside_own: tuple[float, ...] = ()
+    """Ours beside the own switch: the lower quartile, the median and the upper quartile of the rounds."""
+    load: float = 0.0
+    """Of the machine while it was timed: a mean over five minutes."""
     failure: str = ""
+
+    @property
+    def ratio(self) -> float:
+        return self.beside_own[1] if self.beside_own else self.ours_ratio / self.own_ratio
 
     def cells(self) -> list[str]:
         if self.failure:
             return [*self.names, self.failure, *[""] * (len(_HEAD) - len(self.names) - 1)]
         over = sum(peak > self.budget_bytes for peak in self.peaks)
         sizes = (self.without_bytes, self.own_bytes, self.budget_bytes, max(self.peaks))
+        quartiles = f"{self.beside_own[0]:.2f} to {self.beside_own[2]:.2f}" if self.beside_own else ""
         return [
             *self.names,
             *(f"{size / MIB:.2f}" for size in sizes),
@@ -68,50 +78,62 @@ class Row:
             "yes" if self.is_equal else "NO",
             f"{self.own_ratio:.2f}",
             f"{self.ours_ratio:.2f}",
-            f"{self.ours_ratio / self.own_ratio:.2f}",
+            f"{self.ratio:.2f}",
+            quartiles,
+            f"{self.load:.1f}" if self.load else "",
         ]
 
 
-def measure(set_up: SetUp, *, metered_steps: int, timed_steps: int) -> Row:
+def measure(set_up: SetUp, *, metered_steps: int, rounds: int) -> Row:
     """Run one set-up."""
-    names = (set_up.stack, set_up.model, set_up.precision, str(set_up.accumulation), set_up.shapes)
-    without, own = (_run(set_up, Arm(own_switch=switch), metered_steps, is_metered=True) for switch in (False, True))
-    ours, budget_bytes = _kept(set_up, max(own.peaks), metered_steps)
+    without, own = (_sound(metered(set_up, Arm(own_switch=switch), metered_steps)) for switch in (False, True))
+    ours, budget_bytes = _kept(set_up, _peak(own), metered_steps)
     arms = (Arm(), Arm(own_switch=True), Arm(budget=budget_bytes))
-    seconds = [statistics.median(_run(set_up, arm, timed_steps).step_seconds[_TAUGHT:]) for arm in arms]
+    seconds = timed_in_turns(set_up, arms, taught=_TAUGHT, rounds=rounds)
     return Row(
-        names=names,
-        without_bytes=max(without.peaks),
-        own_bytes=max(own.peaks),
+        names=_names(set_up),
+        without_bytes=_peak(without),
+        own_bytes=_peak(own),
         budget_bytes=budget_bytes,
-        peaks=tuple(ours.peaks),
-        is_equal=ours.losses == without.losses and all(map(torch.equal, ours.weights, without.weights)),
-        own_ratio=seconds[1] / seconds[0],
-        ours_ratio=seconds[2] / seconds[0],
+        peaks=tuple(peak for each in ours for peak in each.peaks),
+        is_equal=all(a.losses == b.losses and a.digest == b.digest for a, b in zip(ours, without, strict=True)),
+        own_ratio=statistics.median(own / plain for plain, own, _ in seconds),
+        ours_ratio=statistics.median(ours / plain for plain, _, ours in seconds),
+        beside_own=tuple(statistics.quantiles((ours / own for _, own, ours in seconds), n=4)),
+        load=os.getloadavg()[1],
     )
 
 
-def _kept(set_up: SetUp, budget_bytes: int, steps: int) -> tuple[Watch, int]:
+def _kept(set_up: SetUp, budget_bytes: int, steps: int) -> tuple[list[Ended], int]:
     """A metered run under a budget; where that is below the floor of some step, under 5% more than the floor."""
-    try:
-        return _run(set_up, Arm(budget=budget_bytes), steps, is_metered=True), budget_bytes
-    except BudgetBelowFloor as error:
-        floor_bytes = max(map(int, re.findall(r"\((\d+) bytes\)", error.next)))
+    found = metered(set_up, Arm(budget=budget_bytes), steps)
+    floor_bytes = max(each.floor_bytes for each in found)
+    if floor_bytes:
         return _kept(set_up, int(1.05 * max(floor_bytes, budget_bytes)), steps)
+    return _sound(found), budget_bytes
 
 
-def _run(set_up: SetUp, arm: Arm, steps: int, *, is_metered: bool = False) -> Watch:
-    watch = Watch(LiveStorages() if is_metered else None)
-    set_up.train(watch, arm, steps)
-    return watch
+def _sound(ended: list[Ended]) -> list[Ended]:
+    failure = next((each.failure for each in ended if each.failure), "")
+    if failure:
+        raise RuntimeError(failure)
+    return ended
 
 
-def _measured(set_up: SetUp, metered_steps: int, timed_steps: int) -> Row:
+def _peak(ended: list[Ended]) -> int:
+    return max(peak for each in ended for peak in each.peaks)
+
+
+def _names(set_up: SetUp) -> tuple[str, ...]:
+    stack = set_up.stack if set_up.ranks == 1 else f"{set_up.stack}, {set_up.ranks} ranks"
+    return stack, set_up.model, set_up.precision, str(set_up.accumulation), set_up.shapes
+
+
+def _measured(set_up: SetUp, metered_steps: int, rounds: int) -> Row:
     try:
-        return measure(set_up, metered_steps=metered_steps, timed_steps=timed_steps)
+        return measure(set_up, metered_steps=metered_steps, rounds=rounds)
     except Exception as error:  # noqa: BLE001 - one row that cannot run leaves the others
-        names = (set_up.stack, set_up.model, set_up.precision, str(set_up.accumulation), set_up.shapes)
-        return Row(names=names, failure=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        return Row(names=_names(set_up), failure=str(error).partition("\n")[0])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="set-ups whose name holds this text")
     parser.add_argument("--steps", type=int, default=6, help="steps that are metered")
-    parser.add_argument("--timed-steps", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=20, help="steps of each arm that are timed")
     parser.add_argument("--page", type=Path)
     parser.add_argument("--rows", type=Path, help="a file of rows: those that it has are not measured again")
     parser.add_argument("--known", action="store_true", help="no others than the rows of that file")
@@ -132,14 +154,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.only not in set_up.name or (given.known and set_up.name not in known):
             continue
         if set_up.name not in known:
-            with one_thread():
-                known[set_up.name] = asdict(_measured(set_up, given.steps, given.timed_steps))
+            if set_up.requires and importlib.util.find_spec(set_up.requires) is None:
+                print(f"{set_up.name}: skipped, as {set_up.requires} is not installed")
+                continue
+            known[set_up.name] = asdict(_measured(set_up, given.steps, given.rounds))
             if given.rows is not None:
                 given.rows.write_text(json.dumps(known))
-        rows.append(Row(**{**known[set_up.name], "names": tuple(known[set_up.name]["names"])}))
+        tuples = {name: tuple(value) for name, value in known[set_up.name].items() if isinstance(value, list | tuple)}
+        rows.append(Row(**{**known[set_up.name], **tuples}))
         print(" | ".join(rows[-1].cells()), flush=True)
-    ratios = [row.ours_ratio / row.own_ratio for row in rows if not row.failure]
-    summary = f"Median of ours / own switch: {statistics.median(ratios):.2f}, over {len(ratios)} set-ups."
+    ratios = [row.ratio for row in rows if not row.failure]
+    median = f"{statistics.median(ratios):.2f}" if ratios else "not measured"
+    summary = f"Median of ours / own switch: {median}, over {len(ratios)} set-ups."
     table = format_table(_HEAD, [row.cells() for row in rows])
     if given.page is not None:
         command = "python -m benchmarks.stacks"

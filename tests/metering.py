@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plimsoll.session import step_snapshot
 from plimsoll.session.training_step import TrainingStep
 from plimsoll.tracing import trace as tracing
+from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.recorder.calling import output_tensors, split_batch
 from plimsoll.tracing.torch_internals import has_storage
 
@@ -43,6 +44,8 @@ class LiveStorages(TorchDispatchMode):
         self._depth = 0
         self._is_counting = True
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+        """Of living storages: FSDP2 empties some and fills them again."""
         self.is_aside: Callable[[], bool] = lambda: False
         """Whether what runs now is no part of the step, where hooks of a model cannot tell."""
 
@@ -69,21 +72,52 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in output_tensors(made):
-            if has_storage(tensor):
-                self._note(tensor.untyped_storage())
+            for part in dense_parts(
+                tensor
+            ):  # a DTensor itself has a storage of the global size, which nobody allocates
+                if has_storage(part):
+                    self._note(part.untyped_storage())
         return made
 
+    def __enter__(self) -> Self:
+        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", self._noting(torch.UntypedStorage.resize_))
+        self._resizing.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._resizing.stop()
+        super().__exit__(*error)
+
+    def _noting(self, resize: Any) -> Any:
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            made = resize(storage, size)
+            if self._knows(storage):
+                self._count(storage._cdata, size)
+            return made
+
+        return resized
+
+    def _knows(self, storage: torch.UntypedStorage) -> bool:
+        return self._alive.get(storage._cdata, lambda: None)() is storage
+
     def _note(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type != "cpu" or self._alive.get(storage._cdata, lambda: None)() is storage:
+        if storage.device.type != "cpu" or self._knows(storage):
             return
-        key, size = storage._cdata, storage.nbytes()
-        self._alive[key] = weakref.ref(storage, lambda _: self._let_go(size))
-        self.bytes += size
+        key = storage._cdata
+        self._sizes.pop(key, None)
+        self._alive[key] = weakref.ref(storage, lambda dead: self._let_go(key, dead))
+        self._count(key, storage.nbytes())
+
+    def _count(self, key: int, size: int) -> None:
+        self.bytes += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
         if self.peaks and self._is_counting and not self.is_aside():
             self.peaks[-1] = max(self.peaks[-1], self.bytes)
 
-    def _let_go(self, size: int) -> None:
-        self.bytes -= size
+    def _let_go(self, key: int, dead: Any) -> None:
+        if self._alive.get(key) is dead:
+            self.bytes -= self._sizes.pop(key)
+            del self._alive[key]
 
 
 class Device(LiveStorages):

@@ -60,9 +60,10 @@ def train(
     return called
 
 
-def _set_up(of_model: str, shapes: str, **changes: Any) -> SetUp:
+def _set_up(of_model: str, shapes: str, ranks: int = 1, **changes: Any) -> SetUp:
     return SetUp(
-        stack="Accelerate",
+        stack="Accelerate" if ranks == 1 else "Accelerate DDP",
+        ranks=ranks,
         model=of_model,
         precision=changes.get("mixed_precision", "fp32"),
         accumulation=changes.get("gradient_accumulation_steps", 1),
@@ -76,4 +77,6 @@ SET_UPS = (
     _set_up("GPT-2", "8 x 64", model=GPT2, mixed_precision="bf16"),
     _set_up("ViT", "32 pictures", model=VIT, of={"rows": 32, "name": "vit"}, gradient_accumulation_steps=2),
     _set_up("Llama", "8 x 24 to 64", of={"lengths": (24, 40, 64)}, mixed_precision="bf16"),
+    _set_up("Llama", "8 x 64", 2),
+    _set_up("GPT-2", "8 x 64", 2, model=GPT2, mixed_precision="bf16", gradient_accumulation_steps=2),
 )

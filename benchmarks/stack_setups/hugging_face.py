@@ -245,7 +245,7 @@ def _pairs() -> Any:
     )
 
 
-def _set_up(stack: str, of: str, shapes: str, make: Callable[..., Any], **changes: Any) -> SetUp:
+def _set_up(stack: str, of: str, shapes: str, make: Callable[..., Any], ranks: int = 1, **changes: Any) -> SetUp:
     def train_once(watch: Watch, arm: Arm, steps: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             train(functools.partial(make, folder, max_steps=steps, **changes), watch, arm)
@@ -256,6 +256,7 @@ def _set_up(stack: str, of: str, shapes: str, make: Callable[..., Any], **change
         precision="bf16" if changes.get("bf16") else "fp32",
         accumulation=changes.get("gradient_accumulation_steps", 1),
         shapes=shapes,
+        ranks=ranks,
         train=train_once,
     )
 
@@ -292,4 +293,14 @@ SET_UPS = (
     _set_up("TRL SFT", "Llama", "padded", sft_trainer),
     _set_up("TRL GRPO", "Llama", "generated", grpo_trainer, bf16=True, **_ACCUMULATING),
     _set_up("Trainer", "Llama, wide", "8 x 64", plain_trainer, model=functools.partial(llama, **_WIDE)),
+    _set_up("Trainer DDP", "Llama", "8 x 64", plain_trainer, 2),
+    _set_up(
+        "Trainer DDP",
+        "GPT-2",
+        "8 x 64",
+        plain_trainer,
+        2,
+        model=_zoo_model("gpt2", n_layer=4, n_embd=64),
+        **_ACCUMULATING,
+    ),
 )

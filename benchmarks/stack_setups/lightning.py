@@ -11,7 +11,9 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import zoo
@@ -60,6 +62,15 @@ class LanguageModel(lightning.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = self._optimizer(self.parameters(), lr=1e-3)
         return made
+
+
+class ShardedModel(LanguageModel):
+    """Shards its parameters by FSDP2, where Lightning asks for that."""
+
+    def configure_model(self) -> None:
+        model: Any = self.model
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
 
 class _Report(lightning.Callback):
@@ -146,6 +157,12 @@ def train_with_fabric(
     return called
 
 
+def train_sharded(watch: Watch, arm: Arm, steps: int, **changes: Any) -> tuple[Any, LanguageModel]:
+    """Train on two ranks under FSDP2."""
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    return train(watch, arm, steps, devices=2, module=ShardedModel, strategy=strategy, **changes)
+
+
 @contextlib.contextmanager
 def _quiet(watch: Watch) -> Any:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -154,7 +171,7 @@ def _quiet(watch: Watch) -> Any:
         yield meter
 
 
-def _set_up(stack: str, of_model: str, shapes: str, run: Callable[..., Any], **changes: Any) -> SetUp:
+def _set_up(stack: str, of_model: str, shapes: str, run: Callable[..., Any], ranks: int = 1, **changes: Any) -> SetUp:
     accumulation = changes.get("accumulate_grad_batches", changes.get("accumulation", 1))
     precision = changes.get("precision", "32-true")
     return SetUp(
@@ -163,6 +180,7 @@ def _set_up(stack: str, of_model: str, shapes: str, run: Callable[..., Any], **c
         precision="fp32" if precision == "32-true" else precision,
         accumulation=accumulation,
         shapes=shapes,
+        ranks=ranks,
         train=functools.partial(run, **changes),
     )
 
@@ -183,4 +201,7 @@ SET_UPS = (
     _set_up("Fabric", "GPT-2", "8 x 64", train_with_fabric, model=GPT2, accumulation=2, **_MIXED),
     _set_up("Lightning", "Llama, by hand", "8 x 64", train, module=functools.partial(LanguageModel, by_hand=True)),
     _set_up("Lightning", "Llama", "8 x 24 to 64", train, **_LENGTHS),
+    _set_up("Lightning DDP", "Llama", "8 x 64", train, 2, devices=2, strategy="ddp"),
+    _set_up("Lightning FSDP2", "Llama", "8 x 64", train_sharded, 2),
+    _set_up("Lightning FSDP2", "Llama", "8 x 64", train_sharded, 2, accumulate_grad_batches=2),
 )

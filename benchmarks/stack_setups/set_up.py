@@ -30,6 +30,8 @@ class Watch:
     losses: list[float] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
+    takes_turns: Callable[[float], object] = float
+    """Called after every step with its seconds; it returns where the next step may begin."""
     _began: float = 0.0
 
     @property
@@ -47,7 +49,8 @@ class Watch:
         """The optimizer has stepped."""
         now = time.process_time()
         self.step_seconds.append(now - self._began)
-        self._began = now
+        self.takes_turns(now - self._began)
+        self._began = time.process_time()
 
     def begins(self) -> None:
         """A step begins, where no module's call says so."""
@@ -79,10 +82,14 @@ class SetUp:
     precision: str = "fp32"
     accumulation: int = 1
     shapes: str
+    requires: str = ""
+    """A package that has to be there, besides those that tests need."""
+    ranks: int = 1
     train: Callable[[Watch, Arm, int], Any]
 
     @property
     def name(self) -> str:
         """``Trainer, Llama, bf16, 2 micro-batches, 4 x 64``."""
         parts = (self.stack, self.model, self.precision, f"accumulation {self.accumulation}", self.shapes)
+        parts += (f"{self.ranks} ranks",) if self.ranks > 1 else ()
         return ", ".join(parts)

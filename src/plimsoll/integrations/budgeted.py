@@ -31,6 +31,16 @@ from plimsoll.tracing.meters.memory import storage_bytes
 from plimsoll.units import format_bytes, parse_bytes
 
 
+def calling(kind: type) -> Any:
+    """The nearest object of a kind that has called, however indirectly; ``None`` if none has. Some frameworks pass their hooks
+    everything but the trainer.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), kind):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
+
+
 @dataclass(frozen=True, slots=True)
 class Framework:
     """A framework by the name of its distribution, with the oldest and the newest version that was tried."""

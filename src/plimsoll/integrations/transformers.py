@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.utils import logging
 
 from plimsoll.errors import BudgetBelowFloor, InvalidOption
-from plimsoll.integrations.budgeted import BudgetedTraining, Framework
+from plimsoll.integrations.budgeted import BudgetedTraining, Framework, calling
 from plimsoll.session.attachment import Attachment
 from plimsoll.session.compiled_attachment import CompiledAttachment
 
@@ -111,12 +110,9 @@ class PlimsollCallback(TrainerCallback):
 
 def _calling_trainer() -> Trainer:
     """The trainer in whose training loop this is: it passes its callbacks everything but itself."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, Trainer):
-            return found
-        frame = frame.f_back
+    found: Trainer | None = calling(Trainer)
+    if found is not None:
+        return found
     raise InvalidOption(
         "PlimsollCallback was called outside of a Trainer.",
         why="it looks for the trainer that calls it, to find the module that is trained",

@@ -1,0 +1,120 @@
+"""Trains under a budget with torchtitan: an activation checkpointing policy whose ``memory_budget`` is in bytes.
+
+    from plimsoll.integrations.torchtitan import BudgetAC
+
+    config.activation_checkpoint = BudgetAC.Config(memory_budget="70GiB")
+
+A policy is applied to a model before it is sharded, has weights and an optimizer. So it looks up the trainer that calls it,
+and the budget goes to work in that trainer's first step, on what has been made of the model by then. This file loads without
+torchtitan, whose base class is looked up with the policy's name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from plimsoll.errors import InvalidOption
+from plimsoll.integrations.budgeted import BudgetedTraining, Framework, calling
+from plimsoll.session.attachment import Attachment
+from plimsoll.session.compiled_attachment import CompiledAttachment
+
+_TRIED = Framework("torchtitan", oldest="0.3", newest="0.3")
+
+
+class _Budgeted:
+    """Keeps every training step of a torchtitan trainer under a memory budget, in place of its own policies.
+
+    ``BudgetAC.Config`` takes ``memory_budget``, as bytes or as text ("70GiB"), and ``options``: all else that
+    ``plimsoll.attach`` takes, but for the optimizer.
+
+    Raises:
+        UnsupportedFramework: torchtitan is older or newer than what was tried.
+        InvalidOption: no trainer applies it; or, in the first step, the trainer runs a pipeline.
+        BudgetBelowFloor: in the first step, before anything has changed.
+
+    Example:
+        >>> policy = BudgetAC.Config(memory_budget="70GiB", options={"allow": ("recompute", "offload")})  # doctest: +SKIP
+    """
+
+    def __init__(self, config: Any, dump_folder: str = "") -> None:
+        self.config, self.dump_folder = config, dump_folder
+        # The logger of torchtitan is the root.
+        self._training = BudgetedTraining(_TRIED, config.memory_budget, config.options, logging.getLogger())
+
+    @property
+    def handle(self) -> Attachment | CompiledAttachment | None:
+        """What ``plimsoll.attach`` has returned; ``None`` before the first step."""
+        return self._training.handle
+
+    def apply(self, model: nn.Module) -> None:
+        """Stand around the steps of the trainer that applies this policy."""
+        trainer = _calling_trainer()
+        self._training.replace(trainer, "train_step", functools.partial(self._step, trainer, trainer.train_step))
+        self._training.replace(trainer, "close", functools.partial(self._close, trainer.close))
+
+    def _step(self, trainer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.handle is None:
+            if trainer.parallel_dims.pp_enabled:
+                raise InvalidOption(
+                    "BudgetAC does not go with a pipeline.",
+                    why="every stage holds several micro-batches at once, which its schedule knows and a policy does not",
+                    next="call plimsoll.distributed.attach_schedule(trainer.pp_schedule, budget) before trainer.train()",
+                )
+            [model], optimizers = trainer.model_parts, trainer.optimizers.optimizers
+            self._training.begin(model, optimizers[0] if len(optimizers) == 1 else None)
+        try:
+            result = step(*args, **kwargs)
+        except BaseException:
+            self._training.end()
+            raise
+        self._training.tell()
+        return result
+
+    def _close(self, close: Callable[[], None]) -> None:
+        self._training.end()
+        close()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "BudgetAC":
+        return _policy()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def _policy() -> type:
+    from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+
+    config = dataclasses.make_dataclass(
+        "Config",
+        [("memory_budget", int | str), ("options", dict[str, Any], dataclasses.field(default_factory=dict))],
+        bases=(ActivationCheckpointing.Config,),
+        namespace={"__module__": __name__, "__qualname__": "BudgetAC.Config"},
+        kw_only=True,
+        slots=True,
+    )
+    attributes = {"__module__": __name__, "__doc__": _Budgeted.__doc__, "Config": config}
+    return type("BudgetAC", (_Budgeted, ActivationCheckpointing), attributes)
+
+
+def _calling_trainer() -> Any:
+    """The trainer that has called, however indirectly: a policy is given nothing but the model.
+
+    Raises:
+        InvalidOption: none has.
+    """
+    from torchtitan.trainer import Trainer
+
+    if (found := calling(Trainer)) is not None:
+        return found
+    raise InvalidOption(
+        "BudgetAC was applied outside of a torchtitan Trainer.",
+        why="it looks for the trainer that calls it, to find the model that is trained and its optimizer",
+        next="name it in the trainer's configuration: activation_checkpoint=BudgetAC.Config(memory_budget=...)",
+    )
