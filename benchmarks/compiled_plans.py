@@ -105,13 +105,13 @@ def deciding(layers: int, how: str) -> list[str]:
         start = time.process_time()
         traced = trace_compiled(task, options)
         all_traced = time.process_time() - start
-        planner = CompiledPlanner(*traced, options, None, planned_parts(task, options.regions))
+        planner = CompiledPlanner(planned_parts(task, options.regions), *traced, options, None)
         free = planner.solve(None, "none")
         solves = []
         for share in (0.1, 0.5, 0.9):
             budget = round(free.floor_bytes + share * (free.baseline_peak_bytes - free.floor_bytes))
             start = time.process_time()
-            planner = CompiledPlanner(*traced, options, budget, planned_parts(task, options.regions))
+            planner = CompiledPlanner(planned_parts(task, options.regions), *traced, options, budget)
             planner.solve(budget)
             solves.append(time.process_time() - start)
     return [

@@ -33,7 +33,7 @@ _LENGTH = 8192
 _PROFILE = "H200"
 _WORDS = {"vocab_size": 1000, "use_cache": False}
 _DECODER = {**_WORDS, "num_attention_heads": 8, "num_key_value_heads": 4}
-_MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
+MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
     "T5, 8 + 8 blocks": ("T5Config", "T5ForConditionalGeneration", {
         **_WORDS, "d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 8, "decoder_start_token_id": 0,
     }, (4, 128)),
@@ -111,25 +111,28 @@ def plan_figures(name: str) -> dict[str, Any]:
     }
 
 
-def solve_figures(name: str) -> dict[str, Any]:
-    """Trace one of the models on this machine, and plan it at ten budgets; processor seconds of planning alone."""
+def model_and_batch(name: str) -> tuple[Any, dict[str, Any]]:
+    """One of the models with its batch, the same every time."""
     import torch
     import transformers
 
+    config, model, fields, shape = MODELS[name]
+    torch.manual_seed(0)
+    made = getattr(transformers, model)(getattr(transformers, config)(**fields)).train()
+    if len(shape) == 2:
+        words = torch.randint(2, 1000, shape)
+        return made, {"input_ids": words, "labels": words}
+    return made, {"pixel_values": torch.randn(shape), "labels": torch.zeros(shape[0], dtype=torch.long)}
+
+
+def solve_figures(name: str) -> dict[str, Any]:
+    """Trace one of the models on this machine, and plan it at ten budgets; processor seconds of planning alone."""
     from plimsoll.planning.solve import Planner, solve
     from plimsoll.planning.step import StepIndex
     from plimsoll.session.step_planner import trace_and_cost
     from plimsoll.session.task import TrainingTask
 
-    config, model, fields, shape = _MODELS[name]
-    torch.manual_seed(0)
-    made = getattr(transformers, model)(getattr(transformers, config)(**fields)).train()
-    if len(shape) == 2:
-        words = torch.randint(2, 1000, shape)
-        batch = {"input_ids": words, "labels": words}
-    else:
-        batch = {"pixel_values": torch.randn(shape), "labels": torch.zeros(shape[0], dtype=torch.long)}
-    traced = trace_and_cost(TrainingTask.read(made, batch))
+    traced = trace_and_cost(TrainingTask.read(*model_and_batch(name)))
     start = time.process_time()
     planner = Planner(StepIndex(*traced))
     build_seconds = time.process_time() - start
@@ -194,19 +197,19 @@ def _alone(name: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning_speed", description=__doc__)
-    parser.add_argument("--only", choices=["import", *_MODELS, *_CASES], help="one of them, in this process, as JSON")
+    parser.add_argument("--only", choices=["import", *MODELS, *_CASES], help="one of them, in this process, as JSON")
     parser.add_argument("--out", type=Path, help="folder for a page of the models; other cases are left out")
     options = parser.parse_args()
     if options.only == "import":
         print(json.dumps(import_figures()))
     elif options.only:
-        print(json.dumps(solve_figures(options.only) if options.only in _MODELS else plan_figures(options.only)))
+        print(json.dumps(solve_figures(options.only) if options.only in MODELS else plan_figures(options.only)))
     else:
         found = {}
-        for name in _MODELS if options.out else ("import", *_MODELS, *_CASES):
+        for name in MODELS if options.out else ("import", *MODELS, *_CASES):
             said = _alone(name)
             print(f"{name}: {said}", flush=True)
-            if name in _MODELS and said.startswith("{"):
+            if name in MODELS and said.startswith("{"):
                 found[name] = json.loads(said)
         if options.out:
             from benchmarks.machine import page_stem

@@ -34,9 +34,17 @@ def streams() -> tuple[Stream, ...]:
             "ViT", lambda: _hf("ViTConfig", "ViTForImageClassification", image_size=64, patch_size=8), _size, _images
         ),
         Stream("GCN", Graphs, _graph, _edges),
+        Stream(
+            "Llama, wide",
+            lambda: _hf("LlamaConfig", "LlamaForCausalLM", vocab_size=_VOCABULARY, **_WIDE),
+            _length,
+            _words,
+        ),
+        Stream("GPT-2, wide", lambda: _hf("GPT2Config", "GPT2LMHeadModel", **_GPT2 | _WIDE), _length, _words),
     )
 
 
+_WIDE = {"hidden_size": 256, "intermediate_size": 1024}
 _GPT2 = {
     "vocab_size": _VOCABULARY,
     "n_embd": 64,

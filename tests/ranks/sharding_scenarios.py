@@ -23,7 +23,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import plimsoll
 from launching import refused
-from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.plan import Plan
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
@@ -303,7 +302,6 @@ def habits() -> dict[str, Any]:
         "optimizer": {name: step_with_optimizer(LAYOUTS[name]) for name in ("fsdp2", "ddp")},
         "beside": {name: planned_beside(install) for name, install in REDUCTIONS.items()},
         "micro-batches": budgeted_micro_batches(LAYOUTS["fsdp2"]),
-        "lengths": {name: attached_to_other_lengths(LAYOUTS[name]) for name in ("fsdp2", "ddp")},
     }
 
 
@@ -475,21 +473,6 @@ def step_with_optimizer(make: Callable[[], nn.Module]) -> dict[str, Any]:
 
     measured_bytes = min(step_peak(model, batch, step, state) for _ in range(3))
     return {"predicted": plan.baseline_peak_bytes, "measured": measured_bytes}
-
-
-def attached_to_other_lengths(make: Callable[[], nn.Module]) -> dict[str, Any]:
-    """The second rank's batches are twice as long; the first one has less memory to spare beside its own."""
-    short = dist.get_rank() == 0
-    batch, model = text(SEQUENCE if short else 2 * SEQUENCE), make()
-    unmanaged_bytes = measured_peak(model, batch)
-    budget_bytes = int(unmanaged_bytes * (0.85 if short else 0.9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with plimsoll.attach(model, budget_bytes) as handle:
-        for _ in range(3):
-            train_step(model, batch)
-            optimizer.step()
-        measured_bytes = measured_peak(model, batch)
-    return {"plan": to_json(handle.plan), "budget": budget_bytes, "measured": measured_bytes}
 
 
 class _CountingScatter(DefaultReduceScatter):

@@ -156,13 +156,13 @@ def test_the_comparison_has_a_row_of_equal_bits_for_every_strategy(told: Told):
     assert [(row.strategy, row.is_bit_equal) for row in table.rows] == [("full", True), ("auto", True)]
 
 
-def test_attach_runs_the_identical_plan_on_all_ranks_in_every_step(told: Told):
+def test_attach_runs_the_identical_plan_on_all_ranks_where_it_may_repeat_collectives(told: Told):
     one, other = of_all(told, "attached", "plans")
     assert one == other
     assert of_all(told, "attached", "is_equal") == [True, True]
 
 
-def test_attach_exchanges_something_only_where_something_happens(told: Told):
+def test_one_plan_for_all_ranks_exchanges_something_only_where_something_happens(told: Told):
     first, second, *steady = told[0]["attached"]["exchanges"]
     grown, settled = steady[2], steady[3]
     assert min(first, second, grown, settled) > 0

@@ -12,14 +12,17 @@ four = on_ranks(4, "ranks.retrying:on_four")
 
 
 @pytest.mark.parametrize("number", range(len(PAIRED) + len(FOURFOLD)))
-def test_a_step_that_fails_on_one_rank_is_run_again_by_all_with_the_bits_of_the_tighter_plan(
+def test_a_step_that_fails_on_one_rank_is_run_again_by_all_with_the_bits_of_one_that_does_not(
     pair: Told, four: Told, number: int
 ):
     told, number = (pair, number) if number < len(PAIRED) else (four, number - len(PAIRED))
     found = [rank["trained"][number] for rank in told]
     assert all(each["is_equal"] for each in found), found[0]["case"]
     assert [each["failures"] for each in found] == [int(rank in found[0]["case"][2]) for rank in range(len(told))]
-    assert len({each["dropped"] for each in found}) == 1
+    _, verb, shares, failing = found[0]["case"]
+    # Plans that were applied are the same on all ranks; under attach only a rank that lacked memory takes a tighter one.
+    is_tighter = [verb == "apply" or (failing > 0 and rank in shares) for rank in range(len(told))]
+    assert [each["dropped"] > 0 for each in found] == is_tighter
 
 
 def test_an_error_of_one_rank_stays_its_own_and_is_named_on_the_others(pair: Told):
@@ -31,7 +34,7 @@ def test_an_error_of_one_rank_stays_its_own_and_is_named_on_the_others(pair: Tol
 
 @pytest.mark.parametrize(
     ("what", "kinds"),
-    [("floor", ("BudgetBelowFloor", "BudgetBelowFloor")), ("written", ("RankFailed", "OutOfMemoryError"))],
+    [("floor", ("RankFailed", "BudgetBelowFloor")), ("written", ("RankFailed", "OutOfMemoryError"))],
 )
 def test_where_the_step_cannot_be_run_again_no_rank_runs_it(pair: Told, what: str, kinds: tuple[str, str]):
     found = [rank[what] for rank in pair]

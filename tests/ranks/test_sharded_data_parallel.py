@@ -141,13 +141,6 @@ def test_the_optimizer_counts_by_what_it_holds_on_this_rank(habits, layout):
         assert found["predicted"] == pytest.approx(found["measured"], rel=within)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "ddp"])
-def test_ranks_whose_batches_have_other_lengths_keep_to_their_budgets_under_one_plan(habits, layout):
-    one, other = (rank["lengths"][layout] for rank in habits)
-    assert one["plan"] == other["plan"]
-    assert all(rank["measured"] <= rank["budget"] for rank in (one, other))
-
-
 @pytest.mark.parametrize(
     ("reduction", "name"),
     [

@@ -11,8 +11,6 @@ import torch
 from benchmarks.stack_setups import accelerate, lightning
 from benchmarks.stack_setups.hugging_face import plain_trainer, train
 from benchmarks.stack_setups.set_up import Arm, Watch
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
 
 from metering import LiveStorages
 from plimsoll.errors import InvalidModel
@@ -34,31 +32,15 @@ def train_with_trainer(folder: str) -> dict[str, Any]:
     }
 
 
-class _Sharded(lightning.LanguageModel):
-    """Shards its parameters by FSDP2, where Lightning asks for that."""
-
-    def configure_model(self) -> None:
-        for part in (*self.model.model.layers, self.model):
-            fully_shard(part, mesh=self.device_mesh["data_parallel"])
-
-
 def train_with_loops() -> list[dict[str, Any]]:
     """Lightning's trainer under DDP and FSDP2, and a loop with Accelerate, whose model is under DDP."""
 
     return [
         _compared(functools.partial(lightning.train, devices=2, strategy="ddp")),
-        _compared(_train_sharded),
+        _compared(lightning.train_sharded),
         _compared(accelerate.train),
         {"refuses what is wrapped later": "around LlamaForCausalLM" in _attached_first()},
     ]
-
-
-def _train_sharded(watch: Watch, arm: Arm, steps: int) -> None:
-    """What a meter of storages sees of FSDP2 is more than there is: the peaks are those that the callback has logged."""
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    trainer, _ = lightning.train(watch, arm, steps + 1, devices=2, module=_Sharded, strategy=strategy)
-    if arm.budget is not None and watch.meter is not None:
-        watch.meter.peaks = [int(trainer.callback_metrics["plimsoll/measured_peak_bytes"])]
 
 
 def _attached_first() -> str:

@@ -91,9 +91,10 @@ def test_losses_gradients_and_weights_are_those_of_the_unmanaged_training(is_kno
     assert_same(expected, found)
 
 
-def test_parameters_that_are_trained_later_are_planned_for():
+@pytest.mark.parametrize("is_frozen_late", [False, True])
+def test_parameters_that_are_trained_later_are_planned_for(is_frozen_late: bool):
     model = Stack(4, WIDTH)
-    model.blocks[:3].requires_grad_(False)
+    model.blocks[:3].requires_grad_(is_frozen_late)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def train() -> None:
@@ -103,6 +104,7 @@ def test_parameters_that_are_trained_later_are_planned_for():
             optimizer.zero_grad()
 
     with plimsoll.attach(model, BUDGET, optimizer=optimizer) as attachment:
+        model.blocks[:3].requires_grad_(False)
         train()
         frozen = attachment.plan
         assert frozen is not None

@@ -261,11 +261,17 @@ def test_a_model_whose_forward_is_never_called_is_named_when_it_is_trained():
             lambda model: (model.zero_grad(), (loss_of(model) + loss_of(model)).backward()),
         ),
         ("gradients of an earlier backward are there", lambda model: loss_of(model).backward()),
+        (
+            "of its parameters were frozen before",
+            lambda model: (model.requires_grad_(True), loss_of(model).backward(), model.zero_grad()),
+        ),
         ("", lambda model: (loss_of(model).backward(), model.zero_grad())),
     ],
 )
 def test_an_applied_plan_says_once_why_a_step_takes_more_than_its_budget(cause: str, step: Callable[[nn.Module], Any]):
     model, batch = Stack(3, WIDTH), torch.randn(ROWS, WIDTH)
+    if "frozen" in cause:
+        model.blocks[1].requires_grad_(False)
     free = plimsoll.plan(model, batch, loss=mean_square, strategy="none")
     plan = plimsoll.plan(model, batch, (free.floor_bytes + free.baseline_peak_bytes) // 2, loss=mean_square)
     tight = plan.__replace__(budget_bytes=plan.predicted_peak_bytes - 64 * KIB) if cause else plan

@@ -117,3 +117,14 @@ def test_a_shape_below_every_floor_names_it_before_it_runs_and_training_goes_on(
         assert attachment.plan.regions is plan.regions
     (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("plimsoll")]
     assert "budget 585.9 KiB" in said
+
+
+def test_a_batch_of_one_is_planned_for_although_its_step_is_like_that_of_two():
+    model = zoo.build("resnet")
+    free = plimsoll.plan(zoo.build("resnet"), zoo.pictures(4, 32), budget="1GiB")
+    with plimsoll.attach(model, (free.floor_bytes + free.baseline_peak_bytes) // 2) as attachment:
+        for rows in (4, 4, 3, 1, 1):
+            model(**zoo.pictures(rows, 32)).loss.backward()
+            model.zero_grad()
+        assert attachment.plan is not None
+        assert "pixel_values=f32[1x3x32x32]" in attachment.plan.signature

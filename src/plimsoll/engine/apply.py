@@ -28,7 +28,6 @@ from plimsoll.engine.sampling import SentinelPolicy
 from plimsoll.engine.sensing import Sensor
 from plimsoll.engine.stored_forms import Packer
 from plimsoll.errors import PlanMismatch, PlanNotUsable
-from plimsoll.tracing.compiled.units import unwrapped
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import emptied_after_forward
 from plimsoll.tracing.refusals import uncompiled_regions
@@ -317,13 +316,15 @@ def apply_plan(
         raise PlanNotUsable(
             f"This plan is {plan.status}.", why=plan.status.advice, next="plan again with a larger budget"
         )
-    original, model = model, unwrapped(model) if plan.compiled else inner_module(model)
+    original, model = model, inner_module(model)
     modules = dict(model.named_modules())
     managed = _managed_regions(plan) if sensor is None else _regions(plan)
     for name in {region.name for region in plan.regions}:
         _check_module(model, modules, name, is_managed=name in managed)
     eager = {name: modules[name] for name in managed}
-    compiled = managed.keys() - uncompiled_regions(model, eager).keys() if eager or not plan.compiled else set()
+    compiled: set[str] = set()
+    if eager or not plan.compiled:
+        compiled = managed.keys() - uncompiled_regions(model if plan.compiled else original, eager).keys()
     parameters = list(model.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
     if link is None and plan.link:

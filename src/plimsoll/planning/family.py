@@ -21,7 +21,7 @@ import msgspec
 
 from plimsoll.artifacts.costs import Costs, OpCost
 from plimsoll.artifacts.region import RegionGraph
-from plimsoll.artifacts.trace import OpSpec, RegionCall, Trace, TraceOp
+from plimsoll.artifacts.trace import Category, OpSpec, RegionCall, Storage, Trace, TraceOp
 from plimsoll.planning.expressions import Dimensions, Expression, Fitter, Sizes, same_structure
 
 S = TypeVar("S", bound=Sizes)
@@ -39,13 +39,11 @@ class Family(Generic[S]):
         self.strays: dict[S, str] = {}
         largest = max(traces, key=lambda shape: (prod(shape), shape))
         for shape in sorted(traces):
-            difference = "" if shape == largest else find_difference(traces[shape], traces[largest])
-            if not difference and not same_structure(shape, largest):
-                difference = "a size of 0 or 1, which may run other operations"
-            if difference:
+            if difference := stray_because((shape, traces[shape]), (largest, traces[largest])):
                 self.strays[shape] = difference
         self._shapes = tuple(shape for shape in sorted(traces) if shape not in self.strays)
-        self._members = [traces[shape] for shape in self._shapes]
+        self._members = _with_equal_buffers([traces[shape] for shape in self._shapes])
+        self._traces |= zip(self._shapes, self._members, strict=True)
         self.dimensions = Dimensions(self._shapes)
         self._fitter = Fitter(self.dimensions.points)
         self._keys = self._name_ops()
@@ -213,6 +211,12 @@ def _interpolate(samples: list[tuple[int, float]], work: int) -> float:
     return max(points[high] + slope * (work - high), 0.0)
 
 
+def stray_because(one: tuple[Sizes, Trace], other: tuple[Sizes, Trace]) -> str:
+    """Why two traces, each with its shape, are of different families; empty if they are of one."""
+    found = "" if one[0] == other[0] else find_difference(one[1], other[1])
+    return found if found or same_structure(one[0], other[0]) else "a size of 0 or 1, which may run other operations"
+
+
 def find_difference(one: Trace, other: Trace) -> str:
     """What is different, in words; empty if only sizes are."""
     if len(one.ops) != len(other.ops):
@@ -222,7 +226,7 @@ def find_difference(one: Trace, other: Trace) -> str:
             return f"op {tick} is {_name(mine)} against {_name(theirs)}"
         if not _same_spec(one, mine.cost_key, other, theirs.cost_key):
             return f"op {tick}, {mine.name} in {mine.module}, computes in another dtype"
-    if _without_bytes(one.storages) != _without_bytes(other.storages):
+    if _bare_storages(one) != _bare_storages(other):
         return f"{len(one.storages)} storages against {len(other.storages)}, or other lives of them"
     if one.parameters != other.parameters:
         return "other parameters"
@@ -249,6 +253,26 @@ def _same_spec(one: Trace, key: str, other: Trace, other_key: str) -> bool:
     if mine is None or theirs is None:
         return mine is theirs
     return (mine.name, mine.dtype, mine.group) == (theirs.name, theirs.dtype, theirs.group)
+
+
+def _with_equal_buffers(members: list[Trace]) -> list[Trace]:
+    """Traces of one structure, in which buffers of collectives live as long as in the one that let go of them last.
+
+    Threads of the backend let go of them, whenever they are done.
+    """
+    last = [max(each.dies for each in together) for together in zip(*(t.storages for t in members), strict=True)]
+    found = [tuple(map(_until, trace.storages, last)) for trace in members]
+    pairs = zip(members, found, strict=True)
+    return [trace if each == trace.storages else msgspec.structs.replace(trace, storages=each) for trace, each in pairs]
+
+
+def _until(storage: Storage, dies: int) -> Storage:
+    """A storage; where it is a collective's buffer, with another end of its life."""
+    return msgspec.structs.replace(storage, dies=dies) if storage.category is Category.COMMUNICATION else storage
+
+
+def _bare_storages(trace: Trace) -> list[Storage]:
+    return _without_bytes([_until(storage, 0) for storage in trace.storages])
 
 
 def _without_bytes(sized: Sequence[Any]) -> list[Any]:

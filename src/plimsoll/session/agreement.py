@@ -32,7 +32,7 @@ from plimsoll.tracing.recorder.calling import Loss, output_tensors
 
 T = TypeVar("T")
 
-_SOLVING_SECONDS = 600.0
+SOLVING_SECONDS = 600.0
 """Beyond the usual time, ranks wait so long for the one that solves: a solver may use its time limit several times."""
 _PAD = "pad the batches to the same shape, set the same mode and loss, or name the ranks that have the same: ranks="
 
@@ -156,9 +156,9 @@ class Agreement:
         answers = self._conversation.gather(what, msgspec.msgpack.encode(value))
         return None if answers is None else [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
 
-    def meet(self, what: str) -> None:
+    def meet(self, what: str, *, more_seconds: float = 0.0) -> None:
         """Go on once all ranks are here."""
-        self.all_of(what, None, type(None))
+        self.all_of(what, None, type(None), more_seconds=more_seconds)
 
     def every(self, what: str, *, holds: bool) -> bool:
         """Whether something holds on every rank."""
@@ -217,7 +217,7 @@ class Agreement:
             except BudgetBelowFloor as error:
                 self._below_floor = error
                 mine = _Solved(below_floor=(error.found, error.why, error.next))
-        told = self.all_of(what, mine, _Solved, more_seconds=_SOLVING_SECONDS)
+        told = self.all_of(what, mine, _Solved, more_seconds=SOLVING_SECONDS)
         solved = told[self.ranks.index(rank)]
         if solved.below_floor is not None:
             self._solver = rank

@@ -15,9 +15,11 @@ from plimsoll.session.compiled_attachment import CompiledAttachment
 from plimsoll.session.options import Budget, PlanOptions, check_count
 from plimsoll.session.pressure import check_room
 from plimsoll.session.rendezvous.exchange import TIMEOUT_SECONDS
+from plimsoll.session.shapes import can_follow_shapes
 from plimsoll.session.step_watch import is_watched
 from plimsoll.session.task import check_model
-from plimsoll.tracing.compiled.units import find_units
+from plimsoll.tracing.compiled.units import Unit, find_units
+from plimsoll.tracing.ddp import inner_module, reduced_parameters
 from plimsoll.tracing.recorder.fingerprint import fingerprint
 
 
@@ -41,15 +43,17 @@ def attach(
 
     The first training step calibrates at the lowest memory that the engine can reach; from the second on the model runs
     the plan that is cheapest under the budget. Evaluation (``model.eval()`` or no gradients) is left alone. Batches of
-    other shapes take plans of their own, chosen before they run; one or two more shapes are traced for that.
+    other shapes take plans of their own, chosen before they run; one or two more shapes are traced for that. One plan serves
+    all shapes where values may be compressed or offloaded.
 
     Where the model, or its blocks, are compiled by torch.compile, the first training call makes the plan, compiles it once and
     runs it; every later shape follows it, with a warning where it exceeds the budget.
 
-    On several ranks (torchrun) all attach alike, and every rank runs the identical plan. Their batches may have other lengths;
-    only tensor parallel ranks, which share one batch, have to have the same. A later batch that is larger on all ranks is
-    planned for anew; one that is larger on some ranks only is run under the plan that is there, with a warning. One plan
-    serves all shapes there, and also where values may be compressed or offloaded.
+    On several ranks (torchrun) all attach alike and calibrate together. From then on every rank chooses its plans for itself,
+    for its own batches under its own budget. Their batches may have other lengths; only tensor parallel ranks, which share one
+    batch, have to have the same. Ranks whose model is sharded or split trace a new shape together, in the first calls that have
+    one; a later one that not all ranks meet in the same call runs at the lowest peak, with a warning. All ranks run the
+    identical plan where values may be compressed or offloaded, or collectives repeated.
 
     Args:
         model: the model as it will be trained.
@@ -64,7 +68,7 @@ def attach(
         link: ``host`` or ``disk``.
         verify_every: as for ``plimsoll.apply``.
         room: called before every training step for the bytes that it may take now, all included, where that may be less than
-            the budget. The plan follows: tighter at once, looser after some steps. In one process; by default nobody is asked.
+            the budget. The plan follows: tighter at once, looser after some steps. By default a GPU is asked, a CPU not.
         ranks: as for ``plimsoll.plan``.
         timeout_seconds: as for ``plimsoll.plan``.
 
@@ -88,14 +92,15 @@ def attach(
         _refuse_attached(model)
         units = find_units(model)
         check_count("verify_every", verify_every, least=0)
-        check_room(room, agreement.size)
         limit = Budget.required(budget)
         options = PlanOptions.read(
             regions=regions, allow=allow, max_error=max_error, host_budget=host_budget, overrides=overrides, link=link
         )
+        check_room(room, follows=can_follow_shapes(options, agreement.size), ranks=agreement.size)
         trained = {"model": fingerprint(model), "optimizer": type(optimizer).__name__}
         agreement.same("what to attach", {**trained, **options.facts(), **described(verify_every=verify_every)})
-        if plans_compiled(model, units, options, "auto", agreement.size, room=room):
+        if plans_compiled(model, units, options, "auto", room=room):
+            _refuse_split_graphs(model, units)
             return CompiledAttachment(
                 model, units, limit, options, optimizer=optimizer, agreement=agreement, verify_every=verify_every
             )
@@ -111,4 +116,16 @@ def _refuse_attached(model: nn.Module) -> None:
             why="plimsoll.attach, plimsoll.apply, or a framework's integration was called on it before: two would plan for the "
             "same bytes",
             next="keep one of them; handle.remove() takes off the other",
+        )
+
+
+def _refuse_split_graphs(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Refuse a model compiled as a whole under ``DistributedDataParallel``: the call that plans for it would lie inside of the
+    wrapper's, and what is compiled there is not split as in later calls.
+    """
+    if reduced_parameters(model) and not all(unit.path for unit in units):
+        raise InvalidModel(
+            f"{type(inner_module(model)).__name__} is compiled as a whole under DistributedDataParallel.",
+            why="torch splits its graph at the reducer's buckets, and within a training call it may be split otherwise",
+            next="compile the blocks (layer.compile() for each), or use plimsoll.plan and plimsoll.apply",
         )

@@ -2,14 +2,12 @@
 
 The first call of the model in training is traced on the spot and runs under the plan with the lowest peak that there is.
 What that step takes in truth (the user's loss, the optimizer's state) is measured until the next call, and the plan for
-the budget is solved with the difference taken off. Later steps run that plan, and batches of other shapes the cheapest of a
-ladder of plans that keeps them within the budget (see ``shapes``): a few more shapes are traced for that, and no more.
-Where there is no such ladder, a batch that is larger than any before it starts over.
+the budget is solved with the difference taken off. Later steps take the cheapest of a ladder of plans that keeps a batch of
+their shape within the budget (see ``shapes``): a few more shapes are traced for that, and no more.
 
-On several ranks all of this is agreed, in the calls in which every rank calibrates. Later calls exchange nothing, unless
-something happens: a larger batch, or an optimizer's first step. The rank that sees it waits a few seconds for the others to
-see it too, in the same call. If all do, they start over together; if not, the plan stays. Batches may have another length on
-every rank, unless ranks share the work on one: each traces its own, and the plan keeps every rank within its budget.
+On several ranks the first plan is agreed. From then on each has a ladder of its own, and asks the others only where it has to
+trace with them (see ``joint_traces``). Where there is no ladder, all have one plan, and a batch that is larger than any before
+it starts over, if all ranks see one in the same call.
 """
 
 from __future__ import annotations
@@ -40,6 +38,7 @@ from plimsoll.session.calibration import (
     predicted_before_optimizer,
     stand_in_loss,
 )
+from plimsoll.session.joint_traces import JointTraces, facts_of
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.plans_at_work import Decided, PlansAtWork, decided
 from plimsoll.session.pressure import Pressure
@@ -57,11 +56,13 @@ from plimsoll.session.step_watch import (
     warn_of_floor,
     warn_of_larger,
     warn_of_overrun,
+    warn_of_state,
     warn_of_unseen,
+    warn_of_waiting,
 )
-from plimsoll.session.task import BATCH, TrainingTask, detached
+from plimsoll.session.task import TrainingTask, detached
 from plimsoll.session.tightest_rank import first_planner
-from plimsoll.tracing.fsdp2 import every_gradient, every_parameter, splits_activations
+from plimsoll.tracing.fsdp2 import every_gradient, every_parameter
 from plimsoll.tracing.torch_internals import is_profiled
 from plimsoll.units import format_bytes
 
@@ -93,6 +94,7 @@ class Attachment(RemovedAtEnd):
         self._options = options
         self.agreement = agreement
         self.repeats_collectives = COLLECTIVES in options.allow
+        self._has_ladder = can_follow_shapes(options, agreement.size)
         self._work = PlansAtWork(agreement, model, verify_every)
         self._calls, self._has_warned = 0, False
         self._is_given_up = False
@@ -107,12 +109,12 @@ class Attachment(RemovedAtEnd):
 
     def _know_nothing(self) -> None:
         """Begin with the next call as with the first one."""
-        self._frozen: list[nn.Parameter] = []
-        """What the plan takes for frozen."""
         self._shapes: list[Shapes] = []
+        self._traced: Shapes = ()
         self._has_settled = self._is_calibrating = self._accumulated = False
         self._planner: StepPlanner | None = None
         self._shaped: ShapePlans | None = None
+        self._traces = JointTraces(self.agreement, self.model)
         self._error_scale, self._tries = 1.0, 0
         self._counted, self._metered = CountedState(), MeteredSituations()
         self._excess_bytes = self._overrun_bytes = 0
@@ -163,32 +165,34 @@ class Attachment(RemovedAtEnd):
                 self.remove()
             raise
 
-    def tighten(self) -> bool:
-        """The step has run out of memory: put a plan to work that takes less. Whether there is one."""
+    def tighten(self, *, is_own: bool) -> bool:
+        """The step has run out of memory: put a plan to work that takes less, here or where that was. Whether there is one."""
         self._steps.forget()
         self._calls, self._is_given_up = 0, False  # ranks stopped in different calls
+        self._traces.begin_anew()
         if not self._watch.is_settled:
             self._watch_optimizer()
+        if self._has_ladder:
+            tighter = self._shaped.tighten() if is_own and self._shaped is not None else None
+            if tighter is not None and self._shaped is not None:
+                self._pressure.lower((tighter.budget_bytes or 0) - self._shaped.withheld_bytes)
+                self._run(tighter)
+            return any(self.agreement.all_of("tighter", tighter is not None, bool))
         if self._planner is None or self.plan is None or self._is_calibrating:
             return False
-        budget_bytes = self._planner.budget_bytes or 0
-        if self._shaped is not None:
-            tighter = self._shaped.tighten()
-            self._pressure.lower(budget_bytes - self._shaped.withheld_bytes)
-            return tighter is not None and self._run(tighter)
         room_bytes = self._planner.halfway_bytes(self.plan, self._error_scale)
         if room_bytes is None:
             return False
         self._pressure.lower(room_bytes + self._excess_bytes)
-        self._withheld_bytes = self._pressure.withheld_bytes(budget_bytes)
+        self._withheld_bytes = self._pressure.withheld_bytes(self._planner.budget_bytes or 0)
         self._replan("the step ran out of memory")
         return True
 
-    def floor(self, *, is_optimizer: bool) -> BudgetBelowFloor | None:
-        """What to say where nothing takes less; ``None`` before there is a plan."""
+    def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
+        """What to say where nothing takes less; ``None`` before there is a plan, and where only other ranks lack memory."""
         planner, excess_bytes = self._planner, self._excess_bytes
         if self._shaped is not None:
-            planner, excess_bytes = self._shaped.current_planner() or (planner, excess_bytes)
+            planner, excess_bytes = self._shaped.current_planner() or (planner, excess_bytes) if is_own else (None, 0)
         return None if planner is None else floor_of(planner, excess_bytes, is_optimizer=is_optimizer)
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
@@ -196,9 +200,9 @@ class Attachment(RemovedAtEnd):
         self._calls += 1
         if self._watch.is_settled:
             self._watch.remove()
-        is_thawed = any(parameter.requires_grad for parameter in self._frozen)  # it saves more than was planned
-        if is_thawed and self._steps.is_between_steps:
-            self._know_nothing()
+        if situation.thawed and self._steps.is_between_steps:
+            self._know_nothing()  # such a step saves more than was planned
+            situation = situation._replace(thawed=frozenset())
         try:
             if self._planner is None or self._is_calibrating:
                 with self.agreement:
@@ -223,7 +227,7 @@ class Attachment(RemovedAtEnd):
 
     def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """What every rank does in every call until the plan for the budget is there."""
-        facts = self._facts(args, kwargs)
+        facts = facts_of(self._task(args, kwargs))
         if self._planner is None:
             self.agreement.same("the first batch", facts)
             self._begin(args, kwargs, situation)
@@ -231,27 +235,26 @@ class Attachment(RemovedAtEnd):
         here = CallStanding(
             signature=str(facts),
             is_new=not any(covers(known, situation.shapes) for known in self._shapes),
+            is_same=situation.shapes == self._traced,
             is_measured=self._steps.is_between_steps and self._steps.measured is not None,
             in_flight=situation.in_flight,
         )
         told = self.agreement.all_of("calibrating", here, CallStanding)
-        can_follow = here.is_measured and can_follow_shapes(self.agreement, self._options)
+        can_follow = self._has_ladder and all(each.is_measured for each in told)
         if all(each.is_new for each in told) and len({each.signature for each in told}) == 1 and not can_follow:
             self._begin(args, kwargs, situation)
             return
         if here.is_new and not can_follow:
             self._stay(situation)
         if all(each.is_measured for each in told) or (self._tries == _MOST_TRIES and self._steps.is_between_steps):
-            is_same = situation.shapes == self._shapes[-1]
-            self._settle(
-                self._task(args, kwargs) if is_same or not can_follow else None, max(e.in_flight for e in told)
-            )
+            has_trial = not can_follow or all(each.is_same for each in told)
+            self._settle(self._task(args, kwargs) if has_trial else None, max(each.in_flight for each in told))
         if self._is_calibrating:
             self._measure(args, kwargs)
 
     def _grow(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """A batch that may take more than any before it: plan for it, if all ranks have one."""
-        facts = self._facts(args, kwargs)
+        facts = facts_of(self._task(args, kwargs))
         told = self.agreement.gathered(f"larger batch in call {self._calls}", str(facts), str)
         if told is None or len(set(told)) > 1:
             self._stay(situation)
@@ -268,9 +271,10 @@ class Attachment(RemovedAtEnd):
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """Trace this very call. Unless the plan at work is enough for it, let it run at the lowest peak, measured."""
         self._shapes.append(situation.shapes)
-        self._frozen = [parameter for parameter in every_parameter(self.model) if not parameter.requires_grad]
+        self._steps.note_frozen()
         task = dataclasses.replace(self._task(args, kwargs), optimizer=self._optimizer or optimizer_in_view(self.model))
-        self._accumulated = situation.accumulates
+        self._accumulated, self._traced = situation.accumulates, situation.shapes
+        self._traces = JointTraces(self.agreement, self.model)
         with self._tracing():
             planner, self._error_scale = first_planner(
                 self.agreement, task, self._options, self._budget, optimizer_is_optional=self._optimizer is None
@@ -292,7 +296,8 @@ class Attachment(RemovedAtEnd):
         """Put the cheapest plan to work that keeps a batch of this shape within the budget."""
         assert self._planner is not None
         plans.wait_for(self._planner.in_flight)
-        self._run(plans.choose(situation.shapes, functools.partial(self._task, args, kwargs)))
+        task = functools.partial(self._task, args, kwargs)
+        self._run(self._traces.plan_for(self._calls, situation.shapes, plans, task))
 
     def _heed_room(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
         """A step is about to begin: plan anew where there is less room than it takes, or has been more for a while."""
@@ -307,21 +312,15 @@ class Attachment(RemovedAtEnd):
             self._replan("something else takes room on the device")
         else:
             shaped.withheld_bytes = self._withheld_bytes
-            self._choose(shaped, args, kwargs, situation)
+            self._run(shaped.choose(situation.shapes, self._task(args, kwargs).signature))
 
     def _is_enough_for(self, planner: StepPlanner) -> bool:
         """Whether the plan at work keeps another step within the budget too, which takes less than the one that it is for."""
         assert self._planner is not None
         assert self.plan is not None
         takes_less = planner.extremes.unmanaged_peak_bytes <= self._planner.extremes.unmanaged_peak_bytes
-        predicted_bytes = planner.predicted_bytes(self.plan) if takes_less and not self._is_calibrating else None
-        limit_bytes = (planner.own_budget_bytes or 0) - self._excess_bytes
-        return self.agreement.every("enough", holds=predicted_bytes is not None and predicted_bytes <= limit_bytes)
-
-    def _facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
-        """What has to be the same on all ranks: the batch too where ranks share the work on one."""
-        facts = self._task(args, kwargs).facts()
-        return facts if splits_activations(self.model) else {what: it for what, it in facts.items() if what != BATCH}
+        is_kept = takes_less and not self._is_calibrating and planner.is_kept_by(self.plan, self._excess_bytes)
+        return self.agreement.every("enough", holds=is_kept)
 
     def _task(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
         """The step of this very call, whose loss is not known."""
@@ -339,10 +338,8 @@ class Attachment(RemovedAtEnd):
     def _watch_optimizer(self) -> None:
         """Notice its steps, from one on that is about to come."""
         self._watch.remove()
-        optimizer = self._optimizer or optimizer_in_view(self.model)
-        self._watch = OptimizerWatch(
-            every_parameter(self.model), () if optimizer is None else (optimizer,), after_step=self._optimizer_stepped
-        )
+        seen = [each for each in (self._optimizer or optimizer_in_view(self.model),) if each is not None]
+        self._watch = OptimizerWatch(every_parameter(self.model), seen, after_step=self._optimizer_stepped)
 
     def _settle(self, task: TrainingTask | None, in_flight: int) -> None:
         """The first step is over: the plan for the budget, with what the trace did not see taken off; ``task`` is another such
@@ -376,15 +373,22 @@ class Attachment(RemovedAtEnd):
             if most_bytes > planner.budget_bytes and self._tries < _MOST_TRIES:
                 return  # that is a guess: measure a step that begins with what this one left, and records nothing
             plan = msgspec.structs.replace(planner.lowest(self._error_scale), budget_bytes=planner.budget_bytes)
-        if can_follow_shapes(self.agreement, self._options):
+        if self._has_ladder:
             fixed_bytes = self._counted.bytes - planned_state_bytes(own) + taken.lasting_bytes
-            self._shaped = ShapePlans(self._options, self._optimizer, self._tracing, accumulates=self._accumulated)
-            self._shaped.begin(self._shapes[-1], planner, plan, (self._excess_bytes, fixed_bytes))
+            self._climb(planner.alone(), plan, (self._excess_bytes, fixed_bytes))
         self._run(plan)
         self._is_calibrating, self._has_settled = False, True
-        if self.agreement.size == 1:
+        if self._has_ladder or self.agreement.size == 1:
             self._pressure.watch(self._steps.device, self._steps.beside_bytes or 0)
         _LOG.info(told(plan, self._excess_bytes))
+
+    def _climb(self, planner: StepPlanner, plan: Plan, measured: tuple[int, int]) -> None:
+        """From now on this rank has a ladder of its own, and needs others only for traces that run collectives."""
+        self._planner, company = planner, self._traces.among(planner.trace)
+        how = {"accumulates": self._accumulated, "may_refuse": self.agreement.size == 1}
+        self._shaped = ShapePlans(self._options, self._optimizer, self._tracing, company, **how)
+        with self._traces.together():
+            self._shaped.begin(self._traced, planner, plan, measured)
 
     def _confirmed(self, task: TrainingTask | None, lasting_bytes: int) -> Plan:
         """The plan for the budget, run once: it is recorded then, beside the gradients that are among ``lasting_bytes``."""
@@ -440,11 +444,11 @@ class Attachment(RemovedAtEnd):
         """Plan anew for a step that took more than the budget, or that is about to: more of its forwards wait at once."""
         assert self._planner is not None
         needed_bytes, self._overrun_bytes = max(self._overrun_bytes, self._excess_bytes), 0
-        told = self.agreement.gathered(f"over the budget in call {self._calls}", situation.in_flight, int)
+        told: list[int] | None = [situation.in_flight]
+        if self._shaped is None:
+            told = self.agreement.gathered(f"over the budget in call {self._calls}", situation.in_flight, int)
         if situation.in_flight > self._planner.in_flight:
-            found = f"{situation.in_flight} forwards of the model wait for one backward"
-            then = "" if told is None else ", and the next ones are planned for that"
-            warn(f"{found}, not {self._planner.in_flight} as planned: this step may take more than the budget{then}")
+            warn_of_waiting(situation.in_flight, self._planner.in_flight, is_planned=told is not None)
         if told is not None:
             with self.agreement:
                 self._planner.wait_for(max(self._planner.in_flight, *told))
@@ -454,15 +458,12 @@ class Attachment(RemovedAtEnd):
     def _count_state(self) -> None:
         """Take optimizer state that has come up off the budget, where all ranks have seen their optimizer step."""
         new_bytes = self._counted.take_new(self._watch)
-        told = self.agreement.gathered(f"first step of the optimizer before call {self._calls}", new_bytes, int)
         if self._shaped is not None:
             self._shaped.count_fixed(new_bytes)
             return
+        told = self.agreement.gathered(f"first step of the optimizer before call {self._calls}", new_bytes, int)
         if told is None:
-            state = (
-                f"the optimizer of this rank has stepped ({format_bytes(new_bytes)} of new state), and not on all ranks"
-            )
-            warn(f"{state}: the plan at work stays, and does not count that. Pass optimizer= to plimsoll.attach")
+            warn_of_state(new_bytes)
         elif any(told):
             with self.agreement:
                 self._excess_bytes += new_bytes
@@ -481,12 +482,11 @@ class Attachment(RemovedAtEnd):
             plan = msgspec.structs.replace(lowest, budget_bytes=self._planner.budget_bytes)
         self._run(plan)
 
-    def _run(self, plan: Plan) -> bool:
+    def _run(self, plan: Plan) -> None:
         """Put a plan to work; decisions that have not run yet have to show that they keep to the budget."""
         if self._work.run(plan) and decided(plan) not in self._decided:
             self._decided.add(decided(plan))
             self._metered.expect()
-        return True
 
     def _optimizer_stepped(self) -> None:
         """What waits for a backward now waits in vain; and a model that somebody trains has to have been called."""

@@ -34,10 +34,13 @@ _OPTIMIZER = "optimizer"
 
 
 class CallStanding(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank is in its calibration: its batch, whether it is a new one, what was measured, how many graphs waited."""
+    """Where one rank is in its calibration: its batch, whether it is a new one or as large as the one that was traced, what was
+    measured, how many graphs waited.
+    """
 
     signature: str
     is_new: bool
+    is_same: bool
     is_measured: bool
     in_flight: int
 

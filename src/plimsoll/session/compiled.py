@@ -20,12 +20,13 @@ from plimsoll.artifacts.plan import CompiledUnit, Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidOption
+from plimsoll.session.agreement import Agreement
 from plimsoll.session.device_costs import measure_engine, measured_costs
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.task import TrainingTask
+from plimsoll.session.tightest_rank import SharedPlanner
 from plimsoll.session.training_step import TrainingStep
-from plimsoll.session.trial import run_trial
 from plimsoll.tracing.compiled.units import Unit, check_compiler, in_place, split_regions
 from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.tracing.trace import trace as trace_step
@@ -39,7 +40,6 @@ def plans_compiled(
     units: Sequence[Unit],
     options: PlanOptions,
     strategy: str,
-    ranks: int,
     *,
     room: object = None,
 ) -> bool:
@@ -48,31 +48,31 @@ def plans_compiled(
     Raises:
         InvalidOption: as for `refuse_uncompilable`, where nothing runs eagerly.
     """
-    found = _beyond(options, strategy, ranks, room)
+    found = _beyond(options, strategy, room)
     if not found or not units:
         return bool(units)
     if not split_regions(model, units, options.regions)[1]:
-        refuse_uncompilable(options, strategy, ranks, room=room)
+        refuse_uncompilable(options, strategy, room=room)
     warnings.warn(f"plimsoll: compiled parts keep what they save: {found} is the eager engine's alone", stacklevel=3)
     return False
 
 
-def refuse_uncompilable(options: PlanOptions, strategy: str, ranks: int, *, room: object = None) -> None:
+def refuse_uncompilable(options: PlanOptions, strategy: str, *, room: object = None) -> None:
     """Refuse what a plan cannot do inside of torch.compile.
 
     Raises:
-        InvalidOption: other decisions than to keep and to compute again, a device that is not here, several ranks.
+        InvalidOption: other decisions than to keep and to compute again, a device that is not here.
     """
-    if found := _beyond(options, strategy, ranks, room):
+    if found := _beyond(options, strategy, room):
         raise InvalidOption(
             f"{found} does not go with torch.compile.",
             why="inside of compiled code a plan decides what is saved and what is computed again, on the device that is "
-            "here and in one process; compressing and offloading are the eager engine's",
+            "here; compressing and offloading are the eager engine's",
             next="leave it out, or plan the uncompiled model",
         )
 
 
-def _beyond(options: PlanOptions, strategy: str, ranks: int, room: object) -> str:
+def _beyond(options: PlanOptions, strategy: str, room: object) -> str:
     """What is asked for that a plan cannot do inside of torch.compile."""
     return next(
         (
@@ -81,7 +81,6 @@ def _beyond(options: PlanOptions, strategy: str, ranks: int, room: object) -> st
                 (f"allow={sorted(options.allow)}", set(options.allow) != {"recompute"}),
                 (f"device_profile={options.device_profile!r}", options.device_profile is not None),
                 (f"strategy={strategy!r}", strategy not in _STRATEGIES),
-                (f"{ranks} ranks", ranks > 1),
                 ("room=", room is not None),
             )
             if is_asked
@@ -91,24 +90,34 @@ def _beyond(options: PlanOptions, strategy: str, ranks: int, room: object) -> st
 
 
 def plan_compiled(
-    task: TrainingTask, options: PlanOptions, budget: Budget, strategy: str, progress: Progress = silent
+    agreement: Agreement,
+    task: TrainingTask,
+    options: PlanOptions,
+    budget: Budget,
+    strategy: str,
+    progress: Progress = silent,
 ) -> Plan:
-    """The plan of a step with compiled parts; errors are those of `plimsoll.plan`."""
+    """The plan of a step with compiled parts, the same on all ranks; errors are those of `plimsoll.plan`."""
     with task.compiled():
-        planner = compiled_planner(task, options, budget, part_of(progress, 0.0, 0.5))
+        planner = compiled_planner(agreement, task, options, budget, part_of(progress, 0.0, 0.5))
         made = planner.plan(strategy, task.step, part_of(progress, 0.5, 1.0))
+    agreement.same_plan(made)
     progress("done", 1.0)
     return made
 
 
 def compiled_planner(
-    task: TrainingTask, options: PlanOptions, budget: Budget, progress: Progress = silent
+    agreement: Agreement, task: TrainingTask, options: PlanOptions, budget: Budget, progress: Progress = silent
 ) -> CompiledPlanner:
     """The planner of a step with compiled parts, once it is read and timed; errors are those of `plimsoll.plan`."""
     if next(task.model.parameters()).device.type == "cpu":
         check_compiler()
-    traced, costs = trace_compiled(task, options, progress)
-    return CompiledPlanner(traced, costs, options, budget.bytes_on(costs), planned_parts(task, options.regions))
+    with agreement.stepping():
+        traced, costs = trace_compiled(task, options, progress)
+    budget_bytes, parts = budget.bytes_on(costs), planned_parts(task, options.regions)
+    if agreement.size == 1:
+        return CompiledPlanner(parts, traced, costs, options, budget_bytes)
+    return SharedCompiledPlanner(parts, agreement, (traced, costs), options, budget_bytes)
 
 
 def planned_parts(task: TrainingTask, patterns: tuple[str, ...] | None) -> tuple[CompiledUnit, ...]:
@@ -149,22 +158,16 @@ def trace_compiled(task: TrainingTask, options: PlanOptions, progress: Progress 
 class CompiledPlanner(StepPlanner):
     """Makes plans of a step with compiled parts; without a plan it runs as torch.compile partitions it by default."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        costs: Costs,
-        options: PlanOptions,
-        budget_bytes: int | None,
-        compiled: tuple[CompiledUnit, ...],
-    ) -> None:
-        super().__init__(trace, costs, options, budget_bytes)
+    def __init__(self, compiled: tuple[CompiledUnit, ...], *planner: Any) -> None:
+        """``planner`` is what the planner of an eager step takes."""
+        super().__init__(*planner)
         self._compiled = compiled
         self._default_bytes = 0
 
     def plan(self, strategy: str, step: Callable[[], TrainingStep], progress: Progress = silent) -> Plan:
         """As `StepPlanner.plan`; where the default partition fits, that."""
         progress("running the step as torch.compile partitions it", 0.0)
-        measured = run_trial(step(), self.solve(None, "none"))
+        measured = self.run(step(), self.solve(None, "none"))
         self._default_bytes = measured.peak_bytes
         fits = self.budget_bytes is None or measured.peak_bytes <= self.budget_bytes
         if strategy == "none" or (strategy == "auto" and fits):
@@ -185,3 +188,7 @@ class CompiledPlanner(StepPlanner):
         return msgspec.structs.replace(
             solved, budget_bytes=self.budget_bytes, predicted_peak_bytes=peak_bytes, notes=(*solved.notes, note)
         )
+
+
+class SharedCompiledPlanner(CompiledPlanner, SharedPlanner):
+    """As `CompiledPlanner`, together with other ranks: all compile the same decisions."""

@@ -6,6 +6,7 @@ returns none. Where blocks are compiled one by one, a step that exceeds the budg
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -20,13 +21,16 @@ from plimsoll.engine.apply import Handle
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.calibration import as_batch, optimizer_in_view, stand_in_loss
 from plimsoll.session.compiled import plan_compiled
-from plimsoll.session.manage import manage
+from plimsoll.session.joint_traces import facts_of
+from plimsoll.session.manage import manage_together
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.retry import AppliedPlan, can_retry
 from plimsoll.session.shapes import told
 from plimsoll.session.step_watch import BudgetWatch
 from plimsoll.session.task import TrainingTask
-from plimsoll.tracing.compiled.units import PlannedCall, Unit, install, unwrapped
+from plimsoll.session.training_step import gradients_as_if
+from plimsoll.tracing.compiled.units import PlannedCall, Unit, install
+from plimsoll.tracing.ddp import inner_module, is_without_reduction
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -122,24 +126,30 @@ class CompiledAttachment:
         return put_back
 
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and unwrapped(self.model).training:
+        if torch.is_grad_enabled() and inner_module(self.model).training:
             self._leave()  # planning calls the model
             self._leave = _nothing
             self._begin(args, kwargs)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan for the call that comes, and put the plan to work."""
-        inner = unwrapped(self.model)
+        inner = inner_module(self.model)
         task = TrainingTask.read(
             self.model,
             as_batch(inner, args, kwargs),
             loss=stand_in_loss,
             optimizer=self._optimizer or optimizer_in_view(inner),
         )
+        # Where gradients are left to a later reduction, more micro-batches come, which begin with them.
+        is_first_of_several = is_without_reduction(self.model)
+        accumulating = gradients_as_if(inner, are_there=True) if is_first_of_several else contextlib.nullcontext()
         self._is_trying = True
         try:
-            plan = plan_compiled(task, self._options, self._budget, "auto")
-            self._handle = handle = manage(self.model, plan, verify_every=self._verify_every)
+            with self._agreement as agreement:
+                agreement.same("the first batch", facts_of(task))
+                with accumulating:
+                    plan = plan_compiled(agreement, task, self._options, self._budget, "auto")
+                self._handle = handle = manage_together(agreement, self.model, plan, verify_every=self._verify_every)
         except BaseException:
             self.remove()
             raise
@@ -148,7 +158,8 @@ class CompiledAttachment:
         if can_retry(self.model, plan):
             handle.retry_with(AppliedPlan(handle, self.model, plan, self._agreement).run)
         if plan.budget_bytes is not None and not any(unit.path == "" for unit in plan.compiled):
-            self._watch = BudgetWatch(self.model, plan, plan.budget_bytes)
+            budget_bytes = plan.budget_bytes_of_ranks.get(str(self._agreement.rank), plan.budget_bytes)
+            self._watch = BudgetWatch(self.model, plan, budget_bytes)
             handle.remove_with_me(self._watch)
         _LOG.info(told(plan, 0))
 

@@ -84,7 +84,7 @@ def refuse_other_model(model: nn.Module, plan: Plan) -> None:
     if found != plan.fingerprint:
         raise PlanMismatch(
             f"This plan was made for another model: {plan.fingerprint}, not {found}.",
-            why="classes, names, shapes or dtypes of modules, parameters or buffers differ",
+            why="classes, names, shapes or dtypes of modules, parameters or buffers differ, or which parameters are trained",
             next="plan this model, or load the model that the plan was made for",
         )
 

@@ -116,8 +116,8 @@ def plan(
         has_budget = described(has_budget=budget is not None)
         agreement.same("what to plan", {**task.facts(), **options.facts(), **has_budget})
         task = agreement.patient(task)
-        if plans_compiled(task.model, task.units, options, strategy, agreement.size):
-            return plan_compiled(task, options, limit, strategy, report)
+        if plans_compiled(task.model, task.units, options, strategy):
+            return plan_compiled(agreement, task, options, limit, strategy, report)
         with agreement.stepping():
             traced = trace_and_cost(task, options, part_of(report, 0.0, 0.5))
         planner = planner_for(agreement, traced, options, limit.bytes_on(traced[1]))

@@ -95,13 +95,14 @@ def _rung(bytes_: int, budget_bytes: int) -> int:
     return budget_bytes if bytes_ >= budget_bytes else bytes_ // rung_bytes * rung_bytes
 
 
-def check_room(room: object, ranks: int) -> None:
-    """Refuse what cannot be asked for room, and several ranks: these run one plan."""
-    if room is None or (callable(room) and ranks == 1):
+def check_room(room: object, *, follows: bool, ranks: int) -> None:
+    """Refuse what cannot be asked for room, and several ranks that have to run one plan (``follows``: each has its own)."""
+    if room is None or (callable(room) and (follows or ranks == 1)):
         return
+    is_odd = not callable(room)
     raise InvalidOption(
-        f"room= is a {type(room).__name__}." if ranks == 1 else f"room= is given on {ranks} ranks.",
-        why="it is called before every training step, for the bytes that this may take; ranks run one plan, and to agree on "
-        "another one in every step would cost more than it brings",
-        next="room=lambda: bytes_free_now(), in one process" if ranks == 1 else "leave room= out",
+        f"room= is a {type(room).__name__}." if is_odd else f"room= is given on {ranks} ranks that run one plan.",
+        why="it is called before every training step, for the bytes that this may take"
+        + ("" if is_odd else "; with this allow= ranks would have to agree on another plan in every step"),
+        next="room=lambda: bytes_free_now()" if is_odd else "allow=('recompute',), or leave room= out",
     )

@@ -34,7 +34,7 @@ from plimsoll.session.step_snapshot import Companions, StepSnapshot
 from plimsoll.session.task import TrainingTask, detached
 from plimsoll.session.tightest_rank import first_planner
 from plimsoll.tracing import ddp, fsdp2
-from plimsoll.tracing.compiled.units import unwrapped
+from plimsoll.tracing.ddp import inner_module
 from plimsoll.units import format_bytes
 
 P = ParamSpec("P")
@@ -62,12 +62,12 @@ class TighterPlans(Protocol):
         """Whether recipes may talk to other ranks."""
         ...
 
-    def tighten(self) -> bool:
-        """Put a plan to work that takes less, on all ranks alike; whether there is one."""
+    def tighten(self, *, is_own: bool) -> bool:
+        """Put a plan to work that takes less; whether some rank has one. ``is_own``: it was this rank that lacked memory."""
         ...
 
-    def floor(self, *, is_optimizer: bool) -> BudgetBelowFloor | None:
-        """What to say where nothing takes less; ``None`` before there is a plan."""
+    def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
+        """What to say where nothing takes less; ``None`` where there is nothing to say of this rank."""
         ...
 
 
@@ -138,9 +138,11 @@ class Retry:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
             before = self._plans.plan
-            is_tighter = self._plans.tighten()
+            is_own = isinstance(failure, torch.OutOfMemoryError)
+            is_tighter = self._plans.tighten(is_own=is_own)
             if not is_tighter and is_last:
-                raise self._plans.floor(is_optimizer=snapshot.is_in_optimizer) or failure from failure
+                floor = self._plans.floor(is_optimizer=snapshot.is_in_optimizer, is_own=is_own)
+                raise floor or failure from failure
         _LOG.warning(_line(before, self._plans.plan if is_tighter else None))
         return is_tighter
 
@@ -219,7 +221,7 @@ def can_retry(model: nn.Module, plan: Plan) -> bool:
     """Whether steps under a plan can be run again: not where all of the model is one compiled unit without a wrapper, as a hook
     that sees its calls would be compiled with it.
     """
-    return unwrapped(model) is not model or all(unit.path for unit in plan.compiled)
+    return inner_module(model) is not model or all(unit.path for unit in plan.compiled)
 
 
 class AppliedPlan:
@@ -246,11 +248,11 @@ class AppliedPlan:
             self._call = None
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and unwrapped(module).training:
+        if torch.is_grad_enabled() and inner_module(module).training:
             self._call = (args, kwargs)
 
-    def tighten(self) -> bool:
-        """Put a plan to work that takes less; whether there is one."""
+    def tighten(self, *, is_own: bool) -> bool:
+        """Put a plan to work that takes less, on all ranks alike; whether there is one."""
         call, self._call = self._call, None
         # Tracing takes memory as well: about that of the lowest peak. Among several ranks a step that fails is nobody's.
         may_fail = (torch.OutOfMemoryError,) if self.agreement.size == 1 else ()
@@ -268,7 +270,7 @@ class AppliedPlan:
         self._handle.switch(self.plan)
         return True
 
-    def floor(self, *, is_optimizer: bool) -> BudgetBelowFloor | None:
+    def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
         """What to say where nothing takes less."""
         if self._planner is not None:
             return floor_of(self._planner, 0, is_optimizer=is_optimizer)
@@ -288,17 +290,16 @@ class AppliedPlan:
         )
         task = TrainingTask(
             model=self._model,
-            batch=detached(as_batch(unwrapped(self._model), args, kwargs)),
+            batch=detached(as_batch(inner_module(self._model), args, kwargs)),
             loss=stand_in_loss,
-            optimizer=optimizer_in_view(unwrapped(self._model)),
+            optimizer=optimizer_in_view(inner_module(self._model)),
         )
         budget = Budget(own or first.budget_bytes or first.predicted_peak_bytes)
         if first.compiled:
             from plimsoll.engine.compiled.units import planned_units  # inductor is imported where something is compiled
 
             units = planned_units(self._model, first.compiled)
-            inner = units[0].module if not units[0].path else self._model
-            task = dataclasses.replace(task, model=inner, units=units, compile_options=first.compiled[0].options)
+            task = dataclasses.replace(task, units=units, compile_options=first.compiled[0].options)
             with task.compiled():
-                return compiled_planner(task, options, budget)
+                return compiled_planner(self.agreement, task, options, budget)
         return first_planner(self.agreement, task, options, budget, optimizer_is_optional=True)[0]

@@ -5,8 +5,11 @@ is the ladder of such plans for every family that has shown, what was measured o
 cheapest rung whose peak at this shape, with that on top, is within the budget.
 
 What was measured on top (the user's loss, what a step leaves behind) grows with the shape: by as much as activations do, where
-a batch is larger than the one at which it was measured, and never less. Forms other than KEEP and RECOMPUTE are known at one
-size only, and ranks would have to agree on every choice: so this serves one process, without such forms.
+a batch is larger than the one at which it was measured, and never less.
+
+Each of several ranks has a ladder of its own and chooses for itself: replaying a plan runs no collective. Only traces may (see
+``joint_traces``). Not served are forms other than KEEP and RECOMPUTE, which are known at one size only, and recipes that repeat
+collectives, for which all ranks have to have one plan.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import BudgetBelowFloor, PlimsollError
 from plimsoll.planning.expressions import Sizes
-from plimsoll.planning.family import Family, find_difference
+from plimsoll.planning.family import Family, stray_because
 from plimsoll.planning.ladder import Ladder
 from plimsoll.planning.peaks import Forecast, ShapedStep
 from plimsoll.session.agreement import Agreement
@@ -72,11 +75,18 @@ class ShapePlans:
         options: PlanOptions,
         optimizer: torch.optim.Optimizer | None,
         tracing: Callable[[], contextlib.AbstractContextManager[None]],
+        agreement: Agreement,
         *,
         accumulates: bool,
+        may_refuse: bool,
     ) -> None:
-        """``tracing`` is entered around traces, ``accumulates`` says whether gradients were there when the first was made."""
+        """``tracing`` is entered around traces, ``accumulates`` says whether gradients were there when the first was made.
+
+        ``agreement`` is that of the ranks that trace together. ``may_refuse``: a batch that fits under no plan is an error; one
+        of several ranks that stops would leave the others waiting.
+        """
         self._options = options
+        self._agreement = agreement
         self._tracing = tracing
         self._accumulates = accumulates
         self._optimizer = optimizer
@@ -93,6 +103,7 @@ class ShapePlans:
         self._known: dict[Shapes, tuple[Plan, Forecast]] = {}
         self._refused: set[Shapes] = set()
         """Shapes of which it was said that nothing fits, or that they cannot be traced."""
+        self._may_refuse = may_refuse
         self._budget_bytes = 0
         self.withheld_bytes = 0
         """Taken off the budget for now, as something else takes room on the device."""
@@ -111,9 +122,11 @@ class ShapePlans:
         self._offer((plan, next(self._rungs)))  # the one that keeps everything
         self._first = (shapes, self._activation_bytes(shapes))
         self._most_solved_bytes = self._unmanaged_bytes(shapes)
-        # What was measured may be more than comes again: the plan that was accepted for this step fits.
-        accepted = self._known_ladder(shapes).at(_split(shapes)[1])[0]
-        self._measured_bytes = min(measured[0], self._budget_bytes - accepted.before_optimizer_bytes)
+        self._measured_bytes, ladder = measured[0], self._known_ladder(shapes)
+        if ladder.rungs[0].plan is plan:  # another rank may have made it, and this one's step have no such values
+            # What was measured may be more than comes again: the plan that was accepted for this step fits.
+            room_bytes = self._budget_bytes - ladder.at(_split(shapes)[1])[0].before_optimizer_bytes
+            self._measured_bytes = min(measured[0], max(0, room_bytes))
         self._fixed_bytes = min(measured[1], self._measured_bytes)
 
     def knows(self, shapes: Shapes) -> bool:
@@ -126,37 +139,51 @@ class ShapePlans:
         traced = [_joined(kind, sizes) for sizes in self._steps.get(kind, _Steps()).traces]
         return min((each for each in traced if covers(each, shapes)), key=self._unmanaged_bytes, default=None)
 
-    def _found(self, shapes: Shapes, task: Callable[[], TrainingTask]) -> Shapes:
-        """The shape itself if what plans take there is known, or can be by a trace; else one that covers it."""
+    def bounds(self, shapes: Shapes) -> bool:
+        """Whether what plans take at a shape is known, or that at a larger one."""
+        return self.knows(shapes) or self._covering(shapes) is not None
+
+    def lacks(self, shapes: Shapes) -> bool:
+        """Whether a shape has to be traced: nothing tells what plans take there, and no traced one is to stand in for it."""
         if self.knows(shapes):
-            return shapes
-        covering = self._covering(shapes)
+            return False
         steps = self._steps.get(_split(shapes)[0], _Steps())
-        if covering is not None and (len(steps.traces) >= _MOST_TRACES or shapes in self._refused):
-            return covering
+        is_enough = len(steps.traces) >= _MOST_TRACES or shapes in self._refused
+        return not is_enough or self._covering(shapes) is None
+
+    def trace(self, shapes: Shapes, task: TrainingTask) -> None:
+        """Trace the step of a shape, on all ranks that trace together; where it is known already, for the others alone."""
         try:
-            self._trace(shapes, task())
+            self._trace(shapes, task)
         except PlimsollError as error:
-            if covering is None:
+            if self._agreement.size > 1 or self._covering(shapes) is None:
                 raise
             self._refused.add(shapes)
             warn(
                 f"a batch of another shape could not be traced, and runs under the plan of a larger one: {error.found}"
             )
-            return covering
-        return shapes
 
     def _trace(self, shapes: Shapes, task: TrainingTask) -> None:
         """Trace a step as the first one was traced; its seconds follow from those of one that is alike, if there is one."""
-        is_optional = self._optimizer is None
         task = dataclasses.replace(task, optimizer=self._optimizer or optimizer_in_view(task.model))
-        with self._tracing(), gradients_as_if(task.model, are_there=self._accumulates):
+        is_known, known = self.knows(shapes), self._steps.get(_split(shapes)[0], _Steps())
+        with self._stepping(task) as is_optional:
             trace = trace_task(task, self._options, optimizer_is_optional=is_optional, repeats=0)
-            known = self._steps.get(_split(shapes)[0], _Steps())
-            if any(not find_difference(known.traces[sizes], self._options.opened(trace)) for sizes in known.costs):
-                self._learn(shapes, trace)
-            else:
-                self._learn(shapes, *trace_and_cost(task, self._options, optimizer_is_optional=is_optional))
+        opened = _split(shapes)[1], self._options.opened(trace)
+        is_alike = is_known or any(not stray_because((each, known.traces[each]), opened) for each in known.costs)
+        traced: tuple[Trace, Costs | None] = trace, None
+        if not self._agreement.every("alike", holds=is_alike):
+            with self._stepping(task) as is_optional:
+                traced = trace_and_cost(task, self._options, optimizer_is_optional=is_optional)
+        if not is_known:
+            self._learn(shapes, *traced)
+
+    @contextlib.contextmanager
+    def _stepping(self, task: TrainingTask) -> Iterator[bool]:
+        """Run what traces in the block; whether the optimizer may be left out."""
+        gradients = gradients_as_if(task.model, are_there=self._accumulates)
+        with self._tracing(), self._agreement.stepping(), gradients:
+            yield self._optimizer is None
 
     def _learn(self, shapes: Shapes, trace: Trace, costs: Costs | None = None) -> None:
         kind, sizes = _split(shapes)
@@ -173,24 +200,35 @@ class ShapePlans:
             for steps in self._steps.values():
                 self._build(steps)
 
-    def choose(self, shapes: Shapes, task: Callable[[], TrainingTask]) -> Plan:
-        """The cheapest plan that keeps a batch within the budget; ``task`` makes its step, to be traced where nothing tells it.
+    def choose(self, shapes: Shapes, signature: Callable[[], str]) -> Plan:
+        """The cheapest plan that keeps a batch within the budget; ``signature`` tells the batch's step.
 
         Raises:
             BudgetBelowFloor: none does, nor one that is solved for this shape, and such a batch has not run before.
         """
-        known = self._found(shapes, task)
+        known = shapes if self.knows(shapes) else self._covering(shapes)
+        if known is None:
+            return self._unknown(shapes, signature)
         try:
             found = self._cheapest(known)
         except BudgetBelowFloor as error:
-            if shapes not in self._known:
+            if self._may_refuse and shapes not in self._known:
                 raise
             if shapes not in self._refused:
                 self._refused.add(shapes)
-                warn_of_floor(error, "more was measured than before")
+                is_new = shapes not in self._known
+                warn_of_floor(error, "the batch is too large for it" if is_new else "more was measured than before")
             found = self._known_ladder(known).lowest(_split(known)[1])
         self._current = (known, found[1])
-        return self._written(shapes, known, *found, lambda: task().signature())
+        return self._written(shapes, known, *found, signature)
+
+    def _unknown(self, shapes: Shapes, signature: Callable[[], str]) -> Plan:
+        """The plan with the lowest peak at the largest shape that was traced: what it takes here nothing tells."""
+        self._offer(tuple(self._rungs))
+        traced = [_joined(kind, sizes) for kind, steps in self._steps.items() for sizes in steps.traces]
+        known = max(traced, key=self._unmanaged_bytes)
+        self._current = None
+        return self._written(shapes, known, *self._known_ladder(known).lowest(_split(known)[1]), signature)
 
     def _cheapest(self, shapes: Shapes) -> tuple[Plan, Forecast]:
         """The cheapest rung that fits; where none does, or the shape is larger by far, after solving for it."""
@@ -338,9 +376,10 @@ class ShapePlans:
         return ladder
 
 
-def can_follow_shapes(agreement: Agreement, options: PlanOptions) -> bool:
-    """Whether every call may choose its plan: ranks would have to agree on it, and forms have sizes of their own."""
-    return agreement.size == 1 and options.may_recompute and not options.wants_forms
+def can_follow_shapes(options: PlanOptions, ranks: int) -> bool:
+    """Whether every call may choose its plan: forms have sizes of their own, and ranks that repeat collectives one plan."""
+    repeats = ranks > 1 and options.may_repeat_collectives
+    return options.may_recompute and not (options.wants_forms or repeats)
 
 
 def told(plan: Plan, unseen_bytes: int) -> str:

@@ -115,6 +115,10 @@ class StepPlanner:
         """The last trial as this process saw it."""
         self._sensed: Sensed | None = None
 
+    def alone(self) -> StepPlanner:
+        """A planner that asks no other rank."""
+        return self
+
     @functools.cached_property
     def extremes(self) -> Extremes:
         """The step without a plan, and with everything recomputed."""
@@ -195,6 +199,11 @@ class StepPlanner:
             return run_choices(self._index, choices_of(self._index, plan.regions)).peak_bytes
         except Unreachable:
             return None
+
+    def is_kept_by(self, plan: Plan, excess_bytes: int) -> bool:
+        """Whether a plan that was made for another step keeps this one within the budget, with so much on top."""
+        predicted_bytes = self.predicted_bytes(plan)
+        return predicted_bytes is not None and predicted_bytes <= (self.own_budget_bytes or 0) - excess_bytes
 
     def halfway_bytes(self, plan: Plan, error_scale: float = 1.0) -> int | None:
         """A peak halfway between that of a plan and the lowest one; that itself where it is close; ``None`` if it is the

@@ -54,6 +54,8 @@ class Situation(NamedTuple):
     in_flight: int = 1
     reduces: bool = True
     """Whether no gradient waits after its backward for a later reduction."""
+    thawed: frozenset[int] = frozenset()
+    """Which of the parameters are trained that were frozen when the plan was made, by their place among those."""
 
     def is_within(self, other: Situation) -> bool:
         """Whether a step in the other situation takes no less."""
@@ -62,6 +64,7 @@ class Situation(NamedTuple):
             and self.accumulates <= other.accumulates
             and self.in_flight <= other.in_flight
             and self.reduces is other.reduces
+            and self.thawed <= other.thawed
         )
 
     @property
@@ -82,6 +85,8 @@ class Situation(NamedTuple):
             found.append("gradients of an earlier backward are there already")
         if not any(self.reduces is other.reduces for other in known):
             found.append("it reduces gradients that waited" if self.reduces else "its gradients wait to be reduced")
+        if not any(self.thawed <= other.thawed for other in known):
+            found.append(f"{len(self.thawed)} of its parameters were frozen before")
         return "; ".join(found)
 
     @property
@@ -203,6 +208,7 @@ class StepWatch:
     ) -> None:
         self._model = model
         self._parameters = [parameter for parameter in every_parameter(model) if parameter.requires_grad]
+        self.note_frozen()
         self.device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
         self._before_call = before_call
         self._after_step = after_step
@@ -225,6 +231,10 @@ class StepWatch:
             model.register_forward_pre_hook(hook(model, self._before), with_kwargs=True, prepend=True),
             model.register_forward_hook(hook(model, self._after), always_call=True),
         ]
+
+    def note_frozen(self) -> None:
+        """Take the parameters that are frozen now for those that may be thawed."""
+        self._frozen = [parameter for parameter in every_parameter(self._model) if not parameter.requires_grad]
 
     def remove(self) -> None:
         """Take the hooks out; harmless when called twice."""
@@ -319,7 +329,9 @@ class StepWatch:
                 self._begin_rising(args, kwargs)
             in_flight = waiting + 1 if waiting else self.in_flight
             reduces = not (holds_gradients_back(self._model) or is_without_reduction(self._model))
-            self._before_call(args, kwargs, Situation(self._shapes_of(args, kwargs), accumulates, in_flight, reduces))
+            thawed = frozenset(at for at, parameter in enumerate(self._frozen) if parameter.requires_grad)
+            shapes = self._shapes_of(args, kwargs)
+            self._before_call(args, kwargs, Situation(shapes, accumulates, in_flight, reduces, thawed))
 
     def _begin_rising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         allocated_bytes = self.rising.begin()
@@ -395,6 +407,28 @@ def warn_of_larger(situation: Situation) -> None:
     found = f"the batch of this rank ({situation.shown}) is larger than those before it, or masked otherwise, and not so on all"
     advice = "Pad batches to the same shape, or train on every rank's largest one first"
     warn(f"{found} ranks alike: the plan at work stays, and may take more than the budget. {advice}")
+
+
+def warn_of_unknown(shapes: Shapes) -> None:
+    """Say that nothing tells what a batch takes, as the ranks would have to trace it in one and the same call."""
+    warn(
+        f"nothing tells what a batch of {Situation(shapes).shown} takes: its shape does not follow from those traced so far, "
+        "and not all ranks meet a new one in this call. Such batches run at the lowest peak, and may take more than the "
+        "budget. Train on some of them on all ranks in the first steps"
+    )
+
+
+def warn_of_waiting(waiting: int, planned: int, *, is_planned: bool) -> None:
+    """Say that more forwards wait for one backward than were planned for, and whether the next steps are planned for that."""
+    then = ", and the next ones are planned for that" if is_planned else ""
+    found = f"{waiting} forwards of the model wait for one backward"
+    warn(f"{found}, not {planned} as planned: this step may take more than the budget{then}")
+
+
+def warn_of_state(new_bytes: int) -> None:
+    """Say that state of this rank's optimizer is not counted."""
+    state = f"the optimizer of this rank has stepped ({format_bytes(new_bytes)} of new state), and not on all ranks"
+    warn(f"{state}: the plan at work stays, and does not count that. Pass optimizer= to plimsoll.attach")
 
 
 def warn_of_overrun(peak_bytes: int, budget_bytes: int, cause: str, next_: str) -> None:

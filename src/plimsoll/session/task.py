@@ -24,7 +24,8 @@ from plimsoll.errors import (
     TracingFailed,
 )
 from plimsoll.session.training_step import Context, TrainingStep
-from plimsoll.tracing.compiled.units import CompileCall, Unit, find_units, in_place, unwrapped
+from plimsoll.tracing.compiled.units import CompileCall, Unit, find_units, in_place
+from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.recorder.calling import Loss, split_batch
 from plimsoll.tracing.recorder.fingerprint import fingerprint, signature
 from plimsoll.tracing.torch_internals import is_profiled
@@ -72,7 +73,7 @@ class TrainingTask:
         refuse_profiler(model)
         units = units_of(model, compile)
         return cls(
-            model=units[0].module if units and not units[0].path else model,
+            model=model,
             batch=detached(batch),
             loss=explained_loss(loss),
             optimizer=optimizer,
@@ -126,7 +127,7 @@ def units_of(model: nn.Module, wanted: Any = None) -> tuple[Unit, ...]:
             why="it would be compiled within what is compiled",
             next="leave compile= out, or pass the model before torch.compile",
         )
-    return (Unit("", unwrapped(model), CompileCall.of(wanted)),)
+    return (Unit("", inner_module(model), CompileCall.of(wanted)),)
 
 
 def check_module(model: object) -> nn.Module:

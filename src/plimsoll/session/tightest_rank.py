@@ -74,6 +74,14 @@ class SharedPlanner(StepPlanner):
         budgets = {str(rank): budget for rank, budget in self._budgets.items() if budget is not None}
         self._uneven_budget_bytes = budgets if len(set(budgets.values())) > 1 else {}
 
+    def alone(self) -> StepPlanner:
+        """A planner of this rank's own step under its own budget, with what is known of that step."""
+        own = StepPlanner(self.trace, self.costs, self.options, self.own_budget_bytes)
+        own.in_flight = self.in_flight
+        known = ("extremes", "_index", "_planner")
+        own.__dict__.update({name: self.__dict__[name] for name in known if name in self.__dict__})
+        return own
+
     def fits_unmanaged(self) -> bool:
         """Whether every rank's step keeps to its budget without a plan."""
         return self._agreement.every("budgets", holds=super().fits_unmanaged())

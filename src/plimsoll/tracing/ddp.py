@@ -19,20 +19,39 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def inner_module(model: nn.Module) -> nn.Module:
-    """The model that ``DistributedDataParallel`` wraps; any other model is its own.
+    """The model inside of ``DistributedDataParallel`` and of ``torch.compile(model)``, in whatever order; any other model is
+    its own.
 
     Names, fingerprints and regions are those of the inner model, so a plan does not know whether it was made under a wrapper.
     """
-    while isinstance(model, DistributedDataParallel):
-        model = model.module
-    return model
+    return layers_of(model)[-1]
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The model with its wrappers, the outermost first."""
+    layers = [model]
+    while isinstance(model, DistributedDataParallel) or is_compiled_wrapper(model):
+        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
+        layers.append(model)
+    return layers
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` made this module."""
+    # By name, seen in torch 2.9 to 2.13: importing its home takes seconds.
+    return type(module).__name__ == "OptimizedModule"
+
+
+def _reducer(model: nn.Module) -> DistributedDataParallel | None:
+    """The wrapper that reduces the gradients of a model, if it is the model or around it."""
+    return next((layer for layer in layers_of(model) if isinstance(layer, DistributedDataParallel)), None)
 
 
 def unseen_wrapper(model: nn.Module) -> nn.Module | None:
     """A ``DistributedDataParallel`` that reduces this model's gradients and is not the model: around the call of it that runs,
     or inside of it. Its buckets would not be counted, and it would see trial steps.
     """
-    if isinstance(model, DistributedDataParallel):
+    if _reducer(model) is not None:
         return None
     around = DistributedDataParallel._active_ddp_module  # seen in torch 2.9 to 2.13
     return around or next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
@@ -56,44 +75,51 @@ def has_rebuilt_buckets(model: nn.Module) -> bool:
 
     Only C++ knows the buckets, so whoever measures that step sees the new ones come and not the old ones go.
     """
-    return isinstance(model, DistributedDataParallel) and bool(model._has_rebuilt_buckets)  # seen in torch 2.9 to 2.13
+    reducer = _reducer(model)
+    return reducer is not None and bool(reducer._has_rebuilt_buckets)  # seen in torch 2.9 to 2.13
 
 
 def is_without_reduction(model: nn.Module) -> bool:
     """Whether the next backward leaves gradients to be reduced by a later one (``no_sync``)."""
-    return isinstance(model, DistributedDataParallel) and not model.require_backward_grad_sync
+    reducer = _reducer(model)
+    return reducer is not None and not reducer.require_backward_grad_sync
 
 
 def gradients_are_views(model: nn.Module) -> bool:
     """Whether gradients move into the buckets as soon as they are complete."""
-    return isinstance(model, DistributedDataParallel) and bool(model.gradient_as_bucket_view)
+    reducer = _reducer(model)
+    return reducer is not None and bool(reducer.gradient_as_bucket_view)
 
 
 def reduced_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters whose gradients the reducer averages over ranks."""
-    if not isinstance(model, DistributedDataParallel):
+    reducer = _reducer(model)
+    if reducer is None:
         return []
     return [
         parameter
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in model.parameters_to_ignore
+        for name, parameter in reducer.module.named_parameters()
+        if parameter.requires_grad and name not in reducer.parameters_to_ignore
     ]
 
 
 def own_reductions(model: nn.Module) -> list[str]:
     """Communication hooks in the place of the reducer's all-reduce, by name (torch 2.9 to 2.13 keep them like this)."""
-    return [hook.__qualname__ for hook, _ in model._comm_hooks] if isinstance(model, DistributedDataParallel) else []
+    reducer = _reducer(model)
+    return [] if reducer is None else [hook.__qualname__ for hook, _ in reducer._comm_hooks]
 
 
 def is_static(model: nn.Module) -> bool:
     """Whether the reducer learns the graph from its first step, and relies on it in all others."""
-    return isinstance(model, DistributedDataParallel) and bool(model.static_graph)
+    reducer = _reducer(model)
+    return reducer is not None and bool(reducer.static_graph)
 
 
 def begin_anew(model: nn.Module) -> None:
     """Make the reducer ready for a new step after one whose backward did not finish; on all ranks, or its buckets differ."""
-    if isinstance(model, DistributedDataParallel):
-        model.reducer._reset_state()  # seen in torch 2.9 to 2.13
+    reducer = _reducer(model)
+    if reducer is not None:
+        reducer.reducer._reset_state()  # seen in torch 2.9 to 2.13
 
 
 class Twins:
@@ -106,7 +132,8 @@ class Twins:
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._twins: dict[nn.Parameter, nn.Parameter] = {}
         self._moved = frozenset(reduced_parameters(model)) if gradients_are_views(model) else frozenset()
-        if not isinstance(model, DistributedDataParallel):
+        self._reducer = _reducer(model)
+        if self._reducer is None:
             return
         for module in inner_module(model).modules():
             self._places += [(module, name, each) for name, each in module._parameters.items() if each is not None]
@@ -116,13 +143,18 @@ class Twins:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Run steps that the reducer does not see; the gradients that they leave are the parameters' own in the end."""
+        """Run steps that the reducer does not see; the gradients that they leave are the parameters' own in the end.
+
+        What torch.compile compiles here it splits at the reducer's buckets, as in training (``_inside_ddp_forward``, seen in
+        torch 2.9 to 2.13).
+        """
         for parameter, twin in self._twins.items():
             twin.grad = parameter.grad
         for module, name, parameter in self._places:
             setattr(module, name, self._twins[parameter])
         try:
-            yield
+            with contextlib.nullcontext() if self._reducer is None else self._reducer._inside_ddp_forward():
+                yield
         finally:
             for module, name, parameter in self._places:
                 setattr(module, name, parameter)

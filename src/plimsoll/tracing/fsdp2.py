@@ -184,6 +184,15 @@ def _reset(root: Any) -> None:
     context.post_backward_final_callback_queued = False
 
 
+def gather_once(model: nn.Module) -> None:
+    """Let every module gather its parameters once if it never has: that makes their memory, which later steps find there."""
+    for module in _sharded_modules(model):
+        parts = [part for group in groups_of(module) for part in group.fsdp_params]
+        if any(getattr(part, "_unsharded_param", None) is None for part in parts):
+            module.unshard()
+            module.reshard()
+
+
 def reshard(model: nn.Module) -> None:
     """Free gathered parameters: after a forward without a backward, those of the root are still there."""
     for module in _sharded_modules(model):

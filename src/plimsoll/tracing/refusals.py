@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.parameter import UninitializedParameter
 
 from plimsoll.errors import InvalidBatch, InvalidModel, PlimsollError, TracingFailed
-from plimsoll.tracing.ddp import inner_module, unseen_wrapper
+from plimsoll.tracing.ddp import is_compiled_wrapper, layers_of, unseen_wrapper
 from plimsoll.tracing.fsdp2 import has_flat_parameters, sharded_parameters
 from plimsoll.tracing.local_tensors import is_sharded
 from plimsoll.tracing.recorder.collectives import failed_in_collective
@@ -126,8 +126,7 @@ def compiled_part(module: nn.Module) -> str:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile, or the module's own ``compile()``, was called on this very module."""
-    # Private names, seen in torch 2.9 to 2.13. OptimizedModule goes by its name: importing its home takes seconds.
-    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+    return is_compiled_wrapper(module) or module._compiled_call_impl is not None  # seen in torch 2.9 to 2.13
 
 
 def _is_compiled_function(function: Any) -> bool:
@@ -157,7 +156,7 @@ def refuse_compiled(model: nn.Module) -> None:
     Raises:
         InvalidModel: it is.
     """
-    if is_compiled(model) or is_compiled(inner_module(model)):
+    if any(map(is_compiled, layers_of(model))):
         raise _compiled(f"{type(model).__name__} is compiled by torch.compile.")
 
 

@@ -178,6 +178,7 @@ class _Step:
             with untouched(self.model), faked(self.model) as mode, target_kernels(self._target):
                 return run(fake_batch(self._call, mode), WorkspaceMeter()), {}
         check_devices(self.model, *self._call)
+        fsdp2.gather_once(self.model)
         meter = meter_for(self.home)
         with self.on_its_device() as call, meter.watching():  # with all threads: some kernels have a workspace for each
             log = run(call, meter)

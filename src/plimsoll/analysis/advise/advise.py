@@ -126,7 +126,7 @@ def advise(
     found_receipt, found_verdict = _read(receipt, Receipt), _read(verdict, Verdict)
     _refuse_other(fingerprint(model), found_receipt, found_verdict)
     if task.units:
-        refuse_uncompilable(options, "auto", ranks=1)
+        refuse_uncompilable(options, "auto")
     trace_as_trained = trace_compiled if task.units else trace_and_cost
     traced, costs = trace_as_trained(task, options, part_of(report, 0.0, 0.3))
     _refuse_other_step(traced, found_receipt)

@@ -184,7 +184,7 @@ def _of_model(
     refuse_other_signature(task.signature(), plan)
     with _folder(keep_traces) as folder, untouched(model, plan.written), task.compiled():
         step = task.step()
-        seconds, recording = _run_both(step, model, plan, (steps, folder), report)
+        seconds, recording = _run_both(step, plan, steps, folder, report)
         before, after, _ = read_profiles(recording.traces[_BASELINE], recording.traces[_PLAN])
         finding = compare_profiles(before, after, origin=ProfileOrigin.PROFILED, bandwidth=_catalogue_bandwidth)
         step.clear_gradients()
@@ -211,14 +211,13 @@ def _of_model(
 
 
 def _run_both(
-    step: TrainingStep, model: nn.Module, plan: Plan, how: tuple[int, Path], report: Progress
+    step: TrainingStep, plan: Plan, steps: int, folder: Path, report: Progress
 ) -> tuple[dict[str, float], TurnTraces]:
     """Median seconds of plain steps, and profiled ones: so many, with their traces in a folder."""
-    steps, folder = how
     report("running the unmanaged step", 0.0)
     for _ in range(_WARMUPS):
         step.run()
-    handle = manage(model, plan)
+    handle = manage(step.model, plan)
     try:
         report("running the plan", 0.1)
         for _ in range(_WARMUPS):

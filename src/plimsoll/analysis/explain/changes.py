@@ -188,9 +188,6 @@ class Changes:
         if optimizer is None:
             self._cannot_tell("another optimizer", "no optimizer was given: its state and its step are not in the peak")
             return
-        if self._step.task.units:
-            self._cannot_tell("another optimizer", "other forms of it are replayed in eager steps only")
-            return
         name = type(optimizer).__name__
         for option, options in _OPTIMIZER_FORMS.items():
             is_known = all(key in optimizer.defaults for key in options)

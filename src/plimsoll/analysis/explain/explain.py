@@ -217,7 +217,7 @@ def explain(
     report = progress or silent
     if task.units:
         strategies = strategy.strategy if isinstance(strategy, Plan) else strategy
-        refuse_uncompilable(PlanOptions.read(device_profile=device_profile), strategies or "none", ranks=1)
+        refuse_uncompilable(PlanOptions.read(device_profile=device_profile), strategies or "none")
     explanation = _as_it_is(step, report) if strategy is None and not task.units else _under(strategy, step, report)
     report("done", 1.0)
     return explanation

@@ -160,8 +160,8 @@ def _planner(
     """The planner of a step, eager or compiled."""
     if task.units:
         for name in options.strategies:
-            refuse_uncompilable(options, name, agreement.size)
-        return compiled_planner(task, options, budget, report)
+            refuse_uncompilable(options, name)
+        return compiled_planner(agreement, task, options, budget, report)
     with agreement.stepping():
         traced = trace_and_cost(task, options, report)
     return planner_for(agreement, traced, options, budget.bytes_on(traced[1]))

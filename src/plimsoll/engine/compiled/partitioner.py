@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -51,16 +52,13 @@ class PlannedPartitioner(Partitioner):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What torch.compile is given: this partitioner, and for a graph of several regions backward in its order, with
-        no memory held for reuse. Where the user has a pass in that place, it stays.
+        """What torch.compile is given: this partitioner, and backward in the order of its graph, with no memory held for reuse.
+        Where the user has a pass in that place, it stays.
 
         Inductor holds a freed buffer for a later one of its size, up to its own estimate of the peak, which leaves out what the
         caller holds. Neither changes a number.
         """
-        alone: dict[str, Any] = {"custom_partitioner_fn": self}
-        if len(self._dropped) < 2:
-            return alone
-        return {**alone, **in_order(), "allow_buffer_reuse": False}
+        return {"custom_partitioner_fn": self, **in_order(), "allow_buffer_reuse": False}
 
     def uuid(self) -> str:
         """Names the decisions and this code: with both unchanged, torch's caches of compiled graphs hold."""
@@ -103,7 +101,9 @@ class PlannedPartitioner(Partitioner):
         """Give every kernel of backward its own copies of what it makes on the way from what is in memory.
 
         What two kernels read inductor may put into memory: on a CPU wherever an exponential, a logarithm or the like is in it.
+        Attention without dropout is called as it is.
         """
+        _without_rng_state(backward.graph)
         kernel_of = {node: node.meta.get(_KERNEL) for node in backward.graph.nodes}
         for node in reversed(backward.graph.nodes):
             if node.op != "call_function" or not node.meta.get(_IS_ON_THE_WAY):
@@ -134,6 +134,19 @@ class PlannedPartitioner(Partitioner):
                 "are others than when it was made",
                 next="plan this model here",
             )
+
+
+def _without_rng_state(graph: fx.Graph) -> None:
+    """Call what draws no numbers without the random state of forward.
+
+    torch gives it to every op that could draw some (seen in 2.9 to 2.13), attention with a dropout of 0 among them: called
+    like that, it leaves contiguous outputs, and backward copies all that it reads of them.
+    """
+    for node in graph.nodes:
+        if node.target is torch.ops.higher_order.run_with_rng_state:
+            _, op, *arguments = node.args
+            if not joint.draws(op, arguments, node.kwargs):
+                node.target, node.args = op, tuple(arguments)
 
 
 def _note_kernels(graph: JointGraph) -> None:

@@ -16,7 +16,8 @@ from plimsoll.artifacts.plan import CompiledUnit, Plan
 from plimsoll.engine.compiled.partitioner import PlannedPartitioner
 from plimsoll.engine.region import ManagedRegion
 from plimsoll.errors import PlanMismatch
-from plimsoll.tracing.compiled.units import CompileCall, PlannedCall, Unit, find_units, install, unwrapped
+from plimsoll.tracing.compiled.units import CompileCall, PlannedCall, Unit, find_units, install
+from plimsoll.tracing.ddp import inner_module
 
 
 class RegionInCompiled(ManagedRegion):
@@ -70,7 +71,7 @@ def planned_units(model: nn.Module, planned: Iterable[CompiledUnit]) -> tuple[Un
         PlanMismatch: something else is compiled than the plan was made for.
     """
     found = {unit.path: unit for unit in find_units(model)}
-    modules: Mapping[str, nn.Module] = dict(unwrapped(model).named_modules())
+    modules: Mapping[str, nn.Module] = dict(inner_module(model).named_modules())
     units = []
     for each in planned:
         if each.path in found:

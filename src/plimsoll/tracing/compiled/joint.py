@@ -21,7 +21,7 @@ import math
 import operator
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -414,18 +414,17 @@ def obstacle(node: fx.Node) -> str:
 
 
 def _is_random(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded not in tags:
-        return op_name(node) in _RANDOM
-    assert isinstance(node.target, torch._ops.OpOverload), "what has tags is an overload"
-    names = (argument.name for argument in node.target._schema.arguments)
-    chance: Any = {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("dropout_p")
-    return not (chance == 0.0 or (_is_attention(node) and chance is None))
+    return op_name(node) in _RANDOM or draws(node.target, node.args, node.kwargs)
 
 
-def _is_attention(node: fx.Node) -> bool:
-    """Whether dropout is an option of an op, off by default."""
-    return "attention" in op_name(node)
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an op draws random numbers: attention has dropout as an option, off by default."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return False
+    assert isinstance(op, torch._ops.OpOverload), "what has tags is an overload"
+    names = (argument.name for argument in op._schema.arguments)
+    chance: Any = {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p")
+    return not (chance == 0.0 or ("attention" in op._schema.name and chance is None))
 
 
 def _is_fused(node: fx.Node) -> bool:

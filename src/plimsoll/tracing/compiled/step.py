@@ -12,7 +12,7 @@ buffer that it is the last to read, if the sizes are equal, as inductor does.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -68,9 +68,10 @@ class _Weaver:
         """Where the kernels of a unit begin, by the old tick of the first op that they replace."""
 
     def weave(self) -> None:
-        """Order the ops, then the storages, then the regions."""
+        """Order the ops, then the storages, those of the optimizer last as in every trace, then the regions."""
         self._order()
-        kept = self._outer_storages()
+        optimizers = [s for s in self.eager.storages if self._is_optimizers(s)]
+        kept = self._outer_storages([s for s in self.eager.storages if not self._is_optimizers(s)])
         numbers: dict[int, int] = {}
         for call in self.eager.regions:
             if call.index in self.places:
@@ -82,6 +83,11 @@ class _Weaver:
             if storage.region in numbers and storage.id in kept:
                 at = kept[storage.id]
                 self.storages[at] = msgspec.structs.replace(self.storages[at], region=numbers[storage.region])
+        self._outer_storages(optimizers)
+
+    def _is_optimizers(self, storage: Storage) -> bool:
+        is_made = storage.born >= 0 and self.eager.ops[storage.born].phase is Phase.OPTIMIZER
+        return is_made or storage.category is Category.OPTIMIZER_STATE
 
     def _order(self) -> None:
         replaced = {tick: place for place in self.places.values() for tick in place.ops}
@@ -154,13 +160,13 @@ class _Weaver:
             return "lies in a model that torch.compile compiles as a whole"
         return _UNCOMPILED if call.index in self._uncompiled else ""
 
-    def _outer_storages(self) -> dict[int, int]:
+    def _outer_storages(self, storages: Iterable[Storage]) -> dict[int, int]:
         """Carry over what is not inside of units; new ids by old ones."""
         ids: dict[int, int] = {}
         saved = {
             value.storage for call in self.eager.regions if call.index not in self.places for value in call.graph.values
         }
-        for storage in self.eager.storages:
+        for storage in storages:
             place = None
             if storage.born >= 0:
                 place = self.places.get(self.eager.ops[storage.born].region)
@@ -248,9 +254,9 @@ class _Piece:
         """
         place, storages = self.place, self.weaver.storages
         graphs = list(zip(self.graphs, place.stretch_of, strict=True))
-        for phase, stretch, nodes in (
-            *((Phase.FORWARD, stretch, graph.forward_outputs) for graph, stretch in graphs),
-            *((Phase.BACKWARD, stretch, graph.gradients) for graph, stretch in graphs),
+        for phase, graph, stretch, nodes in (
+            *((Phase.FORWARD, graph, stretch, graph.forward_outputs) for graph, stretch in graphs),
+            *((Phase.BACKWARD, graph, stretch, graph.gradients) for graph, stretch in graphs),
         ):
             made = place.made.get((phase, stretch), [])
             open_ = [storages[at] for at in made if at not in self.storage_of.values()]
@@ -267,8 +273,11 @@ class _Piece:
                     open_.remove(match)
                     self.storage_of[node] = match.id
                     storages[match.id] = msgspec.structs.replace(match, born=self.ticks[self.maker[node]])
-                elif phase is Phase.BACKWARD:
-                    self._add(node, self.maker[node], category=Category.GRADIENT, dies=len(self.weaver.ops))
+                elif (
+                    phase is Phase.BACKWARD
+                ):  # added to a gradient, or moved into a bucket, once the graph has returned it
+                    last = max(self.ticks[kernel] for kernel in graph.kernels if kernel.is_backward)
+                    self._add(node, self.maker[node], category=Category.GRADIENT, dies=last + 1)
 
     def _is_named(self, node: fx.Node, storage: Storage) -> bool:
         """Whether a storage of the eager step was made by the same op of the same module."""

@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from plimsoll.errors import InvalidModel, InvalidOption
-from plimsoll.tracing.ddp import inner_module
+from plimsoll.tracing.ddp import is_compiled_wrapper, layers_of
 from plimsoll.tracing.refusals import is_disabled, refuse_compiler, without_compiled
 from plimsoll.tracing.regions import around, find_regions
 
@@ -189,45 +189,33 @@ class Unit:
         return region[len(self.path) :].lstrip(".") if self.path else region
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of ``DistributedDataParallel`` and of ``torch.compile(model)``, in whatever order."""
-    while (inner := _inside(inner_module(model))) is not model:
-        model = inner
-    return model
-
-
-def _inside(model: nn.Module) -> nn.Module:
-    return model._orig_mod if _is_wrapper(model) else model  # type: ignore[return-value]
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    # By name: importing its home takes seconds.
-    return type(module).__name__ == "OptimizedModule"
-
-
 def find_units(model: nn.Module) -> tuple[Unit, ...]:
     """What is compiled in a model and takes a plan, none inside of another, with paths from the model inside of its wrappers.
 
     Where some region runs eagerly, what takes none is left alone.
 
     Raises:
-        InvalidModel: compiled for another backend, or with a partitioner or a memory budget of the user's own.
+        InvalidModel: compiled for another backend, or with a partitioner or a memory budget of the user's own; or
+            ``DistributedDataParallel`` was compiled in place.
     """
-    outer = inner_module(model)
-    if _is_wrapper(outer):
-        whole = Unit("", unwrapped(model), CompileCall.read(outer.forward), outer)
-        _refuse(_refusal(whole))
-        return (whole,)
+    *wrappers, inner = layers_of(model)
+    for wrapper in wrappers:
+        if is_compiled_wrapper(wrapper):
+            whole = Unit("", inner, CompileCall.read(wrapper.forward), wrapper)
+            _refuse(_refusal(whole))
+            return (whole,)
+        if wrapper._compiled_call_impl is not None:
+            _refuse(_compiled_reducer())
     found: list[Unit] = []
-    for name, module in outer.named_modules():
+    for name, module in inner.named_modules():
         if any(not unit.path or name.startswith(unit.path + ".") for unit in found):
             continue
         if module._compiled_call_impl is not None:
             found.append(Unit(name, module, CompileCall.read(module._compiled_call_impl)))
-        elif _is_wrapper(module):
-            found.append(Unit(name, _inside(module), CompileCall.read(module.forward), module))
+        elif is_compiled_wrapper(module):
+            found.append(Unit(name, layers_of(module)[1], CompileCall.read(module.forward), module))
     refused = {unit: refusal for unit in found if (refusal := _refusal(unit))}
-    if refused and all(any(unit.touches(region) for unit in refused) for region in find_regions(outer)):
+    if refused and all(any(unit.touches(region) for unit in refused) for region in find_regions(inner)):
         _refuse(next(iter(refused.values())))
     return tuple(unit for unit in found if unit not in refused)
 
@@ -265,6 +253,14 @@ def split_regions(
 def _refuse(refusal: InvalidModel | None) -> None:
     if refusal is not None:
         raise refusal
+
+
+def _compiled_reducer() -> InvalidModel:
+    return InvalidModel(
+        "DistributedDataParallel is compiled in place.",
+        why="ddp.compile() takes the wrapper's own forward in, and a plan replaces what is compiled of the model inside",
+        next="compile the blocks before wrapping (layer.compile() for each), or torch.compile(ddp)",
+    )
 
 
 def _refusal(unit: Unit) -> InvalidModel | None:
@@ -329,7 +325,7 @@ def install(unit: Unit, function: Callable[..., Any] | None) -> Callable[[], Non
     forward = None if wrapper is None else wrapper.forward
     module._compiled_call_impl = function
     if wrapper is not None:
-        wrapper.forward = functools.partial(nn.Module.__call__, module)
+        wrapper.forward = functools.partial(nn.Module.__call__, layers_of(wrapper)[1])
 
     def put_back() -> None:
         module._compiled_call_impl = before

@@ -56,6 +56,11 @@ def is_collective(func: torch._ops.OpOverload) -> bool:
     return func.namespace in _NAMESPACES and _name(func) not in _NO_MESSAGE
 
 
+def names_collective(cost_key: str) -> bool:
+    """Whether an op that a trace knows by its cost key talks to other ranks."""
+    return cost_key.partition(".")[0] in _NAMESPACES
+
+
 def is_repeatable_collective(func: torch._ops.OpOverload) -> bool:
     """Whether a collective is a function of its arguments: those of ``c10d`` are awaited outside of any op."""
     return func.namespace in _REPEATABLE and _name(func) not in _POINT_TO_POINT

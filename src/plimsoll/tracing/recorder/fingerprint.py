@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from plimsoll.tracing.compiled.units import unwrapped
 from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import every_gradient
 from plimsoll.tracing.local_tensors import layout_of
@@ -28,9 +27,10 @@ def fingerprint(model: nn.Module, regions: Iterable[str] = ()) -> str:
 
     The structure is the class of every submodule, and name, shape, dtype and ``requires_grad`` of every parameter and
     buffer (a tied parameter under each of its names), and the names of the regions. Of a DTensor it is the global shape, with
-    placements and mesh shape: the same on every rank. ``DistributedDataParallel`` around the model does not count.
+    placements and mesh shape: the same on every rank. ``DistributedDataParallel`` and torch.compile around the model do
+    not count.
     """
-    model = unwrapped(model)
+    model = inner_module(model)
     digest = hashlib.sha256()
     for name, module in model.named_modules(remove_duplicate=False):
         digest.update(f"module {name} {type(module).__module__}.{type(module).__qualname__}\n".encode())

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from plimsoll.errors import PlimsollError
+from plimsoll.tracing.ddp import inner_module
 from plimsoll.tracing.fsdp2 import KeptShards, every_parameter
 from plimsoll.tracing.local_tensors import local_of
 from plimsoll.tracing.recorder.storages import is_plain, same_contents
@@ -37,7 +38,7 @@ def untouched(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]
     parameters = every_parameter(model)
     gradients = [parameter.grad for parameter in parameters]
     generators, state = RandomState(), KeptState(model)
-    named = dict(model.named_parameters())
+    named = dict(inner_module(model).named_parameters())
     copies = [
         (local_of(named[name].detach()), local_of(named[name].detach()).clone()) for name in written if name in named
     ]
