@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ def gradients_as_if(model: nn.Module, *, are_there: bool) -> Iterator[None]:
     """Every trainable parameter has a gradient, as after the first micro-batch of a step, or none has; then it is as it was."""
     changed = {
         parameter: parameter.grad
-        for parameter in model.parameters()
+        for parameter in (model.parameters() if are_there else every_parameter(model))
         if parameter.requires_grad and (parameter.grad is not None) is not are_there
     }
     try:
@@ -176,7 +175,6 @@ class TrainingStep:
     def _measured(self, *, holds_back: bool) -> tuple[int, int]:
         """What is there before one forward and backward, and its peak."""
         self.rewind()
-        gc.collect()  # garbage is not among the static bytes: if it died within the step, it would be taken off the peak
         static_bytes = self.static_bytes()
         args, kwargs = private_copy((self._args, self._kwargs))
         with (

@@ -1,5 +1,6 @@
 """The peak meter against allocations of known size."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -174,3 +175,14 @@ def test_a_meter_whose_profiler_was_ended_by_another_says_that_nothing_was_measu
 def test_an_error_while_memory_is_measured_ends_the_process_as_without_a_meter():
     code = "import plimsoll.tracing.meters.memory as m; m.PeakMeter('cpu').__enter__(); raise SystemExit(7)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7
+
+
+def test_garbage_that_goes_inside_hides_nothing_of_the_peak():
+    garbage = [torch.zeros(1 << 16)]
+    garbage.append(garbage)
+    del garbage
+    with PeakMeter() as meter:
+        gc.collect()
+        made = torch.zeros(1 << 10)
+    assert meter.peak_bytes == made.nbytes
+    assert meter.resident_bytes == made.nbytes

@@ -84,7 +84,8 @@ class PeakMeter:
 
     def __init__(self, device: torch.device | str = "cpu", held: Iterable[torch.Tensor] | None = None) -> None:
         """``held``: what the caller counts as there at the start. Only where that is let go do bytes become fewer; the end of
-        other tensors from before, which nobody counted, would hide as much of the peak. By default all that is there counts.
+        other tensors from before, which nobody counted, would hide as much of the peak. By default all that is there counts,
+        but for garbage, which is collected first: it may go at any moment.
         """
         self.device = torch.device(device)
         self.peak_bytes = 0
@@ -93,11 +94,14 @@ class PeakMeter:
         """Alive at the end above the start; negative where the block let go of more than it made."""
         self.windows: tuple[Window, ...] = ()
         """From each mark to the next; the first window starts with the meter and is called ``start``."""
+        self._counts_everything = held is None
         self._meter: _CpuMeter | _CudaMeter = (
             _CudaMeter(self.device, held) if self.device.type == "cuda" else _CpuMeter(held)
         )
 
     def __enter__(self) -> PeakMeter:
+        if self._counts_everything:
+            gc.collect()
         self._meter.start()
         return self
 
