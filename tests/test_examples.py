@@ -10,11 +10,18 @@ import pytest
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 MOST_LINES = 60
+TORCHS_OWN_ABORT = "terminate called without an active exception"
+"""A thread of torch's gloo lets go of its last tensor while Python ends (pytorch/pytorch#179291): once in 30 runs under load,
+after all work is done."""
+TRIES = 3
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs_as_it_stands(path: Path):
-    finished = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300)
+    for _ in range(TRIES):
+        finished = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300)
+        if TORCHS_OWN_ABORT not in finished.stderr:
+            break
     assert finished.returncode == 0, finished.stderr[-2000:]
     assert finished.stdout
 
