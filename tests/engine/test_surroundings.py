@@ -222,3 +222,17 @@ def test_recurrent_layers_keep_every_bit(kind):
             return super().forward(x[None])[0][0]
 
     assert_unchanged(stack_of(lambda: Recurrent(32, 32, batch_first=True)), plain_step, engine=None)
+
+
+def test_a_profile_and_marks_in_it_change_nothing_about_a_call():
+    class Marked(nn.Module):
+        def forward(self, x):
+            with torch.profiler.record_function("activation"):
+                return x.tanh()
+
+    model = stack_of(Marked)()
+    with manage(model), warnings.catch_warnings():
+        warnings.simplefilter("error")  # a call that is not the recorded one warns
+        train(model, plain_step, 3)
+        with torch.profiler.profile():
+            train(model, plain_step, 2)

@@ -42,6 +42,10 @@ _ANSWERS = frozenset({bool, int, float, complex, str, torch.Size, torch.dtype, t
 """Types of results that leave no trace among tensors: calls that only ask something are not part of the stream."""
 _MADE_FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer})
 """Functions whose first argument is data: the tensor that they make comes from outside, whatever it holds."""
+_MARKS = frozenset(
+    {torch.ops.profiler._record_function_exit._RecordFunction, torch.ops.profiler._record_function_exit.default}
+)
+"""The ends of ``record_function``: they name what is between them in a profile, and touch no tensor."""
 _BY_VALUE = frozenset({bool, int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device})
 
 
@@ -202,7 +206,7 @@ class StreamGuard(TorchFunctionMode):
                 self._place = following
                 return
             del known[length:]
-        if _leaves_a_trace(result):
+        if _leaves_a_trace(func, result):
             self._place, self.stranger, self.where = None, func, _line_of_user()
 
 
@@ -230,7 +234,7 @@ class StreamRecorder(TorchFunctionMode):
             result = func(*args, **kwargs) if kwargs else func(*args)
         finally:
             self.is_within = before
-        if not _leaves_a_trace(result):
+        if not _leaves_a_trace(func, result):
             return result
         is_data = func in _MADE_FROM_DATA and _is_data(args)
         described = tuple([self._describe(value) for value in args[is_data:]])
@@ -337,10 +341,12 @@ class _Same:
         return id(self._value)
 
 
-def _leaves_a_trace(result: Any) -> bool:
-    """Whether a call may have made or changed a tensor: it returned one, or nothing at all."""
-    if isinstance(result, torch.Tensor) or result is None:
+def _leaves_a_trace(func: Any, result: Any) -> bool:
+    """Whether a call may have made or changed a tensor: it returned one, or nothing at all, as a profiler's marks do too."""
+    if isinstance(result, torch.Tensor):
         return True
+    if result is None:
+        return func not in _MARKS
     return type(result) not in _ANSWERS and bool(flat_tensors(result))
 
 
