@@ -22,7 +22,10 @@ _BYTES_PER_UNIT = {
     "GIB": GIB,
     "TIB": 1024**4,
 }
-_TEXT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_MOST_BYTES = 2**63 - 1
+_MOST_LETTERS = 40
+"""Of a text that is refused, in the message."""
+_TEXT = re.compile(r"\s*([0-9][0-9_]{0,29}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(amount: int | str) -> int:
@@ -49,7 +52,14 @@ def parse_bytes(amount: int | str) -> int:
     else:
         match = _TEXT.fullmatch(amount)
         if match is None:
-            raise InvalidBudget(f"{amount!r} is not an amount of memory.", why="no number found", next='write "24GiB"')
+            is_negative = amount.lstrip().startswith("-")
+            raise InvalidBudget(
+                f"{amount[:_MOST_LETTERS]!r} is not an amount of memory.",
+                why="a budget is positive"
+                if is_negative
+                else "it is no number, such as 24 or 1.5, with a unit after it",
+                next='write "24GiB"',
+            )
         number, unit = match.group(1).replace("_", ""), match.group(2)
         if unit.upper() in ("K", "M", "G", "T"):
             decimal = float(number) * _BYTES_PER_UNIT[unit.upper() + "B"]
@@ -68,6 +78,10 @@ def parse_bytes(amount: int | str) -> int:
         bytes_ = int(float(number) * _BYTES_PER_UNIT[unit.upper()])
     if bytes_ <= 0:
         raise InvalidBudget(f"{amount!r} is no memory at all.", why="a budget is positive", next='write "24GiB"')
+    if bytes_ > _MOST_BYTES:
+        raise InvalidBudget(
+            "The amount is more than any device has.", why=f"the most is {_MOST_BYTES} bytes", next='write "24GiB"'
+        )
     return bytes_
 
 

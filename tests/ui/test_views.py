@@ -93,12 +93,14 @@ def test_no_line_of_a_narrow_terminal_is_cut(artifact: Artifact):
 
 
 @pytest.mark.parametrize("artifact", ARTIFACTS.values(), ids=ARTIFACTS)
-def test_every_number_is_whole_on_80_columns(artifact: Artifact):
+def test_every_number_and_every_part_of_a_name_is_whole_on_80_columns(artifact: Artifact):
     shown = on_a_terminal(artifact, 80)
     for section in view(artifact).sections:
         for table in opened(section.elements, with_details=False):
             if isinstance(table, Table):
                 assert all(row[column] in shown for row in table.shown_rows() for column in table.numbers)
+                cells = [cell for row in table.shown_rows() for cell in row]
+                assert all(part in shown for cell in cells for part in re.split(r"[\s./_,:|=]", cell))
 
 
 def test_text_needs_neither_torch_nor_rich():

@@ -51,6 +51,8 @@ _MODULES = {
     "norm": re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)|(?:^|[._])bn(?:[._\d]|$)", re.IGNORECASE),
 }
 _OP_ALIASES = {"sdpa": "scaled_dot_product"}
+MEMORY_BUDGET = "memory-budget"
+"""torch's own budget under torch.compile, as a share: ``memory-budget:0.5``."""
 _SOFTMAX = "_softmax"
 _PRODUCTS = frozenset(["bmm", "baddbmm", "mm", "addmm"])
 
@@ -204,6 +206,16 @@ def codecs_of_strategy(strategy: str) -> tuple[str, ...]:
 def uses_link(strategy: str) -> bool:
     """Whether a named strategy sends values over a link."""
     return strategy == "offload"
+
+
+def is_memory_budget(strategy: str) -> bool:
+    """Whether a strategy is torch's own, and so none of the planner's.
+
+    Example:
+        >>> is_memory_budget("memory-budget:0.5"), is_memory_budget("full")
+        (True, False)
+    """
+    return strategy.partition(":")[0] == MEMORY_BUDGET
 
 
 def check_strategy(strategy: str) -> None:

@@ -47,23 +47,27 @@ class Budget:
         return cls(is_auto=True) if budget == "auto" else cls(parse_bytes(budget))
 
     def bytes_on(self, costs: Costs) -> int | None:
-        """The budget in bytes on the device that these costs are of; ``None`` without a limit.
+        """The budget in bytes on the device that these costs are of; ``None`` without a limit."""
+        return self.bytes_of(costs.device, costs.memory_bytes)
+
+    def bytes_of(self, device: str, memory_bytes: int | None) -> int | None:
+        """The budget in bytes on a device of that name and memory; ``None`` without a limit.
 
         Raises:
             BudgetAboveDevice: more than the device has, or its memory is asked for and not known.
         """
-        asked_bytes, memory_bytes = self.asked_bytes, costs.memory_bytes
+        asked_bytes = self.asked_bytes
         if self.is_auto:
             if memory_bytes is None:
                 raise BudgetAboveDevice(
-                    f"The memory of {costs.device} is not known.",
+                    f"The memory of {device} is not known.",
                     why="budget='auto' takes the device's memory less a margin",
                     next="name the budget in bytes",
                 )
             return int(memory_bytes * (1 - AUTO_MARGIN))
         if asked_bytes is not None and memory_bytes is not None and asked_bytes > memory_bytes:
             raise BudgetAboveDevice(
-                f"budget {format_bytes(asked_bytes)} is more than {costs.device} has, {format_bytes(memory_bytes)}.",
+                f"budget {format_bytes(asked_bytes)} is more than {device} has, {format_bytes(memory_bytes)}.",
                 why="a plan for memory that is not there would run out of it",
                 next=f'budget "{memory_bytes}B" or less, or budget="auto"',
             )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
@@ -117,34 +119,65 @@ def draw_bar(share: float, *, width: int = 24) -> str:
 
 
 _STYLES = {Tone.GOOD: "bold green", Tone.BAD: "bold red", Tone.NEUTRAL: "bold yellow"}
-_LEAST_WORDS = 10
-"""Columns for a name, which is folded where the terminal is narrow."""
+_PIECE = re.compile(r"(?:[^\s./_,:|=]|\.(?=\d))*(?:[/_,:|=]|\.(?!\d))*\s*")
+"""What stays on one line: a word, or the part of a name up to a sign."""
 _BAR_COLUMNS = 16
-_ROOMY_COLUMNS = 78
-"""A table of up to this width has two spaces between its columns, a wider one has one."""
 
 
-def render_artifact(artifact: Artifact) -> RenderableType:
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """Text that breaks between words, and where it has to within a name, behind a dot or another sign; never elsewhere.
+
+    Lines after the first are indented by ``hang`` columns.
+    """
+
+    text: Text
+    hang: int = 0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        start, column = 0, 0
+        for piece in _PIECE.finditer(self.text.plain):
+            is_first = start == 0
+            if column and column + len(piece.group().rstrip()) + (0 if is_first else self.hang) > options.max_width:
+                yield self._line(start, piece.start())
+                start, column = piece.start(), 0
+            column += len(piece.group())
+        yield self._line(start, len(self.text))
+
+    def _line(self, start: int, stop: int) -> Text:
+        line = self.text[start:stop]
+        line.rstrip()
+        return Text.assemble(" " * self.hang if start else "", line)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        pieces = [len(piece.group().rstrip()) for piece in _PIECE.finditer(self.text.plain)]
+        return Measurement(max(pieces, default=0) + self.hang, len(self.text))
+
+
+def render_artifact(artifact: Artifact, *, with_details: bool = False) -> RenderableType:
     """The artifact as people read it on a terminal."""
-    return render_document(view(artifact))
+    return render_document(view(artifact), with_details=with_details)
 
 
-def render_document(document: Document) -> RenderableType:
+def render_document(document: Document, *, with_details: bool = False) -> RenderableType:
     """Headline, sections, notes."""
     title = Text.assemble((document.source, "bold"), f" {document.subject}: ", (document.word, _STYLES[document.tone]))
-    parts: list[RenderableType] = [title, *(_indented(Text(line, style="dim")) for line in document.lines)]
+    parts: list[RenderableType] = [
+        _Words(title, hang=2),
+        *(_indented(Text(line, style="dim")) for line in document.lines),
+    ]
     for section in document.sections:
-        body = render_elements(section.elements)
+        body = render_elements(section.elements, with_details=with_details)
         if body:
             parts += [Text(f"\n{section.title}", style="bold"), _indented(Group(*body))]
     parts += [Text(f"\nNote: {note}") for note in document.notes]
     return Group(*parts)
 
 
-def render_elements(elements: Sequence[Element]) -> list[RenderableType]:
+def render_elements(elements: Sequence[Element], *, with_details: bool = False) -> list[RenderableType]:
     """One below the other, with an empty line before each that is more than a paragraph; most charts need a page."""
     parts: list[RenderableType] = []
-    for element in opened(elements, with_details=False):
+    for element in opened(elements, with_details=with_details):
         body = _render(element)
         if body is None:
             continue
@@ -164,27 +197,41 @@ def _render(element: Element) -> RenderableType | None:
             grid.add_column(style="dim", no_wrap=True)
             grid.add_column(overflow="fold")
             for name, text in element.rows:
-                grid.add_row(Text(name), Text(text))
+                grid.add_row(Text(name), _Words(Text(text)))
             return grid
         case Table():
-            return _render_table(element) if element.rows else None
+            return _Rows(element) if element.rows else None
         case Checks():
             return _render_checks(element) if element.checks else None
         case Fold():
-            return Group(*render_elements(element.elements))
+            return Group(*render_elements(element.elements, with_details=True))
         case MemoryChart():
             return MemoryTimeline(element.points, element.budget_bytes)
         case _:
             return None
 
 
-def _render_table(table: Table) -> Grid:
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A table that knows how much room there is when it is printed."""
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _render_table(self.table, options.max_width)
+
+
+def _render_table(table: Table, room: int) -> Grid:
     """Numbers whole and words folded, also where the terminal is narrow; headers break between words."""
     rows = table.shown_rows()
     header = table.header or [""] * len(rows[0])
     bar_at = max(table.numbers, default=0) + 1 if table.bars else None
     widths = [max(len(row[position]) for row in rows) for position in range(len(header))]
-    between = 2 if sum(widths) + 2 * len(widths) <= _ROOMY_COLUMNS else 1
+    folded = [max([width, *map(len, name.split())]) for width, name in zip(widths, header, strict=True)]
+    whole = [max(width, len(name)) for width, name in zip(widths, header, strict=True)]
+    bar_room = _BAR_COLUMNS + 2 if table.bars else 0
+    has_room = sum(whole) + 2 * len(whole) + bar_room <= room
+    between = 2 if sum(folded) + 2 * len(folded) + bar_room <= room else 1
     grid = Grid(
         box=None, padding=(0, between, 0, 0), pad_edge=False, header_style="dim", show_header=bool(table.header)
     )
@@ -192,13 +239,15 @@ def _render_table(table: Table) -> Grid:
         if position == bar_at:
             grid.add_column("", no_wrap=True)
         if position in table.numbers:
-            grid.add_column(name, justify="right", min_width=max([widths[position], *map(len, name.split())]))
+            grid.add_column(name, justify="right", width=(whole if has_room else folded)[position])
         else:
-            grid.add_column(name, overflow="fold", min_width=min(widths[position], _LEAST_WORDS))
+            grid.add_column(_Words(Text(name, style="dim")), overflow="fold")
     if bar_at == len(header):
         grid.add_column("", no_wrap=True)
     for place, row in enumerate(rows):
-        cells = [Text(cell, style=_STYLES[table.tones[cell]] if cell in table.tones else "") for cell in row]
+        cells: list[RenderableType] = [
+            _Words(Text(cell, style=_STYLES[table.tones[cell]] if cell in table.tones else "")) for cell in row
+        ]
         if bar_at is not None:
             cells.insert(bar_at, _bar(table.bars[place]) if place < len(table.bars) else Text())
         grid.add_row(*cells, style="bold green" if place == table.marked else None)

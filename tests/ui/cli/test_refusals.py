@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -39,7 +40,16 @@ REFUSED = {
         f"{command} targets:broken --strategy nonsense": "'nonsense' is not a strategy."
         for command in ("plan", "verify", "compare", "explain", "probe", "diagnose")
     },
-    "plan steps:stack -b 24G": "InvalidBudget",
+    **{
+        f"{command} targets:broken --budget 24G": "InvalidBudget"  # before the target is loaded
+        for command in ("plan", "verify", "compare", "advise", "probe", "diagnose", "fit")
+    },
+    "plan targets:broken -b 100TiB --device-profile H100": "BudgetAboveDevice",
+    "plan targets:broken -b -1": "a budget is positive",
+    "plan targets:broken -b nan": "is not an amount of memory",
+    f"plan targets:broken -b {'9' * 400}": "is not an amount of memory",
+    "plan targets:broken --max-error 200%": "is not a share",
+    "plan targets:broken --allow magic": "is not understood",
     "plan steps:stack -b 900TiB": "BudgetAboveDevice",
     "plan steps:stack --regions layers.*": "InvalidRegions",
     "plan steps:stack -s best": "InvalidStrategy",
@@ -202,3 +212,20 @@ def test_a_single_rank_is_told_how_to_start_several(run):
 
 def test_a_budget_with_two_readings_is_told_both(run):
     assert "24GiB" in run("plan", "targets:linear", "--budget", "24G", "--json", code=2).json["next"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    {
+        "plan --json": "Missing argument 'TARGET'.",
+        "plan steps:stack --batch many --json": "Invalid value for '--batch'",
+        "plan steps:stack --bugdet 1GiB --json": "No such option: --bugdet",
+        "frobnicate --json": "No such command 'frobnicate'.",
+    }.items(),
+)
+def test_words_that_no_command_takes_are_errors_as_json_where_that_is_asked_for(run, typed, found):
+    shown = run(*typed.split(), code=2)
+    told = json.loads(shown.out)
+    assert found in told["found"]
+    assert told["exit_code"] == 2
+    assert not shown.err

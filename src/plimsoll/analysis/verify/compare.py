@@ -23,12 +23,13 @@ from plimsoll.analysis.verify.evidence import (
     read_measurable,
     versions,
 )
-from plimsoll.analysis.verify.memory_budget import MEMORY_BUDGET, MemoryBudget, read_shares
+from plimsoll.analysis.verify.memory_budget import MemoryBudget, read_shares
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.artifacts.receipt import finite
 from plimsoll.artifacts.trace import Category
+from plimsoll.planning.strategies import MEMORY_BUDGET
 from plimsoll.session.agreement import Agreement, agreement_for, described
 from plimsoll.session.compiled import compiled_planner, refuse_uncompilable
 from plimsoll.session.manage import manage

@@ -14,19 +14,8 @@ from typing import Any
 import torch
 
 from plimsoll.errors import InvalidStrategy
+from plimsoll.planning.strategies import MEMORY_BUDGET, is_memory_budget
 from plimsoll.tracing.compiled.units import Unit, install
-
-MEMORY_BUDGET = "memory-budget"
-
-
-def is_memory_budget(strategy: str) -> bool:
-    """Whether a strategy is torch's own, and so none of the planner's.
-
-    Example:
-        >>> is_memory_budget("memory-budget:0.5"), is_memory_budget("full")
-        (True, False)
-    """
-    return strategy.partition(":")[0] == MEMORY_BUDGET
 
 
 def read_shares(strategies: Iterable[str]) -> dict[str, float]:

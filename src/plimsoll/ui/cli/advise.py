@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.ui.cli import options, ranks, terminal
+from plimsoll.ui.cli import commands, options, ranks, terminal
 
 ReceiptOption = Annotated[
     Path | None, typer.Option("--receipt", metavar="FILE", help="Receipt saved by verify: evidence for the checklist.")
@@ -23,7 +23,7 @@ CompileSecondsOption = Annotated[
 ]
 
 
-@options.command
+@commands.command
 def advise(
     target: options.TargetArgument,
     *,
@@ -43,7 +43,7 @@ def advise(
 ) -> None:
     """Say whether memory is the bottleneck, what helps, and what is still to be checked.
 
-    Example: plimsoll advise llama-tiny --budget 200MiB
+    Example: plimsoll advise llama-tiny --budget 90MiB
     """
     import plimsoll
     from plimsoll.artifacts.advice import Kind

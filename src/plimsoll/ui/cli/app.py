@@ -9,6 +9,7 @@ import typer
 
 from plimsoll.ui.cli import (
     advise,
+    commands,
     compress_gradients,
     demo,
     diagnose,
@@ -23,25 +24,20 @@ from plimsoll.ui.cli import (
 app = typer.Typer(
     name="plimsoll",
     help="Fits PyTorch training under a memory budget in bytes, at the least cost in time, and proves that it did.",
+    cls=commands.Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode=None,
     context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
 )
-app.command()(demo.demo)
-app.command()(plan.plan)
-app.command()(show.show)
-app.command()(verify.verify)
-app.command()(estimate.estimate)
-app.command()(estimate.fit)
-app.command()(verify.compare)
-app.command()(advise.advise)
-app.command()(explain.explain)
-app.command()(probe.probe)
-app.command()(diagnose.diagnose)
-app.command()(compress_gradients.compress_gradients)
-app.command()(show.report)
+for _section, _verbs in {
+    "Plan": (demo.demo, plan.plan, estimate.fit),
+    "Check": (verify.verify, verify.compare, probe.probe),
+    "Understand": (explain.explain, advise.advise, diagnose.diagnose, show.show, show.report),
+    "Estimate": (estimate.estimate, compress_gradients.compress_gradients),
+}.items():
+    for _verb in _verbs:
+        app.command(cls=commands.Command, rich_help_panel=_section)(_verb)
 
 
 def _print_version(*, is_wanted: bool) -> None:
@@ -62,11 +58,7 @@ def callback(
         ),
     ] = False,
 ) -> None:
-    """Fits PyTorch training under a memory budget in bytes, at the least cost in time, and proves that it did.
-
-    Exit codes: 0 all is well; 1 verification or a probe failed; 2 bad input; 3 the budget is below the floor;
-    4 a replay did not match; 130 interrupted.
-    """
+    """Fits PyTorch training under a memory budget in bytes, at the least cost in time, and proves that it did."""
 
 
 def main() -> None:

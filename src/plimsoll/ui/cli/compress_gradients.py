@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plimsoll.errors import InvalidOption
-from plimsoll.ui.cli import options, ranks, terminal
+from plimsoll.ui.cli import commands, options, ranks, terminal
 
 if TYPE_CHECKING:
     from plimsoll.ui.cli.work import Loaded
@@ -46,7 +46,7 @@ BucketOption = Annotated[
 ]
 
 
-@options.command
+@commands.command
 def compress_gradients(
     target: options.TargetArgument,
     *,

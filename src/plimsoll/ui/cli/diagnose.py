@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from plimsoll.errors import InvalidTrace
-from plimsoll.ui.cli import options, ranks, terminal
+from plimsoll.ui.cli import commands, options, ranks, terminal
 
 SubjectArgument = Annotated[
     str,
@@ -34,7 +34,7 @@ _OF_TRACES = ("--output", "--json")
 _TRACE_ENDINGS = (".json.gz", ".sqlite", ".sqlite3", ".db", ".nsys-rep", ".qdrep")
 
 
-@options.command
+@commands.command
 def diagnose(
     context: typer.Context,
     subject: SubjectArgument,

@@ -9,7 +9,7 @@ import typer
 
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.errors import InvalidOption, PlanFileError
-from plimsoll.ui.cli import options, ranks, terminal
+from plimsoll.ui.cli import commands, options, ranks, terminal
 
 DeviceNameOption = Annotated[
     str, typer.Option("--device", "-d", metavar="NAME", help="From the catalogue: H100-SXM, A100-80GB, laptop-CPU …")
@@ -93,7 +93,7 @@ PlansOption = Annotated[
 ]
 
 
-@options.command
+@commands.command
 def estimate(
     target: options.TargetArgument,
     *,
@@ -162,7 +162,7 @@ def _save_plans(found: Estimate, directory: Path) -> None:
             plan.save(directory / f"rank-{stage.stage}-stage-{number}.json")
 
 
-@options.command
+@commands.command
 def fit(
     target: options.TargetArgument,
     *,

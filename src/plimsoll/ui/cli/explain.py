@@ -10,7 +10,7 @@ import typer
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import load_any
 from plimsoll.errors import InvalidStrategy
-from plimsoll.ui.cli import options, ranks, terminal
+from plimsoll.ui.cli import commands, options, ranks, terminal
 
 ExplainedArgument = Annotated[
     str,
@@ -35,7 +35,7 @@ _OF_A_PLAN = ("--json", "--output")
 """Options that mean something where a saved plan is explained by itself."""
 
 
-@options.command
+@commands.command
 def explain(
     context: typer.Context,
     target: ExplainedArgument,
@@ -96,4 +96,4 @@ def _explain_saved(context: typer.Context, target: str, to: options.Output) -> N
             why="its reasons are in the file",
             next=f"plimsoll explain TARGET --plan {target} replays it on a target",
         )
-    terminal.hand_over(artifact, to, text=artifact.explain())
+    terminal.hand_over(artifact, to, explain=True)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import enum
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -31,6 +29,11 @@ class Compiled(enum.StrEnum):
     BLOCKS = "blocks"
 
 
+OF_THE_PLAN = "What the plan may do"
+OF_THE_TARGET = "The model and its batch"
+OF_THE_RESULT = "The result"
+"""Sections of a command's help."""
+
 TargetArgument = Annotated[
     str,
     typer.Argument(
@@ -42,7 +45,13 @@ TargetArgument = Annotated[
 ]
 BudgetOption = Annotated[
     str | None,
-    typer.Option("--budget", "-b", metavar="BYTES", help='Peak of the whole step, with its unit: "70GiB" or "80GB".'),
+    typer.Option(
+        "--budget",
+        "-b",
+        metavar="BYTES",
+        help='Peak of the whole step, with its unit: "70GiB" or "80GB".',
+        rich_help_panel=OF_THE_PLAN,
+    ),
 ]
 StrategyOption = Annotated[
     str,
@@ -51,43 +60,82 @@ StrategyOption = Annotated[
         "-s",
         help="auto, none, full, every:K, sqrt, input-only, selective:attention|mlp|norm|<op list>, int8, int4, fp8, "
         "offload, or hybrid:N,K.",
+        rich_help_panel=OF_THE_PLAN,
     ),
 ]
 RegionsOption = Annotated[
     list[str] | None,
-    typer.Option("--regions", metavar="PATTERN", help="Modules to manage, such as 'model.layers.*'; may be repeated."),
+    typer.Option(
+        "--regions",
+        metavar="PATTERN",
+        help="Modules to manage, such as 'model.layers.*'; may be repeated.",
+        rich_help_panel=OF_THE_PLAN,
+    ),
 ]
 OptimizerOption = Annotated[
-    OptimizerName, typer.Option("--optimizer", help="Optimizer whose state and step count toward the budget.")
+    OptimizerName,
+    typer.Option(
+        "--optimizer", help="Optimizer whose state and step count toward the budget.", rich_help_panel=OF_THE_TARGET
+    ),
 ]
 DeviceProfileOption = Annotated[
     str | None,
     typer.Option(
-        "--device-profile", metavar="NAME", help="Plan for a device that is not present: H100-SXM, A100-80GB …"
+        "--device-profile",
+        metavar="NAME",
+        help="Plan for a device that is not present: H100-SXM, A100-80GB …",
+        rich_help_panel=OF_THE_TARGET,
     ),
 ]
 DeviceOption = Annotated[
-    str, typer.Option("--device", help="Device that configurations are built on: cpu, cuda, cuda:1.")
+    str,
+    typer.Option(
+        "--device", help="Device that configurations are built on: cpu, cuda, cuda:1.", rich_help_panel=OF_THE_TARGET
+    ),
 ]
-BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="Examples per batch, for configurations.")]
-SequenceOption = Annotated[int | None, typer.Option("--seq", min=1, help="Tokens per example, for configurations.")]
+BatchOption = Annotated[
+    int | None,
+    typer.Option("--batch", min=1, help="Examples per batch, for configurations.", rich_help_panel=OF_THE_TARGET),
+]
+SequenceOption = Annotated[
+    int | None,
+    typer.Option("--seq", min=1, help="Tokens per example, for configurations.", rich_help_panel=OF_THE_TARGET),
+]
 CompileOption = Annotated[
     Compiled | None,
-    typer.Option("--compile", help="Compile the model with torch.compile: as a whole, or its blocks one by one."),
+    typer.Option(
+        "--compile",
+        help="Compile the model with torch.compile: as a whole, or its blocks one by one.",
+        rich_help_panel=OF_THE_TARGET,
+    ),
 ]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps to measure.")]
 AllowOption = Annotated[
     str,
-    typer.Option("--allow", metavar="LIST", help="What auto may do, any of: recompute,compress,offload,collectives."),
+    typer.Option(
+        "--allow",
+        metavar="LIST",
+        help="What auto may do, any of: recompute,compress,offload,collectives.",
+        rich_help_panel=OF_THE_PLAN,
+    ),
 ]
 MaxErrorOption = Annotated[
     str,
     typer.Option(
-        "--max-error", metavar="SHARE", help="Relative error of the gradient that lossy codecs may cause: 1%."
+        "--max-error",
+        metavar="SHARE",
+        help="Relative error of the gradient that lossy codecs may cause: 1%.",
+        rich_help_panel=OF_THE_PLAN,
     ),
 ]
 HostBudgetOption = Annotated[
-    str | None, typer.Option("--host-budget", metavar="BYTES", help="Memory that offloaded values may take: 64GiB.")
+    str | None,
+    typer.Option(
+        "--host-budget",
+        metavar="BYTES",
+        help="Memory that offloaded values may take: 64GiB.",
+        rich_help_panel=OF_THE_PLAN,
+    ),
 ]
 OverrideOption = Annotated[
     list[str] | None,
@@ -95,22 +143,34 @@ OverrideOption = Annotated[
         "--override",
         metavar="PATTERN=DECISION",
         help="Decide by pattern, such as 'layers.*.mlp::silu=compress:int8'; may be repeated.",
+        rich_help_panel=OF_THE_PLAN,
     ),
 ]
-LinkOption = Annotated[str | None, typer.Option("--link", help="Where offloaded values go: host (from a GPU) or disk.")]
-OutputOption = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the result as JSON.", dir_okay=False)
+LinkOption = Annotated[
+    str | None,
+    typer.Option("--link", help="Where offloaded values go: host (from a GPU) or disk.", rich_help_panel=OF_THE_PLAN),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, errors as well.")]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="FILE", help="Save the result as JSON.", dir_okay=False, rich_help_panel=OF_THE_RESULT
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, errors as well.", rich_help_panel=OF_THE_RESULT)]
 PlanFileOption = Annotated[
-    Path | None, typer.Option("--plan", "-p", metavar="FILE", help="A saved plan; without one, plan first.")
+    Path | None,
+    typer.Option(
+        "--plan", "-p", metavar="FILE", help="A saved plan; without one, plan first.", rich_help_panel=OF_THE_PLAN
+    ),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="Random seed.")]
 HeldOutOption = Annotated[
     int | None,
     typer.Option("--held-out", min=0, metavar="N", help="Batches at the end of the data that are kept for evaluation."),
 ]
-ExplainOption = Annotated[bool, typer.Option("--explain", help="Print every decision and its reason.")]
+ExplainOption = Annotated[
+    bool, typer.Option("--explain", help="Print every decision and its reason.", rich_help_panel=OF_THE_RESULT)
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,46 +219,6 @@ class Output:
 
 _OF_PLANNING = tuple(f"--{field.name.replace('_', '-')}" for field in fields(Planning))
 """What decides how a plan is made."""
-
-
-def command(function: Callable[..., R]) -> Callable[..., R]:
-    """Let a command take groups of options: Typer is shown every option of a group by itself.
-
-    A parameter of the command stands for the option of that name in its groups.
-
-    Example:
-        >>> list(inspect.signature(command(lambda **groups: None)).parameters)
-        ['groups']
-    """
-    hints = get_type_hints(function, include_extras=True)
-    own = inspect.signature(function).parameters
-    parameters: list[inspect.Parameter] = []
-    groups: dict[str, type] = {}
-    for name, parameter in own.items():
-        kind = hints.get(name, Any)
-        if not is_dataclass(kind):
-            parameters.append(parameter.replace(annotation=kind))
-            continue
-        assert isinstance(kind, type)
-        groups[name] = kind
-        options = get_type_hints(kind, include_extras=True)
-        parameters += [
-            inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=options[field.name])
-            for field in fields(kind)
-            if field.name not in own
-        ]
-
-    def run(**typed: Any) -> R:
-        grouped = {
-            name: kind(**{field.name: typed.pop(field.name) for field in fields(kind) if field.name not in own})
-            for name, kind in groups.items()
-        }
-        return function(**typed, **grouped)
-
-    run.__name__, run.__doc__ = function.__name__, function.__doc__
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by inspect.signature
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
 
 
 def given(context: typer.Context) -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plimsoll.ui.cli import options, ranks, terminal
+from plimsoll.ui.cli import commands, options, ranks, terminal
 
 
-@options.command
+@commands.command
 def plan(
     target: options.TargetArgument,
     *,
@@ -22,7 +22,7 @@ def plan(
 
     Under torchrun all ranks plan together, for a target that wraps its model (DDP, FSDP2, DTensor) or not.
 
-    Example: plimsoll plan llama-tiny --budget 200MiB --output plan.json
+    Example: plimsoll plan llama-tiny --budget 90MiB --output plan.json
     """
     from plimsoll.ui.cli import work
 
@@ -32,5 +32,5 @@ def plan(
         loaded = crew.load(lambda: work.load(target, building, asked.strategy, is_meta=is_meta, compiled=compiled))
         made = work.make_plan(loaded, asked, device_profile)
         if crew.speaks:
-            terminal.hand_over(made, to, text=made.explain() if explain else None)
+            terminal.hand_over(made, to, explain=explain)
         work.refuse_unusable(made)

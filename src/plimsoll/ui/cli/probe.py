@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.ui.cli import options, ranks, terminal
+from plimsoll.ui.cli import commands, options, ranks, terminal
 
 ProbeStepsOption = Annotated[int, typer.Option("--steps", min=1, help="Maximum number of training steps of each arm.")]
 RunOption = Annotated[
@@ -29,7 +29,7 @@ ChunkOption = Annotated[
 EarlyOption = Annotated[bool, typer.Option("--early/--no-early", help="Stop as soon as the answer is clear.")]
 
 
-@options.command
+@commands.command
 def probe(
     context: typer.Context,
     target: options.TargetArgument,

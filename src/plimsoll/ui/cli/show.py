@@ -66,8 +66,7 @@ def show(
         artifact = load_any(file)
         if export_sac is not None:
             _export(file, artifact, export_sac)
-        text = artifact.explain() if explain and isinstance(artifact, Plan) else None
-        terminal.hand_over(artifact, options.Output(json=json), text=text)
+        terminal.hand_over(artifact, options.Output(json=json), explain=explain)
 
 
 def _export(file: Path, artifact: Artifact, policy: Path) -> None:

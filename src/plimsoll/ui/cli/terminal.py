@@ -139,11 +139,12 @@ def print_error(error: PlimsollError) -> None:
 
 
 @contextlib.contextmanager
-def exit_codes(*, is_json: bool = False) -> Iterator[None]:
+def exit_codes(*, is_json: bool = False, speaks: bool = True) -> Iterator[None]:
     """Turn errors for users into a message and their exit code; errors of our own keep their traceback.
 
     Args:
         is_json: write the error as JSON to stdout instead of text to stderr.
+        speaks: write it at all: of several ranks with one error, one does.
 
     Raises:
         typer.Exit: with the code that the module's docstring lists.
@@ -151,9 +152,9 @@ def exit_codes(*, is_json: bool = False) -> Iterator[None]:
     try:
         yield
     except PlimsollError as error:
-        if is_json:
+        if speaks and is_json:
             sys.stdout.write(render_error_json(error) + "\n")
-        else:
+        elif speaks:
             print_error(error)
         raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt as interrupt:
@@ -166,8 +167,8 @@ def say(text: str) -> None:
     stdout().print(text, markup=False, soft_wrap=True)
 
 
-def hand_over(artifact: Artifact, to: Output, *, text: str | None = None) -> None:
-    """Save an artifact where asked, and write it for a machine or a person; ``text`` is shown to people in its stead."""
+def hand_over(artifact: Artifact, to: Output, *, explain: bool = False) -> None:
+    """Save an artifact where asked, and write it for a machine or a person, to whom it may ``explain`` every decision."""
     from plimsoll.ui.terminal import render_artifact
 
     if to.output is not None:
@@ -175,10 +176,7 @@ def hand_over(artifact: Artifact, to: Output, *, text: str | None = None) -> Non
     if to.json:
         sys.stdout.write(to_json(artifact) + "\n")
         return
-    if text is not None:
-        stdout().print(Text(text), soft_wrap=True)
-    else:
-        stdout().print(render_artifact(artifact))
+    stdout().print(render_artifact(artifact, with_details=explain))
     if to.output is not None:
         say(f"\nsaved to {to.output}")
 

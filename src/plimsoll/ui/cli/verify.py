@@ -10,7 +10,7 @@ import typer
 
 from plimsoll.artifacts.costs import CostSource
 from plimsoll.errors import InvalidOption
-from plimsoll.ui.cli import options, ranks, terminal
+from plimsoll.ui.cli import commands, options, ranks, terminal
 
 if TYPE_CHECKING:
     from plimsoll.artifacts.plan import Plan
@@ -58,7 +58,7 @@ StrategiesOption = Annotated[
 ]
 
 
-@options.command
+@commands.command
 def verify(
     context: typer.Context,
     target: options.TargetArgument,
@@ -142,7 +142,7 @@ def _check_revised(file: Path | None, plan: Plan | None) -> None:
         )
 
 
-@options.command
+@commands.command
 def compare(
     target: options.TargetArgument,
     *,
@@ -155,10 +155,10 @@ def compare(
 ) -> None:
     """Measure several strategies on one model and batch. Exits with 1 if one of them changes the gradients.
 
-    Example: plimsoll compare llama-tiny --strategy full --strategy auto --budget 200MiB
+    Example: plimsoll compare llama-tiny --strategy full --strategy auto --budget 90MiB
     """
     import plimsoll
-    from plimsoll.analysis.verify.memory_budget import is_memory_budget
+    from plimsoll.planning.strategies import is_memory_budget
     from plimsoll.ui.cli import work
 
     with ranks.exit_codes(is_json=to.json) as crew:

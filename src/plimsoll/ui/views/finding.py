@@ -46,11 +46,15 @@ _SIGNS = {True: (Tone.BAD, "RAISED"), False: (Tone.GOOD, "ok"), None: (Tone.NEUT
 def view_finding(finding: Finding) -> Document:
     """Figures, the overhead's parts, advice, phases, signs, layers."""
     what = f"plan {finding.strategy!r} for {finding.model}" if finding.model else finding.plan.source
+    measured, profiled = finding.measured_overhead_share, format_share(finding.overhead_share)
     return Document(
         source="Diagnosis",
         subject=f"of {what}",
-        word=f"{format_share(finding.overhead_share)} per step",
+        word=f"{profiled if measured is None else format_share(measured)} per step",
         tone=Tone.NEUTRAL,
+        lines=[]
+        if measured is None
+        else [f"Measured without a profiler; under the profiler, which the parts are of, {profiled}."],
         about=Subject(model=finding.model, device=finding.device, origins=finding.versions),
         statement=_statement(finding),
         sections=[Section("Where the overhead goes", _overhead(finding))],
@@ -60,11 +64,12 @@ def view_finding(finding: Finding) -> Document:
 
 def _statement(finding: Finding) -> str:
     """The overhead and what most of it is."""
-    text = f"Under the profiler a step with the plan takes {format_more(finding.overhead_share)} time"
-    text += f" ({format_seconds(finding.overhead_seconds)})"
-    if finding.measured_overhead_share is not None:
-        text += f", without it {format_more(finding.measured_overhead_share)}"
-    text += "."
+    text = f"{format_more(finding.overhead_share)} time ({format_seconds(finding.overhead_seconds)})"
+    if finding.measured_overhead_share is None:
+        text = f"Under the profiler a step with the plan takes {text}."
+    else:
+        without = format_more(finding.measured_overhead_share)
+        text = f"A step with the plan takes {without} time; under the profiler {text}."
     largest = max(_notable_parts(finding), key=lambda part: part.seconds, default=None)
     if largest is not None and largest.seconds > 0:
         text += f" The largest part is {largest.cause}: {largest.cause.meaning}."
@@ -104,7 +109,7 @@ def _figures(finding: Finding) -> list[tuple[str, str]]:
         if finding.baseline.step_seconds > _UNDER_PROFILER * before:
             ratio = finding.baseline.step_seconds / before
             text += f"; the profiler makes the baseline {ratio:.2f} × as long"
-        rows.insert(2, ("without a profiler", text))
+        rows.insert(1, ("without a profiler", text))
     return rows
 
 

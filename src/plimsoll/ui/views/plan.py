@@ -60,10 +60,19 @@ def view_plan(plan: Plan) -> Document:
             label=f"{plan.strategy}, {limit}",
             origins={"costs": f"{plan.cost_source} on {plan.cost_device}"},
         ),
-        lines=[plan.status.advice],
+        lines=[_lead(plan), plan.status.advice] if plan.status.is_usable else [plan.status.advice],
         statement=_statement(plan),
         sections=sections,
         notes=plan.notes,
+    )
+
+
+def _lead(plan: Plan) -> str:
+    """Peak, budget and cost in one line, before anything else."""
+    limit = "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
+    return (
+        f"Peak {format_bytes(plan.predicted_peak_bytes)}, {limit}, {format_bytes(plan.baseline_peak_bytes)} without a plan; "
+        f"cost {format_more(plan.predicted_overhead)} time a step."
     )
 
 

@@ -1,0 +1,179 @@
+"""What commands have in common: options in groups, a help in sections, and refusals before anything is loaded.
+
+A section is the ``rich_help_panel`` of a command or an option. Typer's own panels cut words off where a terminal is narrow.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from plimsoll.errors import InvalidOption
+from plimsoll.ui.cli import terminal
+
+R = TypeVar("R")
+_UsageError: Any = typer.BadParameter.__base__  # the class of all usage errors, which Typer does not name
+
+FIRST_STEPS = {
+    "plimsoll demo": "see what it does, in a few minutes",
+    "plimsoll plan llama-tiny --budget 90MiB": "plan a model of the catalogue",
+    "plimsoll plan my.module:make --budget 8GB": "plan your own: make() returns (model, batch)",
+}
+EXIT_CODES = {
+    "0": "all is well",
+    "1": "a verification or a probe failed",
+    "2": "bad input",
+    "3": "the budget is below the smallest reachable peak, or an offload failed",
+    "4": "a recomputed value was not what forward made",
+    "130": "interrupted",
+}
+_OTHERS = "Options"
+
+
+class Command(TyperCommand):
+    """A command whose options stand in sections."""
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """The help's paragraphs; its example is one line, to be copied."""
+        self.help = (self.help or "").replace("\n\nExample: ", "\n\n\b\nExample: ")
+        super().format_help_text(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Arguments, then the options of each section."""
+        _write_sections(formatter, _options(self, ctx))
+
+
+class Commands(TyperGroup):
+    """The commands in sections, then the options, the first steps and the exit codes."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; what is wrong with the words on the line is JSON where ``--json`` is one of them."""
+        is_json = "--json" in (*ctx._protected_args, *ctx.args)
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            if not is_json:
+                raise
+            command = error.ctx.command_path if error.ctx else ctx.command_path
+            wrong = InvalidOption(
+                error.format_message(), why=f"{command} does not take it so", next=f"{command} --help"
+            )
+            with terminal.exit_codes(is_json=True):
+                raise wrong from error
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Every command with the first sentence of its help; options after them."""
+        commands = [self.get_command(ctx, name) for name in self.list_commands(ctx)]
+        rows: list[tuple[Any, tuple[str, str]]] = [
+            (command.rich_help_panel, (str(command.name), command.get_short_help_str(limit=1000)))
+            for command in commands
+            if isinstance(command, Command)
+        ]
+        _write_sections(formatter, [*rows, *_options(self, ctx)])
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """What to type first, and what exit codes mean."""
+        _write_sections(formatter, [("First steps", row) for row in FIRST_STEPS.items()])
+        _write_sections(formatter, [("Exit codes", row) for row in EXIT_CODES.items()])
+
+
+def _options(command: Any, ctx: Any) -> list[tuple[Any, tuple[str, str]]]:
+    """Every argument and option with the section that it names."""
+    return [
+        (_title(parameter), record)
+        for parameter in command.get_params(ctx)
+        if (record := parameter.get_help_record(ctx)) is not None
+    ]
+
+
+def _title(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return "Arguments"
+    return getattr(parameter, "rich_help_panel", None) or _OTHERS
+
+
+def _write_sections(formatter: Any, rows: Iterable[tuple[Any, tuple[str, str]]]) -> None:
+    """Rows under their titles, in the order in which titles come first; other options last."""
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for title, row in rows:
+        sections.setdefault(title, []).append(row)
+    for title in sorted(sections, key=lambda title: title == _OTHERS):
+        with formatter.section(title):
+            formatter.write_dl(sections[title])
+
+
+def command(function: Callable[..., R]) -> Callable[..., R]:
+    """Let a command take groups of options: Typer is shown every option of a group by itself.
+
+    A parameter of the command stands for the option of that name in its groups.
+
+    Example:
+        >>> list(inspect.signature(command(lambda **groups: None)).parameters)
+        ['groups']
+    """
+    hints = get_type_hints(function, include_extras=True)
+    own = inspect.signature(function).parameters
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type] = {}
+    for name, parameter in own.items():
+        kind = hints.get(name, Any)
+        if not is_dataclass(kind):
+            parameters.append(parameter.replace(annotation=kind))
+            continue
+        assert isinstance(kind, type)
+        groups[name] = kind
+        options = get_type_hints(kind, include_extras=True)
+        parameters += [
+            inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=options[field.name])
+            for field in fields(kind)
+            if field.name not in own
+        ]
+
+    def run(**typed: Any) -> R:
+        with terminal.exit_codes(is_json=typed.get("json", False), speaks=os.environ.get("RANK", "0") == "0"):
+            _refuse_early(typed)
+        grouped = {
+            name: kind(**{field.name: typed.pop(field.name) for field in fields(kind) if field.name not in own})
+            for name, kind in groups.items()
+        }
+        return function(**typed, **grouped)
+
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by inspect.signature
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _refuse_early(typed: Mapping[str, Any]) -> None:
+    """Refuse what no model can change, before one is loaded: a budget without a unit, or above the device's memory.
+
+    Raises:
+        PlimsollError: what the public verb would raise later.
+    """
+    from plimsoll.planning.costing.devices import find_device
+    from plimsoll.planning.strategies import is_memory_budget
+    from plimsoll.session.options import Budget, PlanOptions, read_error
+
+    asked = typed.get("strategy") or "auto"
+    strategies = [each for each in ([asked] if isinstance(asked, str) else asked) if not is_memory_budget(each)]
+    is_planned = "plan" not in typed or typed.get("budget") or strategies != ["auto"] or typed.get("override")
+    budget, device = Budget.read(typed.get("budget")), typed.get("device_profile")
+    max_error = read_error(typed.get("max_error", "0"))  # of a model's own checkpointing, too
+    PlanOptions.read(
+        strategies=strategies,
+        regions=typed.get("regions") or None,
+        device_profile=device,
+        allow=typed.get("allow", "recompute"),
+        max_error=max_error if is_planned else 0.0,
+        host_budget=typed.get("host_budget"),
+        overrides=tuple(typed.get("override") or ()),
+        link=typed.get("link"),
+    )
+    if device is not None:
+        budget.bytes_of(device, find_device(device).memory_bytes)
