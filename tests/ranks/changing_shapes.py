@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import plimsoll
 from launching import refused
-from plimsoll.session import shapes
 from plimsoll.session.rendezvous import conversation
 from plimsoll.session.rendezvous.exchange import Meeting
+from plimsoll.session.step_planner import StepPlanner
 from plimsoll.tracing.local_tensors import local_of
 from steps import Stack, mean_square
 
@@ -154,9 +154,8 @@ def trained(case: Case) -> dict[str, Any]:
     budget = known.floor_bytes + waiting
     budget += int(case.shares[rank] * (known.baseline_peak_bytes - known.floor_bytes))
     room = case.room and (lambda: case.room(rank, training.number, budget))  # type: ignore[misc]
-    traced = mock.Mock(wraps=shapes.trace_task)
     with (
-        mock.patch.object(shapes, "trace_task", traced),
+        mock.patch.object(StepPlanner, "traced", autospec=True, side_effect=StepPlanner.traced) as traced,
         mock.patch.object(conversation, "_GATHERING_SECONDS", 0.5),
         warnings.catch_warnings(record=True) as caught,
         plimsoll.attach(training.model, budget, room=room) as handle,
@@ -170,7 +169,7 @@ def trained(case: Case) -> dict[str, Any]:
         "budget": budget,
         "peak": handle.peak_bytes,
         "exchanges": [each["exchanges"] for each in training.told],
-        "traces": traced.call_count,
+        "traces": sum(not call.kwargs["is_timed"] for call in traced.call_args_list),
         "rows": [count for step in steps for count in step],
         "dropped": [sum(len(region.dropped) for region in plan.regions) for plan in plans],
         "predicted": [plan.predicted_peak_bytes for plan in plans],

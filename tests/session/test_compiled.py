@@ -279,22 +279,32 @@ def test_what_only_the_eager_engine_does_leaves_compiled_parts_alone() -> None:
     assert {region.name for region in plan.regions} == {"0", "2"}
 
 
-def test_attach_plans_a_model_that_is_compiled_as_a_whole_in_its_first_call() -> None:
+@pytest.mark.parametrize("is_whole", [False, True], ids=["blocks", "whole"])
+def test_attach_plans_for_every_shape_and_compiles_each_plan_once(is_whole: bool) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block() for _ in range(4)])
-    batch, loss = torch.randn(256, 32), torch.square
-    compiled = torch.compile(model, dynamic=False)
-    before = compiled.forward
-    unmanaged = TrainingStep(compiled, (batch,), {}, loss=lambda y: loss(y).sum())
-    losses = [unmanaged.run()]
-    budget = unmanaged.measure_peak().peak_bytes - 200 * 1024
-    with plimsoll.attach(compiled, budget) as attached:
-        losses.append(unmanaged.run())
-        assert attached.plan is not None
-        assert any(region.dropped for region in attached.plan.regions)
-        assert unmanaged.measure_peak().peak_bytes <= budget
-    assert compiled.forward == before
-    assert losses[0] == losses[1] == unmanaged.run()
+    model: Any = nn.Sequential(*[Block() for _ in range(4)])
+    before = [] if is_whole else [block.compile() or block._compiled_call_impl for block in model]
+    model = torch.compile(model, dynamic=True) if is_whole else model
+    batches = {rows: torch.randn(rows, 32) for rows in (128, 384)}
+    steps = {rows: TrainingStep(model, (batch,), {}, loss=_squares) for rows, batch in batches.items()}
+    losses = {rows: _squares(model(batch)).item() for rows, batch in batches.items()}
+    budget = steps[384].measure_peak().peak_bytes - 300 * 1024
+    drops, compiled = [], []
+    with plimsoll.attach(model, budget) as attached:
+        for rows in (128, 384, 128, 384):
+            assert steps[rows].run() == losses[rows]
+            assert steps[rows].measure_peak().peak_bytes <= budget
+            assert attached.plan is not None
+            drops.append(any(region.dropped for region in attached.plan.regions))
+            compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert drops == [False, True, False, True]  # the short batch runs as torch.compile partitions it
+    assert compiled[1] == compiled[-1]
+    assert is_whole or before == [block._compiled_call_impl for block in model]
+    assert {rows: _squares(model(batch)).item() for rows, batch in batches.items()} == losses
+
+
+def _squares(output: torch.Tensor) -> torch.Tensor:
+    return output.square().sum()
 
 
 def _own_backend(module: torch.fx.GraphModule, _: Any) -> Any:

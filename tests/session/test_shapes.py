@@ -18,7 +18,7 @@ import plimsoll
 import zoo
 from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor
-from plimsoll.session import shapes as shapes_module
+from plimsoll.session.step_planner import StepPlanner
 from steps import Stack
 
 Step = list[dict[str, Any]]
@@ -80,10 +80,9 @@ def test_every_step_of_random_sizes_keeps_to_the_budget_with_the_unmanaged_gradi
     known = plimsoll.plan(build(), largest, budget="1GiB")
     state = sum(p.nbytes for p in build().parameters()) if len(steps[0]) > 1 else 0
     budget = state + known.floor_bytes + int(0.4 * (known.baseline_peak_bytes - known.floor_bytes))
-    traced = mock.Mock(wraps=shapes_module.trace_task)
     with (
         LiveStorages() as live,
-        mock.patch.object(shapes_module, "trace_task", traced),
+        mock.patch.object(StepPlanner, "traced", autospec=True, side_effect=StepPlanner.traced) as traced,
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("error", message="plimsoll")
@@ -93,7 +92,7 @@ def test_every_step_of_random_sizes_keeps_to_the_budget_with_the_unmanaged_gradi
             found = _train(model, steps)
             assert not attachment.is_calibrating
     assert max(live.peaks) <= budget
-    assert traced.call_count < most_traces
+    assert sum(not call.kwargs["is_timed"] for call in traced.call_args_list) < most_traces
     for one, other in zip(expected, found, strict=True):
         assert all((a == b).all() for a, b in zip(one, other, strict=True))
 

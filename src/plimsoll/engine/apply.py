@@ -145,7 +145,9 @@ class Handle(RemovedAtEnd):
             elif name not in self._compiled:
                 self._known[name] = _region_class(plan, name)(name, module, calls[name], shared)
         self._plan = plan
-        if plan.compiled:
+        if self._units is not None:
+            self._units.use(plan)
+        elif plan.compiled:
             from plimsoll.engine.compiled.units import CompiledUnits  # inductor is imported where something is compiled
 
             self._units = CompiledUnits(self._original, plan)

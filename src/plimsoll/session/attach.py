@@ -46,8 +46,8 @@ def attach(
     other shapes take plans of their own, chosen before they run; one or two more shapes are traced for that. One plan serves
     all shapes where values may be compressed or offloaded.
 
-    Where the model, or its blocks, are compiled by torch.compile, the first training call makes the plan, compiles it once and
-    runs it; every later shape follows it, with a warning where it exceeds the budget.
+    Where the model, or its blocks, are compiled by torch.compile, the first training call makes a plan, compiles it and runs it
+    once. There are few plans for later shapes, each compiled when a batch first needs it.
 
     On several ranks (torchrun) all attach alike and calibrate together. From then on every rank chooses its plans for itself,
     for its own batches under its own budget. Their batches may have other lengths; only tensor parallel ranks, which share one

@@ -9,7 +9,7 @@ again with what that shows, as for eager models.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -27,11 +27,14 @@ from plimsoll.session.step_planner import StepPlanner
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.tightest_rank import SharedPlanner
 from plimsoll.session.training_step import TrainingStep
+from plimsoll.session.trial import TrialRun
 from plimsoll.tracing.compiled.units import Unit, check_compiler, in_place, split_regions
 from plimsoll.tracing.recorder.untouched import untouched
 from plimsoll.tracing.trace import trace as trace_step
 from plimsoll.units import format_bytes
 
+_WORTH_COMPILING = 0.25
+"""Plans for other shapes lie so far apart, as a share of what the lowest peak is below the unmanaged one."""
 _STRATEGIES = ("auto", "none", "full")
 
 
@@ -132,6 +135,17 @@ def trace_compiled(task: TrainingTask, options: PlanOptions, progress: Progress 
     Raises:
         As `plimsoll.tracing.trace.trace` does.
     """
+    traced = _trace(task, options, progress, is_timed=True)
+    runs_eagerly = split_regions(task.model, task.units, options.regions)[1]
+    return traced, measured_costs(traced, measure_engine(traced)) if runs_eagerly else measured_costs(traced)
+
+
+def _trace(task: TrainingTask, options: PlanOptions, progress: Progress = silent, *, is_timed: bool) -> Trace:
+    """The step with its compiled parts as kernels; without their seconds if it is not timed.
+
+    Raises:
+        As `plimsoll.tracing.trace.trace` does.
+    """
     from plimsoll.tracing.compiled.capture import capture  # inductor is imported where something is compiled
     from plimsoll.tracing.compiled.step import with_compiled
 
@@ -143,6 +157,7 @@ def trace_compiled(task: TrainingTask, options: PlanOptions, progress: Progress 
             loss=task.loss,
             regions={**eager, **{unit.path: unit.module for unit in task.units}},
             optimizer=task.optimizer,
+            repeats=3 if is_timed else 0,
             progress=part_of(progress, 0.0, 0.5),
         )
     progress("reading the compiled graphs", 0.5)
@@ -151,8 +166,7 @@ def trace_compiled(task: TrainingTask, options: PlanOptions, progress: Progress 
     with untouched(task.model, uncompiled.written):
         captured = capture(task.units, inner, step.run)
     progress("timing kernels", 0.9)
-    traced = with_compiled(uncompiled, captured, step.device)
-    return traced, measured_costs(traced, measure_engine(traced)) if eager else measured_costs(traced)
+    return with_compiled(uncompiled, captured, step.device if is_timed else None)
 
 
 class CompiledPlanner(StepPlanner):
@@ -163,6 +177,8 @@ class CompiledPlanner(StepPlanner):
         super().__init__(*planner)
         self._compiled = compiled
         self._default_bytes = 0
+        self.unseen_bytes = 0
+        """The most that a trial took more than was predicted."""
 
     def plan(self, strategy: str, step: Callable[[], TrainingStep], progress: Progress = silent) -> Plan:
         """As `StepPlanner.plan`; where the default partition fits, that."""
@@ -180,6 +196,31 @@ class CompiledPlanner(StepPlanner):
         return msgspec.structs.replace(
             solved, compiled=self._compiled, baseline_peak_bytes=self._default_bytes or solved.baseline_peak_bytes
         )
+
+    def run(self, step: TrainingStep, plan: Plan, *, unseen_bytes: int = 0) -> TrialRun:
+        """As `StepPlanner.run`."""
+        told = super().run(step, plan, unseen_bytes=unseen_bytes)
+        self.unseen_bytes = max(self.unseen_bytes, self._ran.peak_bytes - self.own(plan).predicted_peak_bytes)
+        return told
+
+    def beside(self, trace: Trace, costs: Costs) -> StepPlanner:
+        """As `StepPlanner.beside`."""
+        return CompiledPlanner(self._compiled, trace, costs, self.options, self.own_budget_bytes)
+
+    def traced(self, task: TrainingTask, *, optimizer_is_optional: bool, is_timed: bool) -> tuple[Trace, Costs | None]:
+        """As `StepPlanner.traced`."""
+        return trace_compiled(task, self.options) if is_timed else (_trace(task, self.options, is_timed=False), None)
+
+    def rungs(self) -> Iterator[Plan]:
+        """As `StepPlanner.rungs`, and few: each one that is used is compiled. None has nearly the peak of another."""
+        found = list(super().rungs())
+        spare_bytes = found[0].predicted_peak_bytes - found[-1].predicted_peak_bytes
+        last_bytes = 0
+        for plan in found:
+            peak_bytes = plan.predicted_peak_bytes
+            if not last_bytes or plan is found[-1] or last_bytes - peak_bytes >= _WORTH_COMPILING * spare_bytes:
+                last_bytes = peak_bytes
+                yield msgspec.structs.replace(plan, compiled=self._compiled)
 
     def _untouched(self, peak_bytes: int) -> Plan:
         """The plan that leaves the compilation as it is."""

@@ -1,33 +1,35 @@
 """A budget at work on a model that torch.compile compiles, where no batch is at hand: the first training call makes the plan.
 
-The call's own arguments are the batch. What lies outside of the model is not seen in it: the user's loss, where the model
-returns none. Where blocks are compiled one by one, a step that exceeds the budget is warned of.
+The call's own arguments are the batch. Later calls choose among a few plans, each compiled once, by their shapes (see
+``shapes``). What lies outside of the model is not seen in the first call: the user's loss, where the model returns none.
+Steps that are unlike those before are measured, and what they take more than predicted is counted from then on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from plimsoll.artifacts.fault import Fault
-from plimsoll.artifacts.plan import Plan
-from plimsoll.engine.apply import Handle
+from plimsoll.artifacts.plan import COLLECTIVES, Plan
+from plimsoll.engine.apply import RemovedAtEnd
+from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.agreement import Agreement
-from plimsoll.session.calibration import as_batch, optimizer_in_view, stand_in_loss
-from plimsoll.session.compiled import plan_compiled
-from plimsoll.session.joint_traces import facts_of
-from plimsoll.session.manage import manage_together
+from plimsoll.session.calibration import as_batch, optimizer_in_view, planned_state_bytes, stand_in_loss
+from plimsoll.session.compiled import CompiledPlanner, compiled_planner
+from plimsoll.session.joint_traces import JointTraces, facts_of
 from plimsoll.session.options import Budget, PlanOptions
-from plimsoll.session.retry import AppliedPlan, can_retry
-from plimsoll.session.shapes import told
-from plimsoll.session.step_watch import BudgetWatch
-from plimsoll.session.task import TrainingTask
+from plimsoll.session.plans_at_work import PlansAtWork
+from plimsoll.session.retry import Retry, floor_of
+from plimsoll.session.shapes import ShapePlans, told
+from plimsoll.session.step_watch import MeteredSituations, Situation, StepWatch, planned_situation, warn_of_overrun
+from plimsoll.session.task import TrainingTask, detached
 from plimsoll.session.training_step import gradients_as_if
 from plimsoll.tracing.compiled.units import PlannedCall, Unit, install
 from plimsoll.tracing.ddp import inner_module, is_without_reduction
@@ -38,7 +40,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 
-class CompiledAttachment:
+class CompiledAttachment(RemovedAtEnd):
     """A budget at work on a model with compiled parts."""
 
     def __init__(
@@ -53,116 +55,193 @@ class CompiledAttachment:
         verify_every: int = 0,
     ) -> None:
         self.model = model
-        self._agreement = agreement
-        self._verify_every = verify_every
+        self.agreement = agreement
+        self.repeats_collectives = COLLECTIVES in options.allow
+        self._units = tuple(units)
         self._budget, self._options, self._optimizer = budget, options, optimizer
-        self._handle: Handle | None = None
-        self._watch: BudgetWatch | None = None
-        self._is_trying = False
-        self._leave: Callable[[], None] = self._wait_for_a_call(units)
+        self._work = PlansAtWork(agreement, model, verify_every)
+        self._shaped: ShapePlans | None = None
+        self._traces = JointTraces(agreement, model)
+        self._calls = 0
+        self._metered = MeteredSituations()
+        self._retry = Retry(model, self)
+        whole = next((unit for unit in units if not unit.path), None)
+        self._outside = None if whole is None else _Outside(whole)
+        self._steps = StepWatch(self._outside or model, self._before_call, self._after_step)
 
     @property
     def plan(self) -> Plan | None:
         """The plan at work; ``None`` until the first training step has begun."""
-        return None if self._handle is None else self._handle.plan
+        return self._work.plan
 
     @property
     def is_calibrating(self) -> bool:
         """Whether the plan is still to come."""
-        return self._handle is None
+        return self._work.plan is None
 
     @property
     def is_trying(self) -> bool:
         """Whether the model runs for a plan to be made."""
-        return self._is_trying
+        return self._steps.is_looking_away
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a step was measured to take; 0 until one was: where blocks are compiled, one unlike the first."""
-        return 0 if self._watch is None else self._watch.peak_bytes
+        """The most that a step was measured to take; 0 until one was, which is unlike those before."""
+        return self._steps.peak_bytes
 
     @property
     def faults(self) -> tuple[Fault, ...]:
         """What has been seen to be wrong so far."""
-        return () if self._handle is None else self._handle.faults
+        return self._work.faults
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `plimsoll.engine.apply.Handle.step`, once there is a plan."""
-        return function(*args, **kwargs) if self._handle is None else self._handle.step(function, *args, **kwargs)
+        """As `plimsoll.engine.apply.Handle.step`."""
+        return self._retry.run(function, *args, **kwargs)
 
     def remove(self) -> None:
         """Undo everything; harmless when called twice."""
-        self._leave()
-        self._leave = _nothing
-        if self._handle is not None:
-            self._handle.remove()
+        self._steps.end_step()
+        self._steps.remove()
+        if self._outside is not None:
+            self._outside.take_out()
+        self._work.remove()
 
-    def __enter__(self) -> CompiledAttachment:
-        return self
+    def tighten(self, *, is_own: bool) -> bool:
+        """The step has run out of memory: put a plan to work that takes less, here or where that was. Whether there is one."""
+        self._steps.forget()
+        self._calls = 0  # ranks stopped in different calls
+        self._traces.begin_anew()
+        tighter = self._shaped.tighten() if is_own and self._shaped is not None else None
+        if tighter is not None:
+            self._run(tighter)
+        return any(self.agreement.all_of("tighter", tighter is not None, bool))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
+    def floor(self, *, is_optimizer: bool, is_own: bool) -> BudgetBelowFloor | None:
+        """What to say where nothing takes less; ``None`` before there is a plan, and where only other ranks lack memory."""
+        known = self._shaped.current_planner() if is_own and self._shaped is not None else None
+        return None if known is None else floor_of(*known, is_optimizer=is_optimizer)
 
-    def _wait_for_a_call(self, units: Sequence[Unit]) -> Callable[[], None]:
-        """Notice the model's next training call; returns what stops that.
+    def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        """Before a training call: plan for it, or choose among the plans that are there."""
+        self._calls += 1
+        if self._shaped is None:
+            try:
+                self._begin(args, kwargs, situation)
+            except BaseException:
+                if not self._retry.is_running:
+                    self.remove()
+                raise
+        else:
+            self._shaped.wait_for(max(1, situation.in_flight))
+            task = functools.partial(self._task, args, kwargs)
+            self._run(self._traces.plan_for(self._calls, situation.shapes, self._shaped, task))
+        self._steps.meter_if_new(args, kwargs, situation, self._metered)
 
-        What is compiled as a whole is noticed from outside of its compilation, which would take a hook in.
-        """
-        whole = next((unit for unit in units if not unit.path), None)
-        if whole is None:
-            return self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove
-        compiled: Any = whole.module._compiled_call_impl if whole.wrapper is None else whole.wrapper.forward
-
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and module.training:
-                put_back()
-                self._begin(args, kwargs)
-                return module(*args, **kwargs)
-            return compiled(*args, **kwargs)
-
-        put_back = install(whole, PlannedCall(called, whole.module))
-        return put_back
-
-    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and inner_module(self.model).training:
-            self._leave()  # planning calls the model
-            self._leave = _nothing
-            self._begin(args, kwargs)
-
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan for the call that comes, and put the plan to work."""
+    def _task(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
+        """The step of this very call, whose loss is not known."""
         inner = inner_module(self.model)
-        task = TrainingTask.read(
-            self.model,
-            as_batch(inner, args, kwargs),
+        return TrainingTask(
+            model=self.model,
+            batch=detached(as_batch(inner, args, kwargs)),
             loss=stand_in_loss,
             optimizer=self._optimizer or optimizer_in_view(inner),
+            units=self._units,
         )
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
+        """Plan for the call that comes, and put the plan to work."""
         # Where gradients are left to a later reduction, more micro-batches come, which begin with them.
-        is_first_of_several = is_without_reduction(self.model)
-        accumulating = gradients_as_if(inner, are_there=True) if is_first_of_several else contextlib.nullcontext()
-        self._is_trying = True
-        try:
-            with self._agreement as agreement:
-                agreement.same("the first batch", facts_of(task))
-                with accumulating:
-                    plan = plan_compiled(agreement, task, self._options, self._budget, "auto")
-                self._handle = handle = manage_together(agreement, self.model, plan, verify_every=self._verify_every)
-        except BaseException:
-            self.remove()
-            raise
-        finally:
-            self._is_trying = False
-        if can_retry(self.model, plan):
-            handle.retry_with(AppliedPlan(handle, self.model, plan, self._agreement).run)
-        if plan.budget_bytes is not None and not any(unit.path == "" for unit in plan.compiled):
-            budget_bytes = plan.budget_bytes_of_ranks.get(str(self._agreement.rank), plan.budget_bytes)
-            self._watch = BudgetWatch(self.model, plan, budget_bytes)
-            handle.remove_with_me(self._watch)
+        accumulates = situation.accumulates or is_without_reduction(self.model)
+        with self._tracing(), self.agreement as agreement:
+            task = self._task(args, kwargs)
+            agreement.same("the first batch", facts_of(task))
+            with gradients_as_if(task.model, are_there=True) if accumulates else contextlib.nullcontext():
+                with task.compiled():
+                    planner = compiled_planner(agreement, task, self._options, self._budget)
+                    plan = planner.plan("auto", task.step)
+                agreement.same_plan(plan)
+        self._metered = MeteredSituations([planned_situation(plan.signature, plan.in_flight)])
+        with self.agreement:
+            self._run(plan)
+        self._climb(planner, plan, situation, accumulates=accumulates)
         _LOG.info(told(plan, 0))
+
+    def _climb(self, planner: CompiledPlanner, plan: Plan, situation: Situation, *, accumulates: bool) -> None:
+        """From now on this rank has a ladder of its own, and needs others only for traces that run collectives."""
+        company = self._traces.among(planner.trace)
+        how = {"accumulates": accumulates, "may_refuse": self.agreement.size == 1}
+        self._shaped = ShapePlans(self._options, self._optimizer, self._tracing, company, **how)
+        with self._traces.together():
+            self._shaped.begin(situation.shapes, planner.alone(), plan, (planner.unseen_bytes, 0))
+
+    def _run(self, plan: Plan) -> None:
+        """Put a plan to work; what is around the compilation of the model stays around it."""
+        with contextlib.nullcontext() if self._outside is None else self._outside.away():
+            if self._work.run(plan):
+                self._metered.expect()
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Trace steps like this call, without a plan at work and without a measurement that runs."""
+        self._steps.stop()
+        outside = contextlib.nullcontext() if self._outside is None else self._outside.away()
+        with self._steps.looking_away(), outside, self._work.paused():
+            yield
+
+    def _after_step(self) -> None:
+        """A step is over. Where it was measured, it has to have kept to the budget."""
+        plan = self.plan
+        if plan is None or plan.budget_bytes is None:
+            return
+        peak_bytes = self._steps.taken_bytes(planned_state_bytes(plan))
+        cause = self._metered.ended() if peak_bytes else ""
+        if peak_bytes and self._shaped is not None:
+            self._shaped.note_peak(peak_bytes)
+        if peak_bytes > plan.budget_bytes:
+            warn_of_overrun(peak_bytes, plan.budget_bytes, cause, "the next step is planned with that taken off")
+
+
+class _Outside(nn.Module):
+    """Stands around a model that is compiled as a whole and is called in its place: hooks on the model itself would be compiled
+    with it.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        super().__init__()
+        self.inside = unit.module
+        self._unit = unit
+        self._compiled: Any = None
+        self._put_back: Callable[[], None] = _nothing
+        self._put_in()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model has been compiled to."""
+        return self._compiled(*args, **kwargs)
+
+    def _called(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.training = module.training
+        return self(*args, **kwargs)
+
+    def _put_in(self) -> None:
+        unit = self._unit
+        known = unit.module._compiled_call_impl
+        self._compiled = unit.wrapper.forward if known is None and unit.wrapper is not None else known
+        self._put_back = install(unit, PlannedCall(self._called, unit.module))
+
+    def take_out(self) -> None:
+        """Undo it; harmless when called twice."""
+        self._put_back()
+        self._put_back = _nothing
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Not there inside of the block."""
+        self.take_out()
+        try:
+            yield
+        finally:
+            self._put_in()
 
 
 def _nothing() -> None:
-    """Nothing to leave any more."""
+    """Nothing to undo."""

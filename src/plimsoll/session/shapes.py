@@ -34,7 +34,7 @@ from plimsoll.session.agreement import Agreement
 from plimsoll.session.calibration import optimizer_in_view
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.plans_at_work import decided
-from plimsoll.session.step_planner import CLOSE, StepPlanner, trace_and_cost, trace_task
+from plimsoll.session.step_planner import CLOSE, StepPlanner
 from plimsoll.session.step_watch import Shapes, covers, warn, warn_of_floor
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import gradients_as_if
@@ -91,6 +91,8 @@ class ShapePlans:
         self._accumulates = accumulates
         self._optimizer = optimizer
         self._steps: dict[_Kind, _Steps] = {}
+        self._planner: StepPlanner | None = None
+        """Of the step that was traced first."""
         self._plans: list[Plan] = []
         self._rungs: Iterator[Plan] = iter(())
         """More rungs, which a model whose batches are all of one shape never needs."""
@@ -116,7 +118,7 @@ class ShapePlans:
         """A step was traced, calibrated and planned; ``measured`` is what it took on top, in all and at every shape alike."""
         assert planner.budget_bytes is not None
         self._budget_bytes = planner.budget_bytes
-        self._in_flight = planner.in_flight
+        self._in_flight, self._planner = planner.in_flight, planner
         self._learn(shapes, planner.trace, planner.costs)
         self._rungs = planner.rungs()
         self._offer((plan, next(self._rungs)))  # the one that keeps everything
@@ -167,14 +169,15 @@ class ShapePlans:
         """Trace a step as the first one was traced; its seconds follow from those of one that is alike, if there is one."""
         task = dataclasses.replace(task, optimizer=self._optimizer or optimizer_in_view(task.model))
         is_known, known = self.knows(shapes), self._steps.get(_split(shapes)[0], _Steps())
+        planner = self._planner
+        assert planner is not None, "the first step was planned"
         with self._stepping(task) as is_optional:
-            trace = trace_task(task, self._options, optimizer_is_optional=is_optional, repeats=0)
-        opened = _split(shapes)[1], self._options.opened(trace)
+            traced = planner.traced(task, optimizer_is_optional=is_optional, is_timed=False)
+        opened = _split(shapes)[1], self._options.opened(traced[0])
         is_alike = is_known or any(not stray_because((each, known.traces[each]), opened) for each in known.costs)
-        traced: tuple[Trace, Costs | None] = trace, None
         if not self._agreement.every("alike", holds=is_alike):
             with self._stepping(task) as is_optional:
-                traced = trace_and_cost(task, self._options, optimizer_is_optional=is_optional)
+                traced = planner.traced(task, optimizer_is_optional=is_optional, is_timed=True)
         if not is_known:
             self._learn(shapes, *traced)
 
@@ -340,7 +343,8 @@ class ShapePlans:
     def _planner_at(self, shapes: Shapes) -> StepPlanner:
         """A planner for a known shape."""
         sizes = _split(shapes)[1]
-        planner = StepPlanner(*self._known_ladder(shapes).step.traced(sizes), self._options, self._budget_bytes)
+        assert self._planner is not None, "shapes are known from the first plan on"
+        planner = self._planner.beside(*self._known_ladder(shapes).step.traced(sizes))
         planner.wait_for(self._in_flight)
         return planner
 

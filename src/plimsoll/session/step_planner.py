@@ -119,6 +119,16 @@ class StepPlanner:
         """A planner that asks no other rank."""
         return self
 
+    def beside(self, trace: Trace, costs: Costs) -> StepPlanner:
+        """A planner of another step of the same model under the same budget, that asks no other rank."""
+        return StepPlanner(trace, costs, self.options, self.own_budget_bytes)
+
+    def traced(self, task: TrainingTask, *, optimizer_is_optional: bool, is_timed: bool) -> tuple[Trace, Costs | None]:
+        """Another step of the same model, traced as this one was; with its costs if it is timed."""
+        if is_timed:
+            return trace_and_cost(task, self.options, optimizer_is_optional=optimizer_is_optional)
+        return trace_task(task, self.options, optimizer_is_optional=optimizer_is_optional, repeats=0), None
+
     @functools.cached_property
     def extremes(self) -> Extremes:
         """The step without a plan, and with everything recomputed."""

@@ -76,7 +76,7 @@ class SharedPlanner(StepPlanner):
 
     def alone(self) -> StepPlanner:
         """A planner of this rank's own step under its own budget, with what is known of that step."""
-        own = StepPlanner(self.trace, self.costs, self.options, self.own_budget_bytes)
+        own = self.beside(self.trace, self.costs)
         own.in_flight = self.in_flight
         known = ("extremes", "_index", "_planner")
         own.__dict__.update({name: self.__dict__[name] for name in known if name in self.__dict__})

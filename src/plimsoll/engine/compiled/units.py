@@ -27,24 +27,34 @@ class RegionInCompiled(ManagedRegion):
 
 
 class CompiledUnits:
-    """The units of a plan, at work from ``resume`` until ``pause``."""
+    """The units of a plan, at work from ``resume`` until ``pause``.
+
+    Plans may take turns: what one has had compiled is there when it comes back.
+    """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._units = planned_units(model, plan.compiled)
         self._put_back: list[Callable[[], None]] = []
+        self._made: dict[Any, Callable[..., Any]] = {}
+        self.use(plan)
+
+    def use(self, plan: Plan) -> None:
+        """Follow another plan for the same model, from ``resume`` on."""
         self._calls = self._compiled(plan)
 
     def _compiled(self, plan: Plan) -> dict[Unit, Callable[..., Any]]:
         dropped = {region.name: region.dropped for region in plan.regions}
         decided = {region.name: frozenset(each.value for each in region.decisions) for region in plan.regions}
         planned = {unit.path: unit for unit in plan.compiled}
-        made: dict[Any, Callable[..., Any]] = {}
+        made = self._made
         found: dict[Unit, Callable[..., Any]] = {}
         for unit in self._units:
             regions = {unit.local(name): dropped.get(name, frozenset()) for name in planned[unit.path].regions}
             if not any(regions.values()):
                 if unit.module._compiled_call_impl is None and unit.wrapper is None:
-                    found[unit] = PlannedCall(unit.call.compile(), unit.module)
+                    if unit not in made:
+                        made[unit] = unit.call.compile()
+                    found[unit] = PlannedCall(made[unit], unit.module)
                 continue
             key = (type(unit.module), unit.call.key, *sorted((name, tuple(sorted(v))) for name, v in regions.items()))
             if key not in made:

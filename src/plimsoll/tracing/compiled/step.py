@@ -29,14 +29,15 @@ from plimsoll.tracing.torch_internals import is_at_least
 _UNCOMPILED = "torch.compile runs it without compiling it"
 
 
-def with_compiled(eager: Trace, parts: Mapping[str, CompiledPart], device: torch.device) -> Trace:
+def with_compiled(eager: Trace, parts: Mapping[str, CompiledPart], device: torch.device | None) -> Trace:
     """The eager trace, whose regions are the compiled units and what is planned beside them, with ``parts`` (by unit) in the
-    units' places. A unit that torch.compile has not compiled keeps what it saves.
+    units' places. A unit that torch.compile has not compiled keeps what it saves. Kernels are timed on ``device``,
+    if one is given.
     """
     weaver = _Weaver(eager, parts)
     weaver.weave()
     kernels = [kernel for part in parts.values() for graph in part.graphs for kernel in graph.kernels]
-    seconds = timed(kernels, device) if not eager.is_fake else {}
+    seconds = timed(kernels, device) if device is not None and not eager.is_fake else {}
     return msgspec.structs.replace(
         eager,
         ops=tuple(weaver.ops),
@@ -403,7 +404,7 @@ class _Piece:
     ) -> RegionGraph:
         """A region's kernels as ops and its buffers as values; ``own`` are those that it makes, with the kernel of each."""
         values: dict[fx.Node, Value] = {}
-        names = {n: text for graph in self.graphs for n, text in graph.names.items()}
+        names = {n: text for graph in self.graphs for n, text in (graph.names | graph.input_names).items()}
 
         def value(node: fx.Node) -> int:
             if node not in values:
