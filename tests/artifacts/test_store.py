@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plimsoll
-from plimsoll.artifacts.base import to_json, write_whole
+from plimsoll.artifacts.base import to_json
+from plimsoll.artifacts.files import write_whole
 from plimsoll.artifacts.store import Artifact, from_json, load_any, load_plan
 from plimsoll.errors import PlanFileError
 from samples import make_mismatch, make_plan, make_receipt

@@ -1,20 +1,18 @@
 """What every artifact can do: print itself, without knowing how it is presented, and save itself as a JSON file.
 
 Artifacts are the lowest layer and may not import the views. The package's ``__init__`` knows every layer; it installs the
-renderer, and is always imported before any artifact. Files are versioned, tagged with the kind of artifact, and written whole
-or not at all; ``store`` reads them.
+renderer, and is always imported before any artifact. Files are versioned and tagged with the kind of artifact; ``files``
+writes them, ``store`` reads them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
-from plimsoll.errors import PlanFileError
+from plimsoll.artifacts.files import write_whole
 
 TAG = "plimsoll"
 """The first field of every file; its value is the artifact's kind."""
@@ -57,7 +55,7 @@ class ArtifactBase:
         """Write the artifact as JSON, whole or not at all; ``plimsoll.load`` reads a plan back exactly.
 
         Args:
-            path: where to; an existing file is replaced.
+            path: where to; an existing file is replaced, a link, device or pipe is written through.
 
         Raises:
             PlanFileError: the place cannot be written.
@@ -94,44 +92,3 @@ def _wrap_odd_numbers(node: Any) -> Any:
     if isinstance(node, list | tuple):
         return [_wrap_odd_numbers(value) for value in node]
     return node
-
-
-def write_whole(text: str, path: str | Path) -> None:
-    """Write text to a file that appears whole or not at all; an existing file is replaced.
-
-    Raises:
-        PlanFileError: the place cannot be written.
-    """
-    target = Path(path)
-    try:
-        with whole_file(target) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise PlanFileError(
-            f"{target} cannot be written.",
-            why=error.strerror or type(error).__name__,
-            next="give a file in a directory that exists and that you may write to",
-        ) from error
-
-
-PART = ".part"
-"""How the name of a file ends that is still being written."""
-
-
-@contextlib.contextmanager
-def whole_file(target: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which is in its place once the block has ended, and nowhere if that fails.
-
-    Its name until then is random: on a disk that machines share, two processes may have the same id.
-    """
-    import secrets
-
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}{PART}")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-        temporary.replace(target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise

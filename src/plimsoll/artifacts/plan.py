@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from plimsoll.artifacts.base import ArtifactBase, write_whole
+from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.decision import Decision, Status
+from plimsoll.artifacts.files import write_whole
 from plimsoll.artifacts.sac import policy_file, saved_ops
 from plimsoll.errors import InvalidOption, PlanNotUsable
 from plimsoll.units import format_bytes
@@ -56,6 +58,9 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     replay_seconds: float
     is_boundary_dropped: bool = False
     price_seconds_per_byte: float | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_twice([decision.value for decision in self.decisions], "values")
 
     @property
     def is_untouched(self) -> bool:
@@ -140,6 +145,13 @@ class CompiledUnit(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, bool | int | float | str | None] | None = None
 
 
+def _refuse_twice(names: list[str], what: str) -> None:
+    """Of two decisions about one thing only the last would count."""
+    if len(set(names)) < len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise ValueError(f"two {what} are called {twice!r:.200}")
+
+
 COLLECTIVES = "collectives"
 """What ``allow`` says where recipes may run collectives again."""
 
@@ -205,6 +217,9 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Parameters that the step itself writes to; runs beside training put them back."""
     in_flight: int = 1
     """Micro-batches between their forward and their backward at once, on a stage of a pipeline; all follow this plan."""
+
+    def __post_init__(self) -> None:
+        _refuse_twice([f"{region.name}, call {region.call}" for region in self.regions], "regions")
 
     @property
     def own_compilation(self) -> dict[str, bool | int | float | str | None] | None:

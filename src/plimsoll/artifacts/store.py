@@ -5,6 +5,7 @@ The file says what it is (``"plimsoll": "plan"``) and which schema it follows. R
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ from plimsoll.artifacts.base import NUMBER, TAG
 from plimsoll.artifacts.comparison import Comparison
 from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.explained import Explanation
+from plimsoll.artifacts.files import FileRefused, ReadLimits, decode_json, read_file
 from plimsoll.artifacts.finding import Finding
 from plimsoll.artifacts.fit import Fit
 from plimsoll.artifacts.plan import Plan
@@ -22,12 +24,14 @@ from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.traffic import Traffic
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import PlanFileError
+from plimsoll.units import MIB
 
 Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding
 """What is about one step of one model: what an HTML page can be made of."""
 Artifact = Reportable | Estimate | Explanation | Fit | Traffic
 """All that is saved and shown."""
 
+_LIMITS = ReadLimits(most_bytes=128 * MIB)
 _KINDS: dict[str, type[Artifact]] = {kind.KIND: kind for kind in get_args(Artifact)}
 
 
@@ -42,8 +46,10 @@ def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
         PlanFileError: truncated, not ours, of an unknown kind or of a newer schema.
     """
     try:
-        fields = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        fields = decode_json(text, _LIMITS)
+    except FileRefused as error:
+        raise _refused(source, error) from error
+    except (msgspec.DecodeError, UnicodeError) as error:
         raise PlanFileError(
             f"{source} is not whole JSON.",
             why=f"reading stopped: {error}",
@@ -58,20 +64,23 @@ def from_json(text: str | bytes, *, source: str = "the text") -> Artifact:
     kind = fields.pop(TAG)
     if not isinstance(kind, str) or kind not in _KINDS:
         raise PlanFileError(
-            f"{source} holds {kind!r}, which this version does not know.",
+            f"{source} holds {kind!r:.80}, which this version does not know.",
             why=f"it knows {', '.join(_KINDS)}",
             next="upgrade Plimsoll, or give another file",
         )
     type_ = _KINDS[kind]
     _check_version(fields.get("schema_version"), type_.SCHEMA_VERSION, kind=kind, source=source)
     try:
-        return msgspec.convert(_unwrap_odd_numbers(fields), type=type_)
+        found = msgspec.convert(_unwrap_odd_numbers(fields), type=type_)
+        is_current = found.schema_version == type_.SCHEMA_VERSION
+        _check_fields(fields, msgspec.to_builtins(found) if is_current else fields, "$")
     except msgspec.ValidationError as error:
         raise PlanFileError(
             f"{source} is a damaged {kind}.",
             why=str(error),
             next=f"save the {kind} again; files of Plimsoll are not meant to be edited by hand",
         ) from error
+    return found
 
 
 def _unwrap_odd_numbers(node: Any) -> Any:
@@ -84,11 +93,45 @@ def _unwrap_odd_numbers(node: Any) -> Any:
     return node
 
 
+_AMOUNTS = ("by_category", "classes", "budget_bytes_of_ranks")
+"""Fields that hold bytes by name."""
+_DIFFERENCES = ("saved_bytes", "lowers_bytes")
+"""Bytes that may be less than none."""
+_MOST_NUMBER = 1e30
+
+
+def _check_fields(given: object, known: object, place: str, *, is_amount: bool = False) -> None:
+    """Refuse fields of another version, or misspelt ones, which would be lost without a word; and impossible amounts.
+
+    Args:
+        given: what the file holds, as plain values.
+        known: the same as the artifact has it.
+        place: where both are in the artifact, as msgspec writes it.
+        is_amount: whether the values are bytes, of which there are no fewer than none.
+
+    Raises:
+        msgspec.ValidationError: names the first.
+    """
+    if isinstance(given, dict) and isinstance(known, dict):
+        for key, value in given.items():
+            if key not in known:
+                raise msgspec.ValidationError(f"Unknown field {key!r:.80} - at `{place}`")
+            is_bytes = (key == "bytes" or key.endswith("_bytes")) and key not in _DIFFERENCES
+            _check_fields(value, known[key], f"{place}.{key}", is_amount=is_amount or is_bytes or key in _AMOUNTS)
+    elif isinstance(given, list) and isinstance(known, list | tuple):
+        for index, (value, own) in enumerate(zip(given, known, strict=False)):
+            _check_fields(value, own, f"{place}[{index}]")
+    elif isinstance(given, int | float) and ((is_amount and given < 0) or _MOST_NUMBER < abs(given) < math.inf):
+        raise msgspec.ValidationError(
+            f"{given:.6g} is no {'amount of memory' if is_amount else 'number'} - at `{place}`"
+        )
+
+
 def _check_version(found: object, known: int, *, kind: str, source: str) -> None:
-    if not isinstance(found, int) or isinstance(found, bool):
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise PlanFileError(
             f"{source} does not say which schema it follows.",
-            why=f'"schema_version" is {found!r}',
+            why=f'"schema_version" is {found!r:.80}',
             next=f"save the {kind} again",
         )
     if found > known:
@@ -107,14 +150,18 @@ def load_any(path: str | Path) -> Artifact:
     """
     source = Path(path)
     try:
-        content = source.read_bytes()
-    except OSError as error:
-        raise PlanFileError(
-            f"{source} cannot be read.",
-            why=error.strerror or type(error).__name__,
-            next="check the path; `plimsoll plan TARGET --budget 70GiB --output plan.json` writes a plan",
-        ) from error
+        content = read_file(source, _LIMITS)
+    except FileRefused as error:
+        raise _refused(str(source), error) from error
     return from_json(content, source=str(source))
+
+
+def _refused(source: str, error: FileRefused) -> PlanFileError:
+    return PlanFileError(
+        f"{source} cannot be read.",
+        why=str(error),
+        next="check the path; `plimsoll plan TARGET --budget 70GiB --output plan.json` writes a plan",
+    )
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -27,10 +27,10 @@ from typing import Any
 
 import msgspec
 
-from plimsoll.artifacts.base import PART, whole_file
+from plimsoll.artifacts.files import PART, FileRefused, ReadLimits, read_file, whole_file
 from plimsoll.artifacts.job import ModelFacts
 from plimsoll.artifacts.trace import SCHEMA_VERSION, Trace
-from plimsoll.units import MIB
+from plimsoll.units import GIB, MIB
 
 OVERRIDE = "PLIMSOLL_CACHE_DIR"
 """The environment variable that names another directory."""
@@ -41,6 +41,7 @@ _LIBRARIES = ("plimsoll", "torch", "transformers", "diffusers")
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = ("artifacts", "estimator/catalogue", "estimator/local_rank", "estimator/targets", "tracing")
 """The parts of Plimsoll that a trace depends on."""
+_LIMITS = ReadLimits(most_bytes=1 * GIB)
 _MAGIC = b"plimsoll cache 1"
 _DIGEST_BYTES = 32
 _SUFFIX = ".trace"
@@ -160,10 +161,8 @@ class FileCache:
         """What was put under ``key``, if it is still there and whole. Reading marks it as used."""
         path = self._path(key)
         try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
+            content = read_file(path, _LIMITS)
+        except FileRefused as error:
             _LOG.debug("cannot read %s: %s", path, error)
             return None
         payload = _checked(content)
@@ -225,7 +224,9 @@ def _checked(content: bytes) -> bytes | None:
     body = content[start:]
     if hashlib.sha256(body).digest() != content[len(_MAGIC) : start]:
         return None
+    unpacker = zlib.decompressobj()
     try:
-        return zlib.decompress(body)
+        payload = unpacker.decompress(body, _LIMITS.most_bytes)
     except zlib.error:
         return None
+    return payload if unpacker.eof else None

@@ -8,9 +8,7 @@ Source: the categories and arguments are those that libkineto writes, see ``outp
 
 from __future__ import annotations
 
-import gzip
 import math
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -26,10 +24,17 @@ from plimsoll.analysis.diagnose.profile import (
     Profile,
     find_steps,
 )
+from plimsoll.artifacts.files import FileRefused, ReadLimits, decode_json, read_file
 from plimsoll.errors import InvalidTrace
+from plimsoll.units import GIB
 
 _NS_PER_US = 1000
-_GZIP_MAGIC = b"\x1f\x8b"
+_LIMITS = ReadLimits(most_bytes=1 * GIB, most_items=100_000_000)
+"""A step of a large model has some hundred thousand events of about 400 bytes and 25 items."""
+_MOST_US = 1e17
+"""Three thousand years: traces count from the boot of a machine or from 1970."""
+_MOST_DIMENSIONS = 64
+_MOST_INTEGER = 2**63
 _HOST = {
     "cpu_op": HostKind.OP,
     "operator": HostKind.OP,
@@ -101,6 +106,7 @@ def read_chrome(path: Path) -> Profile:
         InvalidTrace: unreadable, empty, cut off, or not a trace of ``torch.profiler``.
     """
     trace = _decode(_unpack(path), path)
+    _check_times(trace, path)
     complete = [event for event in trace.events if event.ph == "X" and event.cat]
     origin_us = min((event.ts for event in complete), default=0.0)
     host = tuple(_host_spans(complete, origin_us))
@@ -125,14 +131,12 @@ def read_chrome(path: Path) -> Profile:
 
 def _unpack(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
-        if content.startswith(_GZIP_MAGIC):
-            content = gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
+        content = read_file(path, _LIMITS)
+    except FileRefused as error:
         raise InvalidTrace(
             f"{path} cannot be read.",
-            why=str(error) or type(error).__name__,
-            next="check the path; a .gz that was cut off while it was copied has to be copied again",
+            why=str(error),
+            next="check the path; copy a .gz that was cut off again; profile fewer steps if it is too large",
         ) from error
     if not content.strip():
         raise InvalidTrace(
@@ -144,20 +148,35 @@ def _unpack(path: Path) -> bytes:
 def _decode(content: bytes, path: Path) -> _Trace:
     try:
         if content.lstrip().startswith(b"["):
-            return _Trace(events=msgspec.json.decode(content, type=list[_Event]))
-        return msgspec.json.decode(content, type=_Trace)
+            return _Trace(events=decode_json(content, _LIMITS, list[_Event]))
+        trace: _Trace = decode_json(content, _LIMITS, _Trace)
+        return trace
+    except FileRefused as error:
+        raise InvalidTrace(
+            f"{path} is larger or deeper than a trace is.", why=str(error), next="profile fewer steps"
+        ) from error
     except msgspec.ValidationError as error:
         raise InvalidTrace(
             f"{path} is JSON, but no trace of torch.profiler.",
             why=str(error),
             next="give what profile.export_chrome_trace(path) wrote",
         ) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeError) as error:
         raise InvalidTrace(
             f"{path} is not whole JSON.",
             why=f"reading stopped: {error}",
             next="export the trace again, after the profiler has stopped; an .nsys-rep has to be exported to SQLite first",
         ) from error
+
+
+def _check_times(trace: _Trace, path: Path) -> None:
+    for number, event in enumerate(trace.events):
+        if not abs(event.ts) <= _MOST_US or not 0 <= event.dur <= _MOST_US:
+            raise InvalidTrace(
+                f"{path} has a time that is none.",
+                why=f"event {number} starts at {event.ts:g} µs and takes {event.dur:g} µs",
+                next="give the trace as torch.profiler exported it",
+            )
 
 
 def _host_spans(events: Iterable[_Event], origin_us: float) -> Iterable[HostSpan]:
@@ -210,12 +229,12 @@ def _device_spans(events: Iterable[_Event], origin_us: float) -> Iterable[Device
 
 def _forward_links(events: Iterable[_Event], origin_us: float) -> dict[tuple[str, int], tuple[str, int]]:
     """The arrows from forward ops to their backward ops, by where they end."""
-    starts: dict[Any, tuple[str, int]] = {}
-    ends: dict[Any, tuple[str, int]] = {}
+    starts: dict[str, tuple[str, int]] = {}
+    ends: dict[str, tuple[str, int]] = {}
     for event in events:
         if event.cat == "fwdbwd" and event.ph in "sf":
             place = (_thread(event), _times(event, origin_us)[0])
-            (starts if event.ph == "s" else ends)[event.id] = place
+            (starts if event.ph == "s" else ends)[_text(event.id)] = place
     return {end: starts[name] for name, end in ends.items() if name in starts}
 
 
@@ -241,10 +260,19 @@ def input_bytes(dims: object, types: object) -> int | None:
             continue
         width = _BYTES_BY_TYPE.get(type_.lower())
         tensors = sizes if isinstance(sizes[0], list) else [sizes]
-        if width is None or not all(isinstance(size, int) for tensor in tensors for size in tensor):
+        if width is None or not all(map(_is_shape, tensors)):
             return None
         total += width * sum(math.prod(tensor) for tensor in tensors)
     return total
+
+
+def _is_shape(sizes: object) -> bool:
+    """Whether they are the sizes of a tensor that could be."""
+    return (
+        isinstance(sizes, list)
+        and len(sizes) <= _MOST_DIMENSIONS
+        and all(isinstance(size, int) and 0 <= size < _MOST_INTEGER for size in sizes)
+    )
 
 
 def _times(event: _Event, origin_us: float) -> tuple[int, int]:
@@ -261,6 +289,9 @@ def _text(value: object) -> str:
 
 
 def _integer(value: object, default: int) -> int:
-    if isinstance(value, int | float):
-        return int(value)
-    return int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else default
+    """A number, also as text; one that no counter reaches is none."""
+    try:
+        number = int(value) if isinstance(value, int | float | str) else default
+    except (ValueError, OverflowError):  # no digits, too many of them, or not finite
+        return default
+    return number if abs(number) < _MOST_INTEGER else default

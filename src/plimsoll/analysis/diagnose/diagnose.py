@@ -156,12 +156,14 @@ def read_profiles(baseline: Path, plan: Path) -> tuple[Profile, Profile, Profile
 
 def _origin(path: Path) -> ProfileOrigin:
     try:
+        if path.exists() and not path.is_file():
+            raise OSError(f"a trace is read more than once, and {path} is no regular file")
         with path.open("rb") as file:
             start = file.read(len(_SQLITE_MAGIC))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise InvalidTrace(
             f"{path} cannot be read.",
-            why=error.strerror or type(error).__name__,
+            why=(error.strerror if isinstance(error, OSError) else "") or str(error),
             next="give the path of a trace that torch.profiler or `nsys export --type sqlite` wrote",
         ) from error
     return ProfileOrigin.NSYS if start == _SQLITE_MAGIC else ProfileOrigin.CHROME

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from plimsoll.analysis.diagnose.profile import DeviceKind, DeviceSpan, HostKind, HostSpan, Profile, find_steps
 from plimsoll.errors import InvalidTrace
+from plimsoll.units import GIB, MIB
 
 _KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 _COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
@@ -34,6 +37,15 @@ _NODE_NAME = re.compile(r"autograd::engine::evaluate_function: |\w+Backward\d*$"
 _VERSION = re.compile(r"_v\d+$|_ptsz$|_ptds$")
 _COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
 _THREAD_BITS = 24
+_PATIENCE_SECONDS = 5.0
+_SLOWEST_BYTES_PER_SECOND = 1e6
+"""An export is read at twenty times that."""
+_STEPS = 100_000
+"""So many steps of SQLite's machine lie between two looks at the clock."""
+_MOST_BYTES = 8 * GIB
+_MOST_TEXT = 16 * MIB
+_MOST_INTEGER = 2**63
+_DIGITS = 18
 
 
 def read_nsys(path: Path) -> Profile:
@@ -44,11 +56,13 @@ def read_nsys(path: Path) -> Profile:
     """
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
-            return _read(_Export(database), path)
-    except sqlite3.Error as error:
+            return _read(_Export(database, path.stat().st_size), path)
+    except (sqlite3.Error, OSError, UnicodeError) as error:
         raise InvalidTrace(
             f"{path} is a damaged database.",
-            why=str(error),
+            why="reading it takes far longer than a file of its size should"
+            if str(error) == "interrupted"
+            else str(error),
             next="export it again: nsys export --type sqlite --force-overwrite true report.nsys-rep",
         ) from error
 
@@ -56,13 +70,18 @@ def read_nsys(path: Path) -> Profile:
 class _Export:
     """Tables, columns and strings of the database."""
 
-    def __init__(self, database: sqlite3.Connection) -> None:
+    def __init__(self, database: sqlite3.Connection, file_bytes: int) -> None:
         self._database = database
+        self._left_bytes = min(file_bytes, _MOST_BYTES)
+        until = time.monotonic() + _PATIENCE_SECONDS + file_bytes / _SLOWEST_BYTES_PER_SECOND
+        database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_TEXT)
+        database.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
+        database.execute("PRAGMA trusted_schema = OFF")
         rows = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')").fetchall()
         self.tables = {str(name) for (name,) in rows}
         self.strings: dict[object, str] = {}
         if "StringIds" in self.tables:
-            self.strings = {key: str(text) for key, text in database.execute("SELECT id, value FROM StringIds")}
+            self.strings = {key: str(text) for key, text in self._counted("SELECT id, value FROM StringIds")}
 
     def rows(self, table: str, columns: tuple[str, ...]) -> Iterator[dict[str, object]]:
         """The rows of a table; columns that it does not have are ``None``."""
@@ -70,8 +89,16 @@ class _Export:
             return
         present = {str(row[1]) for row in self._database.execute(f'PRAGMA table_info("{table}")')}
         selected = ", ".join(f'"{column}"' if column in present else "NULL" for column in columns)
-        for row in self._database.execute(f'SELECT {selected} FROM "{table}"'):
+        for row in self._counted(f'SELECT {selected} FROM "{table}"'):
             yield dict(zip(columns, row, strict=True))
+
+    def _counted(self, query: str) -> Iterator[tuple[Any, ...]]:
+        """Rows, of which there are no more bytes than the file has: a view may make more of them than fit into memory."""
+        for row in self._database.execute(query):
+            self._left_bytes -= 1 + sum(len(value) for value in row if isinstance(value, str | bytes))
+            if self._left_bytes < 0:
+                raise sqlite3.DataError("its tables have more rows and text than a file of this size holds")
+            yield row
 
     def text(self, key: object) -> str:
         """A string by its id; old exports hold the string itself."""
@@ -135,7 +162,7 @@ def _ranges(export: _Export) -> Iterator[HostSpan]:
             thread=str(row["globalTid"]),
             start_ns=_number(row["start"]),
             end_ns=_number(row["end"]),
-            sequence=int(match["sequence"]) if match else -1,
+            sequence=int(match["sequence"][:_DIGITS]) if match else -1,
             node_thread=int(is_node),
         )
 
@@ -188,4 +215,4 @@ def _correlation(global_id: object, correlation: object) -> str:
 
 
 def _number(value: object) -> int:
-    return int(value) if isinstance(value, int | float) else 0
+    return int(value) if isinstance(value, int | float) and abs(value) < _MOST_INTEGER else 0

@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.hooks import RemovableHandle
 
 from plimsoll.analysis.diagnose.profile import MODULE_PREFIX
+from plimsoll.artifacts.files import write_whole
 from plimsoll.artifacts.progress import Progress
 from plimsoll.tracing.compiled.units import Unit
 
@@ -122,7 +123,7 @@ def _write(trace: dict[str, Any], turns: list[Turn], folder: Path, name: str) ->
     kept = [event for event in events if event.get("ph") == "M" or _is_inside(event.get("ts", 0.0), ranges)]
     path = folder / f"{name}.trace.json.gz"
     content = msgspec.json.encode({**trace, "traceEvents": kept, "traceName": path.name})
-    path.write_bytes(gzip.compress(content, compresslevel=1))
+    write_whole(gzip.compress(content, compresslevel=1), path)
     return path
 
 

@@ -19,17 +19,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from plimsoll.analysis.probe.evidence import ArmLog
-from plimsoll.artifacts.base import to_json, whole_file
+from plimsoll.analysis.probe.evidence import BASELINE, PLAN, ArmLog
+from plimsoll.artifacts.base import to_json
+from plimsoll.artifacts.files import FileRefused, ReadLimits, read_file, whole_file
 from plimsoll.artifacts.store import from_json
 from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import ProbeRunMismatch, ProbeRunUnusable
 from plimsoll.tracing.local_tensors import dense_parts
 from plimsoll.tracing.recorder.untouched import RandomState, untouched
 from plimsoll.tracing.torch_internals import preserving_versions
+from plimsoll.units import MIB
 
 _IDENTITY = "run.json"
 _VERDICT = "verdict.json"
+_LIMITS = ReadLimits(most_bytes=128 * MIB)
 
 
 def seed_everything(seed: int) -> None:
@@ -139,10 +142,10 @@ class RunDirectory:
                     )
                 self._write(_IDENTITY, lambda file: file.write(msgspec.json.format(msgspec.json.encode(wanted))))
                 return
-            content = place.read_bytes()
+            content = read_file(place, _LIMITS)
         try:
             found = msgspec.json.decode(content, type=dict[str, str])
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeError) as error:
             raise self._damaged(_IDENTITY, error) from error
         if found != wanted:
             missing = dict.fromkeys({**found, **wanted}, "not given")
@@ -164,6 +167,8 @@ class RunDirectory:
         with self._explained():
             if not place.exists():
                 return None
+            if not place.is_file():
+                raise FileRefused("it is no regular file")
         try:
             held = torch.load(place, map_location="cpu", weights_only=True)
             log = msgspec.json.decode(held.pop("log"), type=ArmLog)
@@ -193,7 +198,7 @@ class RunDirectory:
         with self._explained():
             if not place.exists():
                 return None
-            content = place.read_bytes()
+            content = read_file(place, _LIMITS)
         found = from_json(content, source=str(place))
         if not isinstance(found, Verdict):
             raise ProbeRunUnusable(
@@ -207,8 +212,8 @@ class RunDirectory:
         """Keep the verdict; the arms' weights are not needed any more."""
         with self._explained():
             self._write(_VERDICT, lambda file: file.write(to_json(verdict).encode()))
-            for place in self.path.glob("*.pt"):
-                place.unlink()
+            for arm in (BASELINE, PLAN):
+                (self.path / f"{arm}.pt").unlink(missing_ok=True)
 
     def _write(self, name: str, write: Callable[[BinaryIO], object]) -> None:
         with whole_file(self.path / name) as file:
@@ -220,7 +225,7 @@ class RunDirectory:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, RuntimeError) as error:  # torch's writer reports a full disk as a RuntimeError
+        except (OSError, RuntimeError, FileRefused) as error:  # torch's writer reports a full disk as a RuntimeError
             raise ProbeRunUnusable(
                 f"The run directory {self.path} cannot be used.",
                 why=f"{type(error).__name__}: {error}",

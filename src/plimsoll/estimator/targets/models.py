@@ -7,12 +7,15 @@ the meta device.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
 import logging
 import re
-from collections.abc import Sequence
+import socket
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,15 +53,37 @@ def build_model(recipe: Recipe, dtype: torch.dtype | None) -> torch.nn.Module:
     if model_type not in transformers.CONFIG_MAPPING:
         raise _unknown(transformers, "model_type", model_type, list(transformers.CONFIG_MAPPING.keys()))
     try:
-        config = transformers.AutoConfig.for_model(**fields)
-        config.use_cache = False  # a cache for generation would keep keys and values alive through the step
-        class_ = _class_of(transformers, config, recipe.architecture)
-        made: torch.nn.Module = class_._from_config(config, **({} if dtype is None else {"dtype": dtype}))
+        with _offline():
+            config = transformers.AutoConfig.for_model(**fields)
+            config.use_cache = False  # a cache for generation would keep keys and values alive through the step
+            if getattr(config, "use_pretrained_backbone", None):
+                config.use_pretrained_backbone = False  # some have it by default
+            class_ = _class_of(transformers, config, recipe.architecture)
+            made: torch.nn.Module = class_._from_config(config, **({} if dtype is None else {"dtype": dtype}))
     except InvalidTarget:
         raise
     except Exception as error:  # transformers raises whatever its configurations run into
         raise _cannot_build(transformers, recipe.architecture or model_type, error) from error
     return made.train()
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Whatever this thread builds finds no network: a configuration may name weights or code that libraries would fetch."""
+    from huggingface_hub import constants
+
+    own, look_up, was_offline = threading.get_ident(), socket.getaddrinfo, constants.HF_HUB_OFFLINE
+
+    def refuse(*address: Any, **options: Any) -> Any:
+        if threading.get_ident() != own:
+            return look_up(*address, **options)
+        raise OSError(f"models are built without a network, and this one asks for {address[0]}")
+
+    socket.getaddrinfo, constants.HF_HUB_OFFLINE = refuse, True
+    try:
+        yield
+    finally:
+        socket.getaddrinfo, constants.HF_HUB_OFFLINE = look_up, was_offline
 
 
 def _class_of(transformers: Any, config: Any, architecture: str) -> Any:
@@ -138,7 +163,8 @@ def build_denoiser(recipe: Recipe, dtype: torch.dtype | None) -> NoisePrediction
             next=f"did you mean {close[0]}?" if close else "write a function and give package.module:function",
         )
     try:
-        made: Any = getattr(diffusers, recipe.architecture).from_config(dict(recipe.fields))
+        with _offline():
+            made: Any = getattr(diffusers, recipe.architecture).from_config(dict(recipe.fields))
     except Exception as error:  # diffusers raises whatever its configurations run into
         raise _cannot_build(diffusers, recipe.architecture, error) from error
     model = NoisePrediction(made).train()

@@ -7,20 +7,27 @@ No torch here.
 from __future__ import annotations
 
 import difflib
-import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plimsoll.artifacts.files import FileRefused, ReadLimits, decode_json, read_file
 from plimsoll.artifacts.job import ModelFacts
 from plimsoll.errors import InvalidTarget
 from plimsoll.estimator.catalogue.models import CatalogueModel, known_models
+from plimsoll.units import MIB
 
 _BATCH = 1
 _SEQUENCE = 512
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _FORMS = "package.module:function, a Hugging Face config.json, or a name from the catalogue"
+_LIMITS = ReadLimits(most_bytes=16 * MIB, most_items=1_000_000)
+_IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+"""Of attention and experts, those that are in torch and transformers themselves; others are fetched as kernels."""
+_COUNT = re.compile(r"^(n|num|number)_.*(layers?|blocks?|stages?)$|^(depths?|n_layer)$|(?<!window)_layers$")
+_MOST_LAYERS = 4096
 _DIFFUSERS_CLASS = "_class_name"
 
 
@@ -87,13 +94,15 @@ def _plain(value: Any) -> Any:
 
 def _from_file(path: Path) -> Recipe:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        fields = decode_json(read_file(path, _LIMITS), _LIMITS)
+    except (FileRefused, ValueError) as error:
         raise InvalidTarget(
             f"{path} cannot be read as JSON.",
             why=str(error),
             next="give the config.json of a Hugging Face model",
         ) from error
+    notes: list[str] = []
+    fields = _harmless(fields, str(path), notes)
     name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
     if isinstance(fields, dict) and isinstance(fields.get(_DIFFUSERS_CLASS), str):
         own = {key: value for key, value in fields.items() if not key.startswith("_")}
@@ -104,6 +113,7 @@ def _from_file(path: Path) -> Recipe:
             batch=_BATCH,
             sequence=None,
             is_diffusers=True,
+            notes=tuple(notes),
         )
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise InvalidTarget(
@@ -111,18 +121,58 @@ def _from_file(path: Path) -> Recipe:
             why='it has no "model_type"',
             next="give the config.json of a Hugging Face model; `plimsoll show` displays plans",
         )
-    notes = []
-    if fields.pop("quantization_config", None) is not None:
-        notes.append(f"{name}: its quantization_config is left out; training in quantized weights is unsupported")
     architectures = fields.get("architectures") or [""]
     return Recipe(
         name=name,
-        architecture=str(architectures[0]),
+        architecture=str(architectures[0] if isinstance(architectures, list) else architectures),
         fields=fields,
         batch=_BATCH,
         sequence=min([_SEQUENCE, *(fields[key] for key in _POSITIONS if isinstance(fields.get(key), int))]),
         notes=tuple(notes),
     )
+
+
+def _harmless(node: Any, path: str, notes: list[str], place: str = "") -> Any:
+    """The fields without those that have a library fetch or run what is not in the file.
+
+    Raises:
+        InvalidTarget: more layers than any model has, which would be built one by one.
+    """
+    if isinstance(node, list):
+        return [_harmless(each, path, notes, f"{place}.") for each in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {}
+    for key, value in node.items():
+        named = f"{place}{key}"
+        reason = _reason_to_leave_out(key, value)
+        if reason:
+            notes.append(f"{path}: its {named} is left out; {reason}")
+            continue
+        _refuse_too_many(key, value, named, path)
+        kept[key] = _harmless(value, path, notes, f"{named}.")
+    return kept
+
+
+def _reason_to_leave_out(key: str, value: object) -> str:
+    if key == "quantization_config" and value is not None:
+        return "training in quantized weights is unsupported"
+    if key == "use_pretrained_backbone" and value:
+        return "nothing is downloaded, and all weights are random"
+    if key.endswith("_implementation") and value not in _IMPLEMENTATIONS:
+        return f"only {', '.join(map(str, _IMPLEMENTATIONS[1:]))} run without code from elsewhere"
+    return ""
+
+
+def _refuse_too_many(key: str, value: object, named: str, path: str) -> None:
+    counts = value if isinstance(value, list) and _COUNT.search(key) else [value]
+    numbers = [each for each in counts if isinstance(each, int) and _COUNT.search(key)]
+    if sum(numbers) > _MOST_LAYERS or len(counts) > _MOST_LAYERS:
+        raise InvalidTarget(
+            f"{path} asks for {max(sum(numbers), len(counts)):.6g} as its {named}.",
+            why=f"each is built as a module of its own, and no model has more than {_MOST_LAYERS:,}",
+            next="correct the configuration",
+        )
 
 
 _LAYERS = (("num_hidden_layers",), ("n_layer",), ("encoder_layers", "decoder_layers"), ("num_layers",))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from plimsoll.artifacts.job import Precision
 from plimsoll.errors import InvalidTarget
 from plimsoll.estimator.targets.recipe import Recipe, find_recipe
+from plimsoll.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -212,9 +213,13 @@ def build(recipe: Recipe, options: TargetOptions) -> Target:
     if not options.is_meta:
         _refuse_absent(options.device)
     dtype = None if options.precision is None else getattr(torch, options.precision.parameter_dtype)
+    make = build_denoiser if recipe.is_diffusers else build_model
+    if not options.is_meta:
+        with torch.device("meta"):
+            _refuse_too_large(make(recipe, dtype), options.device)
     with torch.random.fork_rng(devices=[]), torch.device("meta" if options.is_meta else options.device):
         torch.manual_seed(_SEED)
-        model = (build_denoiser if recipe.is_diffusers else build_model)(recipe, dtype)
+        model = make(recipe, dtype)
     size = BatchSize(
         samples=options.batch or recipe.batch,
         sequence=options.sequence or recipe.sequence,
@@ -229,6 +234,26 @@ def build(recipe: Recipe, options: TargetOptions) -> Target:
         precision=options.precision,
         notes=recipe.notes,
     )
+
+
+def _refuse_too_large(model: torch.nn.Module, device: str) -> None:
+    """Refuse a model whose parameters alone are more than the device has: the system would end the process."""
+    import torch
+
+    kind = torch.device(device).type
+    if kind == "cuda":
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
+    else:
+        device_bytes = (
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else sys.maxsize
+        )
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    if parameter_bytes > device_bytes:
+        raise InvalidTarget(
+            f"The parameters of {type(model).__name__} do not fit on {device}.",
+            why=f"they take {format_bytes(parameter_bytes)}, and there are {format_bytes(device_bytes)}",
+            next="plan for a device that is not here with --device-profile, or use `plimsoll estimate`: neither needs memory",
+        )
 
 
 def _refuse_absent(device: str) -> None:

@@ -82,7 +82,7 @@ def report(files: FilesArgument, *, output: PageOption = None, timeline: Timelin
 
     Example: plimsoll report plan.json receipt.json comparison.json -o page.html
     """
-    from plimsoll.artifacts.base import write_whole
+    from plimsoll.artifacts.files import write_whole
     from plimsoll.ui.html.page import build_html
     from plimsoll.ui.perfetto import render_perfetto
 

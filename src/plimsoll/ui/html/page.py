@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from plimsoll.artifacts.base import write_whole
+from plimsoll.artifacts.files import write_whole
 from plimsoll.artifacts.store import Artifact, Reportable
 from plimsoll.errors import InvalidReport, PlanMismatch
 from plimsoll.ui.document import (
