@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import ensurepip, venv, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PYTEST_ARGS ?=
 
-.PHONY: help install demo test lint format types unit golden bench gpu clean
+.PHONY: help install demo test lint format types unit golden wheel bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -58,6 +58,18 @@ unit: $(STAMP)  ## run the test suite alone (PYTEST_ARGS="-k budget")
 
 golden: $(STAMP)  ## write the expected --help texts anew
 	PLIMSOLL_WRITE_GOLDEN=1 $(BIN)/python -m pytest tests/ui/cli/test_golden_help.py
+
+# Twice, since two builds of one tree must be the same bytes; then the wheel alone in an environment with nothing else in it.
+wheel: $(STAMP)  ## build wheel and sdist twice, compare them, and install the wheel in a bare environment
+	@rm -rf dist build/again build/bare
+	@for to in dist build/again; do $(BIN)/python -m hatchling build --target wheel --target sdist --directory $$to > /dev/null; done
+	@cd dist && sha256sum * && sha256sum * | (cd ../build/again && sha256sum --check --quiet)
+	@$(PYTHON) -m venv build/bare
+	@PIP_CONSTRAINT=constraints.txt build/bare/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	@cd build && bare/bin/plimsoll --version && bare/bin/plimsoll plan --help > /dev/null
+	@cd build && ! bare/bin/plimsoll plan llama-tiny --budget 90MiB || { echo "llama-tiny needs the extra hf"; exit 1; }
+	@PIP_CONSTRAINT=constraints.txt build/bare/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls dist/*.whl)[hf]"
+	@cd build && bare/bin/plimsoll plan llama-tiny --budget 90MiB
 
 bench: $(STAMP)  ## measure Plimsoll beside its peers (BENCH_ARGS="--help")
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
-_PACKAGES = ("torch", "transformers", "numpy", "scipy", "plimsoll")
+import plimsoll
+
+_PACKAGES = ("torch", "transformers", "numpy", "scipy")
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -42,7 +44,7 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "source tree"
-    return found
+    return found | {"plimsoll": plimsoll.__version__}
 
 
 def page_head(title: str, command: str, *, device: str, versions: Mapping[str, str]) -> list[str]:

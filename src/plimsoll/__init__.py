@@ -49,6 +49,8 @@ __all__ = [
     "verify",
 ]
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "Plan": "plimsoll.artifacts.plan",
     "PlimsollError": "plimsoll.errors",
@@ -82,10 +84,6 @@ ArtifactBase.render = staticmethod(_text_of)
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("plimsoll")
     if name not in _HOMES:
         raise AttributeError(f"module 'plimsoll' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

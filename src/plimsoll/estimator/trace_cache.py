@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+import plimsoll
 from plimsoll.artifacts.files import PART, FileRefused, ReadLimits, read_file, whole_file
 from plimsoll.artifacts.job import ModelFacts
 from plimsoll.artifacts.trace import SCHEMA_VERSION, Trace
@@ -37,7 +38,7 @@ OVERRIDE = "PLIMSOLL_CACHE_DIR"
 MOST_BYTES = 512 * MIB
 """The most that a cache directory holds unless another limit is given."""
 _LOG = logging.getLogger(__name__)
-_LIBRARIES = ("plimsoll", "torch", "transformers", "diffusers")
+_LIBRARIES = ("torch", "transformers", "diffusers")
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = ("artifacts", "estimator/catalogue", "estimator/local_rank", "estimator/targets", "tracing")
 """The parts of Plimsoll that a trace depends on."""
@@ -94,7 +95,7 @@ def key_of(question: Mapping[str, Any]) -> str:
     """
     surroundings = {
         "schema": SCHEMA_VERSION,
-        "versions": {name: _version(name) for name in _LIBRARIES},
+        "versions": {"plimsoll": plimsoll.__version__} | {name: _version(name) for name in _LIBRARIES},
         "sources": _sources_digest(_PACKAGE / part for part in _SOURCES),
     }
     text = msgspec.json.encode({"question": dict(question), **surroundings}, order="deterministic")

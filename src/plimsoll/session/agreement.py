@@ -12,13 +12,13 @@ import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 
+import plimsoll
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import from_json
@@ -281,4 +281,4 @@ def described(**options: Any) -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    return {"plimsoll": version("plimsoll"), "torch": str(torch.__version__)}
+    return {"plimsoll": plimsoll.__version__, "torch": str(torch.__version__)}

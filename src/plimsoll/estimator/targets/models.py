@@ -186,7 +186,7 @@ def _import(library: str, extra: str) -> Any:
         raise InvalidTarget(
             f"this target needs {library}, which is not installed.",
             why=str(error),
-            next=f"pip install 'plimsoll[{extra}]', or give package.module:function",
+            next=f"pip install 'torch-plimsoll[{extra}]', or give package.module:function",
         ) from error
 
 

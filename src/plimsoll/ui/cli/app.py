@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+import plimsoll
 from plimsoll.ui.cli import (
     advise,
     commands,
@@ -42,9 +43,7 @@ for _section, _verbs in {
 
 def _print_version(*, is_wanted: bool) -> None:
     if is_wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"plimsoll {version('plimsoll')}")
+        typer.echo(f"plimsoll {plimsoll.__version__}")
         raise typer.Exit
 
 
