@@ -125,7 +125,7 @@ class StepLedger:
             self._alive.pop(name.removeprefix("del "), None)
         else:
             made = group[:1] if name == "norm" else group
-            sizes = tuple(size for each in made if (size := _BYTES.get(name, _parameter_bytes)(each)))
+            sizes = tuple(size for each in made if (size := _BYTES[name](each) if name in _BYTES else each.bytes))
             if sizes:
                 self._make(name, sizes)
 
@@ -136,10 +136,6 @@ class StepLedger:
         total = sum(sum(each) for _, each in alive)
         if total > self.highest_bytes:
             self.highest, self.highest_bytes = alive, total
-
-
-def _parameter_bytes(each: Tensor) -> int:
-    return each.bytes
 
 
 def _adafactor_besides(each: Tensor) -> tuple[int, int]:
