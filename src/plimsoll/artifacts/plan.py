@@ -217,6 +217,8 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """Parameters that the step itself writes to; runs beside training put them back."""
     in_flight: int = 1
     """Micro-batches between their forward and their backward at once, on a stage of a pipeline; all follow this plan."""
+    framework: str = "torch"
+    """What the plan was made for: plans of one framework say nothing about functions of another."""
 
     def __post_init__(self) -> None:
         _refuse_twice([f"{region.name}, call {region.call}" for region in self.regions], "regions")

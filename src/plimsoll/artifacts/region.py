@@ -27,9 +27,11 @@ class Origin(enum.StrEnum):
 class Value(msgspec.Struct, frozen=True, kw_only=True):
     """One version of one storage.
 
-    ``bytes`` is the size of the whole storage; ``storage`` is the trace-wide id of that storage, so two values with the
-    same ``storage`` are versions of the same memory and are counted once. ``producer`` is the op that wrote it (``-1`` for
-    leaves). A value that is ``is_storable`` may be held from forward to backward (autograd saves it, or it is an input).
+    ``bytes`` is what it takes while it is rebuilt: the size of the whole storage, or, where a loop runs the region and
+    the storage has the values of all iterations, of one of them. ``storage`` is the trace-wide id of that storage, so two
+    values with the same ``storage`` are versions of the same memory and are counted once. ``producer`` is the op that
+    wrote it (``-1`` for leaves). A value that is ``is_storable`` may be held from forward to backward (autograd saves it,
+    or it is an input).
     """
 
     id: int

@@ -40,7 +40,7 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
                 call=view.call.call,
                 kind=view.call.kind,
                 decisions=_decisions(index, view, choice, linked, price),
-                retained_bytes=_retained_bytes(view, choice, linked, counted),
+                retained_bytes=_retained_bytes(index, view, choice, linked, counted),
                 replay_seconds=op_seconds.get(view.call.index, 0.0) + engine,
                 is_boundary_dropped=bool(linked),
                 price_seconds_per_byte=float(price),
@@ -86,7 +86,9 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
     )
 
 
-def _retained_bytes(view: RegionView, choice: Choice, linked: frozenset[int], counted: set[int]) -> int:
+def _retained_bytes(
+    index: StepIndex, view: RegionView, choice: Choice, linked: frozenset[int], counted: set[int]
+) -> int:
     """Bytes held between forward and backward; a storage that several regions hold counts at the first one."""
     graph = view.graph
     total = sum(form.held_bytes for form in forms_of(view, choice))
@@ -94,7 +96,7 @@ def _retained_bytes(view: RegionView, choice: Choice, linked: frozenset[int], co
         storage = graph.values[value].storage
         if storage not in counted and value not in view.free:
             counted.add(storage)
-            total += graph.values[value].bytes
+            total += index.trace.storages[storage].bytes
     schedule = _schedule(view, choice)
     copied = {leaf for leaves in schedule.leaves.values() for leaf in leaves} & view.copied
     return total + sum(graph.values[leaf].bytes for leaf in copied)
@@ -110,7 +112,7 @@ def _decisions(
     decisions = []
     for value in view.saved:
         entry = graph.values[value]
-        size = 0 if entry.storage in seen else entry.bytes
+        size = 0 if entry.storage in seen else index.trace.storages[entry.storage].bytes
         seen.add(entry.storage)
         if value in choice.forms:
             decisions.append(_packed(index, view, choice, value, size, price))
@@ -125,7 +127,9 @@ def _decisions(
             reason = "free to keep: it is alive until then anyway"
         else:
             reason = _compare(
-                _seconds_to_rebuild(index, view, value, choice) if is_kept else seconds, entry.bytes, price
+                _seconds_to_rebuild(index, view, value, choice) if is_kept else seconds,
+                index.trace.storages[entry.storage].bytes,
+                price,
             )
         if value in view.pins:
             reason = "as you decided by an override"

@@ -146,5 +146,5 @@ def held_bytes(index: StepIndex, view: RegionView) -> dict[int, int]:
     for value in view.decided:
         storage = view.graph.values[value].storage
         is_free = is_between(frame, own_cover(index, frame, storage))
-        bytes_[value] = 0 if is_free else view.graph.values[value].bytes
+        bytes_[value] = 0 if is_free else index.trace.storages[storage].bytes
     return bytes_ | {value: view.graph.values[value].bytes for value in view.copied}

@@ -79,7 +79,13 @@ def check_plan(plan: object) -> None:
 
 
 def refuse_other_model(model: nn.Module, plan: Plan) -> None:
-    """Refuse a plan that was made for a model of another structure."""
+    """Refuse a plan that was made for a model of another structure, or for another framework."""
+    if plan.framework != "torch":
+        raise PlanMismatch(
+            f"This plan was made for {plan.framework}, not for PyTorch.",
+            why=f"its decisions name values of a function of {plan.framework}, and a module's saved tensors are others",
+            next=f"follow it with plimsoll.integrations.{plan.framework}, or plan this model with plimsoll.plan",
+        )
     found = fingerprint(model)
     if found != plan.fingerprint:
         raise PlanMismatch(

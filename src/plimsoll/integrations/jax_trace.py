@@ -1,0 +1,326 @@
+"""A function of jax and its gradient as a traced step, so that the same planner decides about its values.
+
+A storage of a scanned region has the bytes of all iterations, a value those of one: what is held is stacked, what is
+rebuilt is there once. Arguments and gradients of arguments are in no storage, as XLA counts them apart from temporaries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from plimsoll.artifacts.costs import Costs, OpCost
+from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
+from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
+from plimsoll.integrations.jax_program import ArrayProgram
+from plimsoll.integrations.jax_regions import Region, is_shape_only
+from plimsoll.integrations.jax_seconds import Clock
+from plimsoll.planning.choices import prices_of
+from plimsoll.planning.cut import Network, Offers, solve_cuts
+from plimsoll.planning.step import StepIndex
+
+_PRICES = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0, 4096.0])
+"""In units of what holding a byte takes in seconds."""
+_EFFECTS = ("callback", "print", "infeed", "outfeed")
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A function as a step: ``names[region][k]`` is what plans call value ``k`` of that region's part."""
+
+    trace: Trace
+    costs: Costs
+    store_seconds_per_byte: float
+
+
+def value_name(region: Region, value: int) -> str:
+    """What plans call a value of a region."""
+    for node in region.part.nodes:
+        if value in node.writes:
+            return f"{value}.{node.scope.rpartition('/')[2] + '/' if node.scope else ''}{node.name}"
+    return f"{value}.input"
+
+
+def trace_step(
+    program: ArrayProgram, regions: Sequence[Region], clock: Clock, *, model: str, signature: str
+) -> TracedStep:
+    """The step of a function and its gradient.
+
+    Args:
+        program: the function.
+        regions: all of it, in order.
+        clock: what operations take.
+        model: what the function is called.
+        signature: shapes of its arguments.
+    """
+    seconds: dict[str, float] = {}
+    candidates: dict[str, frozenset[int]] = {}
+    for region in regions:
+        if region.kind not in candidates:
+            candidates[region.kind] = _worth_holding(program, region, clock)
+    builder = _Builder(program, clock, seconds)
+    builder.build(regions, candidates)
+    return TracedStep(builder.trace(model, signature, regions), builder.costs(), clock.store_seconds_per_byte)
+
+
+def obstacle_of(region: Region) -> str:
+    """Why a region cannot be run again; empty if it can."""
+    for node in region.part.nodes:
+        if any(word in node.name for word in _EFFECTS):
+            return f"{node.name} has an effect, which would happen twice"
+        if node.name in ("checkpoint", "remat2"):
+            return "the function itself puts jax.checkpoint here"
+    return ""
+
+
+def _worth_holding(program: ArrayProgram, region: Region, clock: Clock) -> frozenset[int]:
+    """The values that some cut holds: at what holding takes in time, and at higher prices of memory."""
+    every = frozenset(v for node in region.part.nodes if not is_shape_only(node) for v in node.writes)
+    if not every or not region.reading.is_moving or obstacle_of(region):
+        return frozenset()
+    builder = _Builder(program, clock, {})
+    builder.build([region], {region.kind: every})
+    index = StepIndex(builder.trace("", "", [region]), builder.costs())
+    view = index.views[0]
+    found = {value.id for value in view.graph.values if value.id in view.forced and value.producer >= 0}
+    if view.droppable:
+        offers = Offers(view, prices_of(index, view))
+        [cuts] = solve_cuts(Network(view), [(offers, _PRICES * clock.store_seconds_per_byte)])
+        found |= {value for cut in cuts for value in cut.kept}
+    return frozenset(int(view.graph.values[value].name.partition(".")[0]) for value in found)
+
+
+@dataclass
+class _Builder:
+    program: ArrayProgram
+    clock: Clock
+    seconds: dict[str, float]
+    ops: list[TraceOp] = field(default_factory=list)
+    specs: dict[str, OpSpec] = field(default_factory=dict)
+    storages: list[Storage] = field(default_factory=list)
+    calls: list[RegionCall] = field(default_factory=list)
+    storage_of: dict[int, int] = field(default_factory=dict)
+    """By value of the whole program."""
+    ends: dict[int, int] = field(default_factory=dict)
+    """When storages die, where that is later than when they are born."""
+
+    def build(self, regions: Sequence[Region], candidates: Mapping[str, frozenset[int]]) -> None:
+        parts: list[_Part] = []
+        planned = 0
+        for region in regions:
+            parts.append(_Part(self, region, planned if candidates[region.kind] else -1, candidates[region.kind]))
+            planned += bool(candidates[region.kind])
+        for part in parts:
+            part.forward()
+        for part in reversed(parts):
+            part.backward()
+        self.calls = [part.call() for part in parts if part.index >= 0]
+
+    def add_storage(self, bytes_: int, label: str, born: int, dies: int, region: int = -1) -> int:
+        category = Category.ACTIVATION if region >= 0 else Category.TEMPORARY
+        self.storages.append(
+            Storage(
+                id=len(self.storages), bytes=bytes_, category=category, label=label, born=born, dies=dies, region=region
+            )
+        )
+        return len(self.storages) - 1
+
+    def add_op(self, name: str, region: Region, phase: Phase, key: str, seconds: float) -> int:
+        self.seconds[key] = seconds
+        self.ops.append(TraceOp(name=name, module=region.name, phase=phase, cost_key=key))
+        return len(self.ops) - 1
+
+    def costs(self) -> Costs:
+        ops = {key: OpCost(seconds=seconds) for key, seconds in self.seconds.items()}
+        return Costs(device=self.clock.device, source=self.clock.source, ops=ops)
+
+    def trace(self, model: str, signature: str, regions: Sequence[Region]) -> Trace:
+        storages = [
+            Storage(**{name: getattr(each, name) for name in each.__struct_fields__} | {"dies": self.ends[each.id]})
+            if each.id in self.ends
+            else each
+            for each in self.storages
+        ]
+        return Trace(
+            model=model,
+            fingerprint=fingerprint(regions),
+            signature=signature,
+            device=self.clock.device,
+            is_fake=True,
+            ops=tuple(self.ops),
+            specs=self.specs,
+            storages=tuple(storages),
+            regions=tuple(self.calls),
+            timings={},
+            workspaces={},
+        )
+
+
+class _Part:
+    """One region on its way into the step."""
+
+    def __init__(self, builder: _Builder, region: Region, index: int, candidates: frozenset[int]) -> None:
+        self.builder, self.region, self.index = builder, region, index
+        self.candidates = sorted(candidates)
+        self.values: list[Value] = []
+        self.region_ops: list[RegionOp] = []
+        self.number: dict[int, int] = {}
+        """The graph's number of a value of the part."""
+        self.packed: dict[int, int] = {}
+        self.span = self.back = (0, 0)
+        self.slots: list[Slot] = []
+        self.order: list[int] = []
+
+    def forward(self) -> None:
+        builder, region, part = self.builder, self.region, self.region.part
+        start = len(builder.ops)
+        for at, outer in zip(part.inputs, region.inputs, strict=True):
+            self._add_input(at, outer, start)
+        made: set[int] = set()
+        for value in self.candidates:
+            nodes, sources = self._recipe(value)
+            made.update(nodes)
+            seconds = sum(builder.clock.seconds(part.nodes[at], part) for at in nodes) * region.repeats
+            name = value_name(region, value)
+            key = f"{region.kind} {name}"
+            tick = builder.add_op(name.partition(".")[2], region, Phase.FORWARD, key, seconds)
+            self._add_made(value, name, key, tick, tuple(self.number[s] for s in sources if s in self.number))
+        rest = [node for at, node in enumerate(part.nodes) if at not in made]
+        seconds = sum(builder.clock.rough_seconds(node, part) for node in rest) * region.repeats
+        tick = builder.add_op("rest", region, Phase.FORWARD, f"{region.kind} rest", seconds)
+        self.span = (start, len(builder.ops))
+        self._add_outputs(tick)
+
+    def _recipe(self, value: int) -> tuple[set[int], tuple[int, ...]]:
+        """The operations between a value and the nearest candidates and inputs, and these."""
+        part = self.region.part
+        makers = {v: at for at, node in enumerate(part.nodes) for v in node.writes}
+        leaves = {*self.candidates, *part.inputs}
+        nodes, pending = {makers[value]}, list(part.nodes[makers[value]].values)
+        sources: set[int] = set()
+        while pending:
+            each = pending.pop()
+            if each in leaves:
+                sources.add(each)
+            elif makers[each] not in nodes:
+                nodes.add(makers[each])
+                pending += part.nodes[makers[each]].values
+        return nodes, tuple(sorted(sources))
+
+    def _add_input(self, at: int, outer: int, start: int) -> None:
+        builder, region, part = self.builder, self.region, self.region.part
+        bytes_ = part.bytes(at)
+        is_given = outer < 0 or outer in builder.program.inputs
+        is_carry = False
+        if region.is_scan:
+            params = builder.program.nodes[region.first].params
+            is_carry = params["num_consts"] <= at < params["num_consts"] + params["num_carry"]
+        origin = Origin.INPUT if is_carry or not (is_given or region.is_scan) else Origin.PARAMETER
+        storage = builder.storage_of.get(outer, -1)
+        if is_carry and region.active[at]:
+            storage = builder.add_storage(region.repeats * bytes_, f"{region.name} carry", start, start)
+        elif storage < 0:
+            storage = builder.add_storage(0, "argument", -1, -1)
+        self.number[at] = len(self.values)
+        self.values.append(
+            Value(
+                id=len(self.values), name=f"{at}.input", bytes=bytes_, storage=storage, origin=origin, is_storable=True
+            )
+        )
+        if origin is Origin.INPUT:
+            self.packed[at] = start
+
+    def _add_made(self, value: int, name: str, key: str, tick: int, reads: tuple[int, ...]) -> None:
+        region, bytes_ = self.region, self.region.part.bytes(value)
+        number = len(self.values)
+        storage = self.builder.add_storage(region.repeats * bytes_, f"{region.name} {name}", tick, tick, self.index)
+        self.number[value] = number
+        op = len(self.region_ops)
+        self.values.append(
+            Value(id=number, name=name, bytes=bytes_, storage=storage, origin=Origin.OP, producer=op, is_storable=True)
+        )
+        self.region_ops.append(
+            RegionOp(id=op, name=name.partition(".")[2], reads=reads, writes=(number,), cost_key=key, tick=tick)
+        )
+        self.packed[value] = tick
+
+    def _add_outputs(self, tick: int) -> None:
+        """What later regions read; it lives until they have."""
+        builder, region = self.builder, self.region
+        for at, outer in zip(region.part.outputs, region.outputs, strict=True):
+            number = self.number.get(at) if isinstance(at, int) and not region.is_scan else None
+            if number is not None:
+                builder.storage_of[outer] = self.values[number].storage
+            else:
+                bytes_ = builder.program.bytes(outer)
+                builder.storage_of[outer] = builder.add_storage(bytes_, f"{region.name} output", tick, tick + 1)
+        for outer in region.inputs:
+            storage = builder.storage_of.get(outer)
+            if storage is not None:
+                builder.ends[storage] = max(builder.ends.get(storage, 0), tick + 1)
+
+    def backward(self) -> None:
+        builder, region = self.builder, self.region
+        reading, start = region.reading, len(builder.ops)
+        if not reading.is_moving:
+            self.back = (start, start)
+            return
+        for tick, node in enumerate(reading.backward):
+            seconds = builder.clock.rough_seconds(node, reading.joint) * region.repeats
+            builder.add_op(node.name, region, Phase.BACKWARD, f"{region.kind} backward {tick}", seconds)
+        stop = len(builder.ops)
+        self.back = (start, stop)
+        for value, (first, end) in reading.backward_lives.items():
+            builder.add_storage(reading.joint.bytes(value), f"{region.name} gradient", start + first, start + end)
+        moving = [at for at in region.part.outputs if isinstance(at, int)]
+        cotangent = sum(region.part.bytes(at) for at in moving if not region.is_scan or at in region.part.avals)
+        builder.add_storage(cotangent, f"{region.name} gradient of its results", start, stop)
+        self._add_slots(start, stop)
+
+    def _add_slots(self, start: int, stop: int) -> None:
+        reads = self.region.reading.reads(frozenset(self.candidates))
+        inputs = {at for at in self.region.part.inputs if at in self.packed}
+        wanted = {value: reads.get(value, (0, 0)) for value in self.packed if value in reads or value in inputs}
+        for value in sorted(wanted):
+            first = start + wanted[value][0]
+            self.slots.append(
+                Slot(
+                    index=len(self.slots),
+                    value=self.number[value],
+                    packed=self.packed[value],
+                    unpacked=first,
+                    released=stop,
+                )
+            )
+        self.order = sorted(range(len(self.slots)), key=lambda slot: (self.slots[slot].unpacked, slot))
+
+    def call(self) -> RegionCall:
+        """The finished region."""
+        outputs = tuple(self.number[at] for at in self.region.part.outputs if isinstance(at, int) and at in self.number)
+        graph = RegionGraph(
+            values=tuple(self.values),
+            ops=tuple(self.region_ops),
+            slots=tuple(self.slots),
+            outputs=outputs,
+            backward_order=tuple(self.order),
+        )
+        return RegionCall(
+            index=self.index,
+            name=self.region.name,
+            call=0,
+            kind=hashlib.sha256(self.region.kind.encode()).hexdigest()[:12],
+            graph=graph,
+            forward=self.span,
+            backward=self.back,
+            obstacle=obstacle_of(self.region),
+            is_compiled=True,
+        )
+
+
+def fingerprint(regions: Sequence[Region]) -> str:
+    """Equal for functions whose regions run the same operations, at whatever sizes."""
+    text = "\n".join(f"{r.name} {r.repeats > 1} {[node.name for node in r.part.nodes]}" for r in regions)
+    return f"jax-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -1,0 +1,208 @@
+"""Plans for JAX functions: XLA's own count of temporary memory, equal gradients, and nothing of torch."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.plan import Plan, RegionPlan, ValueDecision
+from plimsoll.artifacts.store import load_plan
+from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlanMismatch
+
+jax = pytest.importorskip("jax", reason="JAX is an extra: pip install plimsoll[jax]")
+
+import jax.numpy as jnp  # noqa: E402
+
+from plimsoll.integrations import jax as pj  # noqa: E402
+from plimsoll.integrations import jax_program as programs  # noqa: E402
+from plimsoll.integrations.jax_regions import find_regions  # noqa: E402
+from plimsoll.integrations.jax_trace import value_name  # noqa: E402
+
+WIDTH, LAYERS, ROWS = 32, 6, 256
+
+
+def parameters(layers: int = LAYERS) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "up": jax.random.normal(keys[0], (layers, WIDTH, 4 * WIDTH)) * 0.1,
+        "down": jax.random.normal(keys[1], (layers, 4 * WIDTH, WIDTH)) * 0.1,
+        "head": jax.random.normal(keys[2], (WIDTH, 7)),
+    }
+
+
+def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    return x + jax.nn.softmax(jnp.tanh(h @ up) * jnp.exp(-h @ up)) @ down
+
+
+def scanned(params: dict[str, Any], x: jax.Array) -> jax.Array:
+    y, _ = jax.lax.scan(lambda x, p: (block(x, *p), None), x, (params["up"], params["down"]))
+    return jnp.mean(jax.nn.log_softmax(y @ params["head"])[:, 0])
+
+
+def unrolled(params: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
+    for up, down in params:
+        x = block(x, up, down)
+    return jnp.mean(x**2)
+
+
+def layers() -> list[tuple[jax.Array, jax.Array]]:
+    params = parameters(4)
+    return list(zip(params["up"], params["down"], strict=True))
+
+
+DEVICE = "laptop-CPU"
+"""Of the catalogue: its roofline gives the same plan on every machine."""
+BATCH = jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+
+
+def assert_equal_gradients(function: Any, managed: Any, *args: Any) -> None:
+    wanted, found = (
+        jax.jit(jax.value_and_grad(each), compiler_options=pj.compiler_options())(*args) for each in (function, managed)
+    )
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        # XLA fuses what is computed again with other neighbours, so sums may be rounded elsewhere.
+        assert jnp.abs(a - b).max() <= 1e-6 * jnp.abs(a).max()
+
+
+@pytest.fixture(scope="module")
+def unmanaged_bytes() -> int:
+    return pj.temporary_bytes(scanned, parameters(), BATCH)
+
+
+@pytest.fixture(scope="module")
+def third(unmanaged_bytes: int) -> Plan:
+    return pj.plan(scanned, parameters(), BATCH, budget=unmanaged_bytes // 3, device=DEVICE)
+
+
+def test_a_scanned_function_is_compiled_within_its_budget(third: Plan, unmanaged_bytes: int):
+    managed = pj.wrap(scanned, third)
+    taken = pj.temporary_bytes(managed, parameters(), BATCH)
+    assert taken == third.predicted_peak_bytes <= unmanaged_bytes // 3
+    assert_equal_gradients(scanned, managed, parameters(), BATCH)
+
+
+def test_of_two_equal_operations_one_is_held_and_the_other_runs_again():
+    def twice(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w), None), x, w)[0] ** 2)
+
+    weights = jnp.stack([jnp.eye(WIDTH)] * 3)
+    plan = pj.plan(twice, weights, BATCH, budget=None, device=DEVICE)
+    program, _ = programs.trace_program(twice, weights, BATCH)
+    loop = next(region for region in find_regions(program, [True, False]) if region.is_scan)
+    first, second = (n.writes[0] for n in loop.part.nodes if n.name == "tanh")
+    for kept, ran in (((first, second), 2), ((second,), 3), ((), 4)):
+        decisions = tuple(
+            ValueDecision(value=value_name(loop, value), decision=decision, bytes=0)
+            for value in (first, second, loop.part.nodes[0].writes[0])
+            for decision in [Decision.KEEP if value in kept else Decision.RECOMPUTE]
+        )
+        region = RegionPlan(name=loop.name, call=0, kind="", decisions=decisions, retained_bytes=0, replay_seconds=0.0)
+        managed = pj.wrap(twice, msgspec.structs.replace(plan, regions=(region,)))
+        assert str(jax.make_jaxpr(jax.grad(managed))(weights, BATCH)).count("= tanh") == ran
+
+
+def test_the_derivative_of_an_exponential_reads_the_named_result():
+    """JAX differentiates ``exp`` through its own result, which a name put behind it would miss."""
+    program, _ = programs.trace_program(jnp.exp, BATCH)
+    [exp] = program.nodes
+
+    def named(x: jax.Array) -> jax.Array:
+        policy = jax.checkpoint_policies.save_only_these_names("it")
+        run = lambda x: programs.evaluate(program, [x], programs.naming({exp.writes[0]: "it"}))[0]  # noqa: E731
+        return jax.checkpoint(run, policy=policy)(x).sum()
+
+    assert str(jax.make_jaxpr(jax.grad(named))(BATCH)).count("= exp") == 1
+
+
+def test_blocks_without_a_loop_are_regions_and_are_computed_again():
+    budget = pj.temporary_bytes(unrolled, layers(), BATCH) // 2
+    plan = pj.plan(unrolled, layers(), BATCH, budget=budget, device=DEVICE)
+    managed = pj.wrap(unrolled, plan)
+    assert len({region.kind for region in plan.regions}) < len(plan.regions) >= 4
+    assert pj.temporary_bytes(managed, layers(), BATCH) <= budget
+    assert_equal_gradients(unrolled, managed, layers(), BATCH)
+
+
+def test_all_operations_belong_to_exactly_one_region():
+    for function, params in ((scanned, parameters()), (unrolled, layers())):
+        leaves, tree = jax.tree.flatten(params)
+        program, _ = programs.trace_program(lambda *p, f=function, t=tree: f(jax.tree.unflatten(t, p), BATCH), *leaves)
+        regions = find_regions(program, [True] * len(leaves))
+        places = [region.first for region in regions] + [regions[-1].stop]
+        assert places == sorted(set(places))
+        assert (places[0], places[-1]) == (0, len(program.nodes))
+        assert all(a.stop == b.first for a, b in itertools.pairwise(regions))
+
+
+def test_a_budget_below_the_floor_is_refused_with_the_smallest_that_was_reached():
+    with pytest.raises(BudgetBelowFloor, match="smallest peak that XLA reached"):
+        pj.plan(scanned, parameters(), BATCH, budget="10KiB", device=DEVICE)
+
+
+def test_a_saved_plan_comes_back_and_is_followed(third: Plan, tmp_path: Path):
+    third.save(tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded == third
+    assert loaded.framework == "jax"
+    assert pj.temporary_bytes(pj.wrap(scanned, loaded), parameters(), BATCH) == third.predicted_peak_bytes
+
+
+def test_a_plan_for_another_function_or_framework_is_refused_in_words(third: Plan):
+    with pytest.raises(PlanMismatch, match="another function"):
+        pj.wrap(unrolled, third)(layers(), BATCH)
+    import torch
+
+    from plimsoll.session.manage import refuse_other_model
+
+    with pytest.raises(PlanMismatch, match="was made for jax, not for PyTorch"):
+        refuse_other_model(torch.nn.Linear(1, 1), third)
+    with pytest.raises(PlanMismatch, match="was made for torch, not for JAX"):
+        pj.wrap(scanned, msgspec.structs.replace(third, framework="torch"))
+
+
+def test_other_sizes_and_vectorised_calls_follow_the_same_decisions(third: Plan):
+    managed, smaller = pj.wrap(scanned, third), BATCH[:64]
+    assert_equal_gradients(scanned, managed, parameters(), smaller)
+    pairs = jnp.stack([smaller, -smaller])
+    wanted, found = (jax.jit(jax.vmap(each, (None, 0)))(parameters(), pairs) for each in (scanned, managed))
+    assert jnp.allclose(wanted, found, rtol=1e-6)
+
+
+def test_a_function_without_floats_to_differentiate_is_refused():
+    with pytest.raises(InvalidOption, match="No argument of this function has a gradient"):
+        pj.plan(lambda n: n + 1, jnp.arange(3), budget="1MiB", device=DEVICE)
+
+
+def test_nothing_of_torch_is_imported():
+    code = (
+        "import sys, jax.numpy as jnp; from plimsoll.integrations import jax as pj;"
+        "f = lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2);"
+        "w = jnp.ones((4, 4)); p = pj.plan(f, w, jnp.ones((8, 4)), budget='1MiB'); str(p); pj.wrap(f, p)(w, w);"
+        "assert not [m for m in sys.modules if m.split('.')[0] == 'torch']"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_modules_of_equinox_and_nnx_are_planned_as_they_are():
+    eqx = pytest.importorskip("equinox", reason="equinox is no dependency")
+    nnx = pytest.importorskip("flax.nnx", reason="flax is no dependency")
+
+    def loss(model: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    mlp = eqx.nn.MLP(WIDTH, 3, 4 * WIDTH, 3, key=jax.random.key(0))
+    plan = pj.plan(loss, mlp, BATCH, budget="1MiB", device=DEVICE)
+    wanted, found = (eqx.filter_value_and_grad(each)(mlp, BATCH) for each in (loss, pj.wrap(loss, plan)))
+    assert jnp.allclose(wanted[0], found[0], rtol=1e-6)
+    linear = nnx.Linear(WIDTH, 3, rngs=nnx.Rngs(0))
+    plan = pj.plan(loss, linear, BATCH, budget="1MiB", device=DEVICE)
+    wanted, found = (nnx.value_and_grad(each)(linear, BATCH) for each in (loss, pj.wrap(loss, plan)))
+    assert jnp.allclose(wanted[0], found[0], rtol=1e-6)
