@@ -1,0 +1,142 @@
+"""A function of jax with its arguments as a program of arrays, run as a plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.plan import Plan, RegionPlan
+from plimsoll.errors import PlanMismatch
+from plimsoll.integrations.jax_names import evaluate, naming, run_nodes
+from plimsoll.integrations.jax_program import ArrayProgram, is_float, take, trace_program
+from plimsoll.integrations.jax_regions import Region, find_regions
+from plimsoll.integrations.jax_trace import fingerprint, value_name
+
+
+def compiler_options() -> dict[str, str]:
+    """What ``jax.jit(..., compiler_options=...)`` needs for a plan to hold in code without loops.
+
+    On a CPU XLA removes the barriers that ``jax.checkpoint`` puts up, and then finds that what is computed again is there
+    already. Elsewhere, and inside of ``lax.scan``, nothing is needed.
+    """
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else {}
+
+
+class JaxCall:
+    """A function with its arguments as a program of arrays; leaves that are no arrays belong to the program."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        argnums: int | Sequence[int],
+        *,
+        is_read: bool = True,
+    ) -> None:
+        wanted = {argnums} if isinstance(argnums, int) else set(argnums)
+        self.function = function
+        self.arrays: list[Any] = []
+        self.active: list[bool] = []
+        leaves: list[Any] = []
+        self._trees = []
+        for number, arg in enumerate((*args, dict(kwargs))):
+            found, tree = jax.tree.flatten(arg)
+            self._trees.append(tree)
+            for leaf in found:
+                is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+                leaves.append((len(self.arrays), None) if is_array else (-1, leaf))
+                if is_array:
+                    self.arrays.append(leaf)
+                    self.active.append(number in wanted and number < len(args) and is_float(leaf))
+        self._leaves = leaves
+        if is_read:
+            self.program, self._out = trace_program(self.flat, *self.arrays)
+            self.regions = find_regions(self.program, self.active)
+
+    def flat(self, *arrays: Any) -> Any:
+        """The function of arrays alone."""
+        leaves = iter(arrays[at] if at >= 0 else leaf for at, leaf in self._leaves)
+        parts = [jax.tree.unflatten(tree, [next(leaves) for _ in range(tree.num_leaves)]) for tree in self._trees]
+        return self.function(*parts[:-1], **parts[-1])
+
+    def run(self, plan: Plan) -> Any:
+        """Follow a plan."""
+        found = fingerprint(self.regions)
+        if found != plan.fingerprint:
+            raise PlanMismatch(
+                f"This plan was made for another function: {plan.fingerprint}, not {found}.",
+                why="the jaxpr has other operations than the one that was planned, or argnums differ",
+                next="plan this function, or call it as it was planned",
+            )
+        results = self.evaluate(plan.regions, *self.arrays)
+        return jax.tree.unflatten(self._out, results)
+
+    def evaluate(self, plans: Sequence[RegionPlan], *arrays: Any) -> list[Any]:
+        """The function's results, with the regions checkpointed as planned; as it is if nothing is to be dropped."""
+        held: dict[int, Any] = dict(zip(self.program.inputs, arrays, strict=True))
+        by_name = {} if all(each.is_untouched for each in plans) else {each.name: each for each in plans}
+        for region in self.regions:
+            plan = by_name.get(region.name)
+            if plan is None or (plan.is_untouched and not region.is_scan):
+                run_nodes(self.program.nodes[region.first : region.stop], held, lambda node, inputs: node.bind(inputs))
+            else:
+                _run_region(self.program, region, plan, held)
+        return [take(held, output) for output in self.program.outputs]
+
+    def measure(self, flat: Callable[..., Any]) -> int:
+        """Temporary bytes of the gradient of a function of the arrays."""
+        active = [at for at, is_active in enumerate(self.active) if is_active]
+        rest = [at for at, is_active in enumerate(self.active) if not is_active]
+
+        def loss(chosen: Sequence[Any], others: Sequence[Any]) -> Any:
+            arrays = dict(zip((*active, *rest), (*chosen, *others), strict=True))
+            result = flat(*(arrays[at] for at in range(len(arrays))))
+            return jax.tree.leaves(result)[0], result
+
+        def gradient(chosen: Sequence[Any], others: Sequence[Any]) -> Any:
+            first, pull, result = jax.vjp(lambda given: loss(given, others), chosen, has_aux=True)
+            return result, pull(jax.numpy.ones_like(first))
+
+        lowered = jax.jit(gradient).lower([self.arrays[at] for at in active], [self.arrays[at] for at in rest])
+        compiled = lowered.compile(compiler_options=compiler_options())
+        return int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+def _run_region(program: ArrayProgram, region: Region, plan: RegionPlan, held: dict[int, Any]) -> None:
+    """Run one region under ``jax.checkpoint``, and save what the plan keeps."""
+    kept = {each.value for each in plan.decisions if each.decision is Decision.KEEP}
+    values = [value for node in region.part.nodes for value in node.writes]
+    names = {value: f"{region.name}:{value}" for value in values if value_name(region, value) in kept}
+    policy = jax.checkpoint_policies.save_only_these_names(*names.values())
+
+    def part(*inputs: Any) -> list[Any]:
+        return evaluate(region.part, inputs, naming(names))
+
+    # A loop's body is compiled once for forward and once for backward, so nothing there can be found to be the same.
+    checkpointed = jax.checkpoint(part, policy=policy, prevent_cse=not region.is_scan)
+    if not region.is_scan:
+        results = checkpointed(*(held[value] for value in region.inputs))
+        held.update(zip(region.outputs, results, strict=True))
+        return
+    node = program.nodes[region.first]
+    constants, carries = node.params["num_consts"], node.params["num_carry"]
+    inputs = [take(held, read) for read in node.reads]
+
+    def body(carry: Any, slices: Any) -> Any:
+        results = checkpointed(*inputs[:constants], *carry, *slices)
+        return results[:carries], results[carries:]
+
+    carry, slices = jax.lax.scan(
+        body,
+        inputs[constants : constants + carries],
+        inputs[constants + carries :],
+        length=node.params["length"],
+        reverse=node.params["reverse"],
+        unroll=node.params["unroll"],
+    )
+    held.update(zip(node.writes, (*carry, *slices), strict=True))

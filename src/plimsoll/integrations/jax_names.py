@@ -1,0 +1,136 @@
+"""Evaluates a program of jax with names on chosen values, which policies of ``jax.checkpoint`` then know.
+
+A name alone does not make a value saveable: the derivative of ``exp`` reads the operation's own result, before the name.
+Such an operation gets a derivative that reads the named result (``_bound_with_names``).
+
+``joined`` marks every value of a program that way and has jax differentiate it, to see what the derivative reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from plimsoll.integrations.jax_program import ArrayProgram, Node, active_values, is_float, shape_of, take, trace_program
+
+_PRODUCTS_AND_SHAPES = (
+    "dot_general conv_general_dilated add sub mul div neg reshape transpose broadcast_in_dim convert_element_type slice "
+    "gather concatenate squeeze split expand_dims dynamic_slice select_n integer_pow square stop_gradient name reduce_sum "
+    "copy pad rev iota eq ne lt le gt ge and or not"
+)
+_READ_INPUTS_ALONE = frozenset(_PRODUCTS_AND_SHAPES.split())
+"""Operations whose derivatives do not read what they return."""
+_OPAQUE = ("custom_vjp_call", "scan", "while", "cond", "checkpoint", "remat2", "shard_map")
+"""Operations with a program inside that jax differentiates by itself."""
+
+
+Bind = Callable[[Node, Sequence[Any]], list[Any]]
+"""How an operation is run on its inputs."""
+
+
+def evaluate(program: ArrayProgram, inputs: Sequence[Any], bind: Bind) -> list[Any]:
+    """Run a program."""
+    held: dict[int, Any] = dict(zip(program.inputs, inputs, strict=True))
+    run_nodes(program.nodes, held, bind)
+    return [take(held, output) for output in program.outputs]
+
+
+def run_nodes(nodes: Sequence[Node], held: dict[int, Any], bind: Bind) -> None:
+    """Run operations one after the other on the values held so far."""
+    for node in nodes:
+        held.update(zip(node.writes, bind(node, [take(held, read) for read in node.reads]), strict=True))
+
+
+def naming(names: Mapping[int, str]) -> Bind:
+    """Runs operations and gives the values in ``names`` these names, in what derivatives read as well."""
+
+    def bind(node: Node, inputs: Sequence[Any]) -> list[Any]:
+        own = {at: names[value] for at, value in enumerate(node.writes) if value in names}
+        return _bound_with_names(node, inputs, own) if own else node.bind(inputs)
+
+    return bind
+
+
+def _marking(node: Node, inputs: Sequence[Any]) -> list[Any]:
+    """Runs an operation and marks its results with their numbers, for those who read the joint program."""
+    return [checkpoint_name(r, f"{MARK}{v}") for v, r in zip(node.writes, node.bind(inputs), strict=True)]
+
+
+MARK = "plimsoll:"
+"""How the names begin that ``joined`` gives: the number of the value follows."""
+
+
+def _bound_with_names(node: Node, inputs: Sequence[Any], names: Mapping[int, str]) -> list[Any]:
+    """Run an operation and name its results, in what its derivative reads as well."""
+
+    def bound(*active: Any) -> tuple[Any, ...]:
+        merged = list(inputs)
+        for at, value in zip(floats, active, strict=True):
+            merged[at] = value
+        return tuple(_named(result, names.get(at)) for at, result in enumerate(node.bind(merged)))
+
+    floats = [at for at, value in enumerate(inputs) if is_float(value)]
+    active = [inputs[at] for at in floats]
+    if not floats or node.name in _READ_INPUTS_ALONE or node.name in _OPAQUE:
+        return list(bound(*active))
+
+    def derivative(primals: Any, tangents: Any) -> Any:
+        def both(*values: Any) -> Any:
+            merged = list(inputs)
+
+            def plain(*given: Any) -> tuple[Any, ...]:
+                for at, value in zip(floats, given, strict=True):
+                    merged[at] = value
+                return tuple(node.bind(merged))
+
+            return jax.jvp(plain, values[: len(floats)], values[len(floats) :])
+
+        program, tree = trace_program(both, *primals, *tangents)
+        marks = {value: names[at] for at, value in enumerate(program.outputs[: len(node.writes)]) if at in names}
+
+        def bind(each: Node, given: Sequence[Any]) -> list[Any]:
+            return [_named(r, marks.get(v)) for v, r in zip(each.writes, each.bind(given), strict=True)]
+
+        flat = evaluate(program, [*primals, *tangents], bind)
+        results, changes = jax.tree.unflatten(tree, flat)
+        return results, changes
+
+    function = jax.custom_jvp(bound)
+    function.defjvp(derivative)
+    return list(function(*active))
+
+
+def _named(value: Any, name: str | None) -> Any:
+    return value if name is None else checkpoint_name(value, name)
+
+
+def joined(program: ArrayProgram, active: Sequence[bool]) -> tuple[ArrayProgram, int]:
+    """A program and its reverse derivative as one: inputs, then cotangents of the active float results in.
+
+    Every value of the original is marked with its number.
+
+    Returns:
+        The program, and how many of its inputs are the original's.
+    """
+    moving = active_values(program, active)
+    wanted = [at for at, value in enumerate(program.outputs) if value in moving]
+    places = [at for at, is_active in enumerate(active) if is_active]
+
+    def both(inputs: list[Any], cotangents: list[Any]) -> Any:
+        def forward(*given: Any) -> list[Any]:
+            merged = list(inputs)
+            for at, value in zip(places, given, strict=True):
+                merged[at] = value
+            results = evaluate(program, merged, _marking)
+            return [results[at] for at in wanted]
+
+        results, pull = jax.vjp(forward, *(inputs[at] for at in places))
+        return results, pull(list(cotangents))
+
+    shapes = [shape_of(program.avals[value]) for value in program.inputs]
+    cotangents = [shape_of(program.avals[value]) for at in wanted if isinstance(value := program.outputs[at], int)]
+    found, _ = trace_program(both, shapes, cotangents)
+    return found, len(shapes)
