@@ -1,6 +1,6 @@
 """A JAX loss under a budget: which values of a scanned network are held for its gradient, and which are computed again.
 
-pip install plimsoll[jax]
+pip install 'torch-plimsoll[jax]'
 python examples/09_jax_loss.py
 """
 

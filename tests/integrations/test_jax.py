@@ -16,7 +16,7 @@ from plimsoll.artifacts.plan import Plan, RegionPlan, ValueDecision
 from plimsoll.artifacts.store import load_plan
 from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlanMismatch
 
-jax = pytest.importorskip("jax", reason="JAX is an extra: pip install plimsoll[jax]")
+jax = pytest.importorskip("jax", reason="JAX is an extra: pip install torch-plimsoll[jax]")
 
 import jax.numpy as jnp  # noqa: E402
 
