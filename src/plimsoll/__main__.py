@@ -1,6 +1,18 @@
-"""``python -m plimsoll``, and ``torchrun -m plimsoll``: the command line."""
+"""``python -m plimsoll``, ``torchrun -m plimsoll`` and the installed ``plimsoll``: the command line."""
 
-from plimsoll.ui.cli.app import main
+import sys
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C while it is imported ends it like any other."""
+    try:
+        from plimsoll.ui.cli.app import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        raise SystemExit(130) from None
+
 
 if __name__ == "__main__":
     main()

@@ -177,15 +177,8 @@ ADAGRAD = {
 }
 # Factors of the second moment for what has two dimensions or more, the second moment itself for the rest.
 _ESTIMATES = ("estimates", "means of rows", "del means of rows", "updates = estimates", "norm", "del norm")
-_APART = (
-    "row means",
-    "del row means",
-    "column means",
-    "del column means",
-    "squared gradients",
-    "del squared gradients",
-)
 _TOGETHER = ("norm", "del norm", "row means", "column means", "squared gradients")
+_APART = tuple(word for name in _TOGETHER[2:] for word in (name, f"del {name}"))
 ADAFACTOR = {
     StepForm.LOOP: OptimizerStep(17, 6, (*_TOGETHER, *_ESTIMATES), _adafactor_besides),
     StepForm.FOREACH: OptimizerStep(19, 7, (*_APART, *_ESTIMATES), _adafactor_besides),

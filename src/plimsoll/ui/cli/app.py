@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from typing import Annotated
 
 import typer
@@ -62,6 +64,9 @@ def callback(
 
 def main() -> None:
     """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 gets question marks
     # While memory is measured on a CPU, torch's allocator warns once a second about releases that its log lacks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     app(prog_name="plimsoll")

@@ -151,15 +151,19 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def _refuse_early(typed: Mapping[str, Any]) -> None:
-    """Refuse what no model can change, before one is loaded: a budget without a unit, or above the device's memory.
+    """Refuse what no model can change, before one is loaded: a place that cannot be written, a budget without a unit.
 
     Raises:
         PlimsollError: what the public verb would raise later.
     """
+    from plimsoll.artifacts.files import check_place
     from plimsoll.planning.costing.devices import find_device
     from plimsoll.planning.strategies import is_memory_budget
     from plimsoll.session.options import Budget, PlanOptions, read_error
 
+    for name in ("output", "save_plan", "revised_plan"):
+        if typed.get(name) is not None:
+            check_place(typed[name])
     asked = typed.get("strategy") or "auto"
     strategies = [each for each in ([asked] if isinstance(asked, str) else asked) if not is_memory_budget(each)]
     is_planned = "plan" not in typed or typed.get("budget") or strategies != ["auto"] or typed.get("override")

@@ -185,7 +185,8 @@ def exit_codes(*, is_json: bool = False) -> Iterator[Crew]:
     try:
         with terminal.exit_codes(is_json=is_json):
             try:
-                yield crew
+                with terminal.no_exits():
+                    yield crew
             except PlimsollError as error:
                 if crew.part(error):
                     raise

@@ -9,6 +9,7 @@ Exit codes: 0 all is well; 1 verification failed; 2 bad input; 3 the budget is b
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -23,7 +24,10 @@ from rich.text import Text
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.progress import Progress as Report
 from plimsoll.artifacts.store import Artifact
-from plimsoll.errors import PlimsollError
+from plimsoll.errors import InvalidTarget, PlanFileError, PlimsollError
+from plimsoll.ui.cli.console import stderr as stderr
+from plimsoll.ui.cli.console import stdout as stdout
+from plimsoll.ui.cli.console import write_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,16 +38,6 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 _QUIET_SECONDS = 2.0
 """What is over sooner needs no progress in a log."""
-
-
-def stdout() -> Console:
-    """The console for results. Made anew so that it follows a redirected stream."""
-    return Console(highlight=False, soft_wrap=False)
-
-
-def stderr() -> Console:
-    """The console for progress and errors."""
-    return Console(stderr=True, highlight=False)
 
 
 @contextlib.contextmanager
@@ -150,16 +144,48 @@ def exit_codes(*, is_json: bool = False, speaks: bool = True) -> Iterator[None]:
         typer.Exit: with the code that the module's docstring lists.
     """
     try:
-        yield
+        with _writable_stdout(), no_exits():
+            yield
     except PlimsollError as error:
         if speaks and is_json:
-            sys.stdout.write(render_error_json(error) + "\n")
+            write_json(render_error_json(error))
         elif speaks:
             print_error(error)
         raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt as interrupt:
         stderr().print("interrupted")
         raise typer.Exit(INTERRUPTED) from interrupt
+
+
+@contextlib.contextmanager
+def no_exits() -> Iterator[None]:
+    """Code of the user that calls ``sys.exit`` has not done its work, whatever code it gives."""
+    try:
+        yield
+    except SystemExit as error:
+        raise InvalidTarget(
+            f"The target ended the process: sys.exit({error.code!r}).",
+            why="a model, a batch or a loss called it while a step was running, so there is no result",
+            next="remove the call, or raise an error that says what is wrong",
+        ) from error
+
+
+@contextlib.contextmanager
+def _writable_stdout() -> Iterator[None]:
+    """A full disk behind stdout is an error for users; a reader that has gone is Typer's to deal with."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer has to go somewhere at exit
+        failure = PlanFileError(
+            "The result cannot be written to stdout.",
+            why=error.strerror or type(error).__name__,
+            next="free some space, or write it elsewhere",
+        )
+        print_error(failure)
+        raise typer.Exit(failure.exit_code) from error
 
 
 def say(text: str) -> None:
@@ -171,13 +197,20 @@ def hand_over(artifact: Artifact, to: Output, *, explain: bool = False) -> None:
     """Save an artifact where asked, and write it for a machine or a person, to whom it may ``explain`` every decision."""
     from plimsoll.ui.terminal import render_artifact
 
+    failure: PlanFileError | None = None
     if to.output is not None:
-        artifact.save(to.output)
+        try:
+            artifact.save(to.output)
+        except PlanFileError as error:  # the result may have taken hours: it is shown first
+            failure = error
     if to.json:
-        sys.stdout.write(to_json(artifact) + "\n")
-        return
-    stdout().print(render_artifact(artifact, with_details=explain))
-    if to.output is not None:
+        write_json(to_json(artifact))
+    else:
+        stdout().print(render_artifact(artifact, with_details=explain))
+    if failure is not None:
+        print_error(failure)
+        raise typer.Exit(failure.exit_code) from failure
+    if to.output is not None and not to.json:
         say(f"\nsaved to {to.output}")
 
 
