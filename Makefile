@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import ensurepip, venv, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PYTEST_ARGS ?=
 
-.PHONY: help install demo test lint format types unit golden wheel bench gpu clean
+.PHONY: help install demo test lint format types unit golden docs wheel bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -58,6 +58,10 @@ unit: $(STAMP)  ## run the test suite alone (PYTEST_ARGS="-k budget")
 
 golden: $(STAMP)  ## write the expected --help texts anew
 	PLIMSOLL_WRITE_GOLDEN=1 $(BIN)/python -m pytest tests/ui/cli/test_golden_help.py
+
+docs: $(STAMP)  ## build the documentation as a site in build/site, which opens from disk
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 # Twice, since two builds of one tree must be the same bytes; then the wheel alone in an environment with nothing else in it.
 wheel: $(STAMP)  ## build wheel and sdist twice, compare them, and install the wheel in a bare environment

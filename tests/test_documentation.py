@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import typer.main
+
+import plimsoll.distributed
+from plimsoll.ui.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -33,3 +41,34 @@ def test_every_page_is_in_the_index():
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     listed = {target for target, _ in LINK.findall(index)}
     assert {page for page in pages - listed - {"README.md"} if not page.startswith("design/")} == set()
+
+
+def commands() -> list[str]:
+    """Every command that a page shows, one line each."""
+    blocks = [block for page in PAGES for block in FENCED.findall(page.read_text(encoding="utf-8"))]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return sorted({line for line in lines if line.startswith("plimsoll ") and "…" not in line})
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_on_a_page_is_one_that_plimsoll_takes(line: str):
+    name, *typed = shlex.split(line, comments=True)[1:]
+    found = typer.main.get_command(app).commands[name]
+    found.make_context(f"plimsoll {name}", typed)  # raises where an option is unknown or means nothing
+
+
+def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path):
+    pytest.importorskip("mkdocstrings")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(
+        build, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    pages = [page.read_text(encoding="utf-8") for page in (tmp_path / "site").rglob("*.html")]
+    fetched = re.compile(
+        r"<(?:script|img|iframe)[^>]*src=\"https?:|<link[^>]*rel=\"(?:stylesheet|preload)\"[^>]*href=\"https?:"
+    )
+    assert [page[:80] for page in pages if fetched.search(page)] == []
+    reference = (tmp_path / "site/reference/python.html").read_text(encoding="utf-8")
+    names = [*plimsoll.__all__, *plimsoll.distributed.__all__]
+    assert [name for name in names if f">{name}<" not in reference and f'.{name}"' not in reference] == []

@@ -86,10 +86,11 @@ def plan(
         A plan: printable, savable, with the status, the predicted peak and seconds, the lower bound and both gaps.
 
     Raises:
-        BudgetBelowFloor: no plan fits; says the floor, who holds it, and what to do. Others as named in ``errors``:
-        InvalidBudget, BudgetAboveDevice, InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, InvalidStrategy,
-        UnknownDevice, TracingFailed. On several ranks also RankFailed (another rank raised), RankMissing and RanksDiffer
-        (models, batch shapes, options or versions).
+        BudgetBelowFloor: no plan fits; says the floor, who holds it, and what to do.
+        PlimsollError: what was passed makes no step or no plan (InvalidBudget, BudgetAboveDevice, InvalidModel, InvalidBatch,
+            InvalidLoss, InvalidRegions, InvalidStrategy, UnknownDevice, TracingFailed).
+        RankError: another rank raised (RankFailed), did not come (RankMissing), or has another model, batch shapes, options or
+            versions (RanksDiffer).
 
     Example:
         >>> import torch, plimsoll

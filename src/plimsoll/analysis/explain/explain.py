@@ -198,8 +198,9 @@ def explain(
     Raises:
         InvalidStrategy: no such strategy, or one that compresses or offloads.
         InvalidOption: ``context`` is a context itself, not what makes one.
-        PlanMismatch: the plan is for another model. Others as named in ``errors``: InvalidModel, InvalidBatch, InvalidLoss,
-        InvalidRegions, UnknownDevice, TracingFailed.
+        PlanMismatch: the plan is for another model.
+        PlimsollError: what was passed makes no step (InvalidModel, InvalidBatch, InvalidLoss, InvalidRegions, UnknownDevice,
+            TracingFailed).
 
     Example:
         >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)])
