@@ -361,6 +361,24 @@ def test_a_partitioner_of_the_whole_process_is_refused() -> None:
         plimsoll.plan(model, batch, "1GiB")
 
 
+def test_a_compiler_that_is_switched_off_is_named(blocks: Model, plan: Plan) -> None:
+    model, batch = blocks
+    with torch.compiler.set_stance("force_eager"):
+        with pytest.raises(InvalidModel, match="switched off"):
+            plimsoll.plan(model, batch, "1GiB")
+        with plimsoll.apply(model, plan), pytest.warns(UserWarning, match="switched off"):
+            model(**batch)
+
+
+def test_what_a_plan_compiles_is_not_run_uncompiled_past_the_recompile_limit() -> None:
+    compiled, found = CompileCall(dynamic=False).compile(), torch._dynamo.utils.counters["stats"]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for rows in (4, 5, 6):
+            before = found["unique_graphs"]
+            compiled(Block(), torch.randn(rows, 32))
+            assert found["unique_graphs"] == before + 1
+
+
 def test_options_of_the_user_stay_beside_those_of_a_plan() -> None:
     own = {"allow_buffer_reuse": True, "_pre_fusion_custom_pass": GraphOrder()}
     partitioner = PlannedPartitioner({"0": frozenset(), "1": frozenset()})
@@ -379,6 +397,8 @@ def test_compile_asks_for_torchs_own_keywords_on_a_plain_model() -> None:
     model, batch = zoo.sample("llama")
     with pytest.raises(InvalidOption, match="speed"):
         plimsoll.plan(model, batch, "1GiB", compile={"speed": "high"})
+    with pytest.raises(InvalidOption, match="fastest"):
+        plimsoll.plan(model, batch, "1GiB", compile={"mode": "fastest"})
     model.compile()
     with pytest.raises(InvalidModel, match="already"):
         plimsoll.plan(model, batch, "1GiB", compile=True)

@@ -113,8 +113,7 @@ def compiled_planner(
     agreement: Agreement, task: TrainingTask, options: PlanOptions, budget: Budget, progress: Progress = silent
 ) -> CompiledPlanner:
     """The planner of a step with compiled parts, once it is read and timed; errors are those of `plimsoll.plan`."""
-    if next(task.model.parameters()).device.type == "cpu":
-        check_compiler()
+    check_compiler(next(task.model.parameters()).device)
     with agreement.stepping():
         traced, costs = trace_compiled(task, options, progress)
     budget_bytes, parts = budget.bytes_on(costs), planned_parts(task, options.regions)

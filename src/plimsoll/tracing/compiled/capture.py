@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -40,7 +41,10 @@ class Partitioner(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Partitioned:
         gm.graph = fx_graph_cse(gm.graph)  # torch does it next; done first, what is marked here is what it partitions
         self.mark(gm.graph, **options)
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+        with functorch_config.patch(
+            activation_memory_budget=1.0
+        ):  # set since the plan was made, it would decide as well
+            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
         self.finish(backward)
         return forward, backward
 

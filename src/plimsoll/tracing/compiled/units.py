@@ -14,6 +14,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,8 +83,14 @@ class CompileCall:
                 else "it is True, or keywords of torch.compile",
                 next='compile=True, or compile={"dynamic": False}: fullgraph, dynamic, mode and options are passed on',
             )
-        probe = torch.compile(_nothing, **given)
-        return cls.read(probe)
+        try:
+            return cls.read(torch.compile(_nothing, **given))
+        except (RuntimeError, TypeError) as error:
+            raise InvalidOption(
+                f"compile={options!r} is no way to call torch.compile.",
+                why=str(error).partition("\n")[0],
+                next="keywords and values that torch.compile takes",
+            ) from error
 
     @property
     def key(self) -> str:
@@ -99,13 +106,18 @@ class CompileCall:
         return self._compile(**how)
 
     def _compile(self, **how: Any) -> Callable[..., Any]:
-        """Compile apart from what the user compiles, so that neither ends what the other compiles by the recompile limit."""
+        """Compile apart from what the user compiles, and without a limit: past it torch would run the module uncompiled, which
+        keeps everything.
+        """
         compile_: Any = torch.compile
-        is_apart = "isolate_recompiles" in inspect.signature(compile_).parameters  # torch 2.12 on
-        if is_apart:
+        known = inspect.signature(compile_).parameters
+        has_limit = "recompile_limit" in known and "isolate_recompiles" in known  # torch 2.13
+        if "isolate_recompiles" in known:  # torch 2.12
             how["isolate_recompiles"] = True
+        if has_limit:
+            how["recompile_limit"] = sys.maxsize
         compiled: Callable[..., Any] = compile_(_call_of, fullgraph=self.fullgraph, dynamic=self.dynamic, **how)
-        return compiled if is_apart else functools.partial(_without_limit, compiled)
+        return compiled if has_limit else functools.partial(_without_limit, compiled)
 
     def captured(self, partitioner: Any) -> Callable[..., Any]:
         """As ``compile``, with the graphs handed to a partitioner, and run op by op: nothing is generated."""
@@ -125,9 +137,7 @@ def _call_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _without_limit(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call what shares its count of compilations with all else that ``_call_of`` compiles; past the limit, torch would run it
-    uncompiled without a word, and keep everything.
-    """
+    """Call what may be compiled as often as it needs to be."""
     config = torch._dynamo.config  # its patch() makes a class in every call, which takes longer than all the rest
     limits = config.recompile_limit, config.accumulated_recompile_limit
     config.recompile_limit = config.accumulated_recompile_limit = sys.maxsize
@@ -164,6 +174,12 @@ class PlannedCall:
         """
         if torch.compiler.is_compiling():
             refuse_compiler(self.module)
+        if torch.is_grad_enabled() and _is_switched_off():
+            warnings.warn(
+                f"plimsoll: torch.compile is switched off, and {type(self.module).__name__} is trained under a plan for "
+                "compiled code: it keeps what it saves, and may take more than the budget",
+                stacklevel=2,
+            )
         return self._compiled(self.module, *args, **kwargs)
 
 
@@ -288,12 +304,27 @@ def _refusal(unit: Unit) -> InvalidModel | None:
     return None
 
 
-def check_compiler() -> None:
-    """Refuse to plan for what inductor could not compile on a CPU.
+def _is_switched_off() -> bool:
+    """Whether compiled code runs uncompiled: ``torch.compiler.set_stance("force_eager")``, ``TORCH_COMPILE_DISABLE=1``."""
+    stance = torch._dynamo.eval_frame._stance.stance  # private, seen in torch 2.9 to 2.13
+    return bool(stance == "force_eager" or torch._dynamo.config.disable)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Refuse to plan for what could not be compiled here.
 
     Raises:
-        InvalidModel: there is no C++ compiler.
+        InvalidModel: torch.compile is switched off, or there is no C++ compiler for a CPU.
     """
+    if _is_switched_off():
+        raise InvalidModel(
+            "torch.compile is switched off here.",
+            why='torch.compiler.set_stance("force_eager") or TORCH_COMPILE_DISABLE=1 runs the model uncompiled, and a plan is '
+            "for what it is compiled to",
+            next="plan with it switched on, or plan the uncompiled model",
+        )
+    if device.type != "cpu":
+        return
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
