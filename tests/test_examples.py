@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +32,16 @@ def test_an_example_runs_as_it_stands(path: Path):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_stays_short(path: Path):
     assert len(path.read_text(encoding="utf-8").splitlines()) < MOST_LINES
+
+
+def test_the_tutorial_runs_from_its_first_cell_to_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((Path(__file__).parent.parent / "examples" / "tutorial.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, object] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    assert "RECOMPUTE" in capsys.readouterr().out  # its budget drops something; the notebook itself asserts the receipt

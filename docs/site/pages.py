@@ -45,7 +45,7 @@ def on_files(files: Files, config: Any) -> Files:
             at = path.relative_to(ROOT).as_posix()
             if path.suffix in LISTED:
                 pages[page_of(at)] = LISTED[path.suffix].format(path.read_text(encoding="utf-8"), at)
-            elif path.suffix == ".png":
+            elif path.suffix in (".png", ".ipynb"):
                 files.append(File.generated(config, f"beside/{at}", abs_src_path=str(path)))
     for name in BESIDE:
         text = (ROOT / name).read_text(encoding="utf-8")
@@ -91,7 +91,7 @@ def _inward(target: str, here: str) -> str:
 
 def page_of(at: str) -> str:
     """Where a file beside docs/ stands on the site."""
-    return f"beside/{at}" if at.endswith((".md", ".png")) else f"beside/{at}.md"
+    return f"beside/{at}" if at.endswith((".md", ".png", ".ipynb")) else f"beside/{at}.md"
 
 
 def python() -> str:
