@@ -226,6 +226,23 @@ def test_compiled_parts_and_eager_regions_share_one_plan(mix: Any) -> None:
     assert before == [(module._compiled_call_impl, dict(module.__dict__)) for module in model.modules()]
 
 
+class Halved(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.up(x))
+        torch._dynamo.graph_break()
+        return x + self.down(y)
+
+
+def test_a_region_of_two_graphs_is_planned_with_the_inputs_of_both() -> None:
+    model, batch = nn.Sequential(Halved(), Halved()), torch.randn(256, 32)
+    for block in model:
+        block.compile(dynamic=False)
+    plan = plimsoll.plan(model, batch, strategy="full", loss=_squares)
+    receipt = plimsoll.verify(model, batch, plan, loss=_squares, steps=1)
+    assert receipt.verdict in (ReceiptVerdict.VERIFIED, ReceiptVerdict.WITHIN_ROUNDING)
+    assert all(region.dropped for region in plan.regions)
+
+
 @pytest.mark.parametrize("verb", ["apply", "attach"])
 def test_a_step_that_runs_out_of_memory_is_run_again_under_a_tighter_plan(verb: str) -> None:
     model, batch = _mixed(_every_second), torch.randn(512, 32)

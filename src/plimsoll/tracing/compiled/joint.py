@@ -387,12 +387,6 @@ class JointGraph:
                 names[node] = name if seen[name] == 1 else f"{name}#{seen[name]}"
         return names
 
-    @property
-    def input_names(self) -> dict[fx.Node, str]:
-        """A name for every tensor that the graph is given: sizes are inputs too where they are symbols, and are not counted."""
-        given = [node for node in self.nodes if node.op == "placeholder" and self._is_tensor(node)]
-        return {node: f"input#{at}" for at, node in enumerate(given, 1)}
-
     def read_by_backward(self) -> dict[fx.Node, list[int]]:
         """The forward buffers and inputs that backward reads, each with the positions of the kernels that do."""
         found: defaultdict[fx.Node, list[int]] = defaultdict(list)

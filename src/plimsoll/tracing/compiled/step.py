@@ -205,6 +205,10 @@ class _Piece:
             for node in kernel.reads:
                 self.readers[node].append(kernel)
         self.statics = frozenset().union(*place.part.statics)
+        given = (n for graph in self.graphs for n in graph.nodes if n.op == "placeholder")
+        tensors = (node for node in given if isinstance(node.meta.get("val"), torch.Tensor))
+        self._input_names = {node: f"input#{at}" for at, node in enumerate(tensors, 1)}
+        """Sizes are inputs too where they are symbols, and are not counted: so names are the same at all sizes."""
         self._aliases: dict[fx.Node, fx.Node] = {}
         """Inputs of a later graph that an earlier one makes."""
         self._handed_back: dict[fx.Node, int] = {}
@@ -404,7 +408,7 @@ class _Piece:
     ) -> RegionGraph:
         """A region's kernels as ops and its buffers as values; ``own`` are those that it makes, with the kernel of each."""
         values: dict[fx.Node, Value] = {}
-        names = {n: text for graph in self.graphs for n, text in (graph.names | graph.input_names).items()}
+        names = self._input_names | {n: text for graph in self.graphs for n, text in graph.names.items()}
 
         def value(node: fx.Node) -> int:
             if node not in values:
