@@ -33,12 +33,12 @@ from scipy import sparse
 from scipy.sparse import coo_array, csr_array
 
 from plimsoll.planning.choice import Limits
-from plimsoll.planning.choices import ChoiceSet, prices_of
-from plimsoll.planning.effects import RegionFrame, frame_of, relief_spans
+from plimsoll.planning.choices import ChoiceSet
+from plimsoll.planning.effects import RegionFrame, frame_of, held_bytes, relief_spans
 from plimsoll.planning.frontier import Hull, Line
 from plimsoll.planning.highs import solve_linear
 from plimsoll.planning.simulate import actual_cover, engine_seconds
-from plimsoll.planning.step import Ints, RegionView, StepIndex, boundary_values, merge, slot_stop, subtract
+from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, boundary_values, merge, slot_stop, subtract
 
 Floats = npt.NDArray[np.float64]
 
@@ -64,13 +64,11 @@ class _Region:
     source_share: float = 0.0
     buffer_share: float = 0.0
 
-    def held_share(self, a: int, b: int) -> tuple[float, float]:
-        """How much of R and of B is on the device between forward and backward, in a stretch without edges."""
-        if not (self.frame.exit <= a and b <= self.frame.start):
-            return 0.0, 0.0
+    def sent_share(self, a: int, b: int) -> float:
+        """How much of B is on the device between forward and backward, in a stretch without edges."""
         is_leaving = any(b <= until for until in self.sent_until)
         is_back = any(a >= since for since in self.back_from)
-        return 1.0, max(self.source_share * is_leaving, self.buffer_share * is_back)
+        return max(self.source_share * is_leaving, self.buffer_share * is_back)
 
 
 class LowerBound:
@@ -173,10 +171,16 @@ class LowerBound:
             edges |= {region.frame.exit, region.frame.start, region.frame.stop, *region.sent_until, *region.back_from}
         ordered = sorted(edge for edge in edges if 0 <= edge <= self.index.instants)
         rows, room = [], []
+        exits = np.array([region.frame.exit for region in self.regions])
+        starts = np.array([region.frame.start for region in self.regions])
+        sends = np.array([region.source_share > 0 or region.buffer_share > 0 for region in self.regions])
         at, waiting = self.index.handover, self.index.waiting
-        waits = waiting * np.array([region.held_share(at, at + 1)[0] for region in self.regions])
+        waits = waiting * ((exits <= at) & (at < starts))
         for a, b in itertools.pairwise(ordered):
-            between = np.array([region.held_share(a, b) for region in self.regions], dtype=np.float64).reshape(-1, 2)
+            between = np.zeros((len(self.regions), 2))
+            between[:, 0] = is_held = (exits <= a) & (b <= starts)
+            for position in np.flatnonzero(is_held & sends).tolist():
+                between[position, 1] = self.regions[position].sent_share(a, b)
             between[:, 0] += waits if a < self.index.last_wait else 0.0
             active = [p for p, r in enumerate(self.regions) if r.frame.start <= a and b <= r.frame.stop]
             level = self.fixed[a:b].copy()
@@ -216,9 +220,10 @@ class _Rows:
 
 def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Region:
     frame = frame_of(index, view)
-    prices = prices_of(index, view)
+    bytes_of = held_bytes(index, view)
     length = max(frame.stop - frame.start, 0)
-    own = {v: prices.held_bytes[v] for v in view.decided}
+    own = {v: bytes_of[v] for v in view.decided}
+    reads: dict[int, list[Span]] = {}
     held = np.zeros(length + 1, dtype=np.int64)
     read = np.zeros(length + 1, dtype=np.int64)
 
@@ -231,18 +236,15 @@ def _describe(index: StepIndex, view: RegionView, choice_set: ChoiceSet) -> _Reg
         first = min((2 * slot.unpacked for slot in view.slots_of[value] if slot.unpacked >= 0), default=frame.start)
         for a, b in subtract([(frame.start, max(first, frame.start))], index.covered(storage)):
             add(held, a, b, int(size))
-    for storage in {view.graph.values[v].storage for v in view.decided}:
         spans = [
-            (2 * slot.unpacked + 1, slot_stop(index.trace, slot))
-            for v in view.decided
-            if view.graph.values[v].storage == storage
-            for slot in view.slots_of[v]
-            if slot.unpacked >= 0
+            (2 * slot.unpacked + 1, slot_stop(index.trace, slot)) for slot in view.slots_of[value] if slot.unpacked >= 0
         ]
+        reads.setdefault(storage, []).extend(spans)
+    for storage, spans in reads.items():
         for a, b in subtract(merge(spans), index.covered(storage)):
             add(read, a, b, index.trace.storages[storage].bytes)
     all_bytes = float(sum(own.values()))
-    copies = sum(prices.held_bytes[v] for v in view.copied)
+    copies = sum(bytes_of[v] for v in view.copied)
     touch = engine_seconds(index, view)
     past = int(all_bytes + copies) - np.cumsum(held)[:-1]
     after = index.neighbour(view.call.index)

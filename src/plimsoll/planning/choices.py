@@ -107,6 +107,9 @@ class _Generator:
         self.fixed = index.fixed[self.measuring.frame.start : self.measuring.frame.stop]
         self.by_size = sorted(view.droppable, key=lambda v: -view.graph.values[v].bytes)
         self.known: dict[Choice, Effect] = {}
+        self._left: tuple[Effect, ...] = ()
+        self._weighed = 0
+        """Of how many of the known choices ``_left`` are those that no other one beats."""
         self.peaks: dict[Choice, int] = {}
         """Per choice the most that is there in the region's backward, if nothing is held for other regions."""
 
@@ -166,7 +169,10 @@ class _Generator:
 
     def _usable(self) -> tuple[Effect, ...]:
         """What has been measured, without what causes too large an error and what another choice beats."""
-        return _undominated([effect for effect in self.known.values() if self._is_usable(effect)])
+        new = itertools.islice(self.known.values(), self._weighed, None)
+        self._left = _undominated([*self._left, *(effect for effect in new if self._is_usable(effect))])
+        self._weighed = len(self.known)
+        return self._left
 
     def _is_usable(self, effect: Effect) -> bool:
         """Whether its error is small enough; never if it is infinite."""
@@ -290,21 +296,23 @@ def _undominated(effects: list[Effect]) -> tuple[Effect, ...]:
     figures = np.hstack([np.array(shared), samples, curves])
     telling = len(shared[0]) - 1 + samples.shape[1]
     least, most = np.delete(figures, _MOST_RETAINED, axis=1), np.delete(figures, _LEAST_RETAINED, axis=1)
-    kept = np.empty_like(most)
+    # What tells is held by columns: one comparison for all that is left, of few figures of each.
+    told, rest = np.empty((telling, len(order)), dtype=most.dtype), np.empty_like(most[:, telling:])
     numbers: dict[tuple[Relief, ...], int] = {}
     reliefs = np.array([numbers.setdefault(effect.relief, len(numbers)) for effect in order])
-    left = np.zeros(0, dtype=np.int64)
-    for position in range(len(order)):
-        before = kept[: len(left)]
+    left = np.zeros(len(order), dtype=np.int64)
+    count = 0
+    for position, (row, least_retained) in enumerate(zip(most, least[:, _LEAST_RETAINED], strict=True)):
+        before = told[:, :count]
         # Relieved at other times, one's most has to be compared with the other's least.
-        is_comparable = before[:, _LEAST_RETAINED] <= least[position, _LEAST_RETAINED]
-        is_comparable |= reliefs[left] == reliefs[position]
-        near = np.flatnonzero(is_comparable & (before[:, :telling] <= most[position, :telling]).all(axis=1))
-        if (before[near, telling:] <= most[position, telling:]).all(axis=1).any():
+        is_comparable = before[_LEAST_RETAINED] <= least_retained
+        is_comparable |= reliefs[left[:count]] == reliefs[position]
+        near = np.flatnonzero(is_comparable & (before <= row[:telling, None]).all(axis=0))
+        if len(near) and (rest[near] <= row[telling:]).all(axis=1).any():
             continue
-        kept[len(left)] = most[position]
-        left = np.append(left, position)
-    return tuple(order[position] for position in left.tolist())
+        told[:, count], rest[count], left[count] = row[:telling], row[telling:], position
+        count += 1
+    return tuple(order[position] for position in left[:count].tolist())
 
 
 def _retained_range(effect: Effect) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.plan import Plan, RegionPlan, ValueDecision
 from plimsoll.planning.choice import Choice, form_error, forms_of, packing_seconds
-from plimsoll.planning.describe import classes_at_peak, describe_peak
+from plimsoll.planning.describe import category_curves, classes_at_peak, describe_peak, describe_timeline
 from plimsoll.planning.effects import held_bytes
 from plimsoll.planning.replay_schedule import NO_OP, Schedule, Unreachable, build_schedule, recipe_ops
 from plimsoll.planning.simulate import Simulation, engine_seconds, is_touched
@@ -31,6 +31,7 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
         op_seconds[region] = op_seconds.get(region, 0.0) + index.replay_seconds(key)
     plans = []
     for view, choice, price in zip(index.views, simulation.choices, prices_seconds_per_byte, strict=True):
+        schedule = _schedule(view, choice)
         engine = engine_seconds(index, view) if is_touched(view, choice) else 0.0
         engine += packing_seconds(index, view, choice)
         linked = boundary_values(index, view) if choice.is_boundary_dropped else frozenset()
@@ -39,8 +40,8 @@ def decide(simulation: Simulation, prices_seconds_per_byte: Sequence[float]) -> 
                 name=view.call.name,
                 call=view.call.call,
                 kind=view.call.kind,
-                decisions=_decisions(index, view, choice, linked, price),
-                retained_bytes=_retained_bytes(index, view, choice, linked, counted),
+                decisions=_decisions(index, view, choice, schedule, linked, price),
+                retained_bytes=_retained_bytes(index, view, choice, schedule, linked, counted),
                 replay_seconds=op_seconds.get(view.call.index, 0.0) + engine,
                 is_boundary_dropped=bool(linked),
                 price_seconds_per_byte=float(price),
@@ -59,6 +60,7 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
         region_prices: as for ``decide``.
     """
     trace, costs = simulation.index.trace, simulation.index.costs
+    curves = category_curves(simulation)
     return Plan(
         status=Status.FEASIBLE,
         strategy=strategy,
@@ -81,13 +83,14 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
         regions=decide(simulation, region_prices),
         peak=describe_peak(simulation),
         baseline_peak=describe_peak(baseline),
-        classes=classes_at_peak(simulation),
+        classes=classes_at_peak(simulation, curves),
+        timeline=describe_timeline(simulation, curves=curves),
         written=trace.written,
     )
 
 
 def _retained_bytes(
-    index: StepIndex, view: RegionView, choice: Choice, linked: frozenset[int], counted: set[int]
+    index: StepIndex, view: RegionView, choice: Choice, schedule: Schedule, linked: frozenset[int], counted: set[int]
 ) -> int:
     """Bytes held between forward and backward; a storage that several regions hold counts at the first one."""
     graph = view.graph
@@ -97,17 +100,16 @@ def _retained_bytes(
         if storage not in counted and value not in view.free:
             counted.add(storage)
             total += index.trace.storages[storage].bytes
-    schedule = _schedule(view, choice)
     copied = {leaf for leaves in schedule.leaves.values() for leaf in leaves} & view.copied
     return total + sum(graph.values[leaf].bytes for leaf in copied)
 
 
 def _decisions(
-    index: StepIndex, view: RegionView, choice: Choice, linked: frozenset[int], price: float
+    index: StepIndex, view: RegionView, choice: Choice, schedule: Schedule, linked: frozenset[int], price: float
 ) -> tuple[ValueDecision, ...]:
     graph = view.graph
     held = held_bytes(index, view)
-    shares = _replay_shares(index, view, choice)
+    shares = _replay_shares(index, view, schedule)
     seen: set[int] = set()
     decisions = []
     for value in view.saved:
@@ -203,10 +205,9 @@ def _schedule(view: RegionView, choice: Choice) -> Schedule:
     return build_schedule(view.graph, view.leaves | choice.kept | inputs, dropped, packed=choice.forms)
 
 
-def _replay_shares(index: StepIndex, view: RegionView, choice: Choice) -> dict[int, float]:
+def _replay_shares(index: StepIndex, view: RegionView, schedule: Schedule) -> dict[int, float]:
     """Seconds of the ops that run for each dropped value: those that no value before it in backward has already run."""
     graph = view.graph
-    schedule = _schedule(view, choice)
     shares: dict[int, float] = {}
     for segment in schedule.segments:
         seconds = sum(index.replay_seconds(graph.ops[step.op].cost_key) for step in segment.steps if step.op != NO_OP)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -57,7 +57,7 @@ def describe_peak(simulation: Simulation) -> Peak:
         for label, size in outcome.live:
             add(label, size)
     for storage in index.trace.storages:
-        if _contains(replays.cover(storage.id), instant):
+        if replays.is_alive(storage.id, instant):
             add(_holder_label(storage), storage.bytes)
     if index.waiting and instant < index.last_wait:
         add(
@@ -97,7 +97,7 @@ def _name_instant(trace: Trace, instant: int) -> str:
     return f"{op.phase.value}{place} ({timing}{op.name})"
 
 
-def _category_curves(simulation: Simulation) -> dict[str, Ints]:
+def category_curves(simulation: Simulation) -> dict[str, Ints]:
     """Bytes per instant by category: rebuilt values and copies are activations, workspaces temporaries."""
     index = simulation.index
     replays = StepReplays(index, simulation.choices)
@@ -113,10 +113,15 @@ def _category_curves(simulation: Simulation) -> dict[str, Ints]:
     return curves
 
 
-def describe_timeline(simulation: Simulation, points: int = 400) -> tuple[TimelinePoint, ...]:
-    """The bytes over the step at no more than ``points`` ticks: the highest of each stretch, so the peak is in."""
+def describe_timeline(
+    simulation: Simulation, points: int = 400, *, curves: Mapping[str, Ints] | None = None
+) -> tuple[TimelinePoint, ...]:
+    """The bytes over the step at no more than ``points`` ticks: the highest of each stretch, so the peak is in.
+
+    ``curves`` are the step's ``category_curves``, where they are known.
+    """
     trace = simulation.index.trace
-    curves = _category_curves(simulation)
+    curves = curves or category_curves(simulation)
     starts = [0.0, *itertools.accumulate(simulation.index.op_seconds(op.cost_key) for op in trace.ops)]
     ticks = max(len(trace.ops), 1)
     stretch = max(-(-ticks // points), 1)
@@ -138,9 +143,10 @@ def describe_timeline(simulation: Simulation, points: int = 400) -> tuple[Timeli
     return tuple(found)
 
 
-def classes_at_peak(simulation: Simulation) -> dict[str, int]:
-    """Bytes per memory category at the peak."""
-    return {name: int(curve[simulation.peak_instant]) for name, curve in _category_curves(simulation).items()}
+def classes_at_peak(simulation: Simulation, curves: Mapping[str, Ints] | None = None) -> dict[str, int]:
+    """Bytes per memory category at the peak; ``curves`` as for ``describe_timeline``."""
+    curves = curves or category_curves(simulation)
+    return {name: int(curve[simulation.peak_instant]) for name, curve in curves.items()}
 
 
 def holders_at(simulation: Simulation, instant: int) -> tuple[Holder, ...]:

@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array, csr_array, vstack
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
+from scipy.sparse import coo_array, csc_array, csr_array, vstack
 
 from plimsoll.planning.choice import Limits
 from plimsoll.planning.choices import ChoiceSet
@@ -55,7 +55,9 @@ FLOOR_GAP = 2e-3
 NEAR_FLOOR = 1e-2
 """The smallest peak is searched for to within ``FLOOR_GAP`` of itself, and to within ``NEAR_FLOOR`` where choices are many."""
 _HAIR = 1e-9
-"""What the relaxed smallest peak may be off by."""
+"""What the relaxed smallest peak may be off by, and how much below nothing a reduced cost is nothing."""
+_SPARED, _JOINING = 32, 3
+"""One choice in so many is at work from the start; of each region so many join at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class ChoiceProblem:
         self.deadline = time.monotonic() + time_limit_seconds
         self.columns = sum(map(len, self.effects))
         self.seconds = np.array([effect.seconds for effects in self.effects for effect in effects])
+        self._region_of = np.repeat(np.arange(len(self.effects)), list(map(len, self.effects)))
         # A power of two, so that sums of bytes stay exact: HiGHS's presolve can go round for ever on ones that are rounded.
         self.unit_bytes = 2.0 ** round(math.log2(max(float(self.windows.fixed_bytes.max()) / 10, 1.0)))
         self.matrix = self._rows()
@@ -117,6 +120,9 @@ class ChoiceProblem:
         self.shared = self._shared_rows()
         self.affordable = np.array([float(limits.allow(e.squared_error, e.link_bytes)) for e in taken])
         """The most of each choice that may be taken: nothing of one that exceeds the limits alone."""
+        self._usable = np.flatnonzero(self.affordable > 0)
+        self._at_work = self._usable[self._usable % _SPARED == 0]
+        """The choices among which optima are looked for first."""
 
     def choose(self, budget_bytes: int, gap_of_step: float = FINE_GAP) -> Selection:
         """The choices with the least seconds whose load fits the budget in every window.
@@ -201,11 +207,10 @@ class ChoiceProblem:
             bounds.ub[-1] = self._peak_bytes(start) * (1 + _HAIR) / self.unit_bytes
         selection = self._solve(aim, bounds, [room], FLOOR_GAP, MOST_NODES)
         lower_bytes = max(selection.lower_value * self.unit_bytes, least_bytes) if selection.effects else least_bytes
-        found = [] if start is None else [start]
-        if selection.effects is not None:
-            taken = self._taken_of(selection.effects)
-            found.append(lower_peak(self.windows, self.limits, lifts, taken, int(lower_bytes)))
-        best = min(found, key=self._peak_bytes, default=None)
+        known = start if selection.effects is None else self._taken_of(selection.effects)
+        best = None
+        if known is not None:
+            best = lower_peak(self.windows, self.limits, lifts * self.unit_bytes, known, int(lower_bytes))
         if best is not None and self._peak_bytes(best) <= lower_bytes * (1 + NEAR_FLOOR):
             return self._selection(best, lower_bytes, is_finished=True)
         if selection.is_finished and best is None:
@@ -219,55 +224,94 @@ class ChoiceProblem:
         return int(Room(self.windows, 0, self.limits).load(taken).max())
 
     def _lowest_rounded(self, least_bytes: float, lifts: Floats) -> Taken | None:
-        """Whole choices with a small peak: the relaxed optimum under a few budgets, rounded, and what is near it."""
+        """Whole choices with a small peak: near the relaxed optimum under a few budgets, and what is near those."""
         for gap in (0.0, FLOOR_GAP / 10, FLOOR_GAP, NEAR_FLOOR, 5 * NEAR_FLOOR):
             budget_bytes = max(math.ceil(least_bytes * (1 - _HAIR)), int(least_bytes * (1 + gap)))
             relaxed = self.relax(budget_bytes)
-            rounded = (
-                None if relaxed is None else round_down(Room(self.windows, budget_bytes, self.limits), relaxed.shares)
-            )
-            if rounded is not None:
-                return lower_peak(self.windows, self.limits, lifts, rounded, math.ceil(least_bytes))
+            if relaxed is None:
+                continue
+            room = Room(self.windows, budget_bytes, self.limits)
+            found = round_down(room, relaxed.shares)
+            if found is None:  # a beam through all regions may fit where rounding does not
+                found = search_near(room, relaxed.reduced_seconds, None, relaxed.seconds, np.inf, QUICK)
+            if found is not None:
+                # Farther from the optimum branching comes next, which needs no better start.
+                is_near = gap <= NEAR_FLOOR
+                return lower_peak(self.windows, self.limits, lifts, found, math.ceil(least_bytes)) if is_near else found
         return None
 
     def _relaxed_peak(self, aim: Floats, bounds: Bounds, room: LinearConstraint) -> tuple[float, Floats]:
         """The smallest peak of the program without whole numbers, infinite if it has no solution; and reduced costs."""
-        right_sides = [room.ub] if self.shared is None else [room.ub, np.ones(self.shared.shape[0])]
-        result = solve_linear(
-            aim,
-            A_eq=self.matrix,
-            b_eq=self._right_side(),
-            A_ub=room.A if self.shared is None else vstack([room.A, self.shared]),
-            b_ub=np.concatenate(right_sides),
-            bounds=np.column_stack([bounds.lb, bounds.ub]),
-        )
-        if result is None:
-            return np.inf, np.zeros(self.columns)
-        return float(result.fun), np.maximum(result.lower.marginals[: self.columns], 0.0)
+        result, _, reduced = self._optimum(aim, bounds, [(room.A, room.ub)])
+        return (np.inf, reduced) if result is None else (float(result.fun), np.maximum(reduced, 0.0))
 
     def relax(self, budget_bytes: int) -> Relaxed | None:
         """The program without whole numbers; ``None`` if not even that fits."""
         windows = len(self.windows.spans)
         unit_seconds = max(float(self.seconds.max(initial=0.0)), 1e-30)
-        bounds = self._budget_bounds(budget_bytes)
-        result = solve_linear(
-            np.concatenate([self.seconds / unit_seconds, np.zeros(windows + 1)]),
-            A_eq=self.matrix,
-            b_eq=self._right_side(),
-            A_ub=self.shared,
-            b_ub=None if self.shared is None else np.ones(self.shared.shape[0]),
-            bounds=np.column_stack([bounds.lb, bounds.ub]),
-        )
+        aim = np.concatenate([self.seconds / unit_seconds, np.zeros(windows + 1)])
+        result, shares, reduced = self._optimum(aim, self._budget_bounds(budget_bytes), [])
         if result is None:
             return None
-        prices = -np.asarray(result.upper.marginals[self.columns : self.columns + windows], dtype=np.float64)
-        reduced = np.asarray(result.lower.marginals[: self.columns], dtype=np.float64)
+        prices = -np.asarray(result.upper.marginals[-windows - 1 : -1], dtype=np.float64)
         return Relaxed(
-            shares=np.asarray(result.x[: self.columns], dtype=np.float64),
+            shares=shares,
             seconds=float(result.fun) * unit_seconds,
             window_prices=np.maximum(prices, 0.0) * unit_seconds / self.unit_bytes,
             reduced_seconds=np.maximum(reduced, 0.0) * unit_seconds,
         )
+
+    def _optimum(
+        self, aim: Floats, bounds: Bounds, more: list[tuple[csr_array, Floats]]
+    ) -> tuple[OptimizeResult | None, Floats, Floats]:
+        """The optimum of the program without whole numbers, shares and reduced costs of all choices; ``more`` are other rows.
+
+        Of thousands of choices an optimum takes a few per region, and those for other budgets are much the same: so few are
+        put to work, and of the others those whose reduced costs say that they would help, until none would.
+        """
+        rows = more if self.shared is None else [*more, (self.shared, np.ones(self.shared.shape[0]))]
+        above = csc_array(vstack([row for row, _ in rows])) if rows else None
+        most = np.concatenate([right for _, right in rows]) if rows else None
+        at_work = self._at_work
+        while True:
+            at = np.concatenate([at_work, np.arange(self.columns, len(aim))])
+            # Row 2 keeps choices below 1: a bound of their own would take a part of their reduced costs.
+            upper = np.concatenate([np.full(len(at_work), np.inf), bounds.ub[self.columns :]])
+            result = solve_linear(
+                aim[at],
+                A_eq=self.matrix[:, at],
+                b_eq=self._right_side(),
+                A_ub=None if above is None else above[:, at],
+                b_ub=most,
+                bounds=np.column_stack([bounds.lb[at], upper]),
+            )
+            if result is None and len(at_work) < len(self._usable):
+                at_work = self._usable
+                continue
+            if result is None:
+                return None, np.zeros(self.columns), np.zeros(self.columns)
+            reduced = aim - self.matrix.T @ result.eqlin.marginals
+            if above is not None:
+                reduced -= above.T @ result.ineqlin.marginals
+            helping = self._joining(reduced, at_work)
+            if not len(helping):
+                break
+            at_work = np.union1d(at_work, helping)
+        shares = np.zeros(self.columns)
+        shares[at_work] = result.x[: len(at_work)]
+        self._at_work = np.union1d(self._at_work, np.flatnonzero(shares) if at_work is self._usable else at_work)
+        return result, shares, reduced[: self.columns]
+
+    def _joining(self, reduced: Floats, at_work: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Per region a few choices that would help most, of those that are not at work."""
+        helps = np.zeros(self.columns, dtype=np.bool_)
+        helps[self._usable] = reduced[self._usable] < -_HAIR
+        helps[at_work] = False
+        found = np.flatnonzero(helps)
+        found = found[np.lexsort((reduced[found], self._region_of[found]))]
+        _, first = np.unique(self._region_of[found], return_index=True)
+        rank = np.arange(len(found)) - np.repeat(first, np.diff([*first, len(found)]))
+        return found[rank < _JOINING]
 
     def _budget_bounds(self, budget_bytes: int) -> Bounds:
         """Row 4: what each window has room for under a budget."""
@@ -280,7 +324,7 @@ class ChoiceProblem:
     def _right_side(self) -> Floats:
         return np.concatenate([np.ones(len(self.effects)), np.zeros(len(self.windows.spans))])
 
-    def _rows(self) -> csr_array:
+    def _rows(self) -> csc_array:
         """Rows 2 and 3 over the columns z, load and last."""
         regions, windows = len(self.effects), len(self.windows.spans)
         window = np.arange(windows)
@@ -300,7 +344,7 @@ class ChoiceProblem:
             data.append(-changes[at, choice] / self.unit_bytes)
             first += len(choices)
         shape = (regions + windows, self.columns + windows + 1)
-        return coo_array((np.concatenate(data), (np.concatenate(rows), np.concatenate(columns))), shape=shape).tocsr()
+        return coo_array((np.concatenate(data), (np.concatenate(rows), np.concatenate(columns))), shape=shape).tocsc()
 
     def _shared_rows(self) -> csr_array | None:
         """Row 5 over the same columns, scaled so that each is at most 1; ``None`` where nothing is shared."""

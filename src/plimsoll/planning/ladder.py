@@ -19,7 +19,6 @@ import msgspec
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.planning.decisions import write_plan
-from plimsoll.planning.describe import describe_timeline
 from plimsoll.planning.family import S
 from plimsoll.planning.peaks import Forecast, ShapedPlan, ShapedPlans, ShapedStep
 from plimsoll.planning.replay_schedule import Unreachable
@@ -42,9 +41,7 @@ def rungs_of(planner: Planner) -> Iterator[Plan]:
             written = write_plan(simulation, planner.baseline, "auto", prices)
             floor_bytes = min(planner.floor.peak_bytes, simulation.peak_bytes)
             in_flight = planner.index.waiting + 1
-            yield msgspec.structs.replace(
-                written, floor_bytes=floor_bytes, timeline=describe_timeline(simulation), in_flight=in_flight
-            )
+            yield msgspec.structs.replace(written, floor_bytes=floor_bytes, in_flight=in_flight)
 
 
 @dataclass(frozen=True, slots=True)

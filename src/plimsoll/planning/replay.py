@@ -61,6 +61,12 @@ class Replay:
     buffers: list[BufferEvent] = field(default_factory=list)
     """Every buffer coming and going, in order."""
 
+    def has_rebuilt(self, instant: int) -> bool:
+        """Whether anything that was rebuilt is there at an instant, or was at its highest."""
+        levels = dict(self.levels)
+        before = [at for at in levels if at <= instant]
+        return bool(before) and levels[max(before)] > 0
+
 
 @dataclass(slots=True)
 class _Memory:

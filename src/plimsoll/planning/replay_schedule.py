@@ -119,6 +119,34 @@ def _recipe(graph: RegionGraph, targets: Iterable[int], stored: Set[int]) -> tup
     return ops, leaves
 
 
+def _bits(mask: int) -> list[int]:
+    """The places of the ones of a number, the lowest first."""
+    found = []
+    while mask:
+        lowest = mask & -mask
+        found.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return found
+
+
+def _recipes(graph: RegionGraph, stored: Set[int]) -> tuple[list[int], list[int]]:
+    """Per value the ops that rebuild it and the leaves that they read, as ones in a number; -1 where it cannot be rebuilt."""
+    ops_of, leaves_of = [-1] * len(graph.values), [0] * len(graph.values)
+    for value in stored:
+        ops_of[value], leaves_of[value] = 0, 1 << value
+    for op in graph.ops:
+        if op.obstacle or any(ops_of[read] < 0 for read in op.reads):
+            continue
+        ops, leaves = 1 << op.id, 0
+        for read in op.reads:
+            ops |= ops_of[read]
+            leaves |= leaves_of[read]
+        for write in op.writes:
+            if write not in stored:
+                ops_of[write], leaves_of[write] = ops, leaves
+    return ops_of, leaves_of
+
+
 def build_schedule(
     graph: RegionGraph,
     stored: Iterable[int],
@@ -142,7 +170,9 @@ def build_schedule(
     held = frozenset(stored) - away
     there = held | away
     gone = frozenset(dropped) | away
-    ran: set[int] = set()
+    # One walk for all slots: they share most of what their recipes run.
+    ops_of, leaves_of = _recipes(graph, there) if gone else ([], [])
+    ran = 0
     loaded: set[int] = set()
     parts: list[_Part] = []
     leaves: dict[int, tuple[int, ...]] = {}
@@ -151,11 +181,16 @@ def build_schedule(
         rebuilt = tuple(target for target in targets if target in gone)
         if not rebuilt:
             continue
-        ops, needs = _recipe(graph, rebuilt, there)
-        leaves[slot] = tuple(sorted(needs))
+        ops = needs = 0
+        for target in rebuilt:
+            if ops_of[target] < 0:
+                _recipe(graph, rebuilt, there)  # which says why
+            ops |= ops_of[target]
+            needs |= leaves_of[target]
+        leaves[slot] = tuple(_bits(needs))
         # What an op that has run already read is loaded already: only what is new, or a target, is needed now.
-        fresh = ops - ran
-        loads = (needs & away) - loaded
+        fresh = _bits(ops & ~ran)
+        loads = away.intersection(leaves[slot]) - loaded
         if loads:
             loads &= {read for op in fresh for read in graph.ops[op].reads} | set(rebuilt)
         parts.append(_Part(slot, rebuilt, _in_order(graph, fresh, loads)))
@@ -172,13 +207,13 @@ class _Part(NamedTuple):
     steps: tuple[tuple[int, int], ...]
 
 
-def _in_order(graph: RegionGraph, ops: set[int], loads: set[int]) -> tuple[tuple[int, int], ...]:
+def _in_order(graph: RegionGraph, ops: Sequence[int], loads: Set[int]) -> tuple[tuple[int, int], ...]:
     """Ops in program order, every load right before its first reader; what no op reads comes last."""
     if not loads:
-        return tuple((op, -1) for op in sorted(ops))
+        return tuple((op, -1) for op in ops)
     steps: list[tuple[int, int]] = []
     waiting = set(loads)
-    for op in sorted(ops):
+    for op in ops:
         due = sorted(waiting.intersection(graph.ops[op].reads))
         steps += [(NO_OP, value) for value in due]
         waiting.difference_update(due)

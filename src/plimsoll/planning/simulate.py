@@ -119,6 +119,14 @@ class StepReplays:
         cover = actual_cover(self.index, storage, self.linked)
         return merge([*cover, *self.holds[storage]]) if storage in self.holds else cover
 
+    def is_alive(self, storage: int, instant: int) -> bool:
+        """Whether a storage of the trace is alive at an instant, by itself or held for a region."""
+        for spans in (actual_cover(self.index, storage, self.linked), self.holds.get(storage, ())):
+            for start, stop in spans:
+                if start <= instant < stop:
+                    return True
+        return False
+
     def held(self) -> Ints:
         """Bytes per instant but for what replays make: what is there anyway, what is held, and what waits."""
         added = np.cumsum(_storage_changes(self))[:-1]
@@ -136,7 +144,7 @@ def _replayed(
     index: StepIndex, chain: Mapping[int, Choice], linked: Mapping[int, frozenset[int]], watch: int
 ) -> Replay:
     """The replay of a chain; those of single regions are kept, as plans for other budgets differ in few of them."""
-    if watch >= 0 or len(chain) > 1:
+    if len(chain) > 1:
         return replay(index, chain, linked, watch)
     [key] = chain.items()
     if key not in index.replays:
@@ -144,6 +152,8 @@ def _replayed(
             index.replays.clear()
         index.replays[key] = replay(index, chain, linked)
     known: Replay = index.replays[key]
+    if watch >= 0 and known.has_rebuilt(watch):
+        return replay(index, chain, linked, watch)
     return known
 
 
@@ -222,6 +232,8 @@ def _storage_changes(replays: StepReplays) -> Ints:
 
 def actual_cover(index: StepIndex, storage: int, linked: Mapping[int, frozenset[int]]) -> list[Span]:
     """Like ``StepIndex.covered``, but slots of dropped boundaries hold only until their region's forward ends."""
+    if not linked:
+        return index.covered(storage)
     spans = [index.life(storage)]
     for region, start, stop in index.forced_spans.get(storage, ()):
         call = index.views[region].call

@@ -17,7 +17,7 @@ import copy
 import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -29,7 +29,7 @@ from plimsoll.planning.bounds import LowerBound
 from plimsoll.planning.choice import Choice, Limits
 from plimsoll.planning.choices import ChoiceSet, generate_choices
 from plimsoll.planning.decisions import write_plan
-from plimsoll.planning.describe import describe_peak, describe_timeline
+from plimsoll.planning.describe import describe_peak
 from plimsoll.planning.explain import floor_error, limits_error, notes_about_forms, notes_about_peak, strategy_error
 from plimsoll.planning.integer_program import COARSE_GAP, EXACT_GAP, FINE_GAP, SMALL_COLUMNS, ChoiceProblem, Selection
 from plimsoll.planning.pins import Override, pin_choices, pin_values
@@ -94,7 +94,7 @@ def solve(
 def lowest_known(planner: Planner) -> Plan:
     """The plan with the lowest peak as it was found, for a step or two: of those with this peak it may not be the fastest."""
     floor, started = planner.floor, time.monotonic()
-    outcome = _Outcome(floor, Status.FEASIBLE, planner.baseline.seconds)
+    outcome = _Outcome(floor, Status.FEASIBLE, planner.baseline.seconds, is_stopgap=True)
     return _write(planner, outcome, floor.peak_bytes, "auto", floor.peak_bytes, started)
 
 
@@ -106,6 +106,8 @@ class _Outcome:
     status: Status
     lower_bound_seconds: float
     notes: tuple[str, ...] = ()
+    is_stopgap: bool = False
+    """Nobody asks what other budgets would take."""
 
 
 def _optimise(planner: Planner, room_bytes: int | None) -> _Outcome:
@@ -162,8 +164,7 @@ def _write(
         gap_of_overhead=gap / overhead if overhead > 0 else 0.0,
         gap_of_step=gap / baseline.seconds if baseline.seconds > 0 else 0.0,
         price_seconds_per_byte=float(window_prices.sum()),
-        timeline=describe_timeline(simulation),
-        frontier=planner.frontier(),
+        frontier=() if outcome.is_stopgap else planner.frontier(),
         notes=(*index.trace.notes, *index.forms.notes, *notes),
         solve_seconds=planner.build_seconds + time.monotonic() - started,
         predicted_error=math.sqrt(simulation.squared_error),
@@ -180,15 +181,6 @@ class BestStep:
     simulation: Simulation | None
     lower_seconds: float
     is_finished: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Rungs:
-    """The floor and the best simulated steps at the budgets of the ladder, as far as they are known."""
-
-    floor: Simulation | None = None
-    is_floor_proven: bool = False
-    by_budget: Mapping[int, Simulation] = field(default_factory=dict)
 
 
 class Planner:
@@ -226,18 +218,23 @@ class Planner:
         self._extremes = [self.loosest, self._run(families[0])]
         squared_error = self.limits.squared_error * _ERROR_ROOM**2
         self.sets: tuple[ChoiceSet, ...] = generate_choices(self.index, families, squared_error, known_choices)
+        self._bounds: dict[bool, LowerBound] = {}
+        self.floor: Simulation
+        self.is_floor_proven = False
+        self._rungs: dict[int, Simulation] = {}
+        self._known_rungs: dict[int, Simulation] = {}
         self.is_complete = all(choice_set.is_complete for choice_set in self.sets)
         self.problem = ChoiceProblem(self.index, self.sets, TIME_LIMIT_SECONDS, self.limits)
         # Programs that know every choice are solved to the end if they are small, or deep models would take minutes.
         is_small = self.is_complete and self.problem.columns <= SMALL_COLUMNS
         self.gap = EXACT_GAP if is_small else FINE_GAP
-        self._search(_Rungs())
+        self._search(None)
         self.build_seconds = time.monotonic() - started
 
     def heedless_of_error(self) -> Planner:
         """The same planner, for named strategies that are followed whatever error they cause; floor and ladder stay."""
         other = copy.copy(self)
-        other.limits = Limits(math.inf, self.limits.link_bytes)
+        other.limits, other._bounds = Limits(math.inf, self.limits.link_bytes), {}
         return other
 
     def relimited(self, limits: Limits) -> Planner:
@@ -248,19 +245,21 @@ class Planner:
         """
         started = time.monotonic()
         other = copy.copy(self)
-        other.limits = limits
+        other.limits, other._bounds = limits, {}
         other.problem = self.problem.relimited(limits, TIME_LIMIT_SECONDS)
         # What was best within wider limits and keeps to narrower ones is best within those.
-        other._search(self._rungs if limits.are_within(self.limits) else _Rungs())
+        other._search(self if limits.are_within(self.limits) else None)
         other.build_seconds = time.monotonic() - started
         return other
 
-    def _search(self, known: _Rungs) -> None:
-        """Floor and ladder under the limits, but for what is known already."""
+    def _search(self, known: Planner | None) -> None:
+        """The floor under the limits, but for what another planner of this step knows already."""
         if not self.allows(self.loosest):
             raise limits_error("the overrides together", self.loosest, self.limits)
         simulations = [s for s in self._extremes if self.allows(s)]
-        if known.floor is not None and self.allows(known.floor):
+        self._known_rungs = {} if known is None else {**known._known_rungs, **known._rungs}
+        self._rungs = {}
+        if known is not None and self.allows(known.floor):
             self.is_floor_proven = known.is_floor_proven
             simulations.append(known.floor)
         else:
@@ -270,8 +269,18 @@ class Planner:
                 simulations.append(self._run(_choices(found)))
                 simulations = [s for s in simulations if self.allows(s)]
         self.floor = min(simulations, key=lambda s: (s.peak_bytes, s.seconds))
-        self._rungs = _Rungs(self.floor, self.is_floor_proven, self._climb(known.by_budget))
-        self.ladder = [*simulations, *(s for s in self._rungs.by_budget.values() if self.allows(s))]
+        self._lowest = simulations
+
+    @property
+    def ladder(self) -> list[Simulation]:
+        """Plans at budgets from the floor to the unmanaged peak, and others that are known.
+
+        They are solved when they are first asked for: the first step under ``attach`` needs the floor alone.
+        """
+        if not self._rungs:
+            self.problem.deadline = time.monotonic() + TIME_LIMIT_SECONDS
+            self._rungs = self._climb(self._known_rungs)
+        return [*self._lowest, *filter(self.allows, self._rungs.values())]
 
     def allows(self, simulation: Simulation) -> bool:
         """Whether a simulated step keeps to the limits."""
@@ -326,7 +335,9 @@ class Planner:
             found: the solver's own run at this budget, whose bound counts where its choices are complete.
             boundaries: whether plans that drop region inputs are to be bounded too.
         """
-        bound = LowerBound(self.index, self.sets, self.limits, boundaries=boundaries).seconds(budget_bytes)
+        if boundaries not in self._bounds:
+            self._bounds[boundaries] = LowerBound(self.index, self.sets, self.limits, boundaries=boundaries)
+        bound = self._bounds[boundaries].seconds(budget_bytes)
         if self.is_complete and found is not None and not boundaries:
             bound = max(bound, self.index.base_seconds + found.lower_seconds)
         return bound

@@ -192,8 +192,7 @@ class StepPlanner:
 
     def lowest(self, error_scale: float = 1.0) -> Plan:
         """The plan with the lowest peak that there is."""
-        anyhow = self.solve(self.budget_bytes, error_scale=error_scale, raise_below_floor=False)
-        return self.solve(anyhow.floor_bytes, error_scale=error_scale)
+        return self.solve(self.lowest_for_now(error_scale).floor_bytes, error_scale=error_scale)
 
     def lowest_for_now(self, error_scale: float = 1.0) -> Plan:
         """As ``lowest``, for a step or two: nobody looks for the fastest plan with that peak."""

@@ -47,15 +47,12 @@ _REENTRANT_CHECKPOINT = internal("torch.utils.checkpoint.CheckpointFunction._bac
 class SlotBook:
     """The slots of one region call, or of all that lies outside of regions."""
 
-    def __init__(
-        self, tracer: StepTracer, is_parameter: Callable[[torch.Tensor], bool], *, holds_all: bool = False
-    ) -> None:
+    def __init__(self, tracer: StepTracer, is_parameter: Callable[[torch.Tensor], bool]) -> None:
         self.records: list[SlotRecord] = []
         self.order: list[int] = []
         self.is_parameter_slot: list[bool] = []
         self._tracer = tracer
         self._is_parameter = is_parameter
-        self._holds_all = holds_all
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -78,10 +75,9 @@ class SlotBook:
         self.records.append(SlotRecord(value=value, storage=storage, packed=tracer.tick))
         self.is_parameter_slot.append(is_parameter)
         with tracer.unseen():
-            is_value = tensor.dtype.is_floating_point and is_plain(tensor) and not is_parameter
-            can_stand_in = is_value and not self._holds_all
+            can_stand_in = tensor.dtype.is_floating_point and is_plain(tensor) and not is_parameter
             held = None if can_stand_in else tensor.detach()
-            if held is not None and value >= 0 and not self._holds_all and is_plain(tensor):
+            if held is not None and value >= 0 and is_plain(tensor):
                 copy = held.clone()  # whose strides are others where elements share memory
                 held = copy if copy.stride() == held.stride() else held
         return _Placeholder(self, len(self.records) - 1, Geometry.of(tensor), tensor.device, held, shell)
@@ -213,7 +209,7 @@ class RefusesHooks(Exception):
 
 
 class StepCapture:
-    """Runs one step under the tracer, with saved tensors dropped as they are saved (or held, with ``holds_saved``).
+    """Runs one step under the tracer, with saved tensors dropped as they are saved.
 
     What the modules ``left_alone`` save autograd holds as it does in training.
     """
@@ -227,12 +223,10 @@ class StepCapture:
         clock: OpClock | None = None,
         meter: WorkspaceMeter | None = None,
         progress: Callable[[float], None],
-        holds_saved: bool = False,
         left_alone: Mapping[str, nn.Module] = MappingProxyType({}),
     ) -> None:
         self._model = model
         self._left_alone = left_alone
-        self._holds_saved = holds_saved
         self._regions = regions
         self._loss = loss
         self._stack = ModuleStack()
@@ -246,7 +240,7 @@ class StepCapture:
             refilled=Gathered(model).tensors,
         )
         self._parameter_storages: frozenset[int] = frozenset()
-        self._outside = SlotBook(self.tracer, self._is_parameter, holds_all=holds_saved)
+        self._outside = SlotBook(self.tracer, self._is_parameter)
         self._logs: list[RegionLog] = []
         self._calls: dict[str, int] = {}
         self._running: RegionLog | None = None
@@ -352,7 +346,7 @@ class StepCapture:
             call=call,
             start=tracer.tick,
             sequence_start=sequence_number(),
-            book=SlotBook(tracer, self._is_parameter, holds_all=self._holds_saved),
+            book=SlotBook(tracer, self._is_parameter),
             leaves=leaves,
             value_reads=-tracer.value_reads,
         )

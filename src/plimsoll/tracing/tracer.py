@@ -21,10 +21,10 @@ from plimsoll.tracing.meters.timing import OpClock
 from plimsoll.tracing.meters.workspaces import WorkspaceMeter
 from plimsoll.tracing.recorder.calling import Call, call_tensors, flat_tensors
 from plimsoll.tracing.recorder.collectives import WITHOUT_ALIASES
-from plimsoll.tracing.recorder.opkey import dtype_name, op_spec
+from plimsoll.tracing.recorder.opkey import cost_key, dtype_name, op_spec
 from plimsoll.tracing.recorder.recorder import OpRecorder, RecordedOp, RecordedValue, Signature
 from plimsoll.tracing.recorder.storages import is_plain
-from plimsoll.tracing.torch_internals import current_autograd_node
+from plimsoll.tracing.torch_internals import current_autograd_node, is_storage_gone
 
 BUFFER = "buffer of "
 """The names of storages that only carry other tensors through a collective begin like this."""
@@ -78,7 +78,8 @@ class StepTracer(OpRecorder):
         self._refilled = refilled
         self._guarded: dict[int, torch.Tensor] = {}
         self._before_writes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._alive: list[int] = []
+        self._alive: dict[int, int] = {}
+        """Storages that may die, by their address."""
         self._first: dict[int, int] = {}
         self._clock = clock
         self._before_op = before_op
@@ -153,14 +154,11 @@ class StepTracer(OpRecorder):
         """Write down the storages that died since the last op, and those that were emptied or filled."""
         for name, tensor in self._refilled():
             self._note_size(name, tensor)
-        tick, is_alive = self.tick, self.table.is_alive
-        still: list[int] = []
-        for storage in self._alive:
-            if is_alive(storage):
-                still.append(storage)
-            else:
-                self.dies[storage] = tick
-        self._alive = still
+        # Before every op all that is alive is asked, some hundreds of storages: so no Python runs for each of them.
+        for address in list(filter(is_storage_gone, self._alive)):
+            storage = self._alive.pop(address)
+            self.table.let_go(storage)
+            self.dies[storage] = self.tick
 
     def _note_size(self, name: str, tensor: torch.Tensor) -> None:
         size = tensor.untyped_storage().nbytes()
@@ -174,7 +172,7 @@ class StepTracer(OpRecorder):
             self.values[self._first[storage]].name = f"unsharded parameter:{name}"
             # An op made it, the first time ever; else the op that comes now has met it first.
             made = self.born.pop(storage, -1)
-            self._alive = [other for other in self._alive if other != storage]
+            self._alive.pop(self.table.address(storage), None)
             self.fillings[storage] = [Filling(made if made >= 0 or not self.tick else self.tick, size)]
         elif size and lives[-1].dies >= 0:
             lives.append(Filling(self.tick, size))
@@ -201,7 +199,7 @@ class StepTracer(OpRecorder):
             self._on_node(context.node)
         for storage in op.births:
             self.born[storage] = before
-            self._alive.append(storage)
+            self._alive[self.table.address(storage)] = storage
 
     def _new_value(self, storage: int, tensor: torch.Tensor, origin: Origin, name: str, producer: int) -> int:
         if origin is Origin.EXTERNAL and storage not in self.born and storage not in self.fillings:
@@ -211,10 +209,38 @@ class StepTracer(OpRecorder):
             else:  # the backend made it on a thread of its own, and copies from it once the message is there
                 name = f"{BUFFER}{sender.name}"
                 self.born[storage] = self.tick
-                self._alive.append(storage)
+                self._alive[self.table.address(storage)] = storage
         fresh = super()._new_value(storage, tensor, origin, name, producer)
         self._first[storage] = fresh
         return fresh
+
+
+class OpTimer(StepTracer):
+    """Times the ops of a step whose structure is known: nothing else is written down, so that little runs between them."""
+
+    def _known(self, tensor: torch.Tensor) -> int:
+        return -1
+
+    def _open(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
+    ) -> RecordedOp:
+        return RecordedOp(-1, func, (), {}, (), name="", module="", cost_key=cost_key(func, args, kwargs))
+
+    def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
+        if signature.written_positions:
+            self._note_writes(args, kwargs, signature)
+        assert self._clock is not None
+        out, seconds = self._clock.time(lambda: op.func(*args, **kwargs))
+        self.timings.setdefault(op.cost_key, []).append(seconds)
+        return out
+
+    def _close(
+        self, op: RecordedOp, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
+    ) -> None:
+        pass
+
+    def note_deaths(self) -> None:
+        pass
 
 
 def register_statics(tracer: StepTracer, model: nn.Module, call: Call) -> frozenset[int]:

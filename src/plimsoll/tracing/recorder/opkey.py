@@ -1,6 +1,7 @@
 """Describes an op call: the key under which its cost is kept, its arithmetic and the bytes that it moves.
 
-The key holds the op, the dtype, sizes and strides of its tensors, and its constants: calls with equal keys cost the same.
+The key holds the op, the dtype, sizes and strides of its tensors, and its constants: calls with equal keys cost the same. Which
+fraction elementwise arithmetic scales by, or a drop rate, does not matter: blocks that differ in it alone are equal blocks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from plimsoll.tracing.recorder.calling import flat_tensors
 from plimsoll.tracing.recorder.collectives import argument_names, group_arguments, group_text
 
 _LONGEST_KEY = 512
+_ANY_FRACTION = frozenset(
+    f"aten::{name}{end}" for name in ("add", "sub", "rsub", "mul", "div", "bernoulli") for end in ("", "_")
+)
 _COLLECTIVES = "plimsoll"
 """The namespace of our stand-ins for collectives; each has an argument ``group``."""
 
@@ -60,15 +64,15 @@ def op_name(func: torch._ops.OpOverload) -> str:
 def cost_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The text under which the op's seconds are kept; the long ones (lists of hundreds of tensors) end in a hash."""
     groups = group_arguments(func)
-    named = "".join(
-        f";{name}={group_text(value) if name in groups else _describe(value)}"
-        for name, value in kwargs.items()
-        if value is not None
-    )
-    listed = (
-        group_text(value) if name in groups else _describe(value)
-        for name, value in zip(argument_names(func), args, strict=False)
-    )
+    takes_any = func._schema.name in _ANY_FRACTION
+
+    def described(name: str, value: Any) -> str:
+        if takes_any and isinstance(value, float) and not value.is_integer():
+            return "fraction"
+        return group_text(value) if name in groups else _describe(value)
+
+    named = "".join(f";{name}={described(name, value)}" for name, value in kwargs.items() if value is not None)
+    listed = (described(name, value) for name, value in zip(argument_names(func), args, strict=False))
     text = f"{func}({';'.join(listed)}{named})"
     if len(text) <= _LONGEST_KEY:
         return text

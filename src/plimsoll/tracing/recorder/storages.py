@@ -15,7 +15,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from plimsoll.tracing.local_tensors import is_wrapper, local_of
-from plimsoll.tracing.torch_internals import is_storage_gone
 
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by bytes, to look at bits."""
@@ -79,20 +78,19 @@ class StorageTable:
         self._ids[storage._cdata] = fresh
         return fresh
 
-    def is_alive(self, id_: int) -> bool:
-        """Whether anybody still holds the storage.
-
-        A dead one is let go here: its address may be used again from now on, and the table does not know it any more. (What
-        a weak reference holds is small, but it sits in the C library's heap between tensors and keeps their memory apart.)
-        """
+    def address(self, id_: int) -> int:
+        """Where a storage lies that the table has not let go of: what ``is_storage_gone`` asks about."""
         reference = self._references[id_]
-        if reference is None:
-            return False
-        if not is_storage_gone(reference.cdata):
-            return True
-        del self._ids[reference.cdata]
+        assert reference is not None
+        return int(reference.cdata)
+
+    def let_go(self, id_: int) -> None:
+        """Forget a storage that is dead: its address may be used again from now on.
+
+        What a weak reference holds is small, but it sits in the C library's heap between tensors and keeps their memory apart.
+        """
+        del self._ids[self.address(id_)]
         self._references[id_] = None
-        return False
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
