@@ -34,7 +34,7 @@ from plimsoll.planning.choice import Limits
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.effects import Effect
 from plimsoll.planning.highs import INFEASIBLE, LIMIT, NODES_SPENT, OPTIMAL, quiet, solve_linear
-from plimsoll.planning.rounding import QUICK, THOROUGH, Room, Taken, lower_peak, round_down, search_near
+from plimsoll.planning.rounding import QUICK, THOROUGH, Room, Taken, lower_peak, round_down, search_near, speed_up
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.windows import build_windows
 
@@ -184,7 +184,16 @@ class ChoiceProblem:
         return Selection(selection.effects, lower_seconds, selection.is_finished)
 
     def minimise_peak(self) -> Selection:
-        """The choices with the smallest peak: the relaxed smallest peak rounded, or a search where that is not close."""
+        """The choices with the smallest peak, and of those fast ones."""
+        found = self._lowest_peak()
+        if found.effects is None:
+            return found
+        taken = self._taken_of(found.effects)
+        room = Room(self.windows, self._peak_bytes(taken), self.limits)
+        return self._selection(speed_up(room, taken), found.lower_value, is_finished=found.is_finished)
+
+    def _lowest_peak(self) -> Selection:
+        """The relaxed smallest peak rounded, or a search where that is not close."""
         windows = len(self.windows.spans)
         aim = np.concatenate([np.zeros(self.columns + windows), [1.0]])
         window = np.arange(windows)

@@ -101,6 +101,13 @@ def round_down(room: Room, shares: Floats) -> Taken | None:
     return tuple(search.taken)
 
 
+def speed_up(room: Room, taken: Taken) -> Taken:
+    """The same combination with faster choices where the room allows them."""
+    search = _Search(room, list(taken))
+    search.improve()
+    return tuple(search.taken)
+
+
 def search_near(
     room: Room,
     reduced: Floats,
