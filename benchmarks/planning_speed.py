@@ -135,6 +135,7 @@ def solve_figures(name: str) -> dict[str, Any]:
     traced = trace_and_cost(TrainingTask.read(*model_and_batch(name)))
     start = time.process_time()
     planner = Planner(StepIndex(*traced))
+    assert planner.ladder, "it is solved when it is first asked for"
     build_seconds = time.process_time() - start
     low, high = planner.floor.peak_bytes, planner.baseline.peak_bytes
     each, gaps = [], []

@@ -25,12 +25,17 @@ OPTIMAL, LIMIT, INFEASIBLE, NODES_SPENT = 0, 1, 2, 4
 """Results as scipy numbers them."""
 
 
-def solve_linear(aim: Any, **program: Any) -> OptimizeResult | None:
-    """The optimum of a linear program in the words of `scipy.optimize.linprog`; ``None`` if nothing is feasible."""
+def solve_linear(aim: Any, *, may_give_up: bool = False, **program: Any) -> OptimizeResult | None:
+    """The optimum of a linear program in the words of `scipy.optimize.linprog`; ``None`` if nothing is feasible.
+
+    With ``may_give_up`` also if HiGHS cannot say: for those who look for a plan, and prove nothing by it.
+    """
     for how in ({"method": "highs"}, {"method": "highs", "options": {"presolve": False}}, {"method": "highs-ipm"}):
         result = linprog(aim, **program, **how)
         if result.status in (OPTIMAL, INFEASIBLE):
             break
+    if may_give_up and result.status not in (OPTIMAL, INFEASIBLE):
+        return None
     assert result.status in (OPTIMAL, INFEASIBLE), f"HiGHS: {result.message}"
     return result if result.status == OPTIMAL else None
 

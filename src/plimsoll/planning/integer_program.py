@@ -283,18 +283,20 @@ class ChoiceProblem:
         most = np.concatenate([right for _, right in rows]) if rows else None
         at_work = self._at_work
         while True:
+            are_all = len(at_work) == len(self._usable)
             at = np.concatenate([at_work, np.arange(self.columns, len(aim))])
             # Row 2 keeps choices below 1: a bound of their own would take a part of their reduced costs.
-            upper = np.concatenate([np.full(len(at_work), np.inf), bounds.ub[self.columns :]])
+            upper = np.concatenate([np.full(len(at_work), 1.0 if are_all else np.inf), bounds.ub[self.columns :]])
             result = solve_linear(
                 aim[at],
+                may_give_up=True,
                 A_eq=self.matrix[:, at],
                 b_eq=self._right_side(),
                 A_ub=None if above is None else above[:, at],
                 b_ub=most,
                 bounds=np.column_stack([bounds.lb[at], upper]),
             )
-            if result is None and len(at_work) < len(self._usable):
+            if result is None and not are_all:
                 at_work = self._usable
                 continue
             if result is None:
@@ -308,7 +310,7 @@ class ChoiceProblem:
             at_work = np.union1d(at_work, helping)
         shares = np.zeros(self.columns)
         shares[at_work] = result.x[: len(at_work)]
-        self._at_work = np.union1d(self._at_work, np.flatnonzero(shares) if at_work is self._usable else at_work)
+        self._at_work = np.union1d(self._at_work, np.flatnonzero(shares) if are_all else at_work)
         return result, shares, reduced[: self.columns]
 
     def _joining(self, reduced: Floats, at_work: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
