@@ -438,7 +438,9 @@ class Attachment(RemovedAtEnd):
             # Plans are discrete: less than what this one was off by may give the same plan again.
             off_bytes = peak_bytes - predicted_before_optimizer(planner.own(plan))
             self._overrun_bytes = 0 if self._shaped is not None else max(self._excess_bytes + over_bytes, off_bytes)
-            warn_of_overrun(peak_bytes, limit_bytes, cause, "the next step is planned with that taken off")
+            warn_of_overrun(
+                peak_bytes, limit_bytes, cause, "the next step is planned with that taken off, where a plan takes less"
+            )
 
     def _tighten(self, situation: Situation) -> None:
         """Plan anew for a step that took more than the budget, or that is about to: more of its forwards wait at once."""
