@@ -77,9 +77,12 @@ class JaxCall:
         return jax.tree.unflatten(self._out, results)
 
     def evaluate(self, plans: Sequence[RegionPlan], *arrays: Any) -> list[Any]:
-        """The function's results, with the regions checkpointed as planned; as it is if nothing is to be dropped."""
+        """The function's results, with the regions checkpointed as planned.
+
+        A scan is, even where the plan keeps all: left to itself jax stacks the derivative's own values as well.
+        """
         held: dict[int, Any] = dict(zip(self.program.inputs, arrays, strict=True))
-        by_name = {} if all(each.is_untouched for each in plans) else {each.name: each for each in plans}
+        by_name = {each.name: each for each in plans}
         for region in self.regions:
             plan = by_name.get(region.name)
             if plan is None or (plan.is_untouched and not region.is_scan):

@@ -100,7 +100,7 @@ def _places(program: ArrayProgram, moving: frozenset[int], first: int, stop: int
     narrow = _narrow_places(program, moving, first, stop)
     segments = list(itertools.pairwise(narrow))
     texts = [" ".join(_signature(program.nodes[a:b], program)) for a, b in segments]
-    start, period, count = _repeated(texts)
+    start, period, count = _repeated(texts, [_made_bytes(program, a, b) for a, b in segments])
     if count > 1:
         blocks = [narrow[start + period * number] for number in range(count + 1)]
         return sorted({first, *blocks, stop})
@@ -119,7 +119,7 @@ def _narrow_places(program: ArrayProgram, moving: frozenset[int], first: int, st
     last_read: dict[int, int] = {}
     for at, node in enumerate(program.nodes):
         last_read.update((value, at) for value in node.values)
-    last_read.update((output, len(program.nodes)) for output in program.outputs if isinstance(output, int))
+    # Results on their way out, such as moving averages, divide nothing.
     crossing: set[int] = set()
     found = [first]
     for at in range(first, stop):
@@ -131,16 +131,23 @@ def _narrow_places(program: ArrayProgram, moving: frozenset[int], first: int, st
     return [*found, stop]
 
 
-def _repeated(texts: Sequence[str]) -> tuple[int, int, int]:
-    """Start, period and count of the repetition that covers most of a sequence; the shortest period of those."""
-    best = (0, 1, 1)
+def _repeated(texts: Sequence[str], weights: Sequence[int]) -> tuple[int, int, int]:
+    """Start, period and count of the repetition that covers most of a sequence by weight; the shortest period of those.
+
+    Example:
+        >>> _repeated(["a", "a", "b", "c", "b", "c"], [1, 1, 5, 5, 5, 5])
+        (2, 2, 2)
+    """
+    best, most = (0, 1, 1), 0
     for period in range(1, len(texts) // 2 + 1):
         run = 0
         for at in range(period, len(texts)):
             run = run + 1 if texts[at] == texts[at - period] else 0
             count = run // period + 1
-            if count > 1 and count * period > best[1] * best[2]:
-                best = (at + 1 - count * period, period, count)
+            start = at + 1 - count * period
+            covered = sum(weights[start : at + 1])
+            if count > 1 and covered > most:
+                best, most = (start, period, count), covered
     return best
 
 

@@ -1,0 +1,107 @@
+"""Keras 3: its JAX trainer under a plan, and its torch backend as any other module."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax", reason="JAX is an extra: pip install torch-plimsoll[jax]")
+os.environ.setdefault("KERAS_BACKEND", "jax")
+keras = pytest.importorskip("keras", reason="Keras is an extra: pip install torch-plimsoll[keras]")
+
+from plimsoll.errors import InvalidOption, PlanMismatch  # noqa: E402
+from plimsoll.integrations import keras as pk  # noqa: E402
+
+ROWS, WIDTH, BLOCKS = 256, 16, 4
+
+
+def network(width: int = WIDTH) -> Any:
+    """Residual blocks with batch normalisation and dropout, compiled."""
+    keras.utils.set_random_seed(0)
+    given = x = keras.Input((width,))
+    for _ in range(BLOCKS):
+        h = keras.layers.Dense(4 * width, activation="gelu")(keras.layers.BatchNormalization()(x))
+        x = x + keras.layers.Dense(width)(keras.layers.Dropout(0.1)(h))
+    model = keras.Model(given, keras.layers.Dense(1)(x))
+    model.compile(optimizer=keras.optimizers.SGD(0.01), loss="mse")
+    return model
+
+
+def batch() -> tuple[np.ndarray, np.ndarray]:
+    x = np.linspace(-1, 1, ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)
+    return x, x.sum(1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Any:
+    return pk.plan(network(), *batch(), budget="1100KiB", device="laptop-CPU")
+
+
+def test_fit_follows_a_plan_and_ends_with_the_same_weights(plan: Any):
+    plain, managed = network(), network()
+    plain.fit(*batch(), batch_size=ROWS, epochs=2, verbose=0, shuffle=False)
+    with pk.apply(managed, plan):
+        managed.fit(*batch(), batch_size=ROWS, epochs=2, verbose=0, shuffle=False)
+    assert plan.predicted_peak_bytes <= 1100 * 1024
+    assert any(not region.is_untouched for region in plan.regions)
+    for a, b in zip(plain.get_weights(), managed.get_weights(), strict=True):
+        # Dropout and moving averages included: their state goes through the step.
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_afterwards_the_model_is_as_it_was(plan: Any):
+    model = network()
+    with pk.apply(model, plan):
+        assert "compute_loss_and_updates" in vars(model)
+    assert "compute_loss_and_updates" not in vars(model)
+
+
+def test_a_plan_for_another_model_is_refused_in_the_first_step(plan: Any):
+    keras.utils.set_random_seed(0)
+    other = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
+    other.compile(loss="mse")
+    with pk.apply(other, plan), pytest.raises(PlanMismatch):
+        other.fit(*batch(), verbose=0)
+
+
+def test_a_model_without_a_loss_is_refused():
+    bare = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
+    with pytest.raises(InvalidOption, match="no step of JAX"):
+        pk.plan(bare, *batch(), budget="1MiB")
+
+
+ON_TORCH = """
+import torch, keras, plimsoll
+keras.utils.set_random_seed(0)
+given = x = keras.Input((64,))
+for _ in range(2):
+    x = x + keras.layers.Dense(64)(keras.layers.Dense(256, activation="gelu")(keras.layers.LayerNormalization()(x)))
+model = keras.Model(given, keras.layers.Dense(1)(x))
+batch = torch.randn(256, 64)
+loss = lambda out: (out ** 2).mean()
+plan = plimsoll.plan(model, batch, strategy="full", loss=loss)
+loss(model(batch)).backward()
+wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+model.zero_grad()
+with plimsoll.apply(model, plan):
+    loss(model(batch)).backward()
+found = [p.grad for p in model.parameters() if p.grad is not None]
+assert len(wanted) == len(found) > 8 and all(torch.equal(a, b) for a, b in zip(wanted, found))
+assert any(not region.is_untouched for region in plan.regions), plan
+"""
+
+
+def test_on_the_torch_backend_the_engine_takes_a_keras_model_as_it_is():
+    finished = subprocess.run(
+        [sys.executable, "-c", ON_TORCH],
+        env={**os.environ, "KERAS_BACKEND": "torch"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stderr[-2000:]
