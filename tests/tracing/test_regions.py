@@ -120,6 +120,19 @@ def uncalled() -> nn.Module:
     return model
 
 
+def wrapping() -> nn.Module:
+    """Modules around one that refuses to have a length, as what torch.compile has wrapped does."""
+
+    class Lengthless(nn.Linear):
+        def __len__(self):
+            raise TypeError
+
+    model = nn.ModuleDict({"encoder": nn.Module(), "decoder": nn.Module()})
+    for child in model.values():
+        child.inner = Lengthless(4, 4)
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "regions"),
     [
@@ -130,8 +143,15 @@ def uncalled() -> nn.Module:
         ),
         (nn.ModuleDict({"encoder": zoo.Block(), "decoder": nn.Sequential(nn.Linear(4, 4))}), ["encoder", "decoder"]),
         (uncalled(), ["parts.0"]),
+        (wrapping(), ["encoder", "decoder"]),
     ],
-    ids=["a plain sequence: the whole", "torch's encoder", "no repeats: children with children", "no dead container"],
+    ids=[
+        "a sequence: the whole",
+        "torch's encoder",
+        "no repeats: children with children",
+        "no dead container",
+        "no length",
+    ],
 )
 def test_regions_of_a_model_without_lists_are_what_is_called(model: nn.Module, regions: list[str]):
     assert list(find_regions(model)) == regions

@@ -59,7 +59,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    return _has_parameters(module) and any(module.children())
+    return _has_parameters(module) and any(True for _ in module.children())  # a module may have a length, or refuse to
 
 
 def _matrix_count(module: nn.Module) -> int:
