@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+from xml.etree import ElementTree
+
 import msgspec
 import pytest
 
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.verdict import NormSummary
-from plimsoll.ui.document import DecisionMap, FrontierChart, MemoryChart, NormsChart
+from plimsoll.ui.document import Chart, CurvesChart, DecisionMap, FrontierChart, MemoryChart, NormsChart
 from plimsoll.ui.html.drawing import byte_scale, escape, shorten
-from plimsoll.ui.html.evidence_charts import draw_norms
-from plimsoll.ui.html.frontier_chart import NamedPoint, Plane, draw_frontier, place_names
+from plimsoll.ui.html.evidence_charts import draw_curves, draw_norms
+from plimsoll.ui.html.frontier_chart import draw_frontier
 from plimsoll.ui.html.map_chart import draw_map
 from plimsoll.ui.html.memory_chart import draw_memory
-from plimsoll.units import GIB, KIB, MIB
+from plimsoll.ui.html.page import _DRAW
+from plimsoll.ui.html.svg import WIDTHS, draw_svg
+from plimsoll.ui.views import view
+from plimsoll.units import GIB, KIB, MIB, format_bytes
 from samples import make_region
-from ui.pages.page_samples import make_full_comparison, make_full_plan, make_verdict
+from ui.pages.page_samples import full_page, make_full_comparison, make_full_plan, make_verdict
+
+CHARTS = [
+    element
+    for artifact in full_page()
+    for section in view(artifact).sections
+    for element in section.elements
+    if isinstance(element, Chart)
+]
 
 
 @pytest.fixture
@@ -133,31 +147,6 @@ def test_a_strategy_that_was_not_measured_is_no_point():
     assert peers["text"] == ["unmanaged", "none", "full"]
 
 
-POINT = NamedPoint("strategy", 50, 1.5)
-
-
-@pytest.mark.parametrize(
-    ("points", "curve", "budgets", "sides"),
-    [
-        ([NamedPoint("one", 50, 1.2), NamedPoint("two", 51, 1.2)], [], [], ["middle left", "middle right"]),
-        ([POINT], [], [], ["middle right"]),
-        ([POINT], [], [53], ["middle left"]),
-        ([POINT], [NamedPoint("", 52, 1.5), NamedPoint("", 100, 1.5)], [], ["middle left"]),
-    ],
-    ids=["neighbours", "alone", "beside the budget", "on a curve"],
-)
-def test_names_keep_off_their_neighbours_the_budget_and_the_curve(points, curve, budgets, sides: list[str]):
-    plane = Plane(byte_scale([100]), [0.0, 100.0], [1.0, 2.0])
-    assert place_names(points, [curve] if curve else [], budgets, plane) == sides
-
-
-def test_names_of_points_in_one_place_do_not_cover_each_other():
-    plane = Plane(byte_scale([100]), [0.0, 100.0], [1.0, 2.0])
-    points = [NamedPoint(name, 50, 1.5) for name in ("plan auto", "auto", "sqrt")]
-    curve = [NamedPoint("", 0, 1.7), NamedPoint("", 100, 1.3)]
-    assert len(set(place_names(points, [curve], [51], plane))) == 3
-
-
 @pytest.mark.parametrize(
     ("scale", "ticks"),
     [(1.0, ["0.1", "0.2", "0.5", "1", "2", "5", "10", "20", "50"]), (1e-9, ["1e-10", "2e-10", "5e-10"]), (0.0, None)],
@@ -191,6 +180,57 @@ def test_a_box_spans_the_middle_half_of_the_norms():
     quantiles = verdict.comparisons[0].baseline.quantiles
     found = [boxes[name][0] for name in ("lowerfence", "q1", "median", "q3", "upperfence")]
     assert found == list(quantiles[1:6])
+
+
+def test_the_step_without_a_plan_is_an_outline_where_the_plan_knows_it(plan: Plan):
+    timeline = tuple(msgspec.structs.replace(point, unmanaged_bytes=point.bytes + MIB) for point in plan.timeline)
+    data = draw_memory(MemoryChart(timeline, None)).figure["data"]
+    (outline,) = [trace for trace in data if trace.get("name") == "the whole step without a plan"]
+    assert outline["y"][0] == pytest.approx(data[-1]["y"][0] + 1, abs=1e-3)
+    assert len(draw_memory(memory_of(plan)).figure["data"]) == len(data) - 1
+
+
+def test_pulling_the_budget_tells_peak_cost_and_what_is_dropped_at_every_point(plan: Plan):
+    pulled = draw_frontier(FrontierChart([plan], [])).pulled
+    assert len(pulled) == len(plan.frontier)
+    assert pulled[0].startswith(f"A budget of {format_bytes(plan.frontier[0].peak_bytes)}: the step takes ")
+
+
+def boxes_of(picture: ElementTree.Element) -> list[tuple[float, float, float, float]]:
+    """Where its upright words stand, as far as their letters are as wide as most."""
+    found = []
+    for node in picture.iter("text"):
+        if "transform" not in node.attrib and node.get("class") != "letter":
+            words, x, y = "".join(node.itertext()), float(node.attrib["x"]), float(node.attrib["y"])
+            left = x - 6.0 * len(words) if node.get("text-anchor") == "end" else x
+            found.append((left, y - 10, left + 6.0 * len(words), y + 2))
+    return found
+
+
+@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.name)
+def test_pictures_are_well_formed_with_no_word_outside_or_on_another(chart: Chart):
+    pictures = ElementTree.fromstring(f"<both>{draw_svg(_DRAW[type(chart)](chart).figure)}</both>")
+    assert [picture.get("class") for picture in pictures] == list(WIDTHS)
+    for picture, width in zip(pictures, WIDTHS.values(), strict=True):
+        boxes = boxes_of(picture)
+        assert boxes
+        assert [box for box in boxes if box[0] < 0 or box[2] > width + 2] == []
+        pairs = itertools.combinations(boxes, 2)
+        assert [(a, b) for a, b in pairs if a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]] == []
+
+
+def test_a_picture_shows_names_letter_by_letter(plan: Plan):
+    picture = draw_svg(draw_map(DecisionMap(plan.regions)).figure)
+    words = "".join(ElementTree.fromstring(f"<both>{picture}</both>").itertext())
+    assert "<script>alert(1)</script>" in words
+    assert "<script" not in picture
+
+
+def test_numbers_without_a_place_are_left_out():
+    odd = (1.0, None, float("inf"), float("nan"), 1e308, 2.0)
+    picture = draw_svg(draw_curves(CurvesChart("loss", odd, odd)).figure)
+    assert "nan" not in picture
+    assert "inf" not in picture
 
 
 def test_one_axis_has_one_unit():

@@ -110,7 +110,7 @@ def test_text_needs_neither_torch_nor_rich():
     )
     loaded = done.stdout.decode().split()
     assert "plimsoll.ui.plain" in loaded
-    assert not {"torch", "rich", "plotly", "jinja2"} & set(loaded)
+    assert not {"torch", "rich", "jinja2"} & set(loaded)
 
 
 def test_names_with_brackets_are_shown_as_they_are():

@@ -112,7 +112,8 @@ class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes alive at one tick, by category.
 
     ``unmanaged_seconds`` is when the tick's op starts in the unmanaged step under the plan's costs: replays, codecs and
-    transfers are not in it (``None``: an older plan did not say).
+    transfers are not in it (``None``: an older plan did not say). ``unmanaged_bytes`` are the most that the unmanaged step has
+    alive around this tick, ``None`` where that was not asked for.
     """
 
     tick: int
@@ -120,6 +121,7 @@ class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     by_category: dict[str, int]
     unmanaged_seconds: float | None = None
+    unmanaged_bytes: int | None = None
 
     @property
     def phase(self) -> str:
@@ -165,8 +167,9 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """
 
     KIND: ClassVar[str] = "plan"
-    SCHEMA_VERSION: ClassVar[int] = 2
-    """2: regions carry their price, points of the timeline their seconds; files of 1 are read without."""
+    SCHEMA_VERSION: ClassVar[int] = 3
+    """3: points of the timeline carry the bytes of the unmanaged step. 2: regions carry their price, points their seconds.
+    Older files are read without."""
 
     schema_version: int = SCHEMA_VERSION
     status: Status

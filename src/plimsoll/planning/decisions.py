@@ -84,7 +84,7 @@ def write_plan(simulation: Simulation, baseline: Simulation, strategy: str, regi
         peak=describe_peak(simulation),
         baseline_peak=describe_peak(baseline),
         classes=classes_at_peak(simulation, curves),
-        timeline=describe_timeline(simulation, curves=curves),
+        timeline=describe_timeline(simulation, curves=curves, unmanaged=baseline),
         written=trace.written,
     )
 

@@ -114,11 +114,19 @@ def category_curves(simulation: Simulation) -> dict[str, Ints]:
 
 
 def describe_timeline(
-    simulation: Simulation, points: int = 400, *, curves: Mapping[str, Ints] | None = None
+    simulation: Simulation,
+    points: int = 400,
+    *,
+    curves: Mapping[str, Ints] | None = None,
+    unmanaged: Simulation | None = None,
 ) -> tuple[TimelinePoint, ...]:
     """The bytes over the step at no more than ``points`` ticks: the highest of each stretch, so the peak is in.
 
-    ``curves`` are the step's ``category_curves``, where they are known.
+    Args:
+        simulation: of the plan.
+        points: how many at most.
+        curves: the step's ``category_curves``, where they are known.
+        unmanaged: of the same step without a plan, to stand beside it.
     """
     trace = simulation.index.trace
     curves = curves or category_curves(simulation)
@@ -128,7 +136,8 @@ def describe_timeline(
     found = []
     for first in range(0, ticks, stretch):
         last = min(first + stretch, ticks)
-        part = simulation.curve[2 * first : 2 * last if last < ticks else None]
+        stretch_of_step = slice(2 * first, 2 * last if last < ticks else None)
+        part = simulation.curve[stretch_of_step]
         instant = 2 * first + int(np.argmax(part))
         tick = min(instant // 2, ticks - 1)
         found.append(
@@ -138,6 +147,7 @@ def describe_timeline(
                 bytes=int(simulation.curve[instant]),
                 by_category={name: int(curve[instant]) for name, curve in curves.items() if curve[instant]},
                 unmanaged_seconds=starts[tick],
+                unmanaged_bytes=None if unmanaged is None else int(unmanaged.curve[stretch_of_step].max()),
             )
         )
     return tuple(found)

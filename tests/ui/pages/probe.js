@@ -1,9 +1,8 @@
-// Runs in the tested page after its own script: waits for the charts, looks at them as a reader would, writes down what it saw.
-(async () => {
+// Runs in the tested page after its own script: looks at it as a reader would, and writes down what it saw.
+(() => {
   const seen = { errors: [] };
   addEventListener("error", (event) => seen.errors.push(event.message));
   const charts = [...document.querySelectorAll(".chart")];
-  while (charts.some((chart) => !chart.dataset.drawn)) await new Promise((done) => setTimeout(done, 20));
 
   const channel = (value) => { const c = value / 255; return c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
   const luminance = (colour) => {
@@ -16,55 +15,47 @@
   };
   const ground = getComputedStyle(document.documentElement).backgroundColor;
   const box = (node) => node.getBoundingClientRect();
-  const apart = (a, b) => a.right <= b.left || b.right <= a.left || a.bottom <= b.top || b.bottom <= a.top;
+  const apart = (a, b) => a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 4 || b.bottom <= a.top + 4;
 
   seen.isDark = luminance(ground) < 0.2;
   seen.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
   seen.resources = performance.getEntriesByType("resource").map((entry) => entry.name);
-  seen.lowestTextContrast = Math.min(...[...document.querySelectorAll("h1, h2, p, td, th, dt, dd, small, summary")]
+  seen.lowestTextContrast = Math.min(...[...document.querySelectorAll("h1, h2, p, td, th, dt, dd, small, summary, a")]
     .map((node) => contrast(getComputedStyle(node).color, ground)));
   seen.charts = Object.fromEntries(charts.map((chart) => {
-    const words = [...chart.querySelectorAll(
-      ".xtick text, .ytick text, .xtitle, .ytitle, .legendtext, .annotation-text, .textpoint text")]
-      .filter((node) => node.textContent);
-    const frame = box(chart);
-    const legend = chart.querySelector(".legend");
-    const title = chart.querySelector(".xtitle");
+    const pictures = [...chart.querySelectorAll("svg")].filter((picture) => box(picture).width);
+    const picture = pictures[0];
+    const frame = box(picture);
+    const words = [...picture.querySelectorAll("text:not(.letter)")];
+    const upright = words.filter((node) => !node.hasAttribute("transform"));
     return [chart.id, {
-      lines: chart.querySelectorAll(".scatterlayer .trace").length,
-      areas: [...chart.querySelectorAll(".scatterlayer .js-fill")].filter((n) => n.getAttribute("d")).length,
-      boxes: chart.querySelectorAll(".boxlayer .trace path.box").length,
-      bars: chart.querySelectorAll(".barlayer .point path").length,
-      grids: chart.querySelectorAll(".heatmaplayer image").length,
+      pictures: pictures.length,
+      shapes: picture.querySelectorAll("path").length,
+      cells: picture.querySelectorAll("rect").length,
       width: frame.width,
       words: words.map((node) => node.textContent),
       lowestContrast: Math.min(...words.map((node) => contrast(getComputedStyle(node).fill, ground))),
-      smallestWords: Math.min(...words.map((node) => parseFloat(getComputedStyle(node).fontSize))),
+      smallestWords: Math.min(...words.map((node) => parseFloat(getComputedStyle(node).fontSize) * picture.getScreenCTM().a)),
       cutWords: words.filter((node) => {
         const place = box(node);
-        return place.left < frame.left - 1 || place.right > frame.right + 1
-          || place.top < frame.top - 1 || place.bottom > frame.bottom + 1;
+        return place.left < frame.left - 3 || place.right > frame.right + 3
+          || place.top < frame.top - 3 || place.bottom > frame.bottom + 3;
       }).map((node) => node.textContent),
-      isLegendOnTitle: Boolean(legend && title && !apart(box(legend), box(title))),
+      overprinted: upright.flatMap((one, index) => upright.slice(index + 1)
+        .filter((other) => !apart(box(one), box(other))).map((other) => `${one.textContent} | ${other.textContent}`)),
     }];
   }));
+  seen.hints = [...document.querySelectorAll("#map-0 title")].map((node) => node.textContent).join(" ");
 
-  const settled = () => new Promise((done) => setTimeout(done, 300));
-  Plotly.Fx.hover("map-0", { xval: 1, yval: 0 });
-  await settled();
-  seen.hover = [...document.querySelectorAll("#map-0 .hovertext text")].map((node) => node.textContent).join(" ");
-  Plotly.Fx.unhover("map-0");
-
-  const paper = () => ({
-    closed: document.querySelectorAll("details:not([open])").length,
-    widest: Math.max(...charts.map((chart) => chart.querySelector(".main-svg").getBoundingClientRect().width)),
-  });
-  dispatchEvent(new Event("beforeprint"));
-  await settled();
-  seen.printed = paper();
-  dispatchEvent(new Event("afterprint"));
-  await settled();
-  seen.restored = paper();
+  const input = document.querySelector(".pull input");
+  const pull = (value) => {
+    input.value = value;
+    input.dispatchEvent(new Event("input"));
+    const points = [...document.querySelectorAll("#frontier-0 svg.wide .budget-point")];
+    return { words: document.querySelector(".pull output").textContent,
+      chosen: points.findIndex((point) => point.classList.contains("chosen")) };
+  };
+  seen.pulled = [pull(input.min), pull(input.max)];
 
   const result = document.createElement("script");
   result.type = "application/json";

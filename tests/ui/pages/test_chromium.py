@@ -19,7 +19,7 @@ from ui.pages.page_samples import HOSTILE, full_page
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PROBE = Path(__file__).with_name("probe.js").read_text(encoding="utf-8")
 DARK = "--blink-settings=preferredColorScheme=0"
-VIEWS = {"light": (1280, []), "dark and narrow": (500, [DARK])}
+VIEWS = {"light": (1280, []), "middle": (820, []), "dark and narrow": (500, [DARK])}
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no browser: apt-get install chromium")
 
@@ -72,22 +72,18 @@ def test_the_page_itself_writes_nothing_to_the_console_and_runs_no_foreign_scrip
     path.write_text(html, encoding="utf-8")
     dom, console = browse(path, profile)
     assert console == []
-    assert dom.count('data-drawn="true"') == 8
-    assert dom.count("<script>") == 2
+    assert dom.count("<svg ") == 16
+    assert dom.count("<script>") == 1
     assert "<img" not in dom
 
 
-def test_every_chart_is_drawn(view: dict[str, Any]):
+def test_every_chart_is_drawn_once(view: dict[str, Any]):
     charts = view["charts"]
-    assert charts["memory-0"]["areas"] == 5
-    assert charts["memory-0"]["lines"] == 6
-    assert charts["map-0"]["grids"] == 1
-    assert charts["frontier-0"]["lines"] == 3
-    assert charts["overhead-0"]["bars"] == 3
-    assert charts["norms-0"]["boxes"] == 8
-    for name in ("curves-0", "curves-1", "curves-2"):
-        assert charts[name]["lines"] == 2
-    assert all(300 < chart["width"] <= view["width"] for chart in charts.values())
+    assert charts["memory-0"]["shapes"] >= 6
+    assert charts["map-0"]["cells"] == 48
+    assert charts["overhead-0"]["cells"] == 3
+    assert charts["norms-0"]["cells"] == 8
+    assert all(chart["pictures"] == 1 and 300 < chart["width"] <= view["width"] for chart in charts.values())
 
 
 def test_nothing_is_fetched_and_nothing_fails(view: dict[str, Any]):
@@ -103,9 +99,9 @@ def test_text_can_be_read_on_its_ground(view: dict[str, Any]):
         assert chart["smallestWords"] >= 11
 
 
-def test_no_word_of_a_chart_is_cut_and_no_legend_lies_on_a_title(view: dict[str, Any]):
+def test_no_word_of_a_chart_is_cut_or_lies_on_another(view: dict[str, Any]):
     assert {name: chart["cutWords"] for name, chart in view["charts"].items() if chart["cutWords"]} == {}
-    assert not [name for name, chart in view["charts"].items() if chart["isLegendOnTitle"]]
+    assert {name: chart["overprinted"] for name, chart in view["charts"].items() if chart["overprinted"]} == {}
 
 
 def test_the_page_is_no_wider_than_its_window(view: dict[str, Any]):
@@ -113,12 +109,13 @@ def test_the_page_is_no_wider_than_its_window(view: dict[str, Any]):
 
 
 def test_hostile_names_are_shown_letter_by_letter(view: dict[str, Any]):
-    assert HOSTILE in view["charts"]["map-0"]["words"]
-    assert "in blocks.</script><img src=x onerror=alert(2)>.0" in view["hover"]
-    assert HOSTILE in view["hover"]
+    assert HOSTILE[:11] in "".join(view["charts"]["map-0"]["words"])  # as much as an axis has room for
+    if view["width"] > 700:
+        assert "in blocks.</script><img src=x onerror=alert(2)>.0" in view["hints"]
 
 
-def test_on_paper_everything_is_open_and_charts_fit_the_sheet(view: dict[str, Any]):
-    assert view["printed"] == {"closed": 0, "widest": 680}
-    assert view["restored"]["closed"] > 0
-    assert view["restored"]["widest"] <= view["width"]
+def test_pulling_the_budget_changes_the_words_and_the_marked_point(view: dict[str, Any]):
+    first, last = view["pulled"]
+    assert first["words"].startswith("A budget of ")
+    assert first["words"] != last["words"]
+    assert first["chosen"] != last["chosen"]

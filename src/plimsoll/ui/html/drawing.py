@@ -1,7 +1,7 @@
-"""What all charts share: a plotly figure as plain data, colours, names that fit an axis, one unit per axis.
+"""What all charts share: a figure as plain data, colours, names that fit an axis, one unit per axis.
 
 Colours of text, grid and lines are left to the page's style sheet, which knows light, dark and paper. Texts inside a figure
-are escaped here, because plotly reads tags in them; everything else is escaped by the page's template.
+are escaped here, because bold words and line breaks in them are tags; everything else is escaped by the page's template.
 
 Source of the colours: Okabe and Ito (2008), "Color Universal Design", without their yellow and black, which vanish on one of
 both grounds.
@@ -35,7 +35,7 @@ Trace = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """A chart as a page shows it: a plotly figure, and in words what it shows.
+    """A chart as a page shows it: a figure in plotly's words, and in plain words what it shows.
 
     ``lead`` stands above it, ``caption`` below; ``key`` has colour, letter, name and remark for each of its colours.
     """
@@ -45,13 +45,15 @@ class Drawing:
     lead: str = ""
     caption: str = ""
     key: Sequence[tuple[str, str, str, str]] = ()
+    pulled: Sequence[str] = ()
+    """What a slider beside the chart says at each of the points that are classed ``budget-point``."""
 
 
 def figure(traces: list[Trace], *, x: dict[str, Any], y: dict[str, Any], height: int = 380, **layout: Any) -> Trace:
     """A figure with a horizontal legend under it.
 
     Args:
-        traces: plotly traces.
+        traces: lines, areas, boxes, bars or a grid, in plotly's words; ``svg`` knows which.
         x: the horizontal axis, beyond what all axes share.
         y: the vertical axis.
         height: pixels.
@@ -86,7 +88,7 @@ def named_ticks(names: Sequence[str]) -> dict[str, Any]:
 
 
 def escape(text: str) -> str:
-    """A text that plotly shows letter by letter: it would read tags and entities in it.
+    """A text that a picture shows letter by letter: tags in it would be markup.
 
     Example:
         >>> escape("<b>layer</b>")

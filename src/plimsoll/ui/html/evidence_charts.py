@@ -81,7 +81,7 @@ def draw_norms(chart: NormsChart) -> Drawing:
 
 
 def _log_ticks(comparisons: Sequence[NormComparison]) -> Trace:
-    """Ticks at 1, 2 and 5 of each decade, or at decades where these are many: plotly's own lie on top of each other."""
+    """Ticks at 1, 2 and 5 of each decade, or at decades where these are many."""
     norms = [norm for entry in comparisons for side in (entry.baseline, entry.plan) for norm in side.quantiles[1:6]]
     positive = [norm for norm in norms if norm > 0 and math.isfinite(norm)]
     if not positive:

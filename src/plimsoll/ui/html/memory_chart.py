@@ -54,7 +54,8 @@ def draw_memory(chart: MemoryChart) -> Drawing:
     peak = max(points, key=lambda point: point.bytes)
     scale = byte_scale(point.bytes for point in points)
     budget_bytes = _drawn_budget(chart.budget_bytes, peak.bytes)
-    top = _HEADROOM * scale.of(max(peak.bytes, budget_bytes or 0))
+    highest = max(peak.bytes, budget_bytes or 0, *(point.unmanaged_bytes or 0 for point in points))
+    top = _HEADROOM * scale.of(highest)
     is_left = peak.tick - points[0].tick < points[-1].tick - peak.tick
     shapes, annotations = _phases(points)
     if budget_bytes is not None:
@@ -67,7 +68,7 @@ def draw_memory(chart: MemoryChart) -> Drawing:
     above = f" The budget, {format_bytes(chart.budget_bytes or 0)}, lies above the chart." if is_hidden else ""
     return Drawing(
         figure=figure(
-            [*_areas(points, scale), _total(points, scale)],
+            [*_areas(points, scale), *_unmanaged(points, scale), _total(points, scale)],
             x={"title": {"text": "operation of the training step"}, "range": [points[0].tick, points[-1].tick]},
             y={"title": {"text": f"memory, {scale.unit}"}, "range": [0, top]},
             height=440,
@@ -105,6 +106,23 @@ def _areas(points: Sequence[TimelinePoint], scale: Scale) -> list[dict[str, Any]
             "hoverinfo": "skip",
         }
         for category in names
+    ]
+
+
+def _unmanaged(points: Sequence[TimelinePoint], scale: Scale) -> list[dict[str, Any]]:
+    """The outline of the step without a plan, where the plan knows it."""
+    if any(point.unmanaged_bytes is None for point in points):
+        return []
+    return [
+        {
+            "type": "scatter",
+            "name": "the whole step without a plan",
+            "x": [point.tick for point in points],
+            "y": [scale.of(point.unmanaged_bytes or 0) for point in points],
+            "mode": "lines",
+            "line": {"width": 1.5, "shape": "hv", "color": GREY, "dash": "dash"},
+            "hoverinfo": "skip",
+        }
     ]
 
 

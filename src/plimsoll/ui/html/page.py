@@ -1,6 +1,6 @@
-"""Makes one HTML page of documents about one model: charts, style and scripts inside, nothing fetched from anywhere.
+"""Makes one HTML page of documents about one model: charts, style and a script inside, nothing fetched from anywhere.
 
-The page forbids itself the network, and every script but its own two, by a Content-Security-Policy: even a name that slipped
+The page forbids itself the network, and every script but its own, by a Content-Security-Policy: even a name that slipped
 through all escaping could neither load nor run anything.
 """
 
@@ -20,6 +20,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from plimsoll.artifacts.files import write_whole
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.store import Artifact, Reportable
 from plimsoll.errors import InvalidReport, PlanMismatch
 from plimsoll.ui.document import (
@@ -35,16 +37,19 @@ from plimsoll.ui.document import (
     NormsChart,
     Paragraph,
     PartsChart,
+    Place,
     Section,
     Subject,
+    Tone,
 )
 from plimsoll.ui.html.drawing import Drawing
 from plimsoll.ui.html.evidence_charts import draw_curves, draw_norms, draw_parts
 from plimsoll.ui.html.frontier_chart import draw_frontier
 from plimsoll.ui.html.map_chart import draw_map
 from plimsoll.ui.html.memory_chart import draw_memory
+from plimsoll.ui.html.svg import draw_svg, legend
 from plimsoll.ui.views import view
-from plimsoll.units import format_bytes
+from plimsoll.units import format_bytes, format_more
 
 _DRAW: Mapping[type, Callable[[Any], Drawing]] = {
     MemoryChart: draw_memory,
@@ -56,12 +61,34 @@ _DRAW: Mapping[type, Callable[[Any], Drawing]] = {
 }
 _MOST_TIMES = 20
 """A page has room for so many times the rows that a terminal shows."""
+_COLUMNS = {
+    "regions": "calls of the model's blocks that are decided alike",
+    "held until backward": "bytes that stay on the device from forward to backward",
+    "replay": "seconds of running operations again in backward",
+    "held as": "the codec or the link",
+    "held bytes": "what stays on the device of a compressed or moved value",
+    "seconds a step": "what bringing the value back costs",
+    "why": "the reason in terms of the price of memory",
+    "engine": "what served the region: recipe runs single operations again, keep holds everything",
+    "step time ×": "multiple of the unmanaged step",
+    "over the unmanaged step": "extra time as a share of the unmanaged step",
+    "kurtosis": "how heavy the tails of the norms are",
+    "spikes": "steps whose norm lies far above the median",
+    "shift": "how far the plan's distribution lies from the baseline's",
+    "cosine": "of the angle between both gradients",
+    "gain": "length of the plan's gradient by that of the baseline's",
+    "busy": "share of the time in which the device worked",
+    "of peak": "share of the bandwidth that the device can have",
+    "freed per ms": "bytes that each millisecond of recomputing frees",
+    "grad. error": "relative error of the gradient",
+}
+"""What a column means whose name does not say it."""
 
 
 def report(artifacts: Artifact | Sequence[Artifact], path: str | Path) -> None:
     """Write one HTML page about one model: memory over time, decisions, time against peak, evidence.
 
-    The page needs no network and no server; it weighs about 5 MiB, nearly all of it the drawing library.
+    The page needs no network, no server and no script: charts are pictures inside of it. It weighs some hundred KiB.
 
     Args:
         artifacts: a plan, receipt, comparison, verdict, finding or advice, or several about one model and batch.
@@ -107,7 +134,60 @@ def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
     sources = names or [f"the {artifact.KIND}" for artifact in artifacts]
     for one, other in itertools.combinations(zip(sources, documents, strict=True), 2):
         _refuse_other(one[0], one[1].about, other[0], other[1].about)
-    return _render(_Page(documents))
+    return _render(_Page(_set_apart(artifacts, documents), _numbers(artifacts, documents)))
+
+
+def _is_about(receipt: Receipt, plan: Plan) -> bool:
+    """Whether a receipt is the evidence for this plan, as far as it says."""
+    same = receipt.strategy == plan.strategy and receipt.budget_bytes == plan.budget_bytes
+    return same and receipt.predicted_peak_bytes in (None, plan.predicted_peak_bytes)
+
+
+def _set_apart(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> list[Document]:
+    """Receipts of plans that are not on the page come last, in no colour, and say whose they are."""
+    plans = [artifact for artifact in artifacts if isinstance(artifact, Plan)]
+    own: list[Document] = []
+    others: list[Document] = []
+    for artifact, document in zip(artifacts, documents, strict=True):
+        if not plans or not isinstance(artifact, Receipt) or any(_is_about(artifact, plan) for plan in plans):
+            own.append(document)
+            continue
+        limit = "no budget" if artifact.budget_bytes is None else f"budget {format_bytes(artifact.budget_bytes)}"
+        mark = f" of another plan ({artifact.strategy}, {limit})"
+        moved = [dataclasses.replace(part, title=part.title + mark, place=Place.DETAIL) for part in document.sections]
+        source = f"{document.source}{mark}"
+        about = dataclasses.replace(document.about, budget_bytes=None)
+        others.append(dataclasses.replace(document, source=source, about=about, tone=Tone.NEUTRAL, sections=moved))
+    return [*own, *others]
+
+
+def _numbers(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> list[tuple[str, str, str]]:
+    """What a page about a plan begins with: name, figure, and where the figure is from."""
+    plan = next((artifact for artifact in artifacts if isinstance(artifact, Plan)), None)
+    if plan is None:
+        return []
+    about = [(a, d) for a, d in zip(artifacts, documents, strict=True) if isinstance(a, Receipt) and _is_about(a, plan)]
+    receipt, words = about[0] if about else (None, None)
+    peak, before, cost, is_measured = (
+        plan.predicted_peak_bytes,
+        plan.baseline_peak_bytes,
+        plan.predicted_overhead,
+        False,
+    )
+    if receipt is not None and receipt.measured_peak_bytes and receipt.measured_baseline_peak_bytes:
+        peak, before, is_measured = receipt.measured_peak_bytes, receipt.measured_baseline_peak_bytes, True
+    is_timed = receipt is not None and bool(receipt.measured_seconds and receipt.measured_baseline_seconds)
+    if receipt is not None and receipt.measured_seconds and receipt.measured_baseline_seconds:
+        cost = receipt.measured_seconds / receipt.measured_baseline_seconds - 1
+    exact = "equal bit for bit" if receipt is not None and receipt.is_bit_equal else ""
+    limit = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+    gradients = "not verified yet" if words is None else exact or str(words.word).replace("_", " ").lower()
+    return [
+        ("peak", f"{format_bytes(before)} → {format_bytes(peak)}", "measured" if is_measured else "predicted"),
+        ("cost", f"{format_more(cost)} time", "measured" if is_timed else "predicted"),
+        ("gradients", gradients, "by the receipt" if words else "plimsoll verify compares them"),
+        ("budget", limit, f"plan {plan.strategy}, {plan.status}"),
+    ]
 
 
 def _refuse_other(source: str, about: Subject, other_source: str, other: Subject) -> None:
@@ -141,6 +221,7 @@ class _Page:
     """What the template asks for."""
 
     documents: Sequence[Document]
+    numbers: Sequence[tuple[str, str, str]]
 
     @property
     def title(self) -> str:
@@ -216,12 +297,22 @@ class _Drawn:
     name: str
     drawing: Drawing
 
+    @property
+    def pictures(self) -> Markup:
+        """The chart as SVG."""
+        return Markup(draw_svg(self.drawing.figure))
+
+    @property
+    def key(self) -> Sequence[tuple[str, str, str, str]]:
+        """What its colours mean."""
+        return self.drawing.key or legend(self.drawing.figure)
+
 
 def _render(page: _Page) -> str:
     """Everything on a page is text: it is escaped by the template, and nowhere before."""
     names: Counter[str] = Counter()
     sections = [(section.title, list(_drawn(section.elements, names))) for section in page.sections]
-    library, script = (_library(), _source("page.js")) if names else ("", "")
+    script = _source("page.js") if names else ""
     environment = Environment(
         loader=PackageLoader("plimsoll.ui.html", "templates"), autoescape=True, undefined=StrictUndefined
     )
@@ -229,9 +320,9 @@ def _render(page: _Page) -> str:
         page=page,
         sections=sections,
         most_times=_MOST_TIMES,
-        policy=_policy((library, script) if names else ()),
+        policy=_policy([script] if names else []),
         style=Markup(_source("page.css")),
-        library=Markup(library),
+        columns=_COLUMNS,
         script=Markup(script),
     )
 
@@ -251,12 +342,6 @@ def _drawn(elements: Iterable[Element], names: Counter[str]) -> Iterator[object]
 def _source(name: str) -> str:
     """A file that ships beside the template."""
     return Path(__file__).with_name("templates").joinpath(name).read_text(encoding="utf-8")
-
-
-def _library() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())
 
 
 def _policy(scripts: Sequence[str]) -> str:
