@@ -21,7 +21,7 @@ def compiler_options() -> dict[str, str]:
     """What ``jax.jit(..., compiler_options=...)`` needs for a plan to hold in code without loops.
 
     On a CPU XLA removes the barriers that ``jax.checkpoint`` puts up, and then finds that what is computed again is there
-    already. Elsewhere, and inside of ``lax.scan``, nothing is needed.
+    already. Inside of ``lax.scan`` nothing is needed; other devices than a CPU get no option.
     """
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else {}
 

@@ -97,12 +97,17 @@ class PlanSearch:
     def _told(self, found: Plan, taken: int, budget_bytes: int | None) -> Plan:
         """A plan with what XLA reported of it."""
         excess = taken - found.predicted_peak_bytes
+        # The solver's bound knows nothing of what holding takes.
+        gap = max(found.predicted_seconds - found.lower_bound_seconds, 0.0)
+        overhead = found.predicted_seconds - found.baseline_seconds
         unmanaged = sum(region.repeats * region.reading.residual_bytes for region in self.call.regions)
         note = f"compiled: XLA reports {format_bytes(taken)}, the model said {format_bytes(found.predicted_peak_bytes)}"
         return msgspec.structs.replace(
             found,
             framework=FRAMEWORK,
             status=Status.FEASIBLE,
+            gap_of_overhead=gap / overhead if overhead > 0 else 0.0,
+            gap_of_step=gap / found.baseline_seconds if found.baseline_seconds > 0 else 0.0,
             budget_bytes=budget_bytes,
             predicted_peak_bytes=taken,
             floor_bytes=min(taken, max(found.floor_bytes + excess, 0)),
