@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import hashlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,15 +177,18 @@ def _numbers(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> li
     )
     if receipt is not None and receipt.measured_peak_bytes and receipt.measured_baseline_peak_bytes:
         peak, before, is_measured = receipt.measured_peak_bytes, receipt.measured_baseline_peak_bytes, True
-    is_timed = receipt is not None and bool(receipt.measured_seconds and receipt.measured_baseline_seconds)
+    source = "predicted"
     if receipt is not None and receipt.measured_seconds and receipt.measured_baseline_seconds:
-        cost = receipt.measured_seconds / receipt.measured_baseline_seconds - 1
+        before_seconds = receipt.measured_baseline_seconds
+        cost = receipt.measured_seconds / before_seconds - 1
+        spread = math.hypot(receipt.measured_spread_seconds, receipt.measured_baseline_spread_seconds) / before_seconds
+        source = f"measured, ± {spread:.1%}; {format_more(plan.predicted_overhead)} predicted"
     exact = "equal bit for bit" if receipt is not None and receipt.is_bit_equal else ""
     limit = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     gradients = "not verified yet" if words is None else exact or str(words.word).replace("_", " ").lower()
     return [
         ("peak", f"{format_bytes(before)} → {format_bytes(peak)}", "measured" if is_measured else "predicted"),
-        ("cost", f"{format_more(cost)} time", "measured" if is_timed else "predicted"),
+        ("cost", f"{format_more(cost)} time", source),
         ("gradients", gradients, "by the receipt" if words else "plimsoll verify compares them"),
         ("budget", limit, f"plan {plan.strategy}, {plan.status}"),
     ]
