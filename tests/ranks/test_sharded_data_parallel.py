@@ -161,7 +161,8 @@ def test_steps_that_plan_run_beside_what_reduces_gradients_in_the_users_way(habi
 def test_gradients_that_wait_for_the_last_micro_batch_are_within_the_budget_or_told_of(habits, four, layout):
     for rank in habits if layout == "fsdp2" else four:
         found = rank["micro-batches"]
-        assert found["measured"] <= found["budget"]
+        is_told = any("more than the budget" in said for said in found["said"])
+        assert found["measured"] <= (1 + WITHIN_A_BUFFER * is_told) * found["budget"]  # gloo's threads may hold one on
         assert found["metered"] >= {(True, False), (True, True)}  # one between the first and the last, and the last
         for peaks in found["trial"]:  # a first one finds nothing that waits, in a later one it is there
             assert peaks.first_peak_bytes < peaks.peak_bytes
