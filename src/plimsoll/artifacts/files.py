@@ -32,6 +32,8 @@ _PATIENCE_SECONDS = 1.5
 _MOST_PATIENCE_SECONDS = 60.0
 """So long a pipe that somebody writes to may stay silent."""
 _PIECE = MIB
+_MOST_RATIO = 50
+"""Traces and plans are packed to a tenth or a thirtieth; a file of zeros to a thousandth."""
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -58,7 +60,8 @@ def read_file(path: Path, limits: ReadLimits) -> bytes:
         with _opened(path) as file:
             content = b"".join(_pieces(file, limits.most_bytes))
         if content.startswith(_GZIP_MAGIC):
-            content = b"".join(_limited(gzip.GzipFile(fileobj=io.BytesIO(content)), limits.most_bytes))
+            most_bytes = min(limits.most_bytes, 64 * MIB + _MOST_RATIO * len(content))
+            content = b"".join(_limited(gzip.GzipFile(fileobj=io.BytesIO(content)), most_bytes))
         return content
     except (EOFError, zlib.error) as error:
         raise FileRefused(f"it is packed with gzip, and damaged or cut off: {error}") from error

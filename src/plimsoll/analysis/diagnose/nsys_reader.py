@@ -37,7 +37,7 @@ _NODE_NAME = re.compile(r"autograd::engine::evaluate_function: |\w+Backward\d*$"
 _VERSION = re.compile(r"_v\d+$|_ptsz$|_ptds$")
 _COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
 _THREAD_BITS = 24
-_PATIENCE_SECONDS = 5.0
+_PATIENCE_SECONDS = 2.0
 _SLOWEST_BYTES_PER_SECOND = 1e6
 """An export is read at twenty times that."""
 _STEPS = 100_000
