@@ -21,9 +21,10 @@ jax = pytest.importorskip("jax", reason="JAX is an extra: pip install torch-plim
 import jax.numpy as jnp  # noqa: E402
 
 from plimsoll.integrations import jax as pj  # noqa: E402
-from plimsoll.integrations import jax_names, jax_program  # noqa: E402
-from plimsoll.integrations.jax_regions import find_regions  # noqa: E402
-from plimsoll.integrations.jax_trace import value_name  # noqa: E402
+from plimsoll.integrations.jax.names import evaluate, naming  # noqa: E402
+from plimsoll.integrations.jax.program import trace_program  # noqa: E402
+from plimsoll.integrations.jax.regions import find_regions  # noqa: E402
+from plimsoll.integrations.jax.trace import value_name  # noqa: E402
 
 WIDTH, LAYERS, ROWS = 32, 6, 256
 
@@ -95,7 +96,7 @@ def test_of_two_equal_operations_one_is_held_and_the_other_runs_again():
 
     weights = jnp.stack([jnp.eye(WIDTH)] * 3)
     plan = pj.plan(twice, weights, BATCH, budget=None, device=DEVICE)
-    program, _ = jax_program.trace_program(twice, weights, BATCH)
+    program, _ = trace_program(twice, weights, BATCH)
     loop = next(region for region in find_regions(program, [True, False]) if region.is_scan)
     first, second = (n.writes[0] for n in loop.part.nodes if n.name == "tanh")
     for kept, ran in (((first, second), 2), ((second,), 3), ((), 4)):
@@ -111,12 +112,12 @@ def test_of_two_equal_operations_one_is_held_and_the_other_runs_again():
 
 def test_the_derivative_of_an_exponential_reads_the_named_result():
     """JAX differentiates ``exp`` through its own result, which a name put behind it would miss."""
-    program, _ = jax_program.trace_program(jnp.exp, BATCH)
+    program, _ = trace_program(jnp.exp, BATCH)
     [exp] = program.nodes
 
     def named(x: jax.Array) -> jax.Array:
         policy = jax.checkpoint_policies.save_only_these_names("it")
-        run = lambda x: jax_names.evaluate(program, [x], jax_names.naming({exp.writes[0]: "it"}))[0]  # noqa: E731
+        run = lambda x: evaluate(program, [x], naming({exp.writes[0]: "it"}))[0]  # noqa: E731
         return jax.checkpoint(run, policy=policy)(x).sum()
 
     assert str(jax.make_jaxpr(jax.grad(named))(BATCH)).count("= exp") == 1
@@ -134,9 +135,7 @@ def test_blocks_without_a_loop_are_regions_and_are_computed_again():
 def test_all_operations_belong_to_exactly_one_region():
     for function, params in ((scanned, parameters()), (unrolled, layers())):
         leaves, tree = jax.tree.flatten(params)
-        program, _ = jax_program.trace_program(
-            lambda *p, f=function, t=tree: f(jax.tree.unflatten(t, p), BATCH), *leaves
-        )
+        program, _ = trace_program(lambda *p, f=function, t=tree: f(jax.tree.unflatten(t, p), BATCH), *leaves)
         regions = find_regions(program, [True] * len(leaves))
         places = [region.first for region in regions] + [regions[-1].stop]
         assert places == sorted(set(places))

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from plimsoll.integrations.jax_program import ArrayProgram, Node, active_values, is_float, shape_of, take, trace_program
+from plimsoll.integrations.jax.program import ArrayProgram, Node, active_values, is_float, shape_of, take, trace_program
 
 _PRODUCTS_AND_SHAPES = (
     "dot_general conv_general_dilated add sub mul div neg reshape transpose broadcast_in_dim convert_element_type slice "

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from plimsoll.integrations.jax_program import ArrayProgram, Node, active_inputs_of_scan, active_values, body_of, part_of
-from plimsoll.integrations.jax_reading import Reading
+from plimsoll.integrations.jax.program import ArrayProgram, Node, active_inputs_of_scan, active_values, body_of, part_of
+from plimsoll.integrations.jax.reading import Reading
 
 _AT_MOST = 16
 """Regions among operations that do not repeat."""

@@ -9,8 +9,8 @@ import msgspec
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import BudgetBelowFloor
-from plimsoll.integrations.jax_call import JaxCall
-from plimsoll.integrations.jax_trace import TracedStep
+from plimsoll.integrations.jax.call import JaxCall
+from plimsoll.integrations.jax.trace import TracedStep
 from plimsoll.planning.solve import Planner, lowest_known, solve
 from plimsoll.units import format_bytes, format_bytes_up
 

@@ -15,10 +15,10 @@ import numpy as np
 from plimsoll.artifacts.costs import Costs, OpCost
 from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
-from plimsoll.integrations.jax_program import ArrayProgram
-from plimsoll.integrations.jax_reading import is_shape_only
-from plimsoll.integrations.jax_regions import Region
-from plimsoll.integrations.jax_seconds import Clock
+from plimsoll.integrations.jax.program import ArrayProgram
+from plimsoll.integrations.jax.reading import is_shape_only
+from plimsoll.integrations.jax.regions import Region
+from plimsoll.integrations.jax.seconds import Clock
 from plimsoll.planning.choices import prices_of
 from plimsoll.planning.cut import Network, Offers, solve_cuts
 from plimsoll.planning.step import StepIndex

@@ -11,10 +11,10 @@ import numpy as np
 from plimsoll.artifacts.decision import Decision
 from plimsoll.artifacts.plan import Plan, RegionPlan
 from plimsoll.errors import PlanMismatch
-from plimsoll.integrations.jax_names import evaluate, naming, run_nodes
-from plimsoll.integrations.jax_program import ArrayProgram, is_float, take, trace_program
-from plimsoll.integrations.jax_regions import Region, find_regions
-from plimsoll.integrations.jax_trace import fingerprint, value_name
+from plimsoll.integrations.jax.names import evaluate, naming, run_nodes
+from plimsoll.integrations.jax.program import ArrayProgram, is_float, take, trace_program
+from plimsoll.integrations.jax.regions import Region, find_regions
+from plimsoll.integrations.jax.trace import fingerprint, value_name
 
 
 def compiler_options() -> dict[str, str]:

@@ -27,10 +27,10 @@ import msgspec
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import InvalidOption, PlanMismatch
-from plimsoll.integrations.jax_call import JaxCall, compiler_options
-from plimsoll.integrations.jax_search import FRAMEWORK, PlanSearch
-from plimsoll.integrations.jax_seconds import Clock, RooflineClock, TimedClock, key_of_shapes
-from plimsoll.integrations.jax_trace import trace_step
+from plimsoll.integrations.jax.call import JaxCall, compiler_options
+from plimsoll.integrations.jax.search import FRAMEWORK, PlanSearch
+from plimsoll.integrations.jax.seconds import Clock, RooflineClock, TimedClock, key_of_shapes
+from plimsoll.integrations.jax.trace import trace_step
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.solve import Planner
 from plimsoll.planning.step import StepIndex

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from plimsoll.artifacts.costs import CostSource
 from plimsoll.artifacts.trace import OpSpec
-from plimsoll.integrations.jax_program import ArrayProgram, FixedArray, Node, aval_bytes, shape_of
-from plimsoll.integrations.jax_reading import flops_of, is_fused, is_shape_only
+from plimsoll.integrations.jax.program import ArrayProgram, FixedArray, Node, aval_bytes, shape_of
+from plimsoll.integrations.jax.reading import flops_of, is_fused, is_shape_only
 from plimsoll.planning.costing.devices import Device
 from plimsoll.planning.costing.roofline import roofline_seconds
 

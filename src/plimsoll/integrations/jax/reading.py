@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
-from plimsoll.integrations.jax_names import MARK, joined
-from plimsoll.integrations.jax_program import ArrayProgram, Node, active_values
+from plimsoll.integrations.jax.names import MARK, joined
+from plimsoll.integrations.jax.program import ArrayProgram, Node, active_values
 
 _VIEWS = "broadcast_in_dim reshape squeeze expand_dims iota stop_gradient name copy rev slice transpose split"
 _SHAPES = frozenset(_VIEWS.split())
