@@ -26,7 +26,6 @@ from launching import refused
 from plimsoll.artifacts.base import to_json
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import RankMissing
-from plimsoll.session import agreement
 from plimsoll.session.rendezvous import conversation
 from plimsoll.session.rendezvous.exchange import Meeting
 from plimsoll.session.rendezvous.world import find_participants
@@ -137,7 +136,7 @@ def differing_facts(model: nn.Module, batch: torch.Tensor) -> dict[str, Outcome]
         patch.setattr(torch, "__version__", mine(torch.__version__, "1.0"))
         found["torch"] = failing(plan())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "version", lambda name: mine("1.0", "2.0"))
+        patch.setattr(plimsoll, "__version__", mine("1.0", "2.0"))
         found["plimsoll"] = failing(plan())
     return found
 

@@ -173,7 +173,9 @@ class LowerBound:
         rows, room = [], []
         exits = np.array([region.frame.exit for region in self.regions])
         starts = np.array([region.frame.start for region in self.regions])
-        sends = np.array([region.source_share > 0 or region.buffer_share > 0 for region in self.regions])
+        sends = np.array(
+            [region.source_share > 0 or region.buffer_share > 0 for region in self.regions], dtype=np.bool_
+        )
         at, waiting = self.index.handover, self.index.waiting
         waits = waiting * ((exits <= at) & (at < starts))
         for a, b in itertools.pairwise(ordered):
