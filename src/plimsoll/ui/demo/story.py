@@ -193,10 +193,10 @@ def prepare(setup: DemoSetup, budget: str, on_stage: Progress) -> Preparation:
     model = make_model(setup)
     optimizer = make_optimizer(model, setup)
     batch = _batches(setup).draw()
-    plan = plimsoll.plan(model, batch, budget, optimizer=optimizer, progress=on_stage)
-    # One step makes the optimizer's state, so that the receipt measures it as well.
+    # One step makes the optimizer's state, so that plan and receipt measure it as well, where regions are recorded too.
     take_step(model, optimizer, batch, Run())
     optimizer.zero_grad(set_to_none=True)
+    plan = plimsoll.plan(model, batch, budget, optimizer=optimizer, progress=on_stage)
     receipt = plimsoll.verify(model, batch, plan, optimizer=optimizer, steps=VERIFIED_STEPS, progress=on_stage)
     return Preparation(plan=plan, receipt=receipt, parameters=sum(p.numel() for p in model.parameters()))
 
