@@ -72,9 +72,8 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in output_tensors(made):
-            for part in dense_parts(
-                tensor
-            ):  # a DTensor itself has a storage of the global size, which nobody allocates
+            # A DTensor itself has a storage of the global size, which nobody allocates.
+            for part in dense_parts(tensor):
                 if has_storage(part):
                     self._note(part.untyped_storage())
         return made

@@ -41,9 +41,8 @@ class Partitioner(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Partitioned:
         gm.graph = fx_graph_cse(gm.graph)  # torch does it next; done first, what is marked here is what it partitions
         self.mark(gm.graph, **options)
-        with functorch_config.patch(
-            activation_memory_budget=1.0
-        ):  # set since the plan was made, it would decide as well
+        # A budget of torch's own that was set since the plan was made would decide as well.
+        with functorch_config.patch(activation_memory_budget=1.0):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
         self.finish(backward)
         return forward, backward

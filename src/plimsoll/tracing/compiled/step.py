@@ -278,9 +278,8 @@ class _Piece:
                     open_.remove(match)
                     self.storage_of[node] = match.id
                     storages[match.id] = msgspec.structs.replace(match, born=self.ticks[self.maker[node]])
-                elif (
-                    phase is Phase.BACKWARD
-                ):  # added to a gradient, or moved into a bucket, once the graph has returned it
+                elif phase is Phase.BACKWARD:
+                    # Added to a gradient, or moved into a bucket, once the graph has returned it.
                     last = max(self.ticks[kernel] for kernel in graph.kernels if kernel.is_backward)
                     self._add(node, self.maker[node], category=Category.GRADIENT, dies=last + 1)
 

@@ -2,8 +2,7 @@
 
 Progress is a live bar on stderr; without a terminal, a line now and then.
 
-Exit codes: 0 all is well; 1 verification failed; 2 bad input; 3 the budget is below the floor; 4 a replay did not match;
-130 interrupted.
+What exit codes mean stands in ``commands.EXIT_CODES``.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def exit_codes(*, is_json: bool = False, speaks: bool = True) -> Iterator[None]:
         speaks: write it at all: of several ranks with one error, one does.
 
     Raises:
-        typer.Exit: with the code that the module's docstring lists.
+        typer.Exit: with the code of the error, see ``commands.EXIT_CODES``.
     """
     try:
         with _writable_stdout(), no_exits():
