@@ -147,6 +147,36 @@ def test_a_budget_gives_every_stage_a_plan_that_keeps_to_it(tmp_path: Path):
     assert load_any(tmp_path / "estimate.json") == found
 
 
+def test_stages_are_cut_as_given_and_the_verdict_names_both_the_device_and_the_budget():
+    found = on_gpu(layout="pp=2,micro-batches=4,stages=1,3", budget="60MiB")
+    assert [stage.regions for stage in found.stages] == ["model.layers.0", "model.layers.1–3"]
+    shown = str(found)
+    assert " of 79.1 GiB; of these its tensors " in shown
+    assert "of a budget of 60.0 MiB" in shown
+    with pytest.raises(InvalidLayout, match="does not cut 4 blocks into 2 stages"):
+        on_gpu(layout="pp=2,micro-batches=4,stages=1,2")
+
+
+def test_one_rank_idles_in_no_pipeline_and_may_ask_for_zero():
+    found = on_gpu(layout="zero=1,micro-batches=3")
+    assert not any("idle" in note for note in found.notes)
+    assert bytes_of(found, "parameters") == bytes_of(on_gpu(), "parameters")
+    assert any("shards nothing" in note for note in found.notes)
+
+
+def test_mfu_is_also_given_as_published_figures_count_it():
+    found = on_gpu(precision="fp32")
+    speed, facts = found.throughput, found.facts
+    assert facts.parameters is not None
+    assert facts.layers is not None
+    assert facts.hidden is not None
+    per_token = 6 * facts.parameters + 12 * facts.layers * facts.hidden * 256
+    assert speed.tokens_per_second is not None
+    assert speed.published_mfu == pytest.approx(per_token * speed.tokens_per_second / 989.4e12)
+    assert " as published figures count)" in str(found)
+    assert on_gpu(device="cpu", precision="fp32").throughput.published_mfu is None
+
+
 def test_a_budget_that_nothing_reaches_is_said_not_to_fit():
     found = on_gpu(budget="2MiB")
     assert found.does_fit is False

@@ -94,7 +94,9 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     """Speed of the whole job. ``tokens_per_second`` is ``None`` for models that do not count tokens.
 
     ``mfu`` is the share of the devices' dense peak that the model's own arithmetic reaches (recomputation does not count as
-    arithmetic of the model); ``relative_error`` holds for all of these.
+    arithmetic of the model); ``relative_error`` holds for all of these. ``published_mfu`` is what papers and frameworks print:
+    6 per parameter and token and 12 per layer, width and position of attention, of the dense peak in 16 bits, whatever type
+    the arithmetic is done in; ``None`` where the model is no plain transformer of text or the device has no such peak.
     """
 
     step_seconds: float
@@ -104,6 +106,7 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     relative_error: float
     basis: Basis
     note: str = ""
+    published_mfu: float | None = None
 
 
 class SwitchSetting(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What a training job is made of: how it is spread over ranks, its precision and the sizes of its model.
+"""What a training job is made of: how it is spread over ranks, its precision, its techniques and the sizes of its model.
 
 The dimensions of a layout have the names of the field: ``dp`` data, ``tp`` tensor, ``cp`` context, ``pp`` pipeline, ``ep``
 expert parallelism. A step runs on ``dp * tp * cp * pp`` ranks; expert parallelism divides the experts among ranks of the
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+from collections.abc import Iterator
 
 import msgspec
 
@@ -34,13 +35,31 @@ class PipelineSchedule(enum.StrEnum):
     ZERO_BUBBLE = "zero-bubble"
 
 
+class StageRule(enum.StrEnum):
+    """Who decides how many blocks each stage of a pipeline gets.
+
+    ``BLOCKS``: as many each, the first and the last stage fewer where they do not divide. ``COST``: the slowest stage as
+    fast as can be, embedding and head counted. The others do what a framework does by itself: nanotron weighs the blocks and
+    the head by their parameters, Megatron-Core wants as many in each stage (``MEGATRON_BOTH``: with its
+    ``account_for_embedding_in_pipeline_split`` and ``account_for_loss_in_pipeline_split``), torchtitan counts embedding
+    and head as one block each.
+    """
+
+    BLOCKS = "blocks"
+    COST = "cost"
+    NANOTRON = "nanotron"
+    MEGATRON = "megatron"
+    MEGATRON_BOTH = "megatron-embedding-loss"
+    TORCHTITAN = "torchtitan"
+
+
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Degrees of parallelism of one training step; the default is one rank.
 
     ``zero`` is the stage of ZeRO within the data-parallel ranks (and the context-parallel ones): 0 replicates everything, 1
     shards the optimizer state, 2 also gradients, 3 also parameters (what FSDP does). ``micro_batches`` run one after the
     other before the optimizer steps: gradient accumulation, or what is in a pipeline's flight. ``virtual_stages`` are the
-    stages per rank of an interleaved schedule.
+    stages per rank of an interleaved schedule. ``cut`` says how blocks are dealt out to stages: a rule, or their numbers.
     """
 
     dp: int = 1
@@ -53,6 +72,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     virtual_stages: int = 1
     micro_batches: int = 1
+    cut: StageRule | tuple[int, ...] = StageRule.BLOCKS
 
     @property
     def ranks(self) -> int:
@@ -78,6 +98,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         if self.pp > 1:
             degrees.append(f"schedule={self.schedule.value}")
             degrees += [f"virtual={self.virtual_stages}"] if self.virtual_stages > 1 else []
+            if self.cut is not StageRule.BLOCKS:
+                cut = self.cut.value if isinstance(self.cut, StageRule) else ",".join(map(str, self.cut))
+                degrees.append(f"stages={cut}")
         degrees += [f"micro-batches={self.micro_batches}"] if self.micro_batches > 1 else []
         return ",".join(degrees) or "one rank"
 
@@ -157,6 +180,80 @@ def parse_precision(text: str | Precision | None) -> Precision | None:
         why=f"known are {', '.join(known)}",
         next=f"try {' or '.join(map(repr, close))}" if close else "take one of these",
     )
+
+
+class Techniques(msgspec.Struct, frozen=True, kw_only=True):
+    """Techniques by their keys; what is empty, 0 or ``False`` is not used.
+
+    ``gradients``: the type in which they are accumulated and reduced, where it is not that of the parameters (``fp32``).
+    ``reduce``: FSDP's ``reduce_dtype`` under ``fsdp-bf16`` (``fp32`` by default). ``loss``: ``chunked`` (head and loss in
+    pieces, ``plimsoll.chunked``), ``fused`` (one kernel that leaves the gradient in the place of the logits),
+    ``fused-linear`` (both), ``vocabulary-parallel`` (what tensor parallelism does here anyway).
+    """
+
+    gradients: str = ""
+    reduce: str = ""
+    loss: str = ""
+    optimizer_in_backward: bool = False
+    tf32: bool = False
+
+    def __str__(self) -> str:
+        parts = []
+        for name, value in msgspec.structs.asdict(self).items():
+            if value:
+                key = name.replace("_", "-")
+                parts.append(
+                    key if value is True else f"{key}={'+'.join(value) if isinstance(value, tuple) else value}"
+                )
+        return ",".join(parts)
+
+
+_VALUES = {
+    "gradients": ("fp32",),
+    "reduce": ("fp32", "bf16"),
+    "loss": ("chunked", "fused", "fused-linear", "vocabulary-parallel"),
+}
+"""Keys that take one of these words."""
+_FLAGS = ("optimizer-in-backward", "tf32")
+"""Keys that stand alone."""
+_KEYS = (*_VALUES, *_FLAGS)
+
+
+def read_techniques(text: str | Techniques) -> Techniques:
+    """Techniques from text, keys with commas between them.
+
+    Raises:
+        InvalidOption: an unknown key or value, or a key twice.
+
+    Example:
+        >>> read_techniques("gradients=fp32, loss=fused-linear").loss
+        'fused-linear'
+    """
+    if isinstance(text, Techniques):
+        return text
+    return msgspec.convert({key.replace("-", "_"): value for key, value in _entries(text)}, Techniques)
+
+
+def _entries(text: str) -> Iterator[tuple[str, str | bool]]:
+    seen: set[str] = set()
+    for part in text.split(",") if text.strip() else ():
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if key not in _KEYS or key in seen:
+            close = difflib.get_close_matches(key, _KEYS, n=2, cutoff=0.4)
+            raise InvalidOption(
+                f"{key} is given twice." if key in seen else f"No technique is called {key!r}.",
+                why="only one value can hold" if key in seen else f"there are {', '.join(_KEYS)}",
+                next=f"try {' or '.join(close)}" if close and key not in seen else "give each of them once",
+            )
+        seen.add(key)
+        if bool(equals) is (key in _FLAGS) or (equals and value not in _VALUES[key]):
+            known = "alone" if key in _FLAGS else f"{key}={' or '.join(_VALUES[key])}"
+            raise InvalidOption(
+                f"{part.strip()} means nothing.",
+                why=f"{key} is a word that stands alone" if key in _FLAGS else f"{key} wants one of its values",
+                next=f"write {known}, or leave it out",
+            )
+        yield key, value or True
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from plimsoll.estimator.allocator_sim.allocator import AllocatorSettings, simula
 from plimsoll.estimator.budget import RankMemory, budget_items, framework_items, kernel_items
 from plimsoll.estimator.lowering import SwitchedModel, lower
 from plimsoll.estimator.parallelism.layouts import layout_notes
+from plimsoll.estimator.parallelism.members import stage_counts
 from plimsoll.estimator.parallelism.rank import sharding_notes
 from plimsoll.estimator.parallelism.stages import split_stages
 from plimsoll.estimator.pipeline_schedule.orders import held_bytes, pipeline_orders
@@ -33,7 +34,7 @@ from plimsoll.estimator.pipeline_schedule.timeline import (
 from plimsoll.estimator.rank_estimates import KnownChoices, Rank, Setting, StageOfRank, decide_rank
 from plimsoll.estimator.trace_cache import TracedTarget
 from plimsoll.planning.costing.links import Collective, collective_seconds, group_of
-from plimsoll.planning.costing.roofline import peak_flops_per_second
+from plimsoll.planning.costing.roofline import peak_flops_per_second, roofline_costs
 from plimsoll.planning.describe import allocation_events, classes_at_peak, describe_peak, waiting_bytes
 from plimsoll.planning.what_if.chunked_loss import peak_with_chunked_loss
 from plimsoll.units import format_bytes, format_seconds
@@ -96,7 +97,10 @@ class EstimateJob:
     def _ranks(self) -> list[list[StageOfRank]]:
         """The stages of every rank of the pipeline, first to last."""
         layout, setting = self.layout, self.setting
-        cut = split_stages(self.trace, layout)
+        counts = stage_counts(
+            self.trace, layout, self.facts, lambda: roofline_costs(self.trace, setting.device, layout)
+        )
+        cut = split_stages(self.trace, layout, counts=counts)
         flights = held_bytes(self.orders, [1] * len(cut))  # all stages of a rank together, where it has several
         return [
             [StageOfRank(setting, cut[stage], flights[position]) for stage in range(position, len(cut), layout.pp)]
@@ -233,9 +237,21 @@ class EstimateJob:
             samples_per_second=samples / step_seconds,
             tokens_per_second=None if tokens is None else tokens / step_seconds,
             mfu=model_flops * replicas / (step_seconds * peak) if peak else None,
+            published_mfu=self._published_mfu(None if tokens is None else tokens / step_seconds),
             relative_error=ROOFLINE_ERROR,
             basis=Basis.MODELLED,
         )
+
+    def _published_mfu(self, tokens_per_second: float | None) -> float | None:
+        """The MFU by the formula of papers: 6 N + 12 L H Q T per token, of the dense peak in 16 bits."""
+        facts, peaks = self.facts, self.setting.device.peak_flops_per_second
+        sizes = (facts.active_parameters or facts.parameters, facts.layers, facts.hidden, facts.sequence)
+        peak = peaks.get("bf16", peaks.get("f16", 0.0))
+        if tokens_per_second is None or not peak or None in sizes:
+            return None
+        parameters, layers, hidden, sequence = (each or 0 for each in sizes)
+        flops = 6 * parameters + 12 * layers * hidden * sequence * self.layout.cp
+        return flops * tokens_per_second / (self.layout.ranks * peak)
 
     def _notes(self, ranks: list[Rank], timeline: PipelineTimeline) -> list[str]:
         """What the figures do not show by themselves."""
@@ -254,7 +270,7 @@ class EstimateJob:
                 f"logits and loss in chunks (plimsoll.chunked.chunk_loss) would take {format_bytes(head.peak_bytes - chunked)} "
                 f"off the {format_bytes(ranks[-1].peak_bytes)} of the rank that holds the head"
             )
-        if timeline.bubble_share > 0:
+        if self.layout.pp > 1:
             notes.append(f"ranks idle in the pipeline {timeline.bubble_share:.1%} of the time")
         return notes
 

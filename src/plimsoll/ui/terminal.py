@@ -128,13 +128,18 @@ _BAR_COLUMNS = 16
 class _Words:
     """Text that breaks between words, and where it has to within a name, behind a dot or another sign; never elsewhere.
 
-    Lines after the first are indented by ``hang`` columns.
+    Lines after the first are indented by ``hang`` columns. With ``is_headline`` it stays on one line in a file or a pipe, where
+    programs look for it.
     """
 
     text: Text
     hang: int = 0
+    is_headline: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.is_headline and not console.is_terminal:
+            yield Text.assemble(self.text, no_wrap=True, overflow="ignore")
+            return
         start, column = 0, 0
         for piece in _PIECE.finditer(self.text.plain):
             is_first = start == 0
@@ -163,7 +168,7 @@ def render_document(document: Document, *, with_details: bool = False) -> Render
     """Headline, sections, notes."""
     title = Text.assemble((document.source, "bold"), f" {document.subject}: ", (document.word, _STYLES[document.tone]))
     parts: list[RenderableType] = [
-        _Words(title, hang=2),
+        _Words(title, hang=2, is_headline=True),
         *(_indented(Text(line, style="dim")) for line in document.lines),
     ]
     for section in document.sections:

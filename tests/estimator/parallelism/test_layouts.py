@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plimsoll.artifacts.job import Layout, ModelFacts, PipelineSchedule
+from plimsoll.artifacts.job import Layout, ModelFacts, PipelineSchedule, StageRule
 from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.parallelism.layouts import check_layout, layout_notes, read_layout
 
@@ -61,7 +61,11 @@ def test_what_a_layout_prints_is_read_back(layout: Layout):
         ("pp=2,virtual=2", "virtual=2 with schedule=1f1b"),
         ("pp=2,schedule=interleaved", "one stage per rank"),
         ("pp=4,schedule=interleaved,virtual=2,micro-batches=10", "write micro-batches=8 or 12"),
-        ("zero=2", "zero=2 with one data-parallel rank"),
+        ("stages=cost", "there is no pipeline"),
+        ("pp=4,stages=9,8,8", "says how many blocks 3 stages have"),
+        ("pp=4,stages=megatorn", "No rule for stages is called 'megatorn'.*\n.*\n.*try megatron"),
+        ("pp=4,stages=", "No rule for stages is called ''"),
+        ("pp=4,4", "pp=4,4 is no degree"),
         ("zero=4,dp=2", "zero=4 does not exist"),
         ("dp=4,cp=3,ep=5", "ep=5 does not divide the 12 data-parallel ranks.*\n.*\n.*ep=2 or 3 or 4 or 6 or 12"),
     ],
@@ -69,6 +73,23 @@ def test_what_a_layout_prints_is_read_back(layout: Layout):
 def test_layouts_that_mean_nothing_are_refused(text: str, message: str):
     with pytest.raises(InvalidLayout, match=message):
         read_layout(text)
+
+
+def test_stages_are_given_by_a_rule_or_by_their_numbers_and_read_back():
+    given = read_layout("pp=4, stages=9, 8,8,7 ,dp=2, schedule=gpipe")
+    assert given.cut == (9, 8, 8, 7)
+    assert given.dp == 2
+    assert given.schedule is PipelineSchedule.GPIPE
+    assert read_layout(str(given)) == given
+    for rule in StageRule:
+        named = read_layout(f"pp=4,stages={rule.value}")
+        assert named.cut is rule
+        assert read_layout(str(named)) == named
+
+
+def test_sharding_over_one_rank_is_allowed_and_said_to_do_nothing():
+    (note,) = layout_notes(read_layout("zero=2"))
+    assert "shards nothing" in note
 
 
 def test_a_layout_made_by_hand_is_checked_as_well():

@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 from collections import Counter
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import steps
-from plimsoll.artifacts.job import Layout, PipelineSchedule
+from plimsoll.artifacts.job import Layout, ModelFacts, PipelineSchedule, StageRule
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.errors import InvalidLayout
-from plimsoll.estimator.parallelism.members import even_counts
+from plimsoll.estimator.parallelism.members import even_counts, stage_counts
 from plimsoll.estimator.parallelism.rank import rank_trace
 from plimsoll.estimator.parallelism.stages import StageTrace, split_stages
 from plimsoll.estimator.pipeline_schedule.orders import ActionKind, in_flight, pipeline_orders
@@ -197,3 +198,57 @@ def test_a_split_that_does_not_add_up_and_more_stages_than_blocks_are_refused(
 ):
     with pytest.raises(InvalidLayout, match=message):
         split_stages(llama, Layout(pp=stages), counts=counts)
+
+
+def counts_by(step: Trace, rule: StageRule, *, stages: int, **sizes: int) -> tuple[int, ...]:
+    facts = ModelFacts(name="x", architecture="A", **({"hidden": 64, "intermediate": 128, "vocabulary": 100} | sizes))
+    layout = Layout(pp=stages, micro_batches=stages, cut=rule)
+    return stage_counts(step, layout, facts, lambda: roofline_costs(step, find_device("H100")))
+
+
+def repeated(step: Trace, blocks: int) -> Trace:
+    """A step of so many blocks, as far as rules that count them look."""
+    return msgspec.structs.replace(step, regions=tuple(step.regions[0] for _ in range(blocks)))
+
+
+def test_torchtitan_counts_embedding_and_head_as_a_block_each(llama: Trace):
+    assert counts_by(llama, StageRule.TORCHTITAN, stages=4) == (1, 2, 2, 1)
+    assert counts_by(repeated(llama, 32), StageRule.TORCHTITAN, stages=4) == (8, 9, 8, 7)
+    assert counts_by(repeated(llama, 126), StageRule.TORCHTITAN, stages=16) == (7, *[8] * 14, 7)
+
+
+def test_megatron_wants_as_many_blocks_in_every_stage(llama: Trace):
+    assert counts_by(llama, StageRule.MEGATRON, stages=3) == (2, 2, 2)
+    assert counts_by(repeated(llama, 126), StageRule.MEGATRON_BOTH, stages=16) == (7, *[8] * 14, 7)
+    with pytest.raises(InvalidLayout, match=r"megatron cannot cut 6 blocks into 4 stages.*\n.*\n.*stages=1,2,2,1"):
+        counts_by(llama, StageRule.MEGATRON, stages=4)
+    with pytest.raises(InvalidLayout, match="embedding and head counted as one each"):
+        counts_by(llama, StageRule.MEGATRON_BOTH, stages=3)
+
+
+def test_nanotron_weighs_the_head_by_its_words_and_no_stage_stays_empty(llama: Trace):
+    eight = repeated(llama, 8)
+    block = 4 * 64 * 64 + 3 * 64 * 128
+    # The block that passes the stage's share stays in it.
+    assert counts_by(eight, StageRule.NANOTRON, stages=2, vocabulary=1) == (5, 3)
+    assert counts_by(eight, StageRule.NANOTRON, stages=2, vocabulary=4 * block // 64) == (7, 1)
+    assert counts_by(eight, StageRule.NANOTRON, stages=4, vocabulary=40 * block // 64) == (5, 1, 1, 1)
+    with pytest.raises(InvalidLayout, match="unsupported: stages=nanotron"):
+        stage_counts(
+            eight,
+            Layout(pp=2, cut=StageRule.NANOTRON),
+            ModelFacts(name="x", architecture="A"),
+            lambda: pytest.fail("asked"),
+        )
+
+
+def test_stages_cut_by_cost_have_the_fastest_slowest_stage_of_all_cuts(llama: Trace):
+    costs = roofline_costs(llama, find_device("H100"))
+
+    def slowest(counts: tuple[int, ...]) -> float:
+        stages = split_stages(llama, Layout(pp=3), counts=counts)
+        return max(sum(costs.seconds_of(op.cost_key) for op in stage.trace.ops) for stage in stages)
+
+    found = counts_by(llama, StageRule.COST, stages=3)
+    others = [(a, b, 6 - a - b) for a in range(1, 5) for b in range(1, 6 - a)]
+    assert slowest(found) == pytest.approx(min(map(slowest, others)))

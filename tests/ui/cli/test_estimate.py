@@ -18,6 +18,11 @@ def test_what_does_not_fit_ends_with_the_code_of_a_budget_below_the_floor(run):
     assert "does not fit" in run(*TINY, "--budget", "1MiB", code=3).out
 
 
+def test_a_headline_in_a_pipe_is_one_line(run):
+    shown = run(*TINY, "--budget", "300MiB", "--layout", "dp=2,zero=2").out
+    assert "of a budget of 300.0 MiB" in shown.partition("\n")[0]
+
+
 def test_plans_of_all_stages_are_saved(run):
     layout = ["--layout", "pp=2,micro-batches=4", "--optimizer", "none"]
     free = run(*TINY, *layout, "--json").json

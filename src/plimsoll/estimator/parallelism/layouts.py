@@ -6,11 +6,13 @@ A vocabulary need not divide: it is divided unevenly, and the first rank, which 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
+from typing import TypeVar
 
 import msgspec
 
-from plimsoll.artifacts.job import Layout, ModelFacts, PipelineSchedule
+from plimsoll.artifacts.job import Layout, ModelFacts, PipelineSchedule, StageRule
 from plimsoll.errors import InvalidLayout
 from plimsoll.estimator.pipeline_schedule.orders import check_rounds
 
@@ -25,17 +27,19 @@ _FIELDS = {
     "micro-batches": "micro_batches",
 }
 """Keys whose values are whole numbers, and the fields that they set."""
-_KEYS = (*_FIELDS, "schedule", "sp")
+_KEYS = (*_FIELDS, "schedule", "stages", "sp")
 _SPELLINGS = {"micro_batches": "micro-batches", "microbatches": "micro-batches", "fsdp": "dp", "zero-stage": "zero"}
 """What people also write, as a hint in the error."""
 _HIGHEST_ZERO = 3
+_Name = TypeVar("_Name", PipelineSchedule, StageRule)
 
 
 def read_layout(layout: str | Layout) -> Layout:
     """A layout from text; one that is a ``Layout`` already is only checked.
 
     Keys with a number: ``dp``, ``tp``, ``cp``, ``pp``, ``ep``, ``zero``, ``virtual``, ``micro-batches``; ``schedule`` with a
-    name, ``sp`` alone; in any order, with commas between them. What is left out is 1 (``zero``: 0).
+    name, ``stages`` with a rule or the blocks of every stage (``stages=9,8,8,7``), ``sp`` alone; in any order, with commas
+    between them. What is left out is 1 (``zero``: 0).
 
     Raises:
         InvalidLayout: an unknown key, a value that is no degree, or parts that contradict each other.
@@ -48,12 +52,15 @@ def read_layout(layout: str | Layout) -> Layout:
     if isinstance(layout, Layout):
         _check(layout)
         return layout
-    values: dict[str, int | bool | PipelineSchedule] = {}
+    values: dict[str, int | bool | PipelineSchedule | StageRule | tuple[int, ...]] = {}
     for key, text in _entries(layout):
         if key == "sp":
             values["sequence_parallel"] = _flag(text)
         elif key == "schedule":
-            values["schedule"] = _schedule(text)
+            values["schedule"] = _named(PipelineSchedule, "schedule", text)
+        elif key == "stages":
+            is_list = all(part.isdecimal() for part in text.split(","))
+            values["cut"] = tuple(map(int, text.split(","))) if is_list else _named(StageRule, "rule for stages", text)
         else:
             values[_FIELDS[key]] = _degree(key, text)
     if "schedule" in values and values.get("pp", 1) == 1:
@@ -70,7 +77,9 @@ def read_layout(layout: str | Layout) -> Layout:
 def layout_notes(layout: Layout) -> tuple[str, ...]:
     """What a valid layout does that may not be wanted, in words."""
     notes = []
-    if layout.zero == _HIGHEST_ZERO and layout.pp > 1:
+    if layout.zero and layout.shards == 1:
+        notes.append(f"zero={layout.zero} with one data-parallel rank shards nothing: dp x cp is 1")
+    elif layout.zero == _HIGHEST_ZERO and layout.pp > 1:
         notes.append(
             f"zero=3 with pp={layout.pp}: every micro-batch gathers the parameters again, {layout.micro_batches} times a step"
         )
@@ -84,8 +93,8 @@ def layout_notes(layout: Layout) -> tuple[str, ...]:
 
 def _entries(text: str) -> Iterator[tuple[str, str]]:
     seen: set[str] = set()
-    for part in text.split(","):
-        key, _, value = (piece.strip() for piece in part.strip().partition("="))
+    for part in re.split(r",(?!\s*\d+\s*(?:,|$))", text):
+        key, _, value = (re.sub(r"\s*,\s*", ",", piece.strip()) for piece in part.strip().partition("="))
         if not key and not value and not text.strip():
             return
         if key not in _KEYS:
@@ -116,13 +125,13 @@ def _flag(text: str) -> bool:
     return True
 
 
-def _schedule(text: str) -> PipelineSchedule:
-    names = [schedule.value for schedule in PipelineSchedule]
+def _named(kind: type[_Name], what: str, text: str) -> _Name:
+    names = [each.value for each in kind]
     if text in names:
-        return PipelineSchedule(text)
+        return kind(text)
     close = difflib.get_close_matches(text.lower(), names, n=2, cutoff=0.3)
     raise InvalidLayout(
-        f"No schedule is called {text!r}.",
+        f"No {what} is called {text!r}.",
         why=f"there are {', '.join(names)}",
         next=f"try {' or '.join(close)}" if close else "pick one of these",
     )
@@ -165,6 +174,18 @@ def _check_pipeline(layout: Layout) -> None:
             next="give virtual=2 or more, or write schedule=1f1b",
         )
     check_rounds(layout)
+    if layout.pp == 1 and layout.cut is not StageRule.BLOCKS:
+        raise InvalidLayout(
+            "Blocks are dealt out to stages, but there is no pipeline.",
+            why="pp is 1: one stage has them all",
+            next="give pp=, the number of pipeline ranks, or leave stages= out",
+        )
+    if isinstance(layout.cut, tuple) and len(layout.cut) != layout.stages:
+        raise InvalidLayout(
+            f"stages={','.join(map(str, layout.cut))} says how many blocks {len(layout.cut)} stages have.",
+            why=f"the pipeline has {layout.stages} stages (pp={layout.pp} x virtual={layout.virtual_stages})",
+            next=f"give {layout.stages} numbers, first stage to last",
+        )
 
 
 def _check_sharding(layout: Layout) -> None:
@@ -179,12 +200,6 @@ def _check_sharding(layout: Layout) -> None:
             f"zero={layout.zero} does not exist.",
             why="1 shards the optimizer state, 2 also gradients, 3 also parameters",
             next="write zero=3",
-        )
-    if layout.zero and layout.shards == 1:
-        raise InvalidLayout(
-            f"zero={layout.zero} with one data-parallel rank.",
-            why="ZeRO shards over the dp and cp ranks, and dp x cp is 1",
-            next="give dp=2 or more, or leave zero= out",
         )
     if layout.shards % layout.ep:
         degrees = [each for each in range(2, layout.shards + 1) if layout.shards % each == 0]

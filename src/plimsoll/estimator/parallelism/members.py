@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Container, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
+from plimsoll.artifacts.costs import Costs
+from plimsoll.artifacts.job import Layout, ModelFacts, StageRule
 from plimsoll.artifacts.region import Origin
 from plimsoll.artifacts.trace import Category, Phase, Storage, Trace, TraceParameter
+from plimsoll.errors import InvalidLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,100 @@ def even_counts(regions: int, stages: int) -> tuple[int, ...]:
     inner_first = [*range(1, stages - 1), 0, stages - 1]
     larger = set(inner_first[:more])
     return tuple(least + (stage in larger) for stage in range(stages))
+
+
+def stage_counts(trace: Trace, layout: Layout, facts: ModelFacts, costs: Callable[[], Costs]) -> tuple[int, ...]:
+    """How many region calls each stage gets by the layout's own numbers or rule.
+
+    Args:
+        trace: the whole step.
+        layout: its stages, and how they are cut.
+        facts: sizes of the model, which nanotron's rule weighs.
+        costs: seconds of the ops, asked for where stages are cut by cost.
+
+    Raises:
+        InvalidLayout: the rule cannot cut the model.
+
+    Source: nanotron's ``build_model`` and ``get_block_compute_costs``; Megatron-Core's ``get_num_layers_to_build``;
+    torchtitan's ``generate_llm_fqn_per_model_part``. Known weakness: nanotron may leave its last stages the head alone, where
+    a stage here has at least one block; a stage with what is recomputed may cost more than ``cost`` takes it to.
+    """
+    blocks, stages, cut = len(trace.regions), layout.stages, layout.cut
+    if not isinstance(cut, StageRule):
+        return cut
+    if cut is StageRule.BLOCKS or stages >= blocks:  # no rule has a choice then
+        return even_counts(blocks, stages)
+    match cut:
+        case StageRule.COST:
+            return _by_cost(_block_seconds(trace, costs()), stages)
+        case StageRule.NANOTRON:
+            return _as_nanotron(blocks, stages, facts)
+        case _:
+            return _as_layers(blocks, stages, cut)
+
+
+def _as_layers(blocks: int, stages: int, rule: StageRule) -> tuple[int, ...]:
+    """Embedding and head count as one block each, or not at all; what is left over goes to the first stages, or is refused."""
+    weight = 0 if rule is StageRule.MEGATRON else 1
+    least, more = divmod(blocks + 2 * weight, stages)
+    counts = [least + (stage < more) for stage in range(stages)]
+    counts[0] -= weight
+    counts[-1] -= weight
+    if min(counts) < 1 or (more and rule is not StageRule.TORCHTITAN):
+        with_both = ", embedding and head counted as one each" if weight else ""
+        raise InvalidLayout(
+            f"stages={rule.value} cannot cut {blocks} blocks into {stages} stages{with_both}.",
+            why="it gives every stage as many, and at least one",
+            next=f"say how many each has, stages={','.join(map(str, even_counts(blocks, stages)))}, or leave stages= out",
+        )
+    return tuple(counts)
+
+
+def _as_nanotron(blocks: int, stages: int, facts: ModelFacts) -> tuple[int, ...]:
+    """Blocks go to a stage until the parameters that multiply pass its share; the head weighs its own."""
+    hidden, wide, words = facts.hidden, facts.intermediate, facts.vocabulary
+    if hidden is None or wide is None or words is None:
+        raise InvalidLayout(
+            f"unsupported: stages=nanotron for {facts.name}.",
+            why="it weighs a block by hidden and feed-forward width and the head by the vocabulary, which are not known",
+            next="say how many blocks each stage has, stages=9,8,8,7",
+        )
+    block = 4 * hidden * hidden + 3 * wide * hidden
+    total = block * blocks + words * hidden
+    counts, stage = [0] * stages, 0
+    for number in range(blocks):
+        counts[stage] += 1
+        if (number + 1) * block * stages > total * (stage + 1):
+            stage = min(stage + 1, stages - 1)
+    for empty in (at for at in reversed(range(stages)) if not counts[at]):
+        counts[max(at for at in range(empty) if counts[at] > 1)] -= 1
+        counts[empty] = 1
+    return tuple(counts)
+
+
+def _block_seconds(trace: Trace, costs: Costs) -> list[float]:
+    """Seconds of every block, the first with what precedes all of them, the last with the head and the loss."""
+    seconds = [0.0] * len(trace.regions)
+    for op, block in zip(trace.ops, assign(trace, [1] * len(trace.regions)).op_stages, strict=True):
+        seconds[block] += costs.seconds_of(op.cost_key)
+    return seconds
+
+
+def _by_cost(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Consecutive runs of which the slowest is as fast as can be."""
+    ends = [0.0, *itertools.accumulate(seconds)]
+    # For the first n blocks in so many stages: the slowest stage, and the counts.
+    best: list[tuple[float, tuple[int, ...]]] = [(end, (n,)) for n, end in enumerate(ends)]
+    for stage in range(2, stages + 1):
+        best = [
+            min(
+                ((max(best[before][0], ends[n] - ends[before]), (*best[before][1], n - before))
+                 for before in range(stage - 1, n)),
+                default=(math.inf, ()),
+            )
+            for n in range(len(ends))
+        ]  # fmt: skip
+    return best[-1][1]
 
 
 def _users(trace: Trace, op_stages: Sequence[int]) -> dict[str, set[int]]:

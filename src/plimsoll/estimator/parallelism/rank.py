@@ -283,15 +283,17 @@ def _step(edit: Edit, optimizer: OptimizerUse) -> None:
 def sharding_notes(layout: Layout) -> tuple[str, ...]:
     """How ZeRO and expert parallelism are taken to run where there is a choice, in words."""
     notes = []
-    if layout.zero == _PARAMETER_SHARDS:
+    if layout.zero == _PARAMETER_SHARDS and layout.shards > 1:
         notes.append(
             "FSDP2's defaults: every block and the model sharded, blocks resharded after forward, the rest after backward"
         )
-    if layout.zero >= _GRADIENT_SHARDS and layout.micro_batches > 1:
+    if layout.zero >= _GRADIENT_SHARDS and layout.shards > 1 and layout.micro_batches > 1:
         notes.append("gradients are reduce-scattered after every micro-batch")
     if layout.ep > 1:
         ranks = layout.shards // layout.ep
         notes.append(
-            f"experts are sharded over {ranks} ranks; their collectives are priced as those of {layout.shards}"
+            f"{ranks} ranks hold the same experts; their collectives are priced as those of {layout.shards}"
+            if ranks > 1
+            else "every rank of the data-parallel dimension has experts of its own, which nothing reduces or shards"
         )
     return tuple(notes)

@@ -205,7 +205,7 @@ def hand_over(artifact: Artifact, to: Output, *, explain: bool = False) -> None:
     if to.json:
         write_json(to_json(artifact))
     else:
-        stdout().print(render_artifact(artifact, with_details=explain))
+        stdout().print(render_artifact(artifact, with_details=explain), crop=False)
     if failure is not None:
         print_error(failure)
         raise typer.Exit(failure.exit_code) from failure

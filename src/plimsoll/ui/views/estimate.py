@@ -68,10 +68,11 @@ def _verdict(estimate: Estimate) -> str:
         needed += f" without {', '.join(item.name for item in stage.unsupported)},"
     if estimate.device_bytes is None:
         return f"needs {needed}"
-    room = format_bytes(estimate.device_bytes)
-    if estimate.does_fit is None:
-        return f"too close to call, {needed} of {room}"
-    return f"fits, {needed} of {room}" if estimate.does_fit else f"does not fit, {needed} of {room}"
+    word = {True: "fits", False: "does not fit", None: "too close to call"}[estimate.does_fit]
+    found = f"{word}, {needed} of {format_bytes(estimate.device_bytes)}"
+    if estimate.budget_bytes is not None:
+        found += f"; of these its tensors {format_bytes(most)} of a budget of {format_bytes(estimate.budget_bytes)}"
+    return found
 
 
 def _setting(estimate: Estimate) -> list[str]:
@@ -205,6 +206,7 @@ def _speed(estimate: Estimate) -> Sequence[str]:
     samples = speed.samples_per_second
     facts.append(f"{samples:,.0f} samples/s" if samples >= 1000 else f"{samples:.3g} samples/s")
     if speed.mfu is not None:
-        facts.append(f"MFU {speed.mfu:.0%}")
+        published = "" if speed.published_mfu is None else f" ({speed.published_mfu:.0%} as published figures count)"
+        facts.append(f"MFU {speed.mfu:.0%}{published}")
     line = f"{', '.join(facts)}; ± {speed.relative_error:.0%}, {speed.basis.value}"
     return [line, speed.note] if speed.note else [line]
