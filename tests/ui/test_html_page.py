@@ -27,6 +27,7 @@ from ui.pages.page_samples import (
     make_full_plan,
     make_verdict,
 )
+from ui.view_samples import make_estimate
 
 
 class Parsed(HTMLParser):
@@ -236,6 +237,21 @@ def test_a_diagnosis_of_a_model_without_a_name_goes_with_any_model():
     assert MODEL in Parsed(build_html([finding, make_full_plan()])).text
     with pytest.raises(PlanMismatch):
         build_html([make_finding(), make_plan()])
+
+
+def test_an_estimate_has_a_page_of_its_own_with_every_stage_and_no_other_files():
+    page = Parsed(build_html([make_estimate()]))
+    for words in (
+        "tightest rank 3.0 GiB ± 204.8 MiB",
+        "Items of stage 1-3",
+        "± 204.8 MiB",
+        "micro-batch 2 x 512 tokens",
+    ):
+        assert words in page.text
+    assert page.tags.count("svg") == 2 * 3
+    with pytest.raises(InvalidReport) as caught:
+        build_html([make_estimate(), make_plan()])
+    assert "two pages" in caught.value.next
 
 
 def test_a_page_of_nothing_is_refused():

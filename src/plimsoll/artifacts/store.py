@@ -26,9 +26,9 @@ from plimsoll.artifacts.verdict import Verdict
 from plimsoll.errors import PlanFileError
 from plimsoll.units import MIB
 
-Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding
-"""What is about one step of one model: what an HTML page can be made of."""
-Artifact = Reportable | Estimate | Explanation | Fit | Traffic
+Reportable = Plan | Receipt | Comparison | Advice | Verdict | Finding | Estimate
+"""What an HTML page can be made of: all about one step of one model, or an estimate."""
+Artifact = Reportable | Explanation | Fit | Traffic
 """All that is saved and shown."""
 
 _LIMITS = ReadLimits(most_bytes=128 * MIB)

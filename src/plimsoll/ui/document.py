@@ -189,7 +189,17 @@ class PartsChart:
     parts: Sequence[OverheadPart]
 
 
-Chart = MemoryChart | DecisionMap | FrontierChart | CurvesChart | NormsChart | PartsChart
+@dataclass(frozen=True, slots=True)
+class BytesChart:
+    """Bytes by name, each with half the width of its error bar, beside what the device has."""
+
+    name: ClassVar[str] = "bytes"
+    title: str
+    rows: Sequence[tuple[str, int, int]]
+    limit_bytes: int | None = None
+
+
+Chart = MemoryChart | DecisionMap | FrontierChart | CurvesChart | NormsChart | PartsChart | BytesChart
 Element = Paragraph | NamedFigures | Table | Checks | Fold | Chart
 
 

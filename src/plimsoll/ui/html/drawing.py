@@ -1,7 +1,7 @@
-"""What all charts share: a figure as plain data, colours, names that fit an axis, one unit per axis.
+"""What a chart is made of, before it is a picture: lines, areas and other layers, axes, notes, colours, one unit per axis.
 
-Colours of text, grid and lines are left to the page's style sheet, which knows light, dark and paper. Texts inside a figure
-are escaped here, because bold words and line breaks in them are tags; everything else is escaped by the page's template.
+Everything is plain text and plain numbers; ``svg`` draws and escapes them. Colours of text, grid and lines are left to the
+page's style sheet, which knows light, dark and paper.
 
 Source of the colours: Okabe and Ito (2008), "Color Universal Design", without their yellow and black, which vanish on one of
 both grounds.
@@ -9,11 +9,10 @@ both grounds.
 
 from __future__ import annotations
 
-import html
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from plimsoll.units import GIB, KIB, MIB
 
@@ -24,77 +23,176 @@ ORANGE = "#e69f00"
 VERMILION = "#d55e00"
 PINK = "#cc79a7"
 GREY = "#8a9099"
+VIOLET = "#8e6bbf"
 LINE = "#3a8fd0"
 """The blue of thin lines, which need more contrast on black than areas do."""
 
-_HOVER = {"bgcolor": "#23272e", "bordercolor": "#5b636f", "font": {"color": "#ffffff", "size": 13}, "align": "left"}
+DASHED, DOTTED = "6 4", "2 4"
 _MOST_LETTERS = 36
 
-Trace = dict[str, Any]
+Numbers = Sequence[float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A line through points; it is interrupted where a number is missing, and ``is_stepped`` where it jumps."""
+
+    xs: Sequence[float]
+    ys: Numbers
+    colour: str
+    name: str = ""
+    width: float = 1.5
+    dash: str = ""
+    is_stepped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Area:
+    """What lies between two stepped lines."""
+
+    xs: Sequence[float]
+    lows: Sequence[float]
+    ys: Sequence[float]
+    colour: str
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Points:
+    """Marks, each with a label beside it, what pointing at it tells, and the ends of its error bar, where there are any."""
+
+    xs: Numbers
+    ys: Numbers
+    colour: str
+    name: str = ""
+    radius: float = 4
+    is_star: bool = False
+    labels: Sequence[str] = ()
+    hints: Sequence[str] = ()
+    spreads: Sequence[tuple[float, float]] = ()
+    css_class: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cells:
+    """A grid: colour, letter and hint of every cell, row by row."""
+
+    rows: Sequence[Sequence[tuple[str, str, str] | None]]
+
+    @property
+    def columns(self) -> int:
+        """Of the longest row."""
+        return max(map(len, self.rows), default=0)
+
+    @property
+    def xs(self) -> Numbers:
+        """From the edge of the first column to that of the last."""
+        return (-0.5, self.columns - 0.5)
+
+    @property
+    def ys(self) -> Numbers:
+        """The same of rows."""
+        return (-0.5, len(self.rows) - 0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boxes:
+    """A box for every group: low whisker, lower quartile, median, upper quartile, high whisker."""
+
+    boxes: Sequence[Sequence[float | None]]
+    colour: str
+    name: str = ""
+
+    @property
+    def xs(self) -> Numbers:
+        """A place for every group."""
+        return (-0.5, len(self.boxes) - 0.5)
+
+    @property
+    def ys(self) -> Numbers:
+        """All numbers."""
+        return list(itertools.chain.from_iterable(self.boxes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """A horizontal bar for every row: its length, its colour, half the width of its error bar, and a hint."""
+
+    lengths: Numbers
+    colours: Sequence[str]
+    hints: Sequence[str]
+    spreads: Sequence[float] = ()
+
+    @property
+    def xs(self) -> Numbers:
+        """Zero, and the ends of bars and of error bars."""
+        spreads = self.spreads or [0.0] * len(self.lengths)
+        known = [(each, spread) for each, spread in zip(self.lengths, spreads, strict=True) if each is not None]
+        return [0.0, *(each + end for each, spread in known for end in (-spread, spread))]
+
+    @property
+    def ys(self) -> Numbers:
+        """A place for every row."""
+        return (-0.5, len(self.lengths) - 0.5)
+
+
+Layer = Line | Area | Points | Cells | Boxes | Bars
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One axis. ``span`` is what it covers, by default all numbers and some room; ``ticks`` are round numbers by default."""
+
+    title: str = ""
+    span: tuple[float, float] | None = None
+    ticks: Sequence[tuple[float, str]] | None = None
+    turned_degrees: int = 0
+    """Of the ticks' names."""
+    is_log: bool = False
+    is_downward: bool = False
+    is_whole: bool = False
+    has_grid: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A line through the whole chart: across it at ``y``, or down at ``x``."""
+
+    x: float | None = None
+    y: float | None = None
+    dash: str = DASHED
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Lines of words at a place, by default at the top, at the side of their ``anchor``; a peak is marked as well."""
+
+    lines: Sequence[str]
+    x: float | None = None
+    y: float | None = None
+    anchor: str = "start"
+    is_peak: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """A chart as a page shows it: a figure in plotly's words, and in plain words what it shows.
+    """A chart as a page shows it, and in plain words what it shows.
 
     ``lead`` stands above it, ``caption`` below; ``key`` has colour, letter, name and remark for each of its colours.
     """
 
-    figure: dict[str, Any]
+    layers: Sequence[Layer]
+    x: Axis
+    y: Axis
+    height: int = 380
+    rules: Sequence[Rule] = ()
+    notes: Sequence[Note] = ()
     description: str
     lead: str = ""
     caption: str = ""
     key: Sequence[tuple[str, str, str, str]] = ()
-    pulled: Sequence[str] = ()
-    """What a slider beside the chart says at each of the points that are classed ``budget-point``."""
-
-
-def figure(traces: list[Trace], *, x: dict[str, Any], y: dict[str, Any], height: int = 380, **layout: Any) -> Trace:
-    """A figure with a horizontal legend under it.
-
-    Args:
-        traces: lines, areas, boxes, bars or a grid, in plotly's words; ``svg`` knows which.
-        x: the horizontal axis, beyond what all axes share.
-        y: the vertical axis.
-        height: pixels.
-        layout: whatever else the layout needs.
-    """
-    return {
-        "data": traces,
-        "layout": {
-            "height": height,
-            "margin": {"l": 8, "r": 20, "t": 28, "b": 8},
-            "paper_bgcolor": "rgba(0,0,0,0)",
-            "plot_bgcolor": "rgba(0,0,0,0)",
-            "font": {"family": "system-ui, 'Segoe UI', Roboto, 'Liberation Sans', Arial, sans-serif", "size": 13},
-            "legend": {"orientation": "h", "x": 0, "y": -0.21, "yanchor": "top", "bgcolor": "rgba(0,0,0,0)"},
-            "hoverlabel": _HOVER,
-            "xaxis": _axis(x),
-            "yaxis": _axis(y),
-            **layout,
-        },
-    }
-
-
-def _axis(special: dict[str, Any]) -> dict[str, Any]:
-    """What all axes share, overlaid; titles keep the settings of both."""
-    title = {"standoff": 8, **special.get("title", {})}
-    return {"automargin": True, "zeroline": False, "ticks": "", **special, "title": title}
-
-
-def named_ticks(names: Sequence[str]) -> dict[str, Any]:
-    """An axis of positions with names at them: as categories, equal short names would fall together."""
-    return {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": [label(name) for name in names]}
-
-
-def escape(text: str) -> str:
-    """A text that a picture shows letter by letter: tags in it would be markup.
-
-    Example:
-        >>> escape("<b>layer</b>")
-        '&lt;b&gt;layer&lt;/b&gt;'
-    """
-    return html.escape(" ".join(text.split()), quote=False)
+    pulled: Sequence[tuple[str, str]] = ()
+    """Budgets of a slider beside the chart, and what it says at each; they are the points of class ``budget-point``."""
 
 
 def shorten(text: str, most_letters: int = _MOST_LETTERS) -> str:
@@ -108,11 +206,6 @@ def shorten(text: str, most_letters: int = _MOST_LETTERS) -> str:
         return text
     head = (most_letters - 1) // 2
     return f"{text[:head]}…{text[len(text) - (most_letters - 1 - head) :]}"
-
-
-def label(text: str, most_letters: int = _MOST_LETTERS) -> str:
-    """A name as an axis or an annotation shows it: short and escaped."""
-    return escape(shorten(text, most_letters))
 
 
 @dataclass(frozen=True, slots=True)

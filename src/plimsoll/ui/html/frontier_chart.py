@@ -9,7 +9,20 @@ from typing import Any
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.plan import Plan
 from plimsoll.ui.document import FrontierChart
-from plimsoll.ui.html.drawing import LINE, ORANGE, VERMILION, Drawing, Scale, byte_scale, figure, label
+from plimsoll.ui.html.drawing import (
+    DOTTED,
+    LINE,
+    ORANGE,
+    VERMILION,
+    Axis,
+    Drawing,
+    Line,
+    Note,
+    Points,
+    Rule,
+    byte_scale,
+    shorten,
+)
 from plimsoll.units import format_bytes
 
 MOST_LETTERS = 28
@@ -26,10 +39,15 @@ class NamedPoint:
     high: float | None = None
 
     @property
-    def words(self) -> str:
-        """What the hover says."""
+    def spread(self) -> tuple[float, float]:
+        """The ends of its error bar, which both are the ratio itself where nothing is known."""
+        return self.low or self.ratio, self.high or self.ratio
+
+    @property
+    def hint(self) -> str:
+        """What pointing at it tells."""
         spread = "" if self.low is None or self.high is None else f" [{self.low:.3f}, {self.high:.3f}]"
-        return f"<b>{label(self.name, 70)}</b><br>{format_bytes(self.peak_bytes)}, {self.ratio:.3f} ×{spread}"
+        return f"{shorten(self.name, 70)}\n{format_bytes(self.peak_bytes)}, {self.ratio:.3f} ×{spread}"
 
 
 def _curve_points(plan: Plan) -> tuple[NamedPoint, ...]:
@@ -52,6 +70,14 @@ def _measured_points(comparison: Comparison) -> tuple[NamedPoint, ...]:
     return (NamedPoint("unmanaged", comparison.baseline_peak_bytes, 1.0), *rows)
 
 
+def _measured(row: ComparisonRow) -> NamedPoint | None:
+    if row.measured_peak_bytes is None or row.measured_ratio is None:
+        return None
+    return NamedPoint(
+        row.strategy, row.measured_peak_bytes, row.measured_ratio, row.measured_ratio_low, row.measured_ratio_high
+    )
+
+
 def draw_frontier(chart: FrontierChart) -> Drawing:
     """Time against peak for all that is known."""
     plans = chart.plans
@@ -61,24 +87,32 @@ def draw_frontier(chart: FrontierChart) -> Drawing:
     measured = [point for comparison in chart.comparisons for point in _measured_points(comparison)]
     every = [*(point for curve in curves for point in curve), *chosen, *measured]
     scale = byte_scale(point.peak_bytes for point in every)
-    x_range = _room([scale.of(point.peak_bytes) for point in every])
-    y_range = _room([ratio for p in every for ratio in (p.ratio, p.low, p.high) if ratio is not None])
+
+    def points(named: Sequence[NamedPoint]) -> tuple[list[float], list[float], list[str]]:
+        return [scale.of(each.peak_bytes) for each in named], [p.ratio for p in named], [p.hint for p in named]
+
+    layers: list[Line | Points] = []
+    for index, curve in enumerate(curve for curve in curves if curve):
+        xs, ys, hints = points(curve)
+        name = f"the same for plan {index + 1}" if index else "what the planner can do, predicted"
+        layers.append(Line(name=name, xs=xs, ys=ys, colour=LINE, width=2, dash=DOTTED if index else ""))
+        css = "" if index else "budget-point"
+        layers.append(Points(xs=xs, ys=ys, hints=hints, colour=LINE, radius=2.5, css_class=css))
+    for named, look in ((measured, _MEASURED), (chosen, _CHOSEN)):
+        if named:
+            xs, ys, hints = points(named)
+            labels = [shorten(each.name, MOST_LETTERS) for each in named]
+            layers.append(Points(xs=xs, ys=ys, hints=hints, labels=labels, spreads=[p.spread for p in named], **look))
+    span = _room([scale.of(point.peak_bytes) for point in every])
     budgets = sorted({plan.budget_bytes for plan in plans if plan.budget_bytes is not None})
-    shown = [budget for budget in budgets if x_range[0] <= scale.of(budget) <= x_range[1]]
-    traces = [_curve(curve, scale, index) for index, curve in enumerate(curves) if curve]
-    if measured:
-        traces.append(_measured_trace(measured, scale))
-    if chosen:
-        traces.append(_chosen_trace(chosen, scale))
+    shown = {budget: scale.of(budget) for budget in budgets if span[0] <= scale.of(budget) <= span[1]}
     return Drawing(
-        figure=figure(
-            traces,
-            x={"title": {"text": f"peak memory of the step, {scale.unit}"}, "range": x_range},
-            y={"title": {"text": "step time, × unmanaged"}, "range": y_range},
-            height=440,
-            shapes=[_budget_line(scale.of(budget)) for budget in shown],
-            annotations=[_budget_note(budget, scale) for budget in shown],
-        ),
+        layers=layers,
+        x=Axis(title=f"peak memory of the step, {scale.unit}", span=span),
+        y=Axis(title="step time, × unmanaged", span=_room([ratio for p in every for ratio in (p.ratio, *p.spread)])),
+        height=440,
+        rules=[Rule(x=x) for x in shown.values()],
+        notes=[Note([f"budget {format_bytes(budget)}"], x=x, anchor="middle") for budget, x in shown.items()],
         description="Step time against peak memory: the planner's curve, the chosen plan, measured strategies.",
         lead=(
             "Lower and further left is better. Step time is given as a multiple of the unmanaged step's; measured points "
@@ -88,91 +122,26 @@ def draw_frontier(chart: FrontierChart) -> Drawing:
     )
 
 
-def _budgets_to_pull(plan: Plan) -> list[str]:
-    """For every point of the planner's curve what a budget of that size gives, in words."""
+_MEASURED: dict[str, Any] = {"name": "strategies, measured (95% interval)", "colour": ORANGE, "radius": 4.5}
+_CHOSEN: dict[str, Any] = {"name": "the plan, predicted", "colour": VERMILION, "radius": 8, "is_star": True}
+
+
+def _budgets_to_pull(plan: Plan) -> list[tuple[str, str]]:
+    """For every point of the planner's curve the budget, and what it gives, in words."""
     return [
-        f"A budget of {format_bytes(point.peak_bytes)}: the step takes {point.step_seconds / plan.baseline_seconds:.3f} times "
-        f"the unmanaged one, and {format_bytes(max(plan.baseline_peak_bytes - point.peak_bytes, 0))} of its "
-        f"{format_bytes(plan.baseline_peak_bytes)} are dropped, compressed or moved away at the peak."
+        (
+            format_bytes(point.peak_bytes),
+            f"A budget of {format_bytes(point.peak_bytes)}: the step takes "
+            f"{point.step_seconds / plan.baseline_seconds:.3f} times the unmanaged one, and "
+            f"{format_bytes(max(plan.baseline_peak_bytes - point.peak_bytes, 0))} of its "
+            f"{format_bytes(plan.baseline_peak_bytes)} are dropped, compressed or moved away at the peak.",
+        )
         for point in plan.frontier
     ]
 
 
-def _measured(row: ComparisonRow) -> NamedPoint | None:
-    if row.measured_peak_bytes is None or row.measured_ratio is None:
-        return None
-    return NamedPoint(
-        row.strategy, row.measured_peak_bytes, row.measured_ratio, row.measured_ratio_low, row.measured_ratio_high
-    )
-
-
-def _curve(points: Sequence[NamedPoint], scale: Scale, index: int) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "name": "what the planner can do, predicted" if not index else f"the same for plan {index + 1}",
-        "x": [scale.of(point.peak_bytes) for point in points],
-        "y": [point.ratio for point in points],
-        "mode": "lines+markers",
-        "line": {"color": LINE, "width": 2, "dash": "solid" if not index else "dot"},
-        "marker": {"size": 5},
-        "class": "" if index else "budget-point",
-        "customdata": [point.words for point in points],
-        "hovertemplate": "%{customdata}<extra></extra>",
-    }
-
-
-def _measured_trace(points: Sequence[NamedPoint], scale: Scale) -> dict[str, Any]:
-    return _named(points, scale) | {
-        "name": "strategies, measured (95% interval)",
-        "marker": {"size": 9, "color": ORANGE, "symbol": "circle"},
-        "error_y": {
-            "type": "data",
-            "symmetric": False,
-            "array": [0 if p.high is None else max(p.high - p.ratio, 0) for p in points],
-            "arrayminus": [0 if p.low is None else max(p.ratio - p.low, 0) for p in points],
-            "thickness": 1.2,
-            "width": 4,
-            "color": ORANGE,
-        },
-    }
-
-
-def _chosen_trace(points: Sequence[NamedPoint], scale: Scale) -> dict[str, Any]:
-    return _named(points, scale) | {
-        "name": "the plan, predicted",
-        "marker": {"size": 16, "color": VERMILION, "symbol": "star"},
-    }
-
-
-def _named(points: Sequence[NamedPoint], scale: Scale) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "x": [scale.of(point.peak_bytes) for point in points],
-        "y": [point.ratio for point in points],
-        "mode": "markers+text",
-        "text": [label(point.name, MOST_LETTERS) for point in points],
-        "customdata": [point.words for point in points],
-        "hovertemplate": "%{customdata}<extra></extra>",
-    }
-
-
-def _room(numbers: Sequence[float]) -> list[float]:
+def _room(numbers: Sequence[float]) -> tuple[float, float]:
     """A range with room for labels around the numbers."""
     low, high = min(numbers), max(numbers)
     margin = 0.1 * (high - low) or 0.05 * max(abs(high), 1.0)
-    return [low - margin, high + margin]
-
-
-def _budget_line(x: float) -> dict[str, Any]:
-    return {"type": "line", "yref": "paper", "x0": x, "x1": x, "y0": 0, "y1": 1, "line": {"width": 1.5, "dash": "dash"}}
-
-
-def _budget_note(budget_bytes: int, scale: Scale) -> dict[str, Any]:
-    return {
-        "text": f"budget {format_bytes(budget_bytes)}",
-        "x": scale.of(budget_bytes),
-        "y": 1,
-        "yref": "paper",
-        "yanchor": "bottom",
-        "showarrow": False,
-    }
+    return low - margin, high + margin

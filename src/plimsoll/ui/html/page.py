@@ -20,12 +20,14 @@ from typing import Any, ClassVar
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.files import write_whole
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import Receipt
 from plimsoll.artifacts.store import Artifact, Reportable
 from plimsoll.errors import InvalidReport, PlanMismatch
 from plimsoll.ui.document import (
+    BytesChart,
     Chart,
     CurvesChart,
     DecisionMap,
@@ -44,13 +46,13 @@ from plimsoll.ui.document import (
     Tone,
 )
 from plimsoll.ui.html.drawing import Drawing
-from plimsoll.ui.html.evidence_charts import draw_curves, draw_norms, draw_parts
+from plimsoll.ui.html.evidence_charts import draw_bytes, draw_curves, draw_norms, draw_parts
 from plimsoll.ui.html.frontier_chart import draw_frontier
 from plimsoll.ui.html.map_chart import draw_map
 from plimsoll.ui.html.memory_chart import draw_memory
 from plimsoll.ui.html.svg import draw_svg, legend
 from plimsoll.ui.views import view
-from plimsoll.units import format_bytes, format_more
+from plimsoll.units import format_bytes, format_more, format_seconds
 
 _DRAW: Mapping[type, Callable[[Any], Drawing]] = {
     MemoryChart: draw_memory,
@@ -59,6 +61,7 @@ _DRAW: Mapping[type, Callable[[Any], Drawing]] = {
     CurvesChart: draw_curves,
     NormsChart: draw_norms,
     PartsChart: draw_parts,
+    BytesChart: draw_bytes,
 }
 _MOST_TIMES = 20
 """A page has room for so many times the rows that a terminal shows."""
@@ -92,7 +95,7 @@ def report(artifacts: Artifact | Sequence[Artifact], path: str | Path) -> None:
     The page needs no network, no server and no script: charts are pictures inside of it. It weighs some hundred KiB.
 
     Args:
-        artifacts: a plan, receipt, comparison, verdict, finding or advice, or several about one model and batch.
+        artifacts: a plan, receipt, comparison, verdict, finding or advice, or several about one model and batch; or estimates.
         path: where to; an existing file is replaced, whole or not at all.
 
     Raises:
@@ -131,6 +134,13 @@ def build_html(artifacts: Sequence[Artifact], names: Sequence[str] = ()) -> str:
             why="no artifact was given",
             next="give a plan, a receipt or a comparison: `plimsoll report plan.json -o page.html`",
         )
+    estimates = [artifact for artifact in artifacts if isinstance(artifact, Estimate)]
+    if 0 < len(estimates) < len(artifacts):
+        raise InvalidReport(
+            "An estimate has a page of its own.",
+            why="the other files are about a step on this machine, and it is about ranks that are not here",
+            next="make two pages, one of the estimates and one of the rest",
+        )
     documents = [view(artifact) for artifact in artifacts]
     sources = names or [f"the {artifact.KIND}" for artifact in artifacts]
     for one, other in itertools.combinations(zip(sources, documents, strict=True), 2):
@@ -164,6 +174,8 @@ def _set_apart(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> 
 
 def _numbers(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> list[tuple[str, str, str]]:
     """What a page about a plan begins with: name, figure, and where the figure is from."""
+    if isinstance(artifacts[0], Estimate):
+        return _numbers_of_estimate(artifacts[0])
     plan = next((artifact for artifact in artifacts if isinstance(artifact, Plan)), None)
     if plan is None:
         return []
@@ -191,6 +203,22 @@ def _numbers(artifacts: Sequence[Artifact], documents: Sequence[Document]) -> li
         ("cost", f"{format_more(cost)} time", source),
         ("gradients", gradients, "by the receipt" if words else "plimsoll verify compares them"),
         ("budget", limit, f"plan {plan.strategy}, {plan.status}"),
+    ]
+
+
+def _numbers_of_estimate(estimate: Estimate) -> list[tuple[str, str, str]]:
+    stage, speed = estimate.tightest, estimate.throughput
+    room = "an unknown device" if estimate.device_bytes is None else format_bytes(estimate.device_bytes)
+    fits = {True: "fits", False: "does not fit", None: "error bars leave open whether it fits"}[estimate.does_fit]
+    return [
+        (
+            "tightest rank",
+            f"{format_bytes(stage.total_bytes)} ± {format_bytes(stage.error_bytes)}",
+            f"of {room}: {fits}",
+        ),
+        ("live tensors", format_bytes(stage.allocated_bytes), f"at the peak, {stage.peak.moment}"),
+        ("step", format_seconds(speed.step_seconds), f"± {speed.relative_error:.0%}, {speed.basis.value}"),
+        ("ranks", f"{estimate.layout.ranks:,}", str(estimate.layout)),
     ]
 
 
@@ -304,12 +332,12 @@ class _Drawn:
     @property
     def pictures(self) -> Markup:
         """The chart as SVG."""
-        return Markup(draw_svg(self.drawing.figure))
+        return Markup(draw_svg(self.drawing))
 
     @property
     def key(self) -> Sequence[tuple[str, str, str, str]]:
         """What its colours mean."""
-        return self.drawing.key or legend(self.drawing.figure)
+        return self.drawing.key or legend(self.drawing)
 
 
 def _render(page: _Page) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from plimsoll.artifacts.costs import Basis
 from plimsoll.artifacts.estimate import BudgetItem, Estimate, StageEstimate, SwitchSetting
-from plimsoll.ui.document import Document, Element, Paragraph, Section, Table, Tone
+from plimsoll.ui.document import BytesChart, Document, Element, Fold, Paragraph, Section, Subject, Table, Tone, sentence
 from plimsoll.units import format_bytes, format_seconds
 
 _HOLDERS_SHOWN = 5
@@ -24,16 +24,24 @@ def view_estimate(estimate: Estimate) -> Document:
     ]
     if len(estimate.stages) > 1:
         shared = _shared_name(estimate)
-        sections.append(Section(f"Stages of {shared}" if shared else "Stages", [_stages(estimate, f"{shared}.")]))
+        rows = [(f"stage {stage.stage}", stage.total_bytes, stage.error_bytes) for stage in estimate.stages]
+        chart = BytesChart("memory of a rank", rows, estimate.device_bytes)
+        elements: list[Element] = [chart, _stages(estimate, f"{shared}."), *_others(estimate)]
+        sections.append(Section(f"Stages of {shared}" if shared else "Stages", elements))
     if estimate.switches:
         sections.append(Section(f"Switches of {estimate.framework}", _switches(estimate)))
     sections.append(Section("Speed", [Paragraph(line) for line in _speed(estimate)]))
+    device, lines = f"{f'{ranks:,} x ' if ranks > 1 else ''}{estimate.device}", _setting(estimate)
     return Document(
         source="Estimate",
-        subject=f"of {estimate.target} on {f'{ranks:,} x ' if ranks > 1 else ''}{estimate.device}",
+        subject=f"of {estimate.target} on {device}",
         word=_verdict(estimate),
         tone=_TONES[estimate.does_fit],
-        lines=_setting(estimate),
+        about=Subject(
+            model=estimate.target, device=device, budget_bytes=estimate.budget_bytes, label=str(estimate.layout)
+        ),
+        lines=lines,
+        statement=" ".join(map(sentence, lines)),
         sections=sections,
         notes=estimate.notes,
     )
@@ -126,7 +134,19 @@ def _items(stage: StageEstimate) -> list[Element]:
         bars=[(item.bytes or 0) / max(stage.total_bytes, 1) for item in shown],
         marked=None,
     )
-    return [table, *(Paragraph(f"[{number}] {text}") for number, text in enumerate(remarks, start=1))]
+    chart = BytesChart(
+        "memory of a rank", [(item.name, item.bytes or 0, item.error_bytes) for item in shown if item.bytes]
+    )
+    return [chart, table, *(Paragraph(f"[{number}] {text}") for number, text in enumerate(remarks, start=1))]
+
+
+def _others(estimate: Estimate) -> Iterator[Fold]:
+    """The items of all stages but the tightest; neighbours that hold the same are one."""
+    for _, alike in itertools.groupby(estimate.stages, lambda stage: stage.items):
+        stages = [stage for stage in alike if stage is not estimate.tightest]
+        if stages:
+            numbers = "-".join(dict.fromkeys([str(stages[0].stage), str(stages[-1].stage)]))
+            yield Fold(f"Items of stage {numbers}", _items(stages[0]), is_detail=True)
 
 
 def _item(item: BudgetItem, remark: str) -> tuple[str, ...]:

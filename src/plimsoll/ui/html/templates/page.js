@@ -6,6 +6,7 @@ for (const input of document.querySelectorAll(".pull input")) {
   const pictures = [...place.closest("section").querySelectorAll("svg")];
   const show = () => {
     place.querySelector("output").textContent = words[input.value];
+    input.setAttribute("aria-valuetext", place.querySelectorAll("option")[input.value].label);
     for (const picture of pictures) {
       picture.querySelectorAll(".budget-point").forEach((point, index) => point.classList.toggle("chosen", index === Number(input.value)));
     }
