@@ -23,13 +23,15 @@
   seen.lowestTextContrast = Math.min(...[...document.querySelectorAll("h1, h2, p, td, th, dt, dd, small, summary, a")]
     .map((node) => contrast(getComputedStyle(node).color, ground)));
   seen.charts = Object.fromEntries(charts.map((chart) => {
-    const pictures = [...chart.querySelectorAll("svg")].filter((picture) => box(picture).width);
-    const picture = pictures[0];
+    const all = [...chart.querySelectorAll("svg")];
+    const pictures = all.filter((picture) => box(picture).width);
+    const picture = pictures[0] ?? all[0];
     const frame = box(picture);
     const words = [...picture.querySelectorAll("text:not(.letter)")];
     const upright = words.filter((node) => !node.hasAttribute("transform"));
     return [chart.id, {
       pictures: pictures.length,
+      isFolded: chart.closest("details:not([open])") !== null,
       shapes: picture.querySelectorAll("path").length,
       cells: picture.querySelectorAll("rect").length,
       width: frame.width,
@@ -45,6 +47,27 @@
         .filter((other) => !apart(box(one), box(other))).map((other) => `${one.textContent} | ${other.textContent}`)),
     }];
   }));
+  // Every line of text that can be seen, where its letters are: no two of them may share a place.
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const lines = [];
+  while (walker.nextNode()) {
+    const node = walker.currentNode;
+    const parent = node.parentElement;
+    if (!node.textContent.trim() || parent.closest("script, style, title, datalist, .chart") || !parent.checkVisibility()) continue;
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    const scroll = parent.closest(".scroll");
+    for (const place of range.getClientRects()) {
+      const isOut = scroll && (place.right > box(scroll).right + 1 || place.left < box(scroll).left - 1);
+      if (place.width > 1 && !isOut) lines.push({ node, place, text: node.textContent.trim().slice(0, 40) });
+    }
+  }
+  const frames = charts.filter((chart) => chart.checkVisibility()).map((chart) => ({ node: chart, place: box(chart), text: chart.id }));
+  seen.lines = lines.length;
+  seen.overlaps = [...lines, ...frames].flatMap((one, index, all) => all.slice(index + 1)
+    .filter((other) => one.node !== other.node && !apart(one.place, other.place)).map((other) => `${one.text} | ${other.text}`));
+  seen.beyond = lines.filter(({ node, place }) => place.right > document.documentElement.clientWidth + 1 || place.left < -1)
+    .map(({ text }) => text);
   seen.hints = [...document.querySelectorAll("#map-0 title")].map((node) => node.textContent).join(" ");
 
   const input = document.querySelector(".pull input");
@@ -52,10 +75,11 @@
     input.value = value;
     input.dispatchEvent(new Event("input"));
     const points = [...document.querySelectorAll("#frontier-0 svg.wide .budget-point")];
-    return { words: document.querySelector(".pull output").textContent,
+    return { words: document.querySelector(".pull output").textContent, value: input.getAttribute("aria-valuetext"),
       chosen: points.findIndex((point) => point.classList.contains("chosen")) };
   };
-  seen.pulled = [pull(input.min), pull(input.max)];
+  seen.isPulled = Boolean(input) && input.checkVisibility();
+  if (seen.isPulled) seen.pulled = [pull(input.min), pull(input.max)];
 
   const result = document.createElement("script");
   result.type = "application/json";

@@ -209,7 +209,7 @@ class _Picture:
         for note in sorted(self.drawing.notes, key=lambda note: not note.is_peak):
             side = self.x.start if note.anchor == "start" else self.x.end
             x = side if note.x is None else self.x.at(note.x)
-            y = self.y.end if note.y is None else self.y.at(note.y)
+            y = min(self.y.start, self.y.end) if note.y is None else self.y.at(note.y)
             if note.is_peak:
                 self.add("circle", cx=x, cy=y, r=4, class_="peak")
                 self.words(x + (10 if note.anchor == "start" else -10), y - 10, note.lines, note.anchor, is_strong=True)

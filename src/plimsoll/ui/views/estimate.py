@@ -117,7 +117,7 @@ def _tightest_title(estimate: Estimate) -> str:
     stage = estimate.tightest
     if len(estimate.stages) == 1:
         return "Every rank" if stage.ranks > 1 else "The device"
-    ranks = "its rank with" if stage.ranks == 1 else f"each of its {stage.ranks:,} ranks with"
+    ranks = "its rank" if stage.ranks == 1 else f"each of its {stage.ranks:,} ranks"
     return f"The tightest stage, {stage.stage} of 0 to {len(estimate.stages) - 1}: {ranks}"
 
 
@@ -134,9 +134,8 @@ def _items(stage: StageEstimate) -> list[Element]:
         bars=[(item.bytes or 0) / max(stage.total_bytes, 1) for item in shown],
         marked=None,
     )
-    chart = BytesChart(
-        "memory of a rank", [(item.name, item.bytes or 0, item.error_bytes) for item in shown if item.bytes]
-    )
+    seen = [item for item in shown if (item.bytes or 0) > stage.total_bytes / 500]
+    chart = BytesChart("memory of a rank", [(item.name, item.bytes or 0, item.error_bytes) for item in seen])
     return [chart, table, *(Paragraph(f"[{number}] {text}") for number, text in enumerate(remarks, start=1))]
 
 
@@ -190,7 +189,7 @@ def _stages(estimate: Estimate, within: str) -> Table:
     """
     is_managed = any(stage.unmanaged_bytes != stage.allocated_bytes for stage in estimate.stages)
     unmanaged = ["no plan"] if is_managed else []
-    header = ["stage", "regions", "in flight", "total", "allocated", *unmanaged, "all recomputed", "busy", "bubble"]
+    header = ["stage", "regions", "in flight", "total", "allocated", *unmanaged, "all recomputed", "at work", "bubble"]
     rows: list[list[str]] = []
     for stage in estimate.stages:
         cells = _stage(stage, within, is_managed=is_managed)
