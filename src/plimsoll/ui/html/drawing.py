@@ -34,7 +34,7 @@ Numbers = Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Polyline:
     """A line through points; it is interrupted where a number is missing, and ``is_stepped`` where it jumps."""
 
     xs: Sequence[float]
@@ -136,7 +136,7 @@ class Bars:
         return (-0.5, len(self.lengths) - 0.5)
 
 
-Layer = Line | Area | Points | Cells | Boxes | Bars
+Layer = Polyline | Area | Points | Cells | Boxes | Bars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class RuleLine:
     """A line through the whole chart: across it at ``y``, or down at ``x``."""
 
     x: float | None = None
@@ -185,7 +185,7 @@ class Drawing:
     x: Axis
     y: Axis
     height: int = 380
-    rules: Sequence[Rule] = ()
+    rules: Sequence[RuleLine] = ()
     notes: Sequence[Note] = ()
     description: str
     lead: str = ""

@@ -18,10 +18,10 @@ from plimsoll.ui.html.drawing import (
     Bars,
     Boxes,
     Drawing,
-    Line,
     Note,
     Points,
-    Rule,
+    Polyline,
+    RuleLine,
     byte_scale,
     drawable,
 )
@@ -38,13 +38,13 @@ _MOST_ROOM = 2.0
 
 def draw_curves(chart: CurvesChart) -> Drawing:
     """Both curves over the steps, from the first on: the plan's as a thin line upon the broad one of the unmanaged run."""
-    layers: list[Line | Points] = []
+    layers: list[Polyline | Points] = []
     for numbers, name, colour, width in (
         (chart.baseline, "unmanaged", SKY, 6.0),
         (chart.plan, "with the plan", VERMILION, 1.8),
     ):
         xs, ys = range(1, len(numbers) + 1), [drawable(number) for number in numbers]
-        layers.append(Line(name=name, xs=xs, ys=ys, colour=colour, width=width))
+        layers.append(Polyline(name=name, xs=xs, ys=ys, colour=colour, width=width))
         if len(numbers) <= _FEW:
             layers.append(Points(xs=xs, ys=ys, colour=colour, radius=width / 2 + 1.5))
     steps = max(len(chart.baseline), len(chart.plan))
@@ -136,7 +136,7 @@ def draw_bytes(chart: BytesChart) -> Drawing:
         x=Axis(title=f"{chart.title}, {scale.unit}", span=(0.0, 1.08 * scale.of(max(most, limit or 0, 1)))),
         y=Axis(ticks=[(row, name) for row, (name, *_) in enumerate(rows)], is_downward=True, has_grid=False),
         height=100 + _BAR_PIXELS * len(rows),
-        rules=[Rule(x=scale.of(limit))] if limit else (),
+        rules=[RuleLine(x=scale.of(limit))] if limit else (),
         notes=[Note([f"the device's {format_bytes(limit)}"], x=scale.of(limit), anchor="end")] if limit else (),
         description=f"{chart.title} of {len(rows)} parts, with error bars.",
     )

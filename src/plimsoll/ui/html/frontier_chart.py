@@ -16,10 +16,10 @@ from plimsoll.ui.html.drawing import (
     VERMILION,
     Axis,
     Drawing,
-    Line,
     Note,
     Points,
-    Rule,
+    Polyline,
+    RuleLine,
     byte_scale,
     shorten,
 )
@@ -91,11 +91,11 @@ def draw_frontier(chart: FrontierChart) -> Drawing:
     def points(named: Sequence[NamedPoint]) -> tuple[list[float], list[float], list[str]]:
         return [scale.of(each.peak_bytes) for each in named], [p.ratio for p in named], [p.hint for p in named]
 
-    layers: list[Line | Points] = []
+    layers: list[Polyline | Points] = []
     for index, curve in enumerate(curve for curve in curves if curve):
         xs, ys, hints = points(curve)
         name = f"the same for plan {index + 1}" if index else "what the planner can do, predicted"
-        layers.append(Line(name=name, xs=xs, ys=ys, colour=LINE, width=2, dash=DOTTED if index else ""))
+        layers.append(Polyline(name=name, xs=xs, ys=ys, colour=LINE, width=2, dash=DOTTED if index else ""))
         css = "" if index else "budget-point"
         layers.append(Points(xs=xs, ys=ys, hints=hints, colour=LINE, radius=2.5, css_class=css))
     for named, look in ((measured, _MEASURED), (chosen, _CHOSEN)):
@@ -111,7 +111,7 @@ def draw_frontier(chart: FrontierChart) -> Drawing:
         x=Axis(title=f"peak memory of the step, {scale.unit}", span=span),
         y=Axis(title="step time, × unmanaged", span=_room([ratio for p in every for ratio in (p.ratio, *p.spread)])),
         height=440,
-        rules=[Rule(x=x) for x in shown.values()],
+        rules=[RuleLine(x=x) for x in shown.values()],
         notes=[Note([f"budget {format_bytes(budget)}"], x=x, anchor="middle") for budget, x in shown.items()],
         description="Step time against peak memory: the planner's curve, the chosen plan, measured strategies.",
         lead=(

@@ -23,9 +23,9 @@ from plimsoll.ui.html.drawing import (
     Area,
     Axis,
     Drawing,
-    Line,
     Note,
-    Rule,
+    Polyline,
+    RuleLine,
     Scale,
     byte_scale,
     shorten,
@@ -63,7 +63,7 @@ def draw_memory(chart: MemoryChart) -> Drawing:
     rules, notes = _phases(points)
     if budget_bytes is not None:
         y = scale.of(budget_bytes)
-        rules.append(Rule(y=y))
+        rules.append(RuleLine(y=y))
         notes.append(Note([f"budget {format_bytes(budget_bytes)}"], y=y, anchor=side))
     words = textwrap.wrap(shorten(peak.moment, _MOST_LETTERS), _LINE_LETTERS)
     lines = [f"peak {format_bytes(peak.bytes)}", *words]
@@ -101,23 +101,23 @@ def _areas(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Area]:
         lows = tops
 
 
-def _outlines(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Line]:
+def _outlines(points: Sequence[TimelinePoint], scale: Scale) -> Iterator[Polyline]:
     """All of it, and the step without a plan where the plan knows it."""
     ticks = [point.tick for point in points]
     unmanaged = [scale.of(point.unmanaged_bytes) for point in points if point.unmanaged_bytes is not None]
     if len(unmanaged) == len(points):
         name = "the whole step without a plan"
-        yield Line(name=name, xs=ticks, ys=unmanaged, colour=VIOLET, dash=DASHED, is_stepped=True)
+        yield Polyline(name=name, xs=ticks, ys=unmanaged, colour=VIOLET, dash=DASHED, is_stepped=True)
     total = [scale.of(point.bytes) for point in points]
-    yield Line(xs=ticks, ys=total, colour="rgba(120,120,120,0.6)", width=1, is_stepped=True)
+    yield Polyline(xs=ticks, ys=total, colour="rgba(120,120,120,0.6)", width=1, is_stepped=True)
 
 
-def _phases(points: Sequence[TimelinePoint]) -> tuple[list[Rule], list[Note]]:
+def _phases(points: Sequence[TimelinePoint]) -> tuple[list[RuleLine], list[Note]]:
     """A thin line where a phase begins, and its name above the chart."""
     rules, notes = [], []
     for phase, members in itertools.groupby(points, key=lambda point: point.phase):
         start = next(members).tick
         if start > points[0].tick:
-            rules.append(Rule(x=start, dash=DOTTED))
+            rules.append(RuleLine(x=start, dash=DOTTED))
         notes.append(Note([phase], x=start))
     return rules, notes

@@ -21,8 +21,8 @@ from plimsoll.ui.html.drawing import (
     Cells,
     Drawing,
     Layer,
-    Line,
     Points,
+    Polyline,
     shorten,
 )
 
@@ -226,7 +226,7 @@ class _Picture:
             if _is_drawable(x) and _is_drawable(y)
         ]
         self.taken += [(x - 5, y - 5, x + 5, y + 5) for x, y, _ in places]
-        lines = [box for layer in self.drawing.layers if isinstance(layer, Line) for box in self._along(layer)]
+        lines = [box for layer in self.drawing.layers if isinstance(layer, Polyline) for box in self._along(layer)]
         for x, y, text in places:
             before, self.taken = self.taken, [*self.taken, *lines]
             is_written = self._name(x, y, text)
@@ -234,7 +234,7 @@ class _Picture:
             if not is_written:
                 self._name(x, y, text)  # a name on a line is better than none
 
-    def _along(self, line: Line) -> Iterator[_Box]:
+    def _along(self, line: Polyline) -> Iterator[_Box]:
         """Small boxes along a line, close enough together that no name fits between them."""
         points = zip(line.xs, line.ys, strict=True)
         known = [(self.x.at(x), self.y.at(y)) for x, y in points if _is_drawable(x) and _is_drawable(y)]
@@ -283,7 +283,7 @@ def _draw(layer: Layer, picture: _Picture) -> None:
 
 
 @_draw.register
-def _(line: Line, picture: _Picture) -> None:
+def _(line: Polyline, picture: _Picture) -> None:
     points = zip(line.xs, line.ys, strict=True)
     for is_drawn, run in itertools.groupby(points, lambda point: all(map(_is_drawable, point))):
         if is_drawn:
