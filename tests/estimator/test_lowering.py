@@ -12,8 +12,8 @@ from metering import LiveStorages
 from plimsoll.errors import InvalidOption
 from plimsoll.estimator.lowering import FRAMEWORKS, SwitchedModel, lower
 
-LLAMA = SwitchedModel(layers=16, has_experts=False, ops=frozenset(["mm", "_softmax"]))
-MIXTURE = SwitchedModel(layers=5, has_experts=True, ops=frozenset(["mm", "bmm", "_scaled_dot_product_flash_attention"]))
+LLAMA = SwitchedModel(layers=16, has_experts=False)
+MIXTURE = SwitchedModel(layers=5, has_experts=True)
 
 
 def simulated(strategy: str) -> tuple[int, float]:

@@ -203,6 +203,8 @@ def test_frozen_parameters_have_no_state():
         ("torch.optim.SGD", "sgd", StepForm.FOREACH),
         ("adamw_torch_fused", "adamw", StepForm.FUSED),
         ("adamw_bnb_8bit", "adamw-8bit", StepForm.FUSED),
+        ("paged_adamw_8bit", "paged-adamw-8bit", StepForm.FUSED),
+        ("AdamW4bit", "adamw-4bit", StepForm.FUSED),
         ("SGD momentum", "sgd-momentum", StepForm.FOREACH),
         ("lion", "lion", StepForm.LOOP),
     ],
@@ -212,7 +214,7 @@ def test_optimizers_are_known_by_the_names_that_people_use(spelling: str, name: 
     assert (use.name, use.form) == (name, form)
 
 
-@pytest.mark.parametrize("spelling", ["adamm", "paged_adamw_8bit", "shampoo", ""])
+@pytest.mark.parametrize("spelling", ["adamm", "paged_adamw_4bit", "shampoo", ""])
 def test_an_unknown_optimizer_shows_the_closest_names(spelling: str):
     with pytest.raises(UnknownOptimizer) as caught:
         optimizer_use(spelling, [])

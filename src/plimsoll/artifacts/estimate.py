@@ -12,7 +12,7 @@ import msgspec
 
 from plimsoll.artifacts.base import ArtifactBase
 from plimsoll.artifacts.costs import Basis
-from plimsoll.artifacts.job import Layout, ModelFacts
+from plimsoll.artifacts.job import Layout, ModelFacts, Techniques
 from plimsoll.artifacts.plan import Peak, Plan
 
 
@@ -135,6 +135,7 @@ class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     strategy: str
     budget_bytes: int | None
     layout: Layout
+    techniques: Techniques = Techniques()
     facts: ModelFacts
     stages: tuple[StageEstimate, ...]
     throughput: Throughput

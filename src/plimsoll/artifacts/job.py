@@ -7,7 +7,8 @@ expert parallelism. A step runs on ``dp * tp * cp * pp`` ranks; expert paralleli
 
 The precisions ``bf16`` and ``fp16`` hold parameters, gradients and activations in the narrow type. ``bf16-mixed`` and
 ``fp16-mixed`` hold parameters in float32 and run the forward pass under autocast (Micikevicius et al. 2018, Mixed Precision
-Training).
+Training). ``fsdp-bf16`` is FSDP2's ``MixedPrecisionPolicy(param_dtype=bfloat16)``: shards, gradients and optimizer in
+float32, what is gathered and computed with in bf16.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Degrees of parallelism of one training step; the default is one rank.
 
     ``zero`` is the stage of ZeRO within the data-parallel ranks (and the context-parallel ones): 0 replicates everything, 1
-    shards the optimizer state, 2 also gradients, 3 also parameters (what FSDP does). ``micro_batches`` run one after the
+    shards the optimizer state, 2 also gradients, 3 also parameters (what FSDP does). With ``replicas`` (HSDP) so many groups of
+    ranks shard the whole each, and their gradients are reduced once more. ``micro_batches`` run one after the
     other before the optimizer steps: gradient accumulation, or what is in a pipeline's flight. ``virtual_stages`` are the
     stages per rank of an interleaved schedule. ``cut`` says how blocks are dealt out to stages: a rule, or their numbers.
     """
@@ -68,6 +70,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     pp: int = 1
     ep: int = 1
     zero: int = 0
+    replicas: int = 1
     sequence_parallel: bool = False
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     virtual_stages: int = 1
@@ -82,7 +85,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shards(self) -> int:
         """Over how many ranks ZeRO spreads what it shards."""
-        return self.dp * self.cp
+        return self.dp * self.cp // self.replicas
 
     @property
     def stages(self) -> int:
@@ -95,6 +98,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         ]
         degrees += ["sp"] if self.sequence_parallel else []
         degrees += [f"zero={self.zero}"] if self.zero else []
+        degrees += [f"replicas={self.replicas}"] if self.replicas > 1 else []
         if self.pp > 1:
             degrees.append(f"schedule={self.schedule.value}")
             degrees += [f"virtual={self.virtual_stages}"] if self.virtual_stages > 1 else []
@@ -117,12 +121,18 @@ class Precision(enum.StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     BF16_MIXED = "bf16-mixed"
+    FSDP_BF16 = "fsdp-bf16"
     FP16_MIXED = "fp16-mixed"
 
     @property
     def is_mixed(self) -> bool:
         """Whether the forward pass runs under autocast."""
         return self in (Precision.BF16_MIXED, Precision.FP16_MIXED)
+
+    @property
+    def traced(self) -> Precision:
+        """The precision that the model itself sees: FSDP gathers its f32 shards in bf16."""
+        return Precision.BF16 if self is Precision.FSDP_BF16 else self
 
     @property
     def parameter_dtype(self) -> str:

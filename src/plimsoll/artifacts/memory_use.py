@@ -48,6 +48,10 @@ class OptimizerUse(msgspec.Struct, frozen=True, kw_only=True):
     flops: int
     relative_error: float
     basis: Basis
+    link_bytes: int = 0
+    """What a step sends between the device and the host, both ways together."""
+    host_bytes: int = 0
+    """What the host reads and writes where it runs the step."""
     notes: tuple[str, ...] = ()
     """Which rule was followed where there is a choice (what Muon leaves to AdamW, what stays in 32 bits)."""
 

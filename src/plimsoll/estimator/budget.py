@@ -191,12 +191,19 @@ _HOPPER = _Figures(
     channels_source=_NVLINK,
 )
 _FIGURES = {
+    "V100-16GB": replace(_AMPERE, context_error=0.6),
+    "V100-32GB": replace(_AMPERE, context_error=0.6),
+    "RTX-3090": replace(_AMPERE, channels=4, channels_error=1.0, channels_source=_PCIE),
+    "RTX-A6000": replace(_AMPERE, channels=4, channels_error=1.0, channels_source=_PCIE),
     "A100-40GB": _AMPERE,
     "A100-80GB": _AMPERE,
     "H100-SXM": _HOPPER,
     "H100-PCIe": replace(_HOPPER, channels=4, channels_error=1.0, channels_source=_PCIE),
     "H200": _HOPPER,
     "B200": _HOPPER,
+    "GB200": _HOPPER,
+    "B300": _HOPPER,
+    "GH200-96GB": _HOPPER,
     "L40S": _ADA,
     "RTX-4090": _ADA,
 }
@@ -255,8 +262,9 @@ def _groups(layout: Layout) -> list[_Group]:
         _Group("tp", layout.tp, 1, "ring"),
         _Group("cp", layout.cp, layout.tp, "ring"),
         _Group("dp and cp" if layout.cp > 1 else "dp", layout.shards, layout.tp, "ring"),
+        _Group("replicas", layout.replicas, layout.tp * layout.shards, "ring"),
         _Group("ep", layout.ep, layout.tp, "all-to-all"),
-        _Group("pp", layout.pp, layout.tp * layout.shards, "neighbours"),
+        _Group("pp", layout.pp, layout.tp * layout.dp * layout.cp, "neighbours"),
     )
     return [group for group in groups if group.ranks > 1]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from plimsoll.artifacts.estimate import Estimate
-from plimsoll.artifacts.job import Layout, ModelFacts, Precision, parse_precision
+from plimsoll.artifacts.job import Layout, ModelFacts, Precision, Techniques, parse_precision, read_techniques
 from plimsoll.artifacts.progress import Progress, part_of, silent
 from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.budget import framework_items
@@ -21,7 +21,8 @@ from plimsoll.estimator.parallelism.layouts import check_layout, read_layout
 from plimsoll.estimator.rank_estimates import AUTO, NOTHING, Setting, check_setting
 from plimsoll.estimator.targets.target import Target
 from plimsoll.estimator.targets.tracing import TraceRequest, target_facts, trace_target
-from plimsoll.estimator.trace_cache import TraceCache
+from plimsoll.estimator.techniques import with_techniques
+from plimsoll.estimator.trace_cache import TraceCache, TracedTarget
 from plimsoll.planning.costing.devices import Device, find_device
 from plimsoll.session.options import AUTO_MARGIN, Budget
 
@@ -42,6 +43,7 @@ def estimate(
     strategy: str | None = None,
     budget: int | str | None = None,
     export: str | None = None,
+    techniques: str | Techniques = "",
     loss: Callable[[Any], torch.Tensor] | None = None,
     progress: Progress | None = None,
 ) -> Estimate:
@@ -57,7 +59,8 @@ def estimate(
         batch: samples per micro-batch and rank; for a model, the batch itself, whose sequence is one rank's part under ``cp``.
         device: from the catalogue of devices.
         sequence: tokens per sample, before context parallelism splits them; by default the target's own.
-        precision: ``fp32``, ``bf16``, ``fp16``, ``bf16-mixed``, ``fp16-mixed``; by default the model's own types.
+        precision: ``fp32``, ``bf16``, ``fp16``, ``bf16-mixed``, ``fp16-mixed`` or ``fsdp-bf16``; by default the
+            model's own types.
         optimizer: by name (``"adamw"``, ``"adamw-8bit"``, ``"sgd"``, ``"adafactor"``, ``"muon"`` …), or ``"none"``.
         has_master_weights: the optimizer keeps a copy of narrow weights in float32.
         layout: ``"dp=8,tp=8,sp,pp=16,zero=1,schedule=1f1b,micro-batches=64"``; by default one rank.
@@ -66,6 +69,7 @@ def estimate(
         budget: bytes for the tensors of one rank, or ``"auto"``: the device's memory less its framework and 8%.
         export: the framework whose own switches are to keep to ``budget`` (by default ``"auto"``): ``megatron``, ``torchtitan``
             or ``transformers``. The estimate is then that of the best setting; ``switches`` has its neighbours too.
+        techniques: what else the run does: ``"gradients=fp32,loss=fused,optimizer-in-backward"`` (``docs/estimate.md``).
         loss: for a model whose output is no loss; from the output to a scalar.
         progress: told the stage and the share done.
 
@@ -88,10 +92,12 @@ def estimate(
     spread = read_layout(layout)
     asked = find_device(device)
     parsed = parse_precision(precision)
+    traced_in = None if parsed is None else parsed.traced
+    how = read_techniques(techniques)
     request = TraceRequest(
-        target=target if isinstance(target, str) else _given(target, batch, sequence, loss, parsed),
+        target=target if isinstance(target, str) else _given(target, batch, sequence, loss, traced_in),
         device_name=asked.name,
-        precision=parsed,
+        precision=traced_in,
         tp=spread.tp,
         ep=spread.ep,
         sequence_parallel=spread.sequence_parallel,
@@ -105,26 +111,37 @@ def estimate(
         has_master_weights=has_master_weights,
         strategy=strategy or (AUTO if budget is not None else NOTHING),
         budget_bytes=_budget_bytes(budget, asked, spread),
+        precision=parsed,
+        how=how,
     )
     check_setting(setting)
     if export is not None:
         setting = _without_strategy(setting, export, strategy, _budget_bytes(budget or AUTO, asked, spread))
-    facts = target_facts(request)
-    if facts is not None:
-        whole = None if facts.sequence is None else facts.sequence * spread.cp
-        check_layout(spread, msgspec.structs.replace(facts, sequence=whole))
-    traced = trace_target(request, cache=TraceCache(), progress=part_of(report, 0.0, 0.8))
+    traced = _traced(request, spread, part_of(report, 0.0, 0.8))
     trace_seconds = time.monotonic() - started
     report("simulating every rank", 0.8)
-    job = EstimateJob(setting, traced, with_context_parallel(traced.trace, spread.cp))
+    job = EstimateJob(setting, traced, with_context_parallel(with_techniques(traced.trace, how), spread.cp))
     switches = () if export is None or setting.budget_bytes is None else job.lower(export, setting.budget_bytes)
     found = job.run(
         target if isinstance(target, str) else type(target).__name__,
-        "the model's own types" if request.precision is None else request.precision.value,
+        "the model's own types" if parsed is None else parsed.value,
         trace_seconds,
         started,
     )
     return msgspec.structs.replace(found, framework=export or "", switches=switches)
+
+
+def _traced(request: TraceRequest, layout: Layout, progress: Progress) -> TracedTarget:
+    """The traced step, once the layout is known to divide the model.
+
+    Raises:
+        InvalidLayout: it does not.
+    """
+    facts = target_facts(request)
+    if facts is not None:
+        whole = None if facts.sequence is None else facts.sequence * layout.cp
+        check_layout(layout, msgspec.structs.replace(facts, sequence=whole))
+    return trace_target(request, cache=TraceCache(), progress=progress)
 
 
 def _without_strategy(setting: Setting, framework: str, strategy: str | None, budget_bytes: int | None) -> Setting:

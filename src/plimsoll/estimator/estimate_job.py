@@ -72,6 +72,7 @@ class EstimateJob:
             strategy=setting.strategy,
             budget_bytes=setting.budget_bytes,
             layout=layout,
+            techniques=setting.how,
             facts=self.facts,
             stages=stages,
             expandable_bytes=self._expandable_bytes(ranks, stages),

@@ -17,8 +17,6 @@ from plimsoll.artifacts.estimate import SwitchSetting
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidOption
 
-_SAVED_BY_TORCHTITAN = ("mm/2", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "sdpa", "topk", "max")
-"""Ops that its ``SelectiveAC`` saves, of products without bias every second one (seen in torchtitan 0.3)."""
 _TIES = 1e-9
 
 
@@ -32,17 +30,15 @@ class SwitchValues:
 
 @dataclass(frozen=True, slots=True)
 class SwitchedModel:
-    """What settings depend on: layers of the longest pipeline stage, whether there are experts, ops that run in regions."""
+    """What settings depend on: layers of the longest pipeline stage, and whether there are experts."""
 
     layers: int
     has_experts: bool
-    ops: frozenset[str]
 
     @staticmethod
     def of(trace: Trace, *, stages: int, has_experts: bool) -> SwitchedModel:
         """Those of a traced model."""
-        ops = frozenset(op.name for region in trace.regions for op in region.graph.ops)
-        return SwitchedModel(-(-len(trace.regions) // stages), has_experts, ops)
+        return SwitchedModel(-(-len(trace.regions) // stages), has_experts)
 
 
 def _megatron(model: SwitchedModel) -> Iterator[list[SwitchValues]]:
@@ -72,14 +68,8 @@ def _transformers(model: SwitchedModel) -> Iterator[list[SwitchValues]]:
 
 
 def _torchtitan(model: SwitchedModel) -> Iterator[list[SwitchValues]]:
-    def is_there(name: str) -> bool:
-        name = {"sdpa": "scaled_dot_product"}.get(name.removesuffix("/2"), name.removesuffix("/2"))
-        return any(name == op or (name == "scaled_dot_product" and name in op) for op in model.ops)
-
-    saved = [name for name in _SAVED_BY_TORCHTITAN if is_there(name)]
     yield [SwitchValues("none", {"activation_checkpoint": None})]
-    if saved:
-        yield [SwitchValues(f"selective:{','.join(saved)}", {"activation_checkpoint": "SelectiveAC"})]
+    yield [SwitchValues("selective:torchtitan", {"activation_checkpoint": "SelectiveAC"})]
     yield [SwitchValues("full", {"activation_checkpoint": "FullAC"})]
 
 

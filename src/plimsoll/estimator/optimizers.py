@@ -20,6 +20,7 @@ from plimsoll.errors import InvalidOption, UnknownOptimizer
 from plimsoll.estimator import optimizer_steps as steps
 from plimsoll.estimator.optimizer_steps import OptimizerStep, StepLedger, Tensor
 
+_FEWEST_PAGED_ELEMENTS = 100_000
 _COUNTER_BYTES = 4
 _MASTER_ITEM_BYTES = 4
 _FEWEST_8BIT_ELEMENTS = 4096
@@ -41,6 +42,8 @@ class _Recipe:
     leaves_rest_to: str = ""
     basis: Basis = Basis.EXACT
     aliases: tuple[str, ...] = ()
+    is_paged: bool = False
+    """Whether state of large tensors lies in memory that the device and the host share."""
     notes: tuple[str, ...] = ()
 
 
@@ -50,6 +53,7 @@ def optimizer_use(
     *,
     form: StepForm | None = None,
     has_master_weights: bool = False,
+    gradient_item_bytes: int = 0,
 ) -> OptimizerUse:
     """What an optimizer holds and what its step takes, in the steady state (not the first step, which makes the state).
 
@@ -62,6 +66,7 @@ def optimizer_use(
         parameters: those of the rank; under ZeRO, its shards.
         form: how the step walks over them, where the name does not say; by default as torch does on a GPU.
         has_master_weights: whether there are copies in f32.
+        gradient_item_bytes: bytes of one element of a gradient; 0 for the parameter's own.
 
     Raises:
         UnknownOptimizer: the catalogue lacks it; the error shows the closest names.
@@ -73,8 +78,8 @@ def optimizer_use(
         >>> use.total_state_bytes, use.temporary_bytes
         (16384, 8192)
 
-    Source: torch/optim of torch 2.13, bitsandbytes/optim of 0.50, lion_pytorch of 0.2. Known weakness: torch's 8-bit forms
-    (torchao), paged and sparse optimizers are not in the catalogue.
+    Source: torch/optim of torch 2.13, bitsandbytes/optim of 0.50, lion_pytorch of 0.2. torchao.optim of 0.14. Known weakness:
+    sparse optimizers are not in the catalogue.
     """
     recipe, named_form = _find(name)
     form = _form(recipe, named_form or form)
@@ -87,7 +92,8 @@ def optimizer_use(
     ledgers = [StepLedger().run(part.steps[form], updated, form) for part, updated in parts]
     # A module's optimizers step one after the other: their states add up, of their temporaries the highest count.
     highest = max(ledgers, key=lambda ledger: ledger.highest_bytes)
-    casts = _casts(masters, form)
+    is_cast = gradient_item_bytes != _MASTER_ITEM_BYTES
+    casts = _casts(masters, form) if is_cast else ()
     is_fused = form is StepForm.FUSED
     counters = sum(_COUNTER_BYTES * len(updated) for part, updated in parts if part.has_counters)
     state_bytes = {  # a fused step has its counters on the device as well
@@ -95,14 +101,21 @@ def optimizer_use(
         for part, updated in parts
         for each in updated
     }
+    paged = {
+        each.name: state_bytes.pop(each.name)
+        for part, updated in parts
+        for each in updated
+        if part.is_paged and each.elements >= _FEWEST_PAGED_ELEMENTS
+    }
     # With master weights a 16-bit gradient is read and written in f32, the master read and the 16-bit weight written.
-    traffic = sum(size // 2 + size + size + size // 2 for size in masters.values())
+    traffic = sum((size // 2 + size) * (1 + is_cast) for size in masters.values())
     basis, error = _reliability(recipe, casts, sum(state_bytes.values()) + sum(masters.values()))
     return OptimizerUse(
         name=recipe.name,
         form=form,
         state_bytes=state_bytes,
-        host_state_bytes=0 if is_fused else counters,
+        host_state_bytes=sum(paged.values()) + (0 if is_fused else counters),
+        link_bytes=2 * sum(paged.values()),
         master_bytes=masters,
         temporaries=(*highest.temporaries, *casts),
         moved_bytes=sum(ledger.moved_bytes for ledger in ledgers) + traffic,
@@ -214,6 +227,35 @@ _8BIT_NOTES = (
     "bitsandbytes' block-wise form: states of fewer than 4096 elements stay in f32; embeddings too, if they were registered "
     "for it (transformers' Trainer does), which is not counted; nor are 2 KiB of tables that all parameters share",
 )
+
+
+def _two_by_torchao(bits: int, block: int) -> Callable[[Tensor], int]:
+    """Codes and an f32 scale per block, twice; what is small or no multiple of the block stays as the parameter is."""
+
+    def state_bytes(tensor: Tensor) -> int:
+        if tensor.elements < _FEWEST_8BIT_ELEMENTS or tensor.elements % block:
+            return 2 * tensor.bytes
+        return 2 * (tensor.elements * bits // 8 + tensor.elements // block * 4 + (4 << bits if bits < 8 else 0))
+
+    return state_bytes
+
+
+def _torchao(name: str, bits: int, block: int) -> _Recipe:
+    state_bytes = _two_by_torchao(bits, block)
+    return _Recipe(
+        name=name,
+        steps={StepForm.FUSED: OptimizerStep(3, 8, besides=lambda each: (2 * state_bytes(each), 0))},
+        state_bytes=state_bytes,
+        has_counters=False,
+        basis=Basis.MODELLED,
+        notes=("as torchao.optim has it, compiled per parameter",),
+    )
+
+
+_PAGED_NOTE = (
+    "bitsandbytes' paged state is counted on the host, its way over the link twice a step; while the device has room, it stays "
+    "there and costs nothing"
+)
 _MUON_NOTES = ("Muon updates matrices; embeddings, heads (told by their names) and all other shapes are AdamW's",)
 _RECIPES = (
     _Recipe(name="sgd", steps=steps.SGD, state_bytes=lambda _: 0, has_counters=False),
@@ -234,6 +276,27 @@ _RECIPES = (
         basis=Basis.MODELLED,
         aliases=("adam8bit", "8bitadamw", "8bitadam"),
         notes=_8BIT_NOTES,
+    ),
+    _torchao("adamw-4bit", bits=4, block=128),
+    _torchao("adamw-fp8", bits=8, block=256),
+    _Recipe(
+        name="paged-adamw",
+        steps={StepForm.FUSED: OptimizerStep(7, 8)},
+        state_bytes=lambda each: 2 * each.bytes,
+        has_counters=False,
+        basis=Basis.MODELLED,
+        is_paged=True,
+        notes=(_PAGED_NOTE,),
+    ),
+    _Recipe(
+        name="paged-adamw-8bit",
+        steps={StepForm.FUSED: _STEP_8BIT},
+        state_bytes=_two_in_8bit,
+        has_counters=False,
+        basis=Basis.MODELLED,
+        aliases=("pagedadam8bit", "paged8bitadamw"),
+        is_paged=True,
+        notes=(*_8BIT_NOTES, _PAGED_NOTE),
     ),
     _Recipe(name="adafactor", steps=steps.ADAFACTOR, state_bytes=lambda each: each.factor_bytes or each.bytes),
     _Recipe(

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from msgspec.structs import replace
+
 from plimsoll.artifacts.costs import Costs
-from plimsoll.artifacts.job import Layout
+from plimsoll.artifacts.job import Layout, Precision, Techniques
 from plimsoll.artifacts.memory_use import AllocationEvent, OptimizerUse, StepForm
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Trace, TraceParameter, runs_gpu_kernels
 from plimsoll.errors import InvalidOption, InvalidStrategy
 from plimsoll.estimator.optimizers import optimizer_use
 from plimsoll.estimator.parallelism.overlap import OverlappedSeconds, RankSeconds, measure_rank, overlapped_seconds
-from plimsoll.estimator.parallelism.rank import rank_trace
+from plimsoll.estimator.parallelism.rank import PARTLY_SHARDED, rank_trace
 from plimsoll.estimator.parallelism.stages import StageTrace
-from plimsoll.estimator.parallelism.units import rank_parameters
+from plimsoll.estimator.parallelism.units import HeldTypes, rank_parameters
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.costing.devices import Device
 from plimsoll.planning.costing.links import Collective, collective_seconds
@@ -47,6 +49,16 @@ class Setting:
     has_master_weights: bool
     strategy: str
     budget_bytes: int | None
+    precision: Precision | None = None
+    how: Techniques = field(default_factory=Techniques)
+
+    @property
+    def held(self) -> HeldTypes:
+        """What a rank holds and reduces in another type than the model computes in."""
+        if self.precision is Precision.FSDP_BF16:
+            return HeldTypes(shards=True, reduced=self.how.reduce != "bf16", gradients=True)
+        is_wide = self.how.gradients == "fp32"
+        return HeldTypes(reduced=is_wide, gradients=is_wide)
 
     @property
     def is_gpu(self) -> bool:
@@ -70,6 +82,7 @@ def check_setting(setting: Setting) -> None:
             why="they are the copies that an optimizer updates, and there is none",
             next="name an optimizer, or leave master weights out",
         )
+    _check_techniques(setting)
     if codecs_of_strategy(setting.strategy) or uses_link(setting.strategy):
         raise InvalidStrategy(
             f"unsupported: strategy {setting.strategy!r} in an estimate.",
@@ -80,16 +93,79 @@ def check_setting(setting: Setting) -> None:
         collective_seconds(Collective.ALL_REDUCE, 1, setting.layout.ranks, setting.device)
 
 
+def _check_techniques(setting: Setting) -> None:
+    """Refuse techniques that contradict the layout, the precision or the optimizer."""
+    how, layout, narrow = setting.how, setting.layout, (Precision.BF16, Precision.FP16)
+    if setting.precision is Precision.FSDP_BF16 and (layout.zero < PARTLY_SHARDED or layout.shards == 1):
+        raise InvalidOption(
+            f"precision fsdp-bf16 with {layout}.",
+            why="it is what FSDP casts when it gathers shards, and nothing is sharded",
+            next="give zero=3 (or zero=2, which keeps what it gathered) and dp=2 or more, or take bf16-mixed",
+        )
+    if how.reduce and setting.precision is not Precision.FSDP_BF16:
+        raise InvalidOption(
+            f"reduce={how.reduce} without precision fsdp-bf16.",
+            why="it is the reduce_dtype of FSDP's mixed precision",
+            next="add precision fsdp-bf16, or write gradients=fp32 for gradients accumulated and reduced in f32",
+        )
+    if how.gradients and setting.precision in narrow and not setting.has_master_weights:
+        raise InvalidOption(
+            f"gradients=fp32 with parameters in {setting.precision} and no master weights.",
+            why="torch's optimizers take a gradient in the type of its parameter; f32 ones are for master weights",
+            next="add master weights, or leave gradients= out",
+        )
+    if how.tf32 and "tf32" not in setting.device.peak_flops_per_second:
+        raise InvalidOption(
+            f"tf32 on {setting.device.name}.", why="the device has no such arithmetic", next="leave tf32 out"
+        )
+    if how.loss == "vocabulary-parallel" and layout.tp == 1:
+        raise InvalidOption(
+            "loss=vocabulary-parallel without tensor parallelism.",
+            why="the vocabulary is divided among tensor-parallel ranks, and there is one",
+            next="give tp=2 or more, or write loss=fused or loss=chunked",
+        )
+    if how.optimizer_in_backward:
+        _check_optimizer_in_backward(setting)
+
+
+def _check_optimizer_in_backward(setting: Setting) -> None:
+    layout, reason = setting.layout, ""
+    if setting.optimizer is None:
+        reason = "there is no optimizer"
+    elif layout.micro_batches > 1:
+        reason = f"gradients of {layout.micro_batches} micro-batches are added up before a step"
+    elif layout.shards > 1 and layout.zero < PARTLY_SHARDED:
+        reason = "buckets hold all gradients until the last of them is reduced"
+    elif setting.how.gradients:
+        reason = "gradients=fp32 keeps them all"
+    if reason:
+        raise InvalidOption(
+            f"optimizer-in-backward with {layout}.",
+            why=reason,
+            next="leave it out, or take one micro-batch on one rank or under zero=2 or 3",
+        )
+
+
 def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> OptimizerUse | None:
     """What the setting's optimizer holds and does for the parameters of one rank."""
     if setting.optimizer is None:
         return None
-    return optimizer_use(
-        setting.optimizer,
-        parameters,
-        form=None if setting.is_gpu else StepForm.LOOP,
-        has_master_weights=setting.has_master_weights,
-    )
+    is_early = setting.how.optimizer_in_backward
+
+    def use(updated: Sequence[TraceParameter]) -> OptimizerUse:
+        return optimizer_use(
+            setting.optimizer or "",
+            updated,
+            form=None if setting.is_gpu and not is_early else StepForm.LOOP,
+            has_master_weights=setting.has_master_weights,
+            gradient_item_bytes=4 if setting.held.gradients else 0,
+        )
+
+    found = use(parameters)
+    if is_early and parameters:  # an optimizer per parameter: nothing is left of one while the next steps
+        alone = use([max(parameters, key=lambda parameter: parameter.bytes * parameter.is_trainable)])
+        found = replace(found, temporaries=alone.temporaries)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +190,18 @@ class StageOfRank:
     @cached_property
     def optimizer(self) -> OptimizerUse | None:
         """What the optimizer holds and does for this rank's parameters."""
-        return optimizer_of(self.setting, rank_parameters(self.stage.trace, self.setting.layout))
+        return optimizer_of(self.setting, rank_parameters(self.stage.trace, self.setting.layout, self.setting.held))
 
     @cached_property
     def trace(self) -> Trace:
         """The step of one micro-batch on this rank."""
-        return rank_trace(self.stage.trace, self.setting.layout, self.optimizer)
+        return rank_trace(
+            self.stage.trace,
+            self.setting.layout,
+            self.optimizer,
+            self.setting.held,
+            is_stepping_early=self.setting.how.optimizer_in_backward,
+        )
 
     @cached_property
     def costs(self) -> Costs:

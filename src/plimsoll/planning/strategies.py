@@ -18,6 +18,8 @@
                          everything else is RECOMPUTE. ``sdpa`` stands for every scaled-dot-product op
                          with ``mm/2`` only every second product is
 ``selective:core+norm``  RECOMPUTE what either of them does
+``selective:torchtitan``  torchtitan's own policy: KEEP attention, convolutions, the choice of experts, and of products
+                          without bias every second one
 ``int8``, ``int4``, ``fp8``  COMPRESS every saved value that takes this form, masks and integers without loss; KEEP the rest
 ``offload``              OFFLOAD every saved value that may go over the link; KEEP the rest (the last region has nothing
                          to hide transfers behind, so it keeps)
@@ -50,6 +52,9 @@ _MODULES = {
     "mlp": re.compile(r"mlp|ffn|feed_?forward|\bff\b|fc\d|experts", re.IGNORECASE),
     "norm": re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)|(?:^|[._])bn(?:[._\d]|$)", re.IGNORECASE),
 }
+TORCHTITAN = "torchtitan"
+_SAVED_BY_TORCHTITAN = ("mm/2", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "sdpa", "topk", "max")
+"""Ops that its ``SelectiveAC`` saves, of products without bias every second one (seen in torchtitan 0.3)."""
 _OP_ALIASES = {"sdpa": "scaled_dot_product"}
 MEMORY_BUDGET = "memory-budget"
 """torch's own budget under torch.compile, as a share: ``memory-budget:0.5``."""
@@ -103,7 +108,9 @@ def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
         return tuple(Choice(_kept_outside(view, pattern) | view.nothing) for view in index.views)
     names = _op_names(argument)
     present = sorted({op.name for view in index.views for op in view.graph.ops})
-    for name in names:
+    if names == [TORCHTITAN]:
+        names = list(_SAVED_BY_TORCHTITAN)
+    for name in names if argument != TORCHTITAN else ():
         if not any(_is_op(op, name.removesuffix("/2")) for op in present):
             close = difflib.get_close_matches(name, [*present, *_MODULES, "core"], n=3) or present[:5]
             raise InvalidStrategy(
@@ -237,6 +244,7 @@ def check_strategy(strategy: str) -> None:
         known = ["auto", "every:2", "first:2", "fp8", "full", "hybrid:10,6", "input-only", "int4", "int8", "none",
                  "nth:2", "offload",
                  "selective:attention", "selective:core", "selective:mlp", "selective:norm", "selective:mm,sdpa",
+                 "selective:torchtitan",
                  "sqrt"]  # fmt: skip
         close = difflib.get_close_matches(strategy, known, n=3, cutoff=0.3)
         raise InvalidStrategy(

@@ -10,17 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plimsoll.artifacts.costs import Basis, Costs, CostSource, OpCost
-from plimsoll.artifacts.job import Layout
+from plimsoll.artifacts.job import Layout, Techniques
 from plimsoll.artifacts.memory_use import OptimizerUse, StepForm, Temporary
 from plimsoll.artifacts.trace import Category, Phase, Trace
+from plimsoll.estimator.parallelism.editing import REPLICAS_REDUCE
 from plimsoll.estimator.parallelism.overlap import overlapped_seconds
 from plimsoll.estimator.parallelism.rank import rank_trace
 from plimsoll.estimator.parallelism.stages import split_stages
-from plimsoll.estimator.parallelism.units import find_units, rank_parameters
+from plimsoll.estimator.parallelism.units import HeldTypes, find_units, rank_parameters
+from plimsoll.estimator.rank_estimates import Setting, optimizer_of
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
@@ -122,6 +125,93 @@ def test_zero_3_holds_what_fsdp2_holds(plain: Trace, micro_batches: int):
     assert predicted_peaks(rank) == pytest.approx(measured, rel=0.005)
     shards = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
     assert static_bytes(rank, Category.PARAMETER) == sum(p.bytes for p in rank.parameters) == shards
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Trace:
+    return trace(_Model().bfloat16(), IDS, repeats=1)
+
+
+@pytest.mark.parametrize("process_group", ["fake"], indirect=True)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("reduced", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("process_group")
+def test_mixed_precision_shards_hold_what_fsdp2_holds(narrow: Trace, micro_batches: int, reduced: torch.dtype):
+    model = _Model()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    measured = measured_peaks(model, forgets=micro_batches == 1)
+    held = HeldTypes(shards=True, reduced=reduced is torch.float32, gradients=True)
+    layout = Layout(dp=RANKS, zero=3, micro_batches=micro_batches)
+    rank = rank_trace(narrow, layout, None, held)
+    assert predicted_peaks(rank) == pytest.approx(measured, rel=0.005)
+    shards = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
+    assert static_bytes(rank, Category.PARAMETER) == shards
+    assert sum(p.bytes for p in rank_parameters(narrow, layout, held)) == shards
+
+
+@pytest.mark.parametrize("process_group", ["fake"], indirect=True)
+@pytest.mark.usefixtures("process_group")
+def test_replicas_of_sharded_ranks_hold_what_hsdp_holds(plain: Trace):
+    model = _Model()
+    mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicas", "shards"))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    layout = Layout(dp=RANKS, zero=3, replicas=2)
+    rank = rank_trace(plain, layout)
+    assert predicted_peaks(rank) == pytest.approx(measured_peaks(model, forgets=True), rel=0.005)
+    reductions = [rank.specs[op.cost_key] for op in rank.ops if op.name == REPLICAS_REDUCE]
+    assert len(reductions) == 1 + len(model.blocks)
+    assert sum(spec.moved_bytes for spec in reductions) == sum(p.bytes for p in rank.parameters)
+    device = find_device("H100")
+    alone, both = (
+        overlapped_seconds(step, roofline_costs(step, device, at))
+        for step, at in ((rank_trace(plain, Layout(dp=2, zero=3)), Layout(dp=2, zero=3)), (rank, layout))
+    )
+    assert both.communication_seconds > alone.communication_seconds
+
+
+def test_f32_gradients_of_a_bf16_model_are_there_from_the_start(narrow: Trace):
+    model = _Model().bfloat16()
+    for parameter in model.parameters():
+        parameter.main_gradient = torch.zeros_like(parameter, dtype=torch.float32)
+
+        def add(it: Any) -> None:
+            it.main_gradient.add_(it.grad)
+            it.grad = None
+
+        parameter.register_post_accumulate_grad_hook(add)
+    rank = rank_trace(narrow, Layout(), None, HeldTypes(reduced=True, gradients=True))
+    assert predicted_peaks(rank) == pytest.approx(measured_peaks(model, forgets=True), rel=0.01)
+    assert static_bytes(rank, Category.GRADIENT) == 2 * sum(p.bytes for p in narrow.parameters)
+    buckets = rank_trace(narrow, Layout(dp=2), None, HeldTypes(reduced=True, gradients=True))
+    (reduced,) = [buckets.specs[op.cost_key] for op in buckets.ops if op.name == "all_reduce"]
+    assert (reduced.moved_bytes, reduced.dtype) == (2 * sum(p.bytes for p in narrow.parameters), "f32")
+
+
+def test_an_optimizer_in_backward_lets_every_gradient_go(plain: Trace):
+    model = _Model()
+    for parameter in model.parameters():
+        optimizer = torch.optim.AdamW([parameter], foreach=False)
+
+        def step(it: Any, optimizer: Any = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    measured = measured_peaks(model, forgets=True)
+    adamw = Setting(
+        device=find_device("cpu"), layout=Layout(), optimizer="adamw", has_master_weights=False, strategy="none",
+        budget_bytes=None, how=Techniques(optimizer_in_backward=True),
+    )  # fmt: skip
+    use = optimizer_of(adamw, plain.parameters)
+    assert use is not None
+    early = rank_trace(plain, Layout(), use, is_stepping_early=True)
+    assert predicted_peaks(early) == pytest.approx(measured, rel=0.02)
+    assert not any(s.category is Category.GRADIENT and s.dies == len(early.ops) for s in early.storages)
 
 
 @pytest.mark.parametrize("process_group", ["gloo"], indirect=True)

@@ -15,9 +15,15 @@ from msgspec.structs import replace
 
 from plimsoll.artifacts.region import Slot
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp, TraceParameter
+from plimsoll.planning.costing.roofline import HOST
 
 GROUP = "shards"
 """The group over which ZeRO shards and data-parallel ranks reduce: the dp and cp ranks together."""
+REPLICAS = "replicas"
+REPLICAS_REDUCE = "hsdp.all_reduce"
+"""HSDP's group, and its reduction of shards that are reduced within each replica."""
+BESIDE = (GROUP, REPLICAS, HOST)
+"""Groups of ops that run beside computing."""
 
 
 @dataclass(frozen=True, slots=True)

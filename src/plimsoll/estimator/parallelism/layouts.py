@@ -23,12 +23,19 @@ _FIELDS = {
     "pp": "pp",
     "ep": "ep",
     "zero": "zero",
+    "replicas": "replicas",
     "virtual": "virtual_stages",
     "micro-batches": "micro_batches",
 }
 """Keys whose values are whole numbers, and the fields that they set."""
 _KEYS = (*_FIELDS, "schedule", "stages", "sp")
-_SPELLINGS = {"micro_batches": "micro-batches", "microbatches": "micro-batches", "fsdp": "dp", "zero-stage": "zero"}
+_SPELLINGS = {
+    "micro_batches": "micro-batches",
+    "microbatches": "micro-batches",
+    "fsdp": "dp",
+    "hsdp": "replicas",
+    "zero-stage": "zero",
+}
 """What people also write, as a hint in the error."""
 _HIGHEST_ZERO = 3
 _Name = TypeVar("_Name", PipelineSchedule, StageRule)
@@ -37,9 +44,9 @@ _Name = TypeVar("_Name", PipelineSchedule, StageRule)
 def read_layout(layout: str | Layout) -> Layout:
     """A layout from text; one that is a ``Layout`` already is only checked.
 
-    Keys with a number: ``dp``, ``tp``, ``cp``, ``pp``, ``ep``, ``zero``, ``virtual``, ``micro-batches``; ``schedule`` with a
-    name, ``stages`` with a rule or the blocks of every stage (``stages=9,8,8,7``), ``sp`` alone; in any order, with commas
-    between them. What is left out is 1 (``zero``: 0).
+    Keys with a number: ``dp``, ``tp``, ``cp``, ``pp``, ``ep``, ``zero``, ``replicas``, ``virtual``, ``micro-batches``;
+    ``schedule`` with a name, ``stages`` with a rule or the blocks of every stage (``stages=9,8,8,7``), ``sp`` alone; in any
+    order, with commas between them. What is left out is 1 (``zero``: 0).
 
     Raises:
         InvalidLayout: an unknown key, a value that is no degree, or parts that contradict each other.
@@ -200,6 +207,13 @@ def _check_sharding(layout: Layout) -> None:
             f"zero={layout.zero} does not exist.",
             why="1 shards the optimizer state, 2 also gradients, 3 also parameters",
             next="write zero=3",
+        )
+    if layout.replicas > 1 and (layout.zero < 2 or layout.dp % layout.replicas or layout.ep > 1):
+        raise InvalidLayout(
+            f"replicas={layout.replicas} with dp={layout.dp},zero={layout.zero},ep={layout.ep}.",
+            why="HSDP shards gradients or parameters within each of so many equal groups of the dp ranks; experts are not "
+            "modelled in it",
+            next="give zero=3, a dp that the replicas divide and no ep, or leave replicas= out",
         )
     if layout.shards % layout.ep:
         degrees = [each for each in range(2, layout.shards + 1) if layout.shards % each == 0]

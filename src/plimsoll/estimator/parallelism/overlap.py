@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.trace import Category, Phase, Trace
-from plimsoll.estimator.parallelism.editing import GROUP
+from plimsoll.estimator.parallelism.editing import BESIDE
+from plimsoll.planning.costing.roofline import HOST_COPY
 
 _COPY_OUT = "split_with_sizes_copy"
 _COPY_IN = "chunk_cat"
@@ -87,7 +88,7 @@ def overlapped_seconds(trace: Trace, costs: Costs) -> OverlappedSeconds:
 
 def _is_shared(trace: Trace, cost_key: str) -> bool:
     spec = trace.specs.get(cost_key)
-    return spec is not None and spec.group == GROUP
+    return spec is not None and spec.group in BESIDE
 
 
 class _Streams:
@@ -125,10 +126,13 @@ class _Streams:
             self.copied_out = self.now
 
     def _communicate(self, name: str, phase: Phase, seconds: float) -> None:
-        may_start = self.copied_out if name == _ALL_GATHER and phase is Phase.FORWARD else self.now
+        is_gather = name in (_ALL_GATHER, HOST_COPY)
+        may_start = self.copied_out if is_gather and phase is Phase.FORWARD else self.now
         end = self.busy_until = max(may_start, self.busy_until) + seconds
-        if name == _ALL_GATHER and phase is Phase.OPTIMIZER:
+        if phase is Phase.OPTIMIZER:
             self.now = end
+        elif name == HOST_COPY:
+            return  # what follows on the stream waits
         elif name == _ALL_GATHER:
             self.gathered.append(end)
         elif name == _REDUCE_SCATTER:
@@ -143,7 +147,7 @@ class _Streams:
         self.ends[phase] = self.now
 
 
-_DATA_PARALLEL = ("dp", "shards")
+_DATA_PARALLEL = ("dp", *BESIDE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,7 @@ start as well: a new gradient is copied to its place and freed. A bucket is redu
 25 MiB each, the first 1 MiB, in the order in which backward makes them (what DDP rebuilds them to after the first step).
 
 Source: torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/reducer.cpp, torch 2.13. Known weakness: the buffers
-are as the defaults have them; mixed-precision policies of FSDP2 (gathering in another dtype), CPU offload and resharding to a
-smaller group are not modelled.
+are as the defaults have them; CPU offload and resharding to a smaller group are not modelled.
 """
 
 from __future__ import annotations
@@ -37,8 +36,19 @@ from msgspec.structs import replace
 from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.memory_use import OptimizerUse
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceParameter
-from plimsoll.estimator.parallelism.editing import Edit, Inserted
-from plimsoll.estimator.parallelism.units import Gradients, ShardedUnit, find_units, gradients_of, shard_bytes, shard_of
+from plimsoll.estimator.parallelism.editing import REPLICAS, REPLICAS_REDUCE, Edit, Inserted
+from plimsoll.estimator.parallelism.units import (
+    AS_COMPUTED,
+    Gradients,
+    HeldTypes,
+    ShardedUnit,
+    find_units,
+    gradients_of,
+    in_f32,
+    shard_bytes,
+    shard_of,
+)
+from plimsoll.planning.costing.roofline import HOST, HOST_COPY, HOST_STEP
 from plimsoll.units import MIB
 
 _FIRST_BUCKET_BYTES = MIB
@@ -47,15 +57,32 @@ _TICKS_TO_ACCUMULATE = 2
 """A new gradient is alive while it is made and while it is added to what is there."""
 
 
-def accumulate(edit: Edit, gradients: Sequence[Gradients]) -> None:
+def accumulate(edit: Edit, gradients: Sequence[Gradients], held: HeldTypes) -> None:
     """Let gradients be there from the start, and new ones only until they are added."""
     for each in gradients:
+        times = each.unit.times(is_wide=held.gradients)
         for storage in each.storages:
-            edit.add(storage.bytes, Category.GRADIENT, f"accumulated {storage.label}", -1, None)
+            edit.add(times * storage.bytes, Category.GRADIENT, f"accumulated {storage.label}", -1, None)
             _make_passing(edit, storage)
 
 
-def reduce_in_buckets(edit: Edit, gradients: Sequence[Gradients]) -> None:
+def step_early(edit: Edit, gradients: Sequence[Gradients], optimizer: OptimizerUse) -> None:
+    """Let every gradient go once it is there: its parameter is updated at once, beside what one step takes for it."""
+    spec = OpSpec(name="early_step", flops=0, moved_bytes=0, dtype="f32")  # its seconds are those of the whole step
+    makers = {storage.born for each in gradients for storage in each.storages}
+    for each in gradients:
+        for storage in each.storages:
+            done = storage.born + 1
+            while done in makers:  # a weight's gradient and its bias's are one node of autograd, which ends first
+                done += 1
+            step = edit.op(min(done, edit.last_tick), optimizer.name, "early_step()", spec, Phase.BACKWARD)
+            edit.change(storage.id, storage.born, step.done)
+            for temporary in optimizer.temporaries:
+                size = min(temporary.bytes, storage.bytes)
+                edit.add(size, Category.TEMPORARY, f"{optimizer.name}: {temporary.label}", step, step.done)
+
+
+def reduce_in_buckets(edit: Edit, gradients: Sequence[Gradients], held: HeldTypes) -> None:
     """Keep gradients in buckets, and all-reduce each when it is full."""
     for is_expert in (False, True):
         mine = [each for each in gradients if each.unit.is_expert is is_expert]
@@ -63,16 +90,23 @@ def reduce_in_buckets(edit: Edit, gradients: Sequence[Gradients]) -> None:
         storages.sort(key=lambda storage: storage.born)
         kind = "expert gradients" if is_expert else "gradients"
         for number, bucket in enumerate(_buckets(storages)):
-            size = sum(storage.bytes for storage in bucket)
+            times = mine[0].unit.times(is_wide=held.gradients)
+            size = times * sum(storage.bytes for storage in bucket)
             edit.add(size, Category.GRADIENT, f"bucket {number} of {kind}", -1, None)
             for storage in bucket:
                 _make_passing(edit, storage)
             full = min(bucket[-1].born + 1, edit.last_tick)
-            edit.collective(full, "all_reduce", f"bucket {number} of {kind}", size, mine[0].unit.dtype)
+            dtype = "f32" if times > 1 else mine[0].unit.dtype
+            edit.collective(full, "all_reduce", f"bucket {number} of {kind}", size, dtype)
 
 
 def _make_passing(edit: Edit, storage: Storage) -> None:
-    edit.change(storage.id, storage.born, min(storage.born + _TICKS_TO_ACCUMULATE, edit.last_tick))
+    """End a gradient when it is added to what is there; a chunked loss makes its own in forward."""
+    ops = edit.trace.ops
+    made = storage.born
+    if ops[made].phase is Phase.FORWARD:
+        made = next((tick for tick, op in enumerate(ops) if op.phase is Phase.BACKWARD), made)
+    edit.change(storage.id, storage.born, min(made + _TICKS_TO_ACCUMULATE, edit.last_tick))
 
 
 def _buckets(storages: Sequence[Storage]) -> list[list[Storage]]:
@@ -95,6 +129,8 @@ class Sharding:
     edit: Edit
     layout: Layout
     units: Sequence[ShardedUnit]
+    held: HeldTypes = AS_COMPUTED
+    is_stepping_early: bool = False
     _waiting: list[int] = field(default_factory=list)
     """Gather buffers that the next gather in forward frees."""
     _prefetched: dict[str, list[tuple[ShardedUnit, int]]] = field(default_factory=dict)
@@ -110,6 +146,7 @@ class Sharding:
                 found.append(parameter)
                 continue
             shard = shard_of(parameter, ranks[parameter.name])
+            shard = in_f32(shard) if self.held.shards else shard
             label = f"parameter:{parameter.name}"
             found.append(replace(shard, storage=self.edit.add(shard.bytes, Category.PARAMETER, label, -1, None)))
         return tuple(found)
@@ -186,26 +223,37 @@ class Sharding:
     def _reduce(self, gradients: Gradients) -> None:
         """Copy in, free, reduce-scatter; with several micro-batches add to the shards that are there."""
         unit, tick, edit = gradients.unit, gradients.whole, self.edit
-        whole_bytes = unit.padded_gradient_bytes
-        copied = edit.copy(tick, "chunk_cat", unit.label, 2 * whole_bytes, unit.dtype)
+        own_bytes, times = unit.padded_gradient_bytes, unit.times(is_wide=self.held.reduced)
+        whole_bytes, dtype = times * own_bytes, "f32" if times > 1 else unit.dtype
+        copied = edit.copy(tick, "chunk_cat", unit.label, own_bytes + whole_bytes, unit.dtype)
         if self._last_input >= 0:
             edit.end(self._last_input, copied)
         label = f"reduce-scatter buffer of {unit.label}"
         self._last_input = edit.add(whole_bytes, Category.COMMUNICATION, label, copied, None)
         for storage in gradients.storages:
             edit.change(storage.id, storage.born, copied.done)
-        reduced = edit.collective(tick, "reduce_scatter", unit.label, whole_bytes, unit.dtype)
+        reduced = edit.collective(tick, "reduce_scatter", unit.label, whole_bytes, dtype)
         edit.end(self._last_input, reduced.done if tick == edit.last_tick else edit.last_tick)
-        self._keep_shard(unit, reduced, tick, whole_bytes // unit.ranks)
+        if self.layout.replicas > 1:
+            size = whole_bytes // unit.ranks
+            spec = OpSpec(name=REPLICAS_REDUCE, flops=0, moved_bytes=size, dtype=dtype, group=REPLICAS)
+            reduced = edit.op(tick, unit.label, f"{REPLICAS_REDUCE}({dtype};{size})", spec)
+        kept = unit.times(is_wide=self.held.gradients) * own_bytes
+        self._keep_shard(unit, reduced, tick, (whole_bytes // unit.ranks, kept // unit.ranks))
 
-    def _keep_shard(self, unit: ShardedUnit, reduced: Inserted, tick: int, size: int) -> None:
+    def _keep_shard(self, unit: ShardedUnit, reduced: Inserted, tick: int, sizes: tuple[int, int]) -> None:
+        """``sizes``: as reduced and as kept, which may be two types."""
         edit, label = self.edit, f"gradient shards of {unit.label}"
-        if self.layout.micro_batches == 1:
-            edit.add(size, Category.GRADIENT, label, reduced, None)
-            return
-        added = edit.copy(tick, "add_", unit.label, 3 * size, unit.dtype)
-        edit.add(size, Category.COMMUNICATION, f"reduced gradients of {unit.label}", reduced, added.done)
-        edit.add(size, Category.GRADIENT, label, -1, None)
+        size, kept = sizes
+        is_adding = self.layout.micro_batches > 1
+        if is_adding or size != kept:
+            added = edit.copy(
+                tick, "add_" if is_adding else "to", unit.label, size + kept * (1 + is_adding), unit.dtype
+            )
+            edit.add(size, Category.COMMUNICATION, f"reduced gradients of {unit.label}", reduced, added.done)
+            edit.add(kept, Category.GRADIENT, label, -1 if is_adding else added, None)
+        else:
+            edit.add(kept, Category.GRADIENT, label, reduced, reduced.done if self.is_stepping_early else None)
 
     def gather_after_step(self) -> None:
         """ZeRO-1 and -2: every rank sends the others what it has updated, in place."""
@@ -220,16 +268,24 @@ def _unsharded(parameter: TraceParameter) -> str:
     return f"unsharded parameter:{parameter.name}"
 
 
-_GRADIENT_SHARDS = 2
+PARTLY_SHARDED = 2
 _PARAMETER_SHARDS = 3
-"""The stages of ZeRO that shard them."""
+"""The stages of ZeRO that shard gradients, and parameters."""
 
 
-def rank_trace(stage_trace: Trace, layout: Layout, optimizer: OptimizerUse | None = None) -> Trace:
+def rank_trace(
+    stage_trace: Trace,
+    layout: Layout,
+    optimizer: OptimizerUse | None = None,
+    held: HeldTypes = AS_COMPUTED,
+    *,
+    is_stepping_early: bool = False,
+) -> Trace:
     """The step of one rank of a stage.
 
     The micro-batch is one without an optimizer step; ``optimizer`` is what ``rank_parameters(stage_trace, layout)`` need, or
-    ``None`` for no state and no step. What ``tp`` and ``sp`` do is in the trace already.
+    ``None`` for no state and no step. ``held`` says what is in f32 although the model is not; with ``is_stepping_early`` the
+    optimizer updates each parameter as soon as its gradient is there. What ``tp`` and ``sp`` do is in the trace already.
 
     The rank is one with full shards. Its collectives over the data-parallel ranks are ops of the group ``shards``, their
     buffers storages of the category COMMUNICATION, its parameters those that the rank updates.
@@ -245,7 +301,7 @@ def rank_trace(stage_trace: Trace, layout: Layout, optimizer: OptimizerUse | Non
     """
     edit = Edit(stage_trace)
     units = find_units(stage_trace, layout)
-    sharding = Sharding(edit, layout, units)
+    sharding = Sharding(edit, layout, units, held, is_stepping_early)
     gradients = gradients_of(stage_trace, units)
     alone = [each for each in gradients if each.unit.ranks == 1]
     spread = [each for each in gradients if each.unit.ranks > 1]
@@ -253,12 +309,16 @@ def rank_trace(stage_trace: Trace, layout: Layout, optimizer: OptimizerUse | Non
     if layout.zero == _PARAMETER_SHARDS:
         parameters = sharding.shard_parameters()
         sharding.gather_in_forward()
-    if layout.zero >= _GRADIENT_SHARDS:
+    elif held.shards:  # beside what is gathered once a step
+        parameters = sharding.shard_parameters()
+    if layout.zero >= PARTLY_SHARDED:
         sharding.run_backward(spread, is_gathering=layout.zero == _PARAMETER_SHARDS)
     elif spread:
-        reduce_in_buckets(edit, spread)
-    if layout.micro_batches > 1:
-        accumulate(edit, alone)
+        reduce_in_buckets(edit, spread, held)
+    if layout.micro_batches > 1 or held.gradients:
+        accumulate(edit, alone, held)
+    elif is_stepping_early and optimizer is not None:
+        step_early(edit, alone, optimizer)
     if optimizer is not None:
         _step(edit, optimizer)
     if 0 < layout.zero < _PARAMETER_SHARDS:
@@ -276,6 +336,10 @@ def _step(edit: Edit, optimizer: OptimizerUse) -> None:
     spec = OpSpec(name="optimizer_step", flops=optimizer.flops, moved_bytes=optimizer.moved_bytes, dtype="f32")
     key = f"optimizer_step({optimizer.name};{optimizer.form};{optimizer.flops};{optimizer.moved_bytes})"
     step = edit.op(edit.last_tick, optimizer.name, key, spec, Phase.OPTIMIZER)
+    for name, size in ((HOST_STEP, optimizer.host_bytes), (HOST_COPY, optimizer.link_bytes)):
+        if size:
+            host = OpSpec(name=name, flops=0, moved_bytes=size, dtype="f32", group=HOST)
+            edit.op(edit.last_tick, optimizer.name, f"{name}({size})", host, Phase.OPTIMIZER)
     for temporary in optimizer.temporaries:
         edit.add(temporary.bytes, Category.TEMPORARY, f"{optimizer.name}: {temporary.label}", step, step.done)
 
@@ -287,7 +351,7 @@ def sharding_notes(layout: Layout) -> tuple[str, ...]:
         notes.append(
             "FSDP2's defaults: every block and the model sharded, blocks resharded after forward, the rest after backward"
         )
-    if layout.zero >= _GRADIENT_SHARDS and layout.shards > 1 and layout.micro_batches > 1:
+    if layout.zero >= PARTLY_SHARDED and layout.shards > 1 and layout.micro_batches > 1:
         notes.append("gradients are reduce-scattered after every micro-batch")
     if layout.ep > 1:
         ranks = layout.shards // layout.ep

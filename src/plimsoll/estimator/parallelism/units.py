@@ -22,6 +22,28 @@ ROOT = ""
 """The name of what belongs to no block."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTypes:
+    """What a rank holds in f32 although the model computes in 16 bits: shards, what is reduced, gradients that last."""
+
+    shards: bool = False
+    reduced: bool = False
+    gradients: bool = False
+
+
+AS_COMPUTED = HeldTypes()
+"""Everything in the types of the trace."""
+_WIDE_BYTES = 4
+_NARROW = ("bf16", "f16")
+
+
+def in_f32(parameter: TraceParameter) -> TraceParameter:
+    """A parameter of 16 bits as f32 holds it."""
+    if parameter.dtype not in _NARROW:
+        return parameter
+    return replace(parameter, dtype="f32", bytes=math.prod(parameter.shape) * _WIDE_BYTES)
+
+
 @dataclass(frozen=True, slots=True)
 class ShardedUnit:
     """Parameters that are sharded over ``ranks`` ranks and move together; ``calls`` are the calls of its block."""
@@ -41,6 +63,10 @@ class ShardedUnit:
     def dtype(self) -> str:
         """The dtype of its parameters."""
         return self.parameters[0].dtype
+
+    def times(self, *, is_wide: bool) -> int:
+        """How many times its own bytes it takes in f32."""
+        return 2 if is_wide and self.dtype in _NARROW else 1
 
     @property
     def padded_bytes(self) -> int:
@@ -74,7 +100,7 @@ def find_units(trace: Trace, layout: Layout) -> tuple[ShardedUnit, ...]:
     )
 
 
-def rank_parameters(trace: Trace, layout: Layout) -> tuple[TraceParameter, ...]:
+def rank_parameters(trace: Trace, layout: Layout, held: HeldTypes = AS_COMPUTED) -> tuple[TraceParameter, ...]:
     """The parameters as one rank updates them: with ZeRO its share of each, cut along the first dimension.
 
     What the optimizer needs follows from these. The rank is one with full shards: the last ranks may have less.
@@ -86,7 +112,8 @@ def rank_parameters(trace: Trace, layout: Layout) -> tuple[TraceParameter, ...]:
     if not layout.zero:
         return trace.parameters
     ranks = {p.name: unit.ranks for unit in find_units(trace, layout) for p in unit.parameters}
-    return tuple(shard_of(parameter, ranks[parameter.name]) for parameter in trace.parameters)
+    shards = (shard_of(parameter, ranks[parameter.name]) for parameter in trace.parameters)
+    return tuple(in_f32(shard) if held.shards else shard for shard in shards)
 
 
 def shard_bytes(parameter: TraceParameter, ranks: int) -> int:

@@ -30,7 +30,8 @@ class Device:
     ``achieved_arithmetic``, ``achieved_bandwidth`` and ``achieved_link`` are the shares of the peaks that are reached.
 
     Links are per direction and device: ``link_bytes_per_second`` to the other devices of a node, 0 for a device that works
-    alone, and ``network_bytes_per_second`` to other nodes. ``aliases`` are what drivers and people call it.
+    alone, ``network_bytes_per_second`` to other nodes, ``host_link_bytes_per_second`` to the host's
+    memory. ``aliases`` are what drivers and people call it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Device:
     network_bytes_per_second: float = 0.0
     ranks_per_node: int = 8
     achieved_link: float = 0.8
+    host_link_bytes_per_second: float = 0.0
     aliases: tuple[str, ...] = ()
 
     def flops_per_second(self, dtype: str) -> float:
@@ -115,5 +117,6 @@ def _device(name: str, table: dict[str, Any]) -> Device:
         peak_flops_per_second={dtype: peak * _TERA for dtype, peak in table.pop("peak_teraflops").items()},
         link_bytes_per_second=table.pop("link_gigabytes_per_second") * _GIGA,
         network_bytes_per_second=table.pop("network_gigabits_per_second") / 8 * _GIGA,
+        host_link_bytes_per_second=table.pop("host_link_gigabytes_per_second", 0) * _GIGA,
         **table,
     )

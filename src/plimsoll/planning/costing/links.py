@@ -58,7 +58,8 @@ class RankGroup:
 
 
 def group_of(layout: Layout, dimension: str) -> RankGroup:
-    """The group that a dimension of a layout makes: ``tp``, ``cp``, ``dp``, ``pp``, ``ep`` or ``shards`` (dp · cp, ZeRO's).
+    """The group that a dimension of a layout makes: ``tp``, ``cp``, ``dp``, ``pp``, ``ep``, ``shards`` (ZeRO's: dp · cp, or
+    a replica's part of it) or ``replicas`` (HSDP's).
 
     Example:
         >>> group_of(Layout(tp=4, dp=2, pp=2), "dp")
@@ -71,6 +72,7 @@ def group_of(layout: Layout, dimension: str) -> RankGroup:
         "ep": RankGroup(ranks=layout.ep, stride=layout.tp),
         "dp": RankGroup(ranks=layout.dp, stride=before_dp),
         "shards": RankGroup(ranks=layout.shards, stride=layout.tp),
+        "replicas": RankGroup(ranks=layout.replicas, stride=layout.tp * layout.shards),
         "pp": RankGroup(ranks=layout.pp, stride=before_dp * layout.dp),
     }
     return groups[dimension]

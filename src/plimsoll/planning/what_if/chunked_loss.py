@@ -65,6 +65,11 @@ class HeadAndLoss(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.hidden_gradients) + bool(self.weight_gradients or self.passing_gradients)
 
     @property
+    def all_gradients(self) -> tuple[int, ...]:
+        """What backward's products of the head make."""
+        return (*self.hidden_gradients, *self.weight_gradients, *self.passing_gradients)
+
+    @property
     def bytes(self) -> int:
         """Bytes of all logits as they come out of the head."""
         return self.rows * self.classes * self.logit_bytes

@@ -17,7 +17,9 @@ DeviceNameOption = Annotated[
 PrecisionOption = Annotated[
     str | None,
     typer.Option(
-        "--precision", metavar="NAME", help="fp32, bf16, fp16, bf16-mixed or fp16-mixed; by default the model's own."
+        "--precision",
+        metavar="NAME",
+        help="fp32, bf16, fp16, bf16-mixed, fp16-mixed or fsdp-bf16; by default the model's own.",
     ),
 ]
 OptimizerNameOption = Annotated[
@@ -57,6 +59,15 @@ FrameworkOption = Annotated[
         "--export",
         metavar="NAME",
         help="Choose the own switches of megatron, torchtitan or transformers within the budget.",
+    ),
+]
+TechniquesOption = Annotated[
+    str,
+    typer.Option(
+        "--techniques",
+        "-t",
+        metavar="KEYS",
+        help="What else the run does: gradients=fp32, loss=chunked|fused|fused-linear, optimizer-in-backward, tf32 …",
     ),
 ]
 FitBudgetOption = Annotated[
@@ -107,6 +118,7 @@ def estimate(
     budget: EstimateBudgetOption = None,
     strategy: EstimateStrategyOption = None,
     export: FrameworkOption = None,
+    techniques: TechniquesOption = "",
     plans: PlansOption = None,
     to: options.Output,
 ) -> None:
@@ -131,6 +143,7 @@ def estimate(
                 budget=budget,
                 strategy=strategy,
                 export=export,
+                techniques=techniques,
                 progress=report,
             )
         if plans is not None:

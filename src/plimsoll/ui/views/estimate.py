@@ -96,7 +96,11 @@ def _setting(estimate: Estimate) -> list[str]:
     managed = f"strategy {estimate.strategy}"
     if estimate.budget_bytes is not None:
         managed += f" under {format_bytes(estimate.budget_bytes)}"
-    return [", ".join(sizes), ", ".join([estimate.precision, estimate.optimizer, f"layout {estimate.layout}", managed])]
+    used = [str(estimate.techniques)] if str(estimate.techniques) else []
+    return [
+        ", ".join(sizes),
+        ", ".join([estimate.precision, estimate.optimizer, f"layout {estimate.layout}", managed, *used]),
+    ]
 
 
 def format_count(count: int) -> str:

@@ -1,0 +1,218 @@
+"""Techniques of a training run: read from words, refused where they contradict the rest, and compared with real steps."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plimsoll
+from plimsoll.artifacts.estimate import Estimate
+from plimsoll.artifacts.job import Techniques, read_techniques
+from plimsoll.artifacts.trace import Category, Trace
+from plimsoll.errors import InvalidLayout, InvalidOption
+from plimsoll.estimator.techniques import with_techniques
+from plimsoll.planning.costing.devices import find_device
+from plimsoll.planning.costing.roofline import roofline_costs
+from plimsoll.planning.simulate import run_choices
+from plimsoll.planning.step import StepIndex
+from plimsoll.planning.strategies import choose_none
+from plimsoll.tracing.meters.memory import PeakMeter
+from plimsoll.tracing.trace import trace
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLIMSOLL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def on_gpu(**how: Any) -> Estimate:
+    return plimsoll.estimate("llama-tiny", 1, **({"sequence": 256, "device": "H100"} | how))
+
+
+def bytes_of(estimate: Estimate, name: str) -> int:
+    return next((item.bytes or 0 for item in estimate.stages[0].items if item.name == name), 0)
+
+
+def test_what_techniques_print_is_read_back():
+    text = "gradients=fp32,loss=fused-linear,optimizer-in-backward,tf32"
+    assert str(read_techniques(f" {text.replace(',', ' , ')} ")) == text
+    assert read_techniques("") == Techniques()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("loss=liger", "loss=liger means nothing.*\\n.*\\n.*loss=chunked or fused"),
+        ("loss", "loss means nothing"),
+        ("tf32=1", "tf32=1 means nothing.*\\n.*stands alone"),
+        ("gradient=fp32", "No technique is called 'gradient'.*\\n.*\\n.*try gradients"),
+        ("tf32,tf32", "tf32 is given twice"),
+        ("tf32,", "No technique is called ''"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(text: str, message: str):
+    with pytest.raises(InvalidOption, match=message):
+        read_techniques(text)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"precision": "fsdp-bf16"}, "nothing is sharded"),
+        ({"precision": "fsdp-bf16", "layout": "dp=4,zero=1"}, "nothing is sharded"),
+        ({"techniques": "reduce=bf16"}, "reduce_dtype"),
+        ({"techniques": "gradients=fp32", "precision": "bf16"}, "no master weights"),
+        ({"techniques": "tf32", "device": "V100"}, "tf32 on V100-32GB"),
+        ({"techniques": "loss=vocabulary-parallel"}, "without tensor parallelism"),
+        ({"techniques": "optimizer-in-backward", "optimizer": "none"}, "there is no optimizer"),
+        ({"techniques": "optimizer-in-backward", "layout": "micro-batches=2"}, "2 micro-batches"),
+        ({"techniques": "optimizer-in-backward", "layout": "dp=2"}, "buckets hold all gradients"),
+        ({"techniques": "loss=fused", "layout": "tp=2"}, "its own loss"),
+    ],
+)
+def test_techniques_that_contradict_the_rest_are_refused(how: dict[str, Any], words: str):
+    with pytest.raises(InvalidOption, match=words):
+        on_gpu(**how)
+
+
+@pytest.mark.parametrize("layout", ["dp=8,replicas=2", "dp=8,zero=3,replicas=3", "dp=8,zero=3,replicas=2,ep=2"])
+def test_replicas_without_sharded_groups_of_equal_size_are_refused(layout: str):
+    with pytest.raises(InvalidLayout, match="HSDP shards"):
+        on_gpu(layout=layout)
+
+
+def test_hsdp_shards_over_a_part_of_the_ranks():
+    whole, hybrid = (on_gpu(layout=f"dp=8,zero=3{text}") for text in ("", ",replicas=4"))
+    assert bytes_of(hybrid, "optimizer state") == pytest.approx(4 * bytes_of(whole, "optimizer state"), rel=0.01)
+    assert bytes_of(hybrid, "NCCL buffers (replicas)") > 0
+    assert hybrid.layout.ranks == whole.layout.ranks == 8
+
+
+def test_f32_gradients_are_twice_as_large_and_need_no_cast():
+    cast, wide = (on_gpu(precision="bf16", has_master_weights=True, techniques=text) for text in ("", "gradients=fp32"))
+    assert bytes_of(wide, "gradients") == 2 * bytes_of(wide, "parameters")
+    assert bytes_of(cast, "gradients") == bytes_of(cast, "parameters")
+    assert bytes_of(wide, "master weights") == bytes_of(cast, "master weights")
+    assert "gradients=fp32" in str(wide)
+
+
+def test_fsdp_mixed_precision_holds_f32_and_computes_in_bf16():
+    mixed, narrow = (on_gpu(precision=text, layout="dp=4,zero=3") for text in ("fsdp-bf16", "bf16"))
+    assert bytes_of(mixed, "optimizer state") == pytest.approx(2 * bytes_of(narrow, "optimizer state"), rel=0.01)
+    assert mixed.precision == "fsdp-bf16"
+    kept = on_gpu(precision="fsdp-bf16", layout="dp=4,zero=2")
+    assert bytes_of(kept, "parameters") > bytes_of(mixed, "parameters")
+
+
+def test_tf32_makes_f32_products_faster_and_nothing_smaller():
+    plain, fast = (on_gpu(precision="fp32", sequence=1024, techniques=text) for text in ("", "tf32"))
+    assert fast.throughput.step_seconds < plain.throughput.step_seconds
+    assert fast.stages[0].allocated_bytes == plain.stages[0].allocated_bytes
+
+
+class _InPlaceLoss(torch.autograd.Function):
+    """Cross entropy whose gradient takes the place of the logits, one row at a time, as fused kernels have it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(())
+        for row, word in zip(logits, target, strict=True):
+            chances = row.softmax(0)
+            total -= chances[word].log()
+            chances[word] -= 1
+            row.copy_(chances / len(target))
+        ctx.save_for_backward(logits)
+        return total / len(target)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (logits,) = ctx.saved_tensors
+        return logits.mul_(gradient), None
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(32, 4000, bias=False)
+        self.is_fused = False
+
+    def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return _InPlaceLoss.apply(logits, words) if self.is_fused else nn.functional.cross_entropy(logits, words)
+
+
+BATCH = (torch.randn(64, 32), torch.arange(64))
+
+
+def peak_of(step: Trace) -> int:
+    """The simulated peak above parameters and batch."""
+    index = StepIndex(step, roofline_costs(step, find_device("H100")))
+    before = sum(s.bytes for s in step.storages if s.born < 0)
+    return run_choices(index, choose_none(index, "")).peak_bytes - before
+
+
+def measured_peak(model: nn.Module) -> int:
+    gc.collect()
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with PeakMeter() as meter:
+            model(*BATCH).backward()
+    return meter.window("start").peak_bytes
+
+
+def test_a_fused_loss_holds_the_logits_once_and_is_faster():
+    model = _Model()
+    step = trace(model, BATCH, repeats=1)
+    assert peak_of(step) == pytest.approx(measured_peak(model), rel=0.01)
+    model.is_fused = True
+    fused = with_techniques(step, Techniques(loss="fused"))
+    assert peak_of(fused) == pytest.approx(measured_peak(model), rel=0.02)
+    device = find_device("H100")
+    seconds = [
+        StepIndex(each, roofline_costs(each, device)).base_seconds - len(each.ops) * device.launch_seconds
+        for each in (step, fused)
+    ]
+    assert seconds[1] < seconds[0]
+
+
+def test_a_fused_linear_loss_holds_one_chunk_of_logits():
+    step = trace(_Model(), BATCH, repeats=1)
+    chunked, both = (with_techniques(step, Techniques(loss=loss)) for loss in ("chunked", "fused-linear"))
+    assert peak_of(both) == peak_of(chunked)
+    assert peak_of(both) < 0.8 * peak_of(step)
+    accumulated = [s for s in both.storages if s.category is Category.GRADIENT]
+    assert sum(s.bytes for s in accumulated) == sum(p.bytes for p in both.parameters)
+
+
+def test_a_policy_of_torchtitan_is_known_by_its_name():
+    none, selective, full = (on_gpu(strategy=name) for name in ("none", "selective:torchtitan", "full"))
+    again = [each.stages[0].seconds.recompute_seconds for each in (none, selective, full)]
+    assert 0 == again[0] < again[1] < again[2]
+    assert selective.stages[0].allocated_bytes <= none.stages[0].allocated_bytes
+
+
+def test_paged_state_is_on_the_host_and_takes_the_links_time():
+    plain, paged = (on_gpu(optimizer=name) for name in ("adamw-8bit", "paged-adamw-8bit"))
+    assert bytes_of(paged, "optimizer state") < 0.5 * bytes_of(plain, "optimizer state")
+    assert paged.throughput.step_seconds > plain.throughput.step_seconds
+    with pytest.raises(InvalidLayout, match="its host"):
+        plimsoll.estimate("llama-tiny", 1, device="cpu", sequence=256, optimizer="paged-adamw-8bit")
+
+
+def test_state_in_four_bits_takes_half_a_byte_per_moment_and_a_scale_per_block():
+    state = {
+        name: bytes_of(on_gpu(optimizer=name, precision="bf16"), "optimizer state")
+        for name in ("adamw-4bit", "adamw-fp8")
+    }
+    parameters = bytes_of(on_gpu(precision="bf16"), "parameters") // 2
+    assert state["adamw-4bit"] == pytest.approx(parameters * 2 * (0.5 + 4 / 128), rel=0.01)
+    assert state["adamw-fp8"] == pytest.approx(parameters * 2 * (1 + 4 / 256), rel=0.01)
