@@ -78,7 +78,14 @@ def _text_of(artifact: object, *, with_details: bool = False) -> str:
     return render_plain(view(artifact), with_details=with_details)
 
 
+def _policy_text() -> str:
+    from importlib import resources
+
+    return resources.files("plimsoll").joinpath("integrations", "sac_policy.py").read_text(encoding="utf-8")
+
+
 ArtifactBase.render = staticmethod(_text_of)
+ArtifactBase.policy_text = staticmethod(_policy_text)
 
 
 def __getattr__(name: str) -> object:

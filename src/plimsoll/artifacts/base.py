@@ -1,14 +1,15 @@
 """What every artifact can do: print itself, without knowing how it is presented, and save itself as a JSON file.
 
 Artifacts are the lowest layer and may not import the views. The package's ``__init__`` knows every layer; it installs the
-renderer, and is always imported before any artifact. Files are versioned and tagged with the kind of artifact; ``files``
-writes them, ``store`` reads them.
+renderer and the text of a policy, and is always imported before any artifact. Files are versioned and tagged with the kind
+of artifact; ``files`` writes them, ``store`` reads them.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
@@ -50,6 +51,8 @@ class ArtifactBase:
     """The newest schema that this version reads, and the one that it writes."""
     render: ClassVar[TextRenderer]
     """Installed by the package's ``__init__``; it imports the views when text is first asked for."""
+    policy_text: ClassVar[Callable[[], str]]
+    """Installed likewise: the policy of selective checkpointing that a plan is written into."""
 
     def save(self, path: str | Path) -> None:
         """Write the artifact as JSON, whole or not at all; ``plimsoll.load`` reads a plan back exactly.

@@ -61,7 +61,8 @@ def read_file(path: Path, limits: ReadLimits) -> bytes:
             content = b"".join(_pieces(file, limits.most_bytes))
         if content.startswith(_GZIP_MAGIC):
             most_bytes = min(limits.most_bytes, 64 * MIB + _MOST_RATIO * len(content))
-            content = b"".join(_limited(gzip.GzipFile(fileobj=io.BytesIO(content)), most_bytes))
+            packed = gzip.GzipFile(fileobj=io.BytesIO(content))
+            content = b"".join(_limited(lambda: packed.read(_PIECE), most_bytes))
         return content
     except (EOFError, zlib.error) as error:
         raise FileRefused(f"it is packed with gzip, and damaged or cut off: {error}") from error
@@ -72,32 +73,25 @@ def read_file(path: Path, limits: ReadLimits) -> bytes:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> Iterator[io.FileIO]:
     """The file, open for reading. Not to block makes opening a pipe return at once, and changes nothing for regular files."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     with io.FileIO(descriptor, "r") as file:
         yield file
 
 
-def _pieces(file: BinaryIO, most_bytes: int) -> Iterator[bytes]:
+def _pieces(file: io.FileIO, most_bytes: int) -> Iterator[bytes]:
     status = os.fstat(file.fileno())
     if stat.S_ISREG(status.st_mode) and status.st_size > most_bytes:
         raise _too_large(most_bytes)
     is_pipe = not stat.S_ISREG(status.st_mode) and hasattr(select, "poll")
-    return _limited(file, most_bytes, _wait if is_pipe else None)
+    return _limited((lambda: _wait_and_read(file)) if is_pipe else (lambda: file.read(_PIECE)), most_bytes)
 
 
-def _limited(
-    file: BinaryIO | gzip.GzipFile, most_bytes: int, wait: Callable[[Any], None] | None = None
-) -> Iterator[bytes]:
-    """What comes out of a file until its end, piece by piece."""
+def _limited(read: Callable[[], bytes], most_bytes: int) -> Iterator[bytes]:
+    """What is read until the end, piece by piece."""
     left = most_bytes
-    while True:
-        if wait is not None:
-            wait(file)
-        piece = file.read(_PIECE)
-        if not piece:
-            return
+    while piece := read():
         left -= len(piece)
         if left < 0:
             raise _too_large(most_bytes)
@@ -108,23 +102,24 @@ def _too_large(most_bytes: int) -> FileRefused:
     return FileRefused(f"it has more than {format_bytes(most_bytes)}, which is as much as is read")
 
 
-def _wait(file: BinaryIO) -> None:
-    """Until there is something to read, or the other side has hung up; not long where there is no other side."""
+def _wait_and_read(file: io.FileIO) -> bytes:
+    """The next piece of a pipe, nothing once the other side has hung up; not long is waited where there is no other side.
+
+    Reading a pipe that is not waited for gives nothing at once where nobody has it open for writing, and ``None`` where
+    somebody has and says nothing. What was read is never dropped, whenever the other side comes.
+    """
     waiting = select.poll()
     waiting.register(file.fileno(), select.POLLIN)
-    if not waiting.poll(int(_PATIENCE_SECONDS * 1000)):
-        if not _has_writer(file.fileno()):
-            raise FileRefused(f"nobody wrote to it for {_PATIENCE_SECONDS:g} s")
-        if not waiting.poll(int(_MOST_PATIENCE_SECONDS * 1000)):
+    is_told = waiting.poll(int(_PATIENCE_SECONDS * 1000))
+    piece: bytes | None = file.read(_PIECE)
+    if piece is None:
+        waiting.poll(int(_MOST_PATIENCE_SECONDS * 1000))
+        piece = file.read(_PIECE)
+        if piece is None:
             raise FileRefused(f"nothing came out of it for {_MOST_PATIENCE_SECONDS:g} s")
-
-
-def _has_writer(descriptor: int) -> bool:
-    """Reading a pipe that is not waited for gives its end at once where nobody has it open for writing."""
-    try:
-        return os.read(descriptor, 1) != b""
-    except BlockingIOError:
-        return True
+    elif not piece and not is_told:
+        raise FileRefused(f"nobody wrote to it for {_PATIENCE_SECONDS:g} s")
+    return piece
 
 
 def decode_json(content: str | bytes, limits: ReadLimits, type_: type[T] | Any = Any) -> Any:
@@ -252,10 +247,39 @@ def check_place(path: str | Path) -> None:
         raise _unwritable(path, error) from error
 
 
+def check_folder(path: str | Path) -> None:
+    """Refuse a directory that cannot be written to, or made, before the work whose results go there.
+
+    Raises:
+        PlanFileError: a file is in the way, or the place may not be written to.
+    """
+    try:
+        target = Path(os.path.realpath(path))
+        nearest = next(place for place in (target, *target.parents) if os.path.lexists(place))
+        if not nearest.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is no directory")
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, f"you may not write to {nearest}")
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+
+
+def make_folder(path: str | Path) -> None:
+    """Make a directory, and those that it lies in, unless it is there.
+
+    Raises:
+        PlanFileError: it cannot be made.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+
+
 def _unwritable(path: str | Path, error: Exception) -> PlanFileError:
     why = error.strerror if isinstance(error, OSError) else str(error)
     return PlanFileError(
         f"{path} cannot be written.",
         why=why or type(error).__name__,
-        next="give a file in a directory that exists and that you may write to",
+        next="give a place in a directory that exists and that you may write to",
     )

@@ -275,7 +275,7 @@ class Plan(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
             f"{format_bytes(self.baseline_peak_bytes)}"
         )
         regions = {(each.name, each.call): each.saved_ops for each in self.regions if not each.is_untouched}
-        write_whole(policy_file(headline, regions), path)
+        write_whole(policy_file(ArtifactBase.policy_text(), headline, regions), path)
 
     def _check_recomputing(self) -> None:
         """Refuse a plan that does more than to keep and to recompute region by region."""

@@ -1,6 +1,7 @@
 """Writes decisions down as a policy of torch's selective activation checkpointing, for those who may not add a dependency.
 
-The file is a copy of ``integrations/sac_policy.py`` with the decisions in it: it needs torch alone, and is not loaded here.
+The file is a copy of ``integrations/sac_policy.py`` with the decisions in it: it needs torch alone. The package's ``__init__``
+hands its text over, as it does with the renderer.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import pprint
 import re
 from collections.abc import Iterable, Mapping
-from importlib import resources
 
 _OUTPUT = re.compile(r"(?P<op>[^#]*#\d+)(?:\.(?P<position>\d+))?")
 """The name of a value: ``module::op#occurrence``, and which output where the op has several."""
@@ -29,15 +29,14 @@ def saved_ops(kept: Iterable[str], dropped: Iterable[str]) -> dict[str, tuple[in
     return {op: tuple(sorted(positions)) for op, positions in found.items()}
 
 
-def policy_file(headline: str, regions: Mapping[tuple[str, int], Mapping[str, tuple[int, ...]]]) -> str:
-    """The text of the file: by path of a region and number of its call, the ops whose outputs are saved."""
+def policy_file(text: str, headline: str, regions: Mapping[tuple[str, int], Mapping[str, tuple[int, ...]]]) -> str:
+    """The policy's text with the decisions: by path of a region and number of its call, the ops whose outputs are saved."""
     saved: list[Mapping[str, tuple[int, ...]]] = []
     calls: dict[str, dict[int, int]] = {}
     for (path, call), ops in regions.items():
         if ops not in saved:
             saved.append(ops)
         calls.setdefault(path, {})[call] = saved.index(ops)
-    text = resources.files("plimsoll").joinpath("integrations", "sac_policy.py").read_text(encoding="utf-8")
     for name, value in (("PLAN", headline), ("SAVED", tuple(saved)), ("REGIONS", calls)):
         head, declared, tail = re.split(rf"^({name}\b.*) = .*$", text, flags=re.MULTILINE)
         text = f"{head}{declared} = {pprint.pformat(value, width=120, compact=True)}{tail}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import select
 import sqlite3
 import subprocess
 import sys
@@ -184,6 +185,33 @@ def test_what_is_no_file_is_refused_soon(place: str, run, tmp_path: Path):
         file.truncate(20 << 30)
     (tmp_path / "closed").symlink_to("closed")
     refused(run, f"show {place}")
+
+
+def test_a_pipe_whose_writer_comes_at_the_end_of_the_wait_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pipe, text = tmp_path / "pipe", to_json(make_plan()).encode()
+    os.mkfifo(pipe)
+
+    class Late:
+        def __init__(self) -> None:
+            self.waits = 0
+
+        def register(self, *_: object) -> None: ...
+
+        def poll(self, _: int) -> list[int]:
+            """Nothing came; then the other side writes all of it before anybody looks again."""
+            self.waits += 1
+            if self.waits > 1:
+                return [1]
+            descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            os.write(descriptor, text)
+            os.close(descriptor)
+            return []
+
+    late = Late()
+    monkeypatch.setattr(select, "poll", lambda: late)
+    assert load_plan(pipe) == make_plan()
 
 
 def test_control_characters_of_a_file_are_shown_and_not_obeyed(run, tmp_path: Path):

@@ -17,10 +17,11 @@ from plimsoll.analysis.diagnose.nsys_reader import read_nsys
 from plimsoll.analysis.diagnose.profile import Profile
 from plimsoll.analysis.diagnose.profiling import TurnTraces, named_calls, profile_in_turns
 from plimsoll.analysis.verify.evidence import managed_run, versions
+from plimsoll.artifacts.files import check_folder, make_folder
 from plimsoll.artifacts.finding import Finding, ProfileOrigin
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent
-from plimsoll.errors import InvalidModel, InvalidOption, InvalidTrace, PlanFileError, TracingFailed, UnknownDevice
+from plimsoll.errors import InvalidModel, InvalidOption, InvalidTrace, TracingFailed, UnknownDevice
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.session.manage import check_plan, manage, refuse_other_model, refuse_other_signature
 from plimsoll.session.rendezvous.world import refuse_several_ranks
@@ -275,18 +276,9 @@ def _folder(keep_traces: str | Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="plimsoll-") as temporary:
             yield Path(temporary)
         return
-    folder = Path(keep_traces)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise PlanFileError(
-            f"{folder} cannot hold traces.",
-            why=error.strerror or type(error).__name__,
-            next="give a directory that you may write to",
-        ) from error
-    yield folder
+    make_folder(keep_traces)
+    check_folder(keep_traces)
+    yield Path(keep_traces)
 
 
 def _catalogue_bandwidth(device: str) -> float | None:

@@ -108,10 +108,14 @@ def _write_sections(formatter: Any, rows: Iterable[tuple[Any, tuple[str, str]]])
             formatter.write_dl(sections[title])
 
 
-def command(function: Callable[..., R]) -> Callable[..., R]:
+def command(function: Callable[..., R], *, plans_if_asked: bool = False) -> Callable[..., R]:
     """Let a command take groups of options: Typer is shown every option of a group by itself.
 
     A parameter of the command stands for the option of that name in its groups.
+
+    Args:
+        function: the command.
+        plans_if_asked: whether it makes a plan only for a budget, a strategy or an override.
 
     Example:
         >>> list(inspect.signature(command(lambda **groups: None)).parameters)
@@ -137,7 +141,7 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
 
     def run(**typed: Any) -> R:
         with terminal.exit_codes(is_json=typed.get("json", False), speaks=os.environ.get("RANK", "0") == "0"):
-            _refuse_early(typed)
+            _refuse_early(typed, plans_if_asked=plans_if_asked)
         grouped = {
             name: kind(**{field.name: typed.pop(field.name) for field in fields(kind) if field.name not in own})
             for name, kind in groups.items()
@@ -150,23 +154,35 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
     return run
 
 
-def _refuse_early(typed: Mapping[str, Any]) -> None:
+_FILES = ("output", "save_plan", "revised_plan", "timeline", "export_sac")
+_FOLDERS = ("plans", "run", "keep_traces")
+"""Options that name a place to write to."""
+
+
+def _refuse_early(typed: Mapping[str, Any], *, plans_if_asked: bool) -> None:
     """Refuse what no model can change, before one is loaded: a place that cannot be written, a budget without a unit.
 
     Raises:
         PlimsollError: what the public verb would raise later.
     """
-    from plimsoll.artifacts.files import check_place
+    from plimsoll.artifacts.files import check_folder, check_place
+
+    for names, check in ((_FILES, check_place), (_FOLDERS, check_folder)):
+        for place in (typed[name] for name in names if typed.get(name) is not None):
+            check(place)
+    if not {"budget", "strategy"} & typed.keys():
+        return
     from plimsoll.planning.costing.devices import find_device
     from plimsoll.planning.strategies import is_memory_budget
     from plimsoll.session.options import Budget, PlanOptions, read_error
 
-    for name in ("output", "save_plan", "revised_plan"):
-        if typed.get(name) is not None:
-            check_place(typed[name])
     asked = typed.get("strategy") or "auto"
-    strategies = [each for each in ([asked] if isinstance(asked, str) else asked) if not is_memory_budget(each)]
-    is_planned = "plan" not in typed or typed.get("budget") or strategies != ["auto"] or typed.get("override")
+    # Of several, beside --compile, some may be torch's own.
+    strategies = (
+        [asked] if isinstance(asked, str) else [s for s in asked if not (typed["compiled"] and is_memory_budget(s))]
+    )
+    is_asked = typed.get("budget") or asked != "auto" or typed.get("override")
+    is_planned = typed.get("plan") is None and (is_asked or not plans_if_asked)
     budget, device = Budget.read(typed.get("budget")), typed.get("device_profile")
     max_error = read_error(typed.get("max_error", "0"))  # of a model's own checkpointing, too
     PlanOptions.read(

@@ -64,7 +64,7 @@ def diagnose(
             _refuse_single_trace(subject)
             options.refuse_beside_plan(context)
             saved = work.load_saved(plan)
-            loaded = work.load(subject, building, asked.strategy, compiled=compiled)
+            loaded = work.load(subject, building, compiled=compiled)
             used = saved or work.make_plan(loaded, asked)
             with terminal.show_progress() as report:
                 finding = plimsoll.diagnose(

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from plimsoll.artifacts.estimate import Estimate
-from plimsoll.errors import InvalidOption, PlanFileError
+from plimsoll.artifacts.files import make_folder
+from plimsoll.errors import InvalidOption
 from plimsoll.ui.cli import commands, options, ranks, terminal
 
 DeviceNameOption = Annotated[
@@ -130,6 +131,8 @@ def estimate(
     from plimsoll.errors import BudgetBelowFloor
 
     with ranks.one_process("estimate", is_json=to.json):
+        if plans is not None:
+            _refuse_without_plans(budget, strategy)
         with terminal.show_progress() as report:
             found = plimsoll.estimate(
                 target,
@@ -146,33 +149,36 @@ def estimate(
                 techniques=techniques,
                 progress=report,
             )
-        if plans is not None:
-            _save_plans(found, plans)
         terminal.hand_over(found, to)
+        if plans is not None:
+            _save_plans(found, plans, to)
         terminal.end(BudgetBelowFloor.exit_code if found.does_fit is False else 0)
 
 
-def _save_plans(found: Estimate, directory: Path) -> None:
-    """One file per plan, named by pipeline rank and stage; an existing file is replaced."""
-    if not any(stage.plans for stage in found.stages):
+def _refuse_without_plans(budget: str | None, strategy: str | None) -> None:
+    """Refuse ``--plans`` where nothing is planned."""
+    if budget is None or strategy not in (None, "auto"):
         raise InvalidOption(
             "There are no plans to save.",
-            why="everything fits as it is"
-            if found.strategy == "auto"
-            else f"strategy {found.strategy!r} was simulated, not planned under a budget",
+            why="without a budget nothing is planned" if budget is None else f"{strategy!r} is simulated, not planned",
             next="give --budget and leave --strategy out, or leave --plans out",
         )
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PlanFileError(
-            f"{directory} cannot be made.",
-            why=error.strerror or type(error).__name__,
-            next="name a directory that you may write to",
-        ) from error
-    for stage in found.stages:
-        for number, plan in enumerate(stage.plans):
-            plan.save(directory / f"rank-{stage.stage}-stage-{number}.json")
+
+
+def _save_plans(found: Estimate, directory: Path, to: options.Output) -> None:
+    """One file per plan, named by pipeline rank and stage; an existing file is replaced."""
+    plans = {f"rank-{s.stage}-stage-{n}.json": plan for s in found.stages for n, plan in enumerate(s.plans)}
+    if plans:
+        make_folder(directory)
+    for name, plan in plans.items():
+        plan.save(directory / name)
+    if not to.json:
+        told = (
+            f"{len(plans)} plans saved in {directory}"
+            if plans
+            else "everything fits as it is: there are no plans to save"
+        )
+        terminal.say(told)
 
 
 @commands.command

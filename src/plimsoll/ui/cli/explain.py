@@ -65,8 +65,7 @@ def explain(
                 why="a step is explained under one of them",
                 next="leave one of them out",
             )
-        strategies, is_meta = [] if strategy is None else [strategy], device_profile is not None
-        loaded = work.load(target, building, *strategies, is_meta=is_meta, compiled=compiled)
+        loaded = work.load(target, building, is_meta=device_profile is not None, compiled=compiled)
         explained = strategy or work.load_saved(plan)
         explanation = loaded.ask(plimsoll.explain, explained, regions=regions or None, device_profile=device_profile)
         terminal.hand_over(explanation, to)

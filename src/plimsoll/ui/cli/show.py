@@ -10,7 +10,7 @@ import typer
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import Artifact, load_any
 from plimsoll.errors import InvalidReport, PlanFileError
-from plimsoll.ui.cli import options, ranks, terminal
+from plimsoll.ui.cli import commands, options, ranks, terminal
 
 FilesArgument = Annotated[
     list[Path],
@@ -50,6 +50,7 @@ ExportOption = Annotated[
 ]
 
 
+@commands.command
 def show(
     file: FileArgument,
     *,
@@ -77,6 +78,7 @@ def _export(file: Path, artifact: Artifact, policy: Path) -> None:
     artifact.export("sac", policy)
 
 
+@commands.command
 def report(files: FilesArgument, *, output: PageOption = None, timeline: TimelineOption = None) -> None:
     """Make one HTML page of saved plans, receipts, comparisons, verdicts, findings and advice about one model.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,7 +59,7 @@ StrategiesOption = Annotated[
 ]
 
 
-@commands.command
+@partial(commands.command, plans_if_asked=True)
 def verify(
     context: typer.Context,
     target: options.TargetArgument,
@@ -88,7 +89,7 @@ def verify(
 
         def load() -> Loaded:
             saved = _saved(context, plan, revised_plan, is_own=is_own)
-            return replace(work.load(target, building, asked.strategy, compiled=compiled), saved=saved)
+            return replace(work.load(target, building, compiled=compiled), saved=saved)
 
         loaded = crew.load(load)
         checked = loaded.saved if is_own or loaded.saved is not None else work.make_plan(loaded, asked)
@@ -158,13 +159,11 @@ def compare(
     Example: plimsoll compare llama-tiny --strategy full --strategy auto --budget 90MiB
     """
     import plimsoll
-    from plimsoll.planning.strategies import is_memory_budget
     from plimsoll.ui.cli import work
 
     with ranks.exit_codes(is_json=to.json) as crew:
         building = replace(building, device=crew.device(building.device))
-        planned = [each for each in strategy or () if compiled is None or not is_memory_budget(each)]
-        loaded = crew.load(lambda: work.load(target, building, *planned, compiled=compiled))
+        loaded = crew.load(lambda: work.load(target, building, compiled=compiled))
         comparison = loaded.ask(plimsoll.compare, strategy, steps=steps, **asked.words())
         if crew.speaks:
             terminal.hand_over(comparison, to)

@@ -20,7 +20,6 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import load_plan
 from plimsoll.errors import BudgetBelowFloor, InvalidProbe, PlanNotUsable
 from plimsoll.estimator.targets.target import Target, TargetOptions, load_target
-from plimsoll.planning.strategies import check_strategy
 from plimsoll.tracing.regions import find_regions
 from plimsoll.ui.cli.options import Building, Compiled, OptimizerName, Planning
 from plimsoll.ui.cli.terminal import show_progress
@@ -50,20 +49,15 @@ class Loaded:
             return verb(self.target.model, self.target.batch, *args, **step, progress=report, **options)
 
 
-def load(
-    text: str, building: Building, *strategies: str, is_meta: bool = False, compiled: Compiled | None = None
-) -> Loaded:
+def load(text: str, building: Building, *, is_meta: bool = False, compiled: Compiled | None = None) -> Loaded:
     """Load a target and make the optimizer that is planned for.
 
     Args:
         text: the target, as typed.
         building: what the target is made with.
-        strategies: those that will be asked for; a wrong one is refused before the target is loaded.
         is_meta: without memory for its weights, for a device that is not present.
         compiled: what torch.compile compiles of it.
     """
-    for strategy in strategies:
-        check_strategy(strategy)
     how = TargetOptions(batch=building.batch, sequence=building.seq, device=building.device, is_meta=is_meta)
     with show_progress() as report:
         report(f"loading {text}", 0.0)
