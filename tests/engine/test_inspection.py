@@ -17,7 +17,7 @@ from plimsoll.artifacts.fault import Cause
 from plimsoll.artifacts.receipt import Engine
 from plimsoll.engine import inspection
 from plimsoll.engine.hooks import Cell
-from plimsoll.engine.reference_copy import PIECE_BYTES, ReferenceCopy
+from plimsoll.engine.inspection import PIECE_BYTES, ReferenceCopy
 from plimsoll.engine.replay import CallReplay
 from plimsoll.errors import OffloadFailed
 from plimsoll.tracing.recorder.storages import same_bits

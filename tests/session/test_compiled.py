@@ -16,8 +16,7 @@ import zoo
 from plimsoll.artifacts.decision import Engine
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.receipt import ReceiptVerdict
-from plimsoll.engine.compiled.order import GraphOrder
-from plimsoll.engine.compiled.partitioner import PlannedPartitioner
+from plimsoll.engine.compiled.partitioner import GraphOrder, PlannedPartitioner
 from plimsoll.errors import InvalidModel, InvalidOption, InvalidStrategy, PlanMismatch, PlimsollError
 from plimsoll.session.task import TrainingTask
 from plimsoll.session.training_step import TrainingStep

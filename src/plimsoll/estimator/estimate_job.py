@@ -36,7 +36,7 @@ from plimsoll.estimator.trace_cache import TracedTarget
 from plimsoll.planning.costing.links import Collective, collective_seconds, group_of
 from plimsoll.planning.costing.roofline import peak_flops_per_second, roofline_costs
 from plimsoll.planning.describe import allocation_events, classes_at_peak, describe_peak, waiting_bytes
-from plimsoll.planning.what_if.chunked_loss import peak_with_chunked_loss
+from plimsoll.planning.what_if import peak_with_chunked_loss
 from plimsoll.units import format_bytes, format_seconds
 
 ROOFLINE_ERROR = 0.3

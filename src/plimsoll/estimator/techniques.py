@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from plimsoll.artifacts.job import Techniques
 from plimsoll.artifacts.trace import OpSpec, Trace
 from plimsoll.errors import InvalidOption
-from plimsoll.planning.what_if.chunked_loss import HeadAndLoss, find_head, with_chunked_loss
+from plimsoll.planning.what_if import HeadAndLoss, find_head, with_chunked_loss
 
 _PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear"])
 _PASSES_OF_FUSED_LOSS = 3

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ SAVED: tuple[dict[str, tuple[int, ...]], ...] = ()
 REGIONS: dict[str, dict[int, int]] = {}
 """By module path and number of its call within one forward of the model: the entry of ``SAVED``."""
 
+_Place = tuple[nn.Module, str]
 _SMALL = 0.05
 """An op's outputs are saved together: those that the plan does not keep may add this share of those that it does."""
 
@@ -77,11 +78,11 @@ class _Region:
         make = functools.partial(self._contexts, SAVED[self._calls[call]])
         return checkpoint(self._forward, *args, use_reentrant=False, context_fn=make, **kwargs)
 
-    def _contexts(self, saved: Mapping[str, tuple[int, ...]]) -> tuple[_First, _Again]:
+    def _contexts(self, saved: Mapping[str, tuple[int, ...]]) -> tuple[AbstractContextManager[None], _Again]:
         policy = _Policy(self.running, saved)
         first, again = create_selective_checkpoint_contexts(policy)
-        buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
-        return _First(first, self, policy, buffers), _Again(again, buffers)
+        buffers: dict[_Place, torch.Tensor] = {}
+        return _first(first, self, policy, buffers), _Again(again, buffers)
 
 
 class _Running(threading.local):
@@ -138,45 +139,33 @@ class _Policy:
         return sum(sizes) <= (1 + _SMALL) * kept_bytes
 
 
-class _First:
+@contextmanager
+def _first(
+    inner: AbstractContextManager[Any], region: _Region, policy: _Policy, buffers: dict[_Place, torch.Tensor]
+) -> Iterator[None]:
     """Around a region's forward: notes its buffers as they were, where forward writes to them."""
-
-    def __init__(
-        self,
-        inner: AbstractContextManager[Any],
-        region: _Region,
-        policy: _Policy,
-        buffers: dict[tuple[nn.Module, str], torch.Tensor],
-    ) -> None:
-        self._inner = inner
-        self._region = region
-        self._policy = policy
-        self._buffers = buffers
-        self._before: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor, int]] = {}
-
-    def __enter__(self) -> None:
-        for owner in self._region.module.modules():
-            for name, buffer in owner.named_buffers(recurse=False):
-                self._before[owner, name] = (buffer, buffer.clone(), buffer._version)
-        self._region.running.paths.clear()
-        self._inner.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
-        for (owner, name), (buffer, copy, version) in self._before.items():
+    before: dict[_Place, tuple[torch.Tensor, torch.Tensor, int]] = {}
+    for owner in region.module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            before[owner, name] = (buffer, buffer.clone(), buffer._version)
+    region.running.paths.clear()
+    try:
+        with inner:
+            yield
+    finally:
+        for (owner, name), (buffer, copy, version) in before.items():
             is_same = owner.get_buffer(name) is buffer and buffer._version == version
-            if not is_same or self._policy.has_batch_norm:  # which writes without counting it
-                self._buffers[owner, name] = copy
-        self._before.clear()
+            if not is_same or policy.has_batch_norm:  # which writes without counting it
+                buffers[owner, name] = copy
 
 
 class _Again:
     """Around a region that runs again: it sees and writes copies of the buffers, as they were in forward."""
 
-    def __init__(self, inner: AbstractContextManager[Any], buffers: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
+    def __init__(self, inner: AbstractContextManager[Any], buffers: dict[_Place, torch.Tensor]) -> None:
         self._inner = inner
         self._buffers = buffers
-        self._now: dict[tuple[nn.Module, str], torch.Tensor] = {}
+        self._now: dict[_Place, torch.Tensor] = {}
 
     def __enter__(self) -> None:
         for (owner, name), copy in self._buffers.items():

@@ -10,7 +10,8 @@ from plimsoll.artifacts.plan import Plan, RegionPlan, ValueDecision
 from plimsoll.planning.choice import Choice, form_error, forms_of, packing_seconds
 from plimsoll.planning.describe import category_curves, classes_at_peak, describe_peak, describe_timeline
 from plimsoll.planning.effects import held_bytes
-from plimsoll.planning.replay_schedule import NO_OP, Schedule, Unreachable, build_schedule, recipe_ops
+from plimsoll.planning.explain import compared, why_kept, worth
+from plimsoll.planning.replay_schedule import NO_OP, Schedule, build_schedule, recipe_ops
 from plimsoll.planning.simulate import Simulation, engine_seconds, is_touched
 from plimsoll.planning.step import RegionView, StepIndex, boundary_values
 from plimsoll.units import MIB, format_seconds
@@ -124,11 +125,11 @@ def _decisions(
         if value in linked:
             reason = "not held either: the region before rebuilds it"
         elif value not in view.decided:
-            reason = _obstacle(view, value)
+            reason = why_kept(view, value)
         elif is_kept and not held[value]:
             reason = "free to keep: it is alive until then anyway"
         else:
-            reason = _compare(
+            reason = compared(
                 _seconds_to_rebuild(index, view, value, choice) if is_kept else seconds,
                 index.trace.storages[entry.storage].bytes,
                 price,
@@ -153,41 +154,12 @@ def _packed(index: StepIndex, view: RegionView, choice: Choice, value: int, size
         decision=form.decision,
         bytes=size,
         seconds=form.seconds,
-        reason="as you decided by an override" if value in view.pins else f"{cost}, {_worth(price)}{added}",
+        reason="as you decided by an override" if value in view.pins else f"{cost}, {worth(price)}{added}",
         form=form.name,
         held_bytes=form.held_bytes,
         error=error,
         is_lossy=form.noise > 0,
     )
-
-
-def _compare(seconds: float, bytes_: int, price: float) -> str:
-    """``recompute costs 0.8 µs/MiB, memory is worth 2.1 µs/MiB here``."""
-    if not bytes_:
-        return "it has no bytes"
-    if math.isinf(seconds):
-        cost = "no recipe rebuilds it"
-    else:
-        cost = f"recompute costs {format_seconds(seconds * MIB / bytes_)}/MiB"
-    return f"{cost}, {_worth(price)}"
-
-
-def _worth(price: float) -> str:
-    return f"memory is worth {format_seconds(price * MIB)}/MiB here" if price > 0 else "memory is not scarce here"
-
-
-def _obstacle(view: RegionView, value: int) -> str:
-    """Why a value is always kept."""
-    if view.call.obstacle:
-        return f"region left alone: {view.call.obstacle}"
-    entry = view.graph.values[value]
-    if entry.producer < 0:
-        return f"{entry.origin.value} of the region"
-    try:
-        recipe_ops(view.graph, value, (frozenset(view.saved) | view.leaves) - {value})
-    except Unreachable as unreachable:
-        return f"no recipe: {unreachable.obstacle}"
-    return "its memory comes from outside the region"
 
 
 def _seconds_to_rebuild(index: StepIndex, view: RegionView, value: int, choice: Choice) -> float:

@@ -1,4 +1,4 @@
-"""Tells the user what stands in the way: errors that name who holds the floor, and notes on why a peak does not move."""
+"""Says what stands in the way and why: errors that name who holds the floor, notes on a peak, reasons for values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from plimsoll.artifacts.plan import Peak
 from plimsoll.errors import BudgetBelowFloor, InvalidStrategy
 from plimsoll.planning.choice import Limits
 from plimsoll.planning.describe import describe_peak
+from plimsoll.planning.replay_schedule import Unreachable, recipe_ops
 from plimsoll.planning.simulate import Simulation
-from plimsoll.units import budget_text, format_bytes, format_bytes_up
+from plimsoll.planning.step import RegionView
+from plimsoll.units import MIB, budget_text, format_bytes, format_bytes_up, format_seconds
 
 _WORTH_CHUNKING = 0.05
 """A chunked loss is offered where it takes this share off the floor."""
@@ -126,3 +128,33 @@ def notes_about_forms(simulation: Simulation) -> tuple[str, ...]:
             )
             notes.append(f"Nothing is {verb} although it was allowed: {why}.")
     return tuple(notes)
+
+
+def compared(seconds: float, bytes_: int, price: float) -> str:
+    """``recompute costs 0.8 µs/MiB, memory is worth 2.1 µs/MiB here``."""
+    if not bytes_:
+        return "it has no bytes"
+    if math.isinf(seconds):
+        cost = "no recipe rebuilds it"
+    else:
+        cost = f"recompute costs {format_seconds(seconds * MIB / bytes_)}/MiB"
+    return f"{cost}, {worth(price)}"
+
+
+def worth(price: float) -> str:
+    """What a price says of memory."""
+    return f"memory is worth {format_seconds(price * MIB)}/MiB here" if price > 0 else "memory is not scarce here"
+
+
+def why_kept(view: RegionView, value: int) -> str:
+    """Why a value is always kept."""
+    if view.call.obstacle:
+        return f"region left alone: {view.call.obstacle}"
+    entry = view.graph.values[value]
+    if entry.producer < 0:
+        return f"{entry.origin.value} of the region"
+    try:
+        recipe_ops(view.graph, value, (frozenset(view.saved) | view.leaves) - {value})
+    except Unreachable as unreachable:
+        return f"no recipe: {unreachable.obstacle}"
+    return "its memory comes from outside the region"

@@ -67,20 +67,13 @@ class ShapedStep(Generic[S]):
         self._indices = [
             StepIndex(*self.traced(shape), may_recompute=may_recompute, in_flight=in_flight) for shape in shapes
         ]
-
-    @property
-    def lasting_bytes(self) -> int:
-        """What is there whatever the batch: parameters, buffers, the optimizer's state."""
-        return self._indices[0].lasting_bytes
+        self.lasting_bytes = self._indices[0].lasting_bytes
 
     def traced(self, shape: S) -> tuple[Trace, Costs]:
         """The step at a shape as the family's members tell it, with its costs."""
-        is_member = shape in self.family.shapes
-        known = self._costs.get(shape) if is_member else None
-        return (
-            self.family.at(shape) if is_member else self.family.alike(shape),
-            self.family.seconds_at(shape, self._costs) if known is None else known,
-        )
+        if shape not in self.family.shapes:
+            return self.family.alike(shape), self.family.seconds_at(shape, self._costs)
+        return self.family.at(shape), self._costs.get(shape) or self.family.seconds_at(shape, self._costs)
 
     def under(self, regions: Sequence[RegionPlan]) -> ShapedPlan:
         """What a plan takes, by its decisions.

@@ -36,7 +36,7 @@ from plimsoll.planning.pins import Override, pin_choices, pin_values
 from plimsoll.planning.simulate import Simulation, run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_form, choose_full, choose_none, choose_selective, strategy_choices
-from plimsoll.planning.what_if.chunked_loss import peak_with_chunked_loss
+from plimsoll.planning.what_if import peak_with_chunked_loss
 
 TIME_LIMIT_SECONDS = 60.0
 """What the solver may take in all."""

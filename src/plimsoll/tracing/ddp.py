@@ -11,7 +11,7 @@ model that keeps its parameters in lists of its own, outside of ``nn.Module``, u
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -94,13 +94,9 @@ def gradients_are_views(model: nn.Module) -> bool:
 def reduced_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters whose gradients the reducer averages over ranks."""
     reducer = _reducer(model)
-    if reducer is None:
-        return []
-    return [
-        parameter
-        for name, parameter in reducer.module.named_parameters()
-        if parameter.requires_grad and name not in reducer.parameters_to_ignore
-    ]
+    named = [] if reducer is None else reducer.module.named_parameters()
+    ignored = () if reducer is None else reducer.parameters_to_ignore
+    return [parameter for name, parameter in named if parameter.requires_grad and name not in ignored]
 
 
 def own_reductions(model: nn.Module) -> list[str]:
@@ -130,16 +126,12 @@ class Twins:
 
     def __init__(self, model: nn.Module) -> None:
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
-        self._twins: dict[nn.Parameter, nn.Parameter] = {}
         self._moved = frozenset(reduced_parameters(model)) if gradients_are_views(model) else frozenset()
         self._reducer = _reducer(model)
-        if self._reducer is None:
-            return
-        for module in inner_module(model).modules():
+        for module in () if self._reducer is None else inner_module(model).modules():
             self._places += [(module, name, each) for name, each in module._parameters.items() if each is not None]
-        for _, _, parameter in self._places:
-            if parameter not in self._twins:
-                self._twins[parameter] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        originals = dict.fromkeys(parameter for _, _, parameter in self._places)
+        self._twins = {each: nn.Parameter(each.detach(), requires_grad=each.requires_grad) for each in originals}
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -169,9 +161,11 @@ class Twins:
         With ``keeps`` it moves to memory that is there before the block starts; otherwise something of its shape, one
         element large, stays in its place.
         """
-        moved = [parameter for parameter in self._moved if parameter.grad is None]
-        move = {parameter: _Move(parameter) if keeps else _shrink for parameter in moved}
-        hooks = [self._twins[parameter].register_post_accumulate_grad_hook(move[parameter]) for parameter in moved]
+        hooks = [
+            self._twins[parameter].register_post_accumulate_grad_hook(_mover(parameter) if keeps else _shrink)
+            for parameter in self._moved
+            if parameter.grad is None
+        ]
         try:
             yield
         finally:
@@ -187,16 +181,16 @@ def unseen_by_reducer(model: nn.Module) -> Iterator[None]:
         yield
 
 
-class _Move:
-    """Copies a gradient to a place of its own and leaves that as the gradient."""
+def _mover(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
+    """Copies the gradient to a place of its own and leaves that as the gradient."""
+    place = torch.empty_like(parameter, requires_grad=False)
 
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._place = torch.empty_like(parameter, requires_grad=False)
-
-    def __call__(self, parameter: torch.Tensor) -> None:
+    def move(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        if parameter.grad is not self._place:
-            parameter.grad = self._place.copy_(parameter.grad)
+        if parameter.grad is not place:
+            parameter.grad = place.copy_(parameter.grad)
+
+    return move
 
 
 def _shrink(parameter: torch.Tensor) -> None:

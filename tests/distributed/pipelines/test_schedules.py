@@ -23,8 +23,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV, _ScheduleF
 
 import plimsoll.distributed
 from plimsoll.distributed.pipelines.rank_plans import RankPlanner, Standing, _refuse_differing
-from plimsoll.distributed.pipelines.schedule_report import added_seconds
-from plimsoll.distributed.pipelines.schedules import Wrapped, read_schedule
+from plimsoll.distributed.pipelines.schedules import Wrapped, added_seconds, read_schedule
 from plimsoll.distributed.pipelines.stage_plans import renamed
 from plimsoll.distributed.pipelines.stage_steps import StageStep, trace_stage
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidModel, InvalidOption, PlanMismatch, RanksDiffer

@@ -9,8 +9,9 @@ import torch
 
 from engine.offload.fake_device import FakeDevice, FakeStream, Program, SleepyDevice
 from engine.offload.simulated import SimulatedLink
-from plimsoll.engine.offload.device_links import BounceLink, PinnedLink
+from plimsoll.engine.offload.device_links import PinnedLink
 from plimsoll.engine.offload.disk import DiskLink
+from plimsoll.engine.offload.open import BounceLink
 from plimsoll.engine.offload.pinned_memory import SMALLEST_BYTES, rounded_up
 from plimsoll.errors import OffloadFailed
 

@@ -10,10 +10,9 @@ import torch
 
 from engine.offload.simulated import SimulatedLink
 from plimsoll.engine.offload import measure
-from plimsoll.engine.offload.device_links import BounceLink
 from plimsoll.engine.offload.disk import DiskLink
 from plimsoll.engine.offload.measure import measure_link
-from plimsoll.engine.offload.open import default_link_name, open_link
+from plimsoll.engine.offload.open import BounceLink, default_link_name, open_link
 from plimsoll.errors import OffloadFailed
 from plimsoll.units import MIB
 

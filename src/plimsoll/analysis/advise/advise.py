@@ -30,7 +30,7 @@ from plimsoll.errors import PlanFileError, PlanMismatch
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_none
-from plimsoll.planning.what_if.chunked_loss import peak_with_chunked_loss
+from plimsoll.planning.what_if import peak_with_chunked_loss
 from plimsoll.session.compiled import refuse_uncompilable, trace_compiled
 from plimsoll.session.options import Budget, PlanOptions
 from plimsoll.session.rendezvous.world import refuse_several_ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import msgspec
 
@@ -117,22 +118,16 @@ class CandidateMaker:
         """The best plan within the budget."""
         plan = self._solve(planner, "auto", self._budget_bytes, allow)
         refused = "" if offered is None else why_unused(offered, plan)
-        entry = Made(
-            name=f"auto ({' + '.join(allow)})",
-            plan=plan,
-            budget_bytes=self._budget_bytes,
-            budget_text=self._budget_text,
-            refused=refused,
-        )
-        self.made.append(entry)
+        limit = {"budget_bytes": self._budget_bytes, "budget_text": self._budget_text}
+        self._add(f"auto ({' + '.join(allow)})", plan, refused=refused, **limit)
         return plan
 
     def _solve(self, planner: Planner, strategy: str, budget_bytes: int | None, allow: tuple[str, ...]) -> Plan:
         made = solve(planner, budget_bytes=budget_bytes, strategy=strategy, raise_below_floor=False)
         return dataclasses.replace(self._options, allow=allow).written_into(made)
 
-    def _add(self, name: str, plan: Plan) -> None:
-        self.made.append(Made(name=name, plan=plan))
+    def _add(self, name: str, plan: Plan, **more: Any) -> None:
+        self.made.append(Made(name=name, plan=plan, **more))
 
 
 def only(forms: Forms, words: Collection[str]) -> Forms:
@@ -195,13 +190,5 @@ def find_knee(frontier: Sequence[FrontierPoint], baseline_seconds: float) -> Fro
     cheap = next((p for p in points if p.step_seconds <= baseline_seconds * (1 + _CHEAP)), high)
     if not bytes_range or not seconds_range:
         return cheap
-
-    def distance(point: FrontierPoint) -> float:
-        return (
-            1.0
-            - (point.peak_bytes - low.peak_bytes) / bytes_range
-            - (point.step_seconds - min(seconds)) / seconds_range
-        )
-
-    knee = max(points, key=distance)
+    knee = min(points, key=lambda p: p.peak_bytes / bytes_range + p.step_seconds / seconds_range)
     return min(knee, cheap, key=lambda point: point.peak_bytes)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from plimsoll.analysis.diagnose.ledger import Ledger, WorkPiece
+from plimsoll.analysis.diagnose.ledger import Ledger
 from plimsoll.analysis.diagnose.profile import (
     MODULE_PREFIX,
     RECOMPUTE_PREFIX,
@@ -137,8 +137,7 @@ class _Autograd:
         """The module of the op that made the node; empty where the trace does not link them."""
         index = self._by_sequence.get((is_nested, node.sequence), -1) if node.sequence >= 0 else -1
         if index < 0:
-            place = self._links.get((node.thread, node.start_ns))
-            index = -1 if place is None else self._by_start.get(place, -1)
+            index = self._by_start.get(self._links.get((node.thread, node.start_ns), ("", -1)), -1)
         return labels[index].module if 0 <= index < len(labels) else ""
 
     def is_before_backward(self, span: HostSpan) -> bool:
@@ -176,18 +175,12 @@ def tabulate_layers(baseline: Ledger, plan: Ledger) -> tuple[tuple[Layer, ...], 
     """Both sides by layer, and whether these are modules; by operation where the traces do not know modules."""
     are_modules = baseline.has_modules and plan.has_modules
     layer_of = find_layers(work.module for each in (baseline, plan) for work in each.work) if are_modules else {}
-
-    def name_of(work: WorkPiece) -> str:
-        if not are_modules:
-            return work.operation or work.name
-        return layer_of[work.module] or work.module or "(outside modules)"
-
-    counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-    busy_ns: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-    recompute_ns: Counter[str] = Counter()
+    counts, busy_ns = [Counter[str](), Counter[str]()], [Counter[str](), Counter[str]()]
+    recompute_ns = Counter[str]()
     for side, ledger in enumerate((baseline, plan)):
         for work in ledger.work:
-            name = name_of(work)
+            module = are_modules and (layer_of[work.module] or work.module or "(outside modules)")
+            name = module or work.operation or work.name
             counts[side][name] += work.is_counted
             busy_ns[side][name] += work.own_ns
             recompute_ns[name] += work.own_ns if side and work.phase is WorkPhase.RECOMPUTE else 0

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plimsoll.analysis.verify.saved_tensors import switched_off
 from plimsoll.artifacts.explained import LEAST_SHARE, Change, Unsupported
 from plimsoll.artifacts.plan import Peak
-from plimsoll.artifacts.trace import Category, Trace, WatchedStep
+from plimsoll.artifacts.trace import Category, Storage, Trace, WatchedStep
 from plimsoll.engine.chunked_loss.handle import can_chunk
 from plimsoll.errors import PlimsollError
 from plimsoll.planning.choice import Choice
@@ -24,8 +25,7 @@ from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.solve import Planner
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full, choose_none
-from plimsoll.planning.what_if.chunked_loss import default_rows, find_head, with_chunked_loss
-from plimsoll.planning.what_if.storages import with_earlier_ends, with_eight_bit_state, with_later_births
+from plimsoll.planning.what_if import default_rows, find_head, with_chunked_loss
 from plimsoll.session.compiled import trace_compiled
 from plimsoll.session.options import PlanOptions
 from plimsoll.session.task import TrainingTask
@@ -258,3 +258,35 @@ def half_of(batch: Any) -> Any:
         return None
     size = sizes[0]
     return tree_map_only(torch.Tensor, lambda t: t[: size // 2] if t.dim() and t.shape[0] == size else t, batch)
+
+
+EIGHT_BIT_SHARE = (1 + 4 / 256) / 4
+"""Of float32 state: eight bits a number, and one float32 scale for 256 of them."""
+_LEAST_STATE_BYTES = 4096 * 4
+"""Optimizers of eight bits leave smaller tensors alone."""
+
+
+def with_storages(trace: Trace, change: Callable[[Storage], Storage]) -> Trace:
+    """The step with every storage changed by a function."""
+    return msgspec.structs.replace(trace, storages=tuple(map(change, trace.storages)))
+
+
+def with_eight_bit_state(trace: Trace) -> Trace:
+    """The optimizer's state in eight bits per number instead of 32, as 8-bit optimizers hold it."""
+
+    def change(storage: Storage) -> Storage:
+        if storage.category is not Category.OPTIMIZER_STATE or storage.bytes < _LEAST_STATE_BYTES:
+            return storage
+        return msgspec.structs.replace(storage, bytes=int(storage.bytes * EIGHT_BIT_SHARE))
+
+    return with_storages(trace, change)
+
+
+def with_earlier_ends(trace: Trace, ends: Mapping[int, int]) -> Trace:
+    """The step in which storages die earlier: by id, the tick at which they are gone."""
+    return with_storages(trace, lambda s: msgspec.structs.replace(s, dies=min(s.dies, ends.get(s.id, s.dies))))
+
+
+def with_later_births(trace: Trace, births: Mapping[int, int]) -> Trace:
+    """The step in which storages are made later: by id, the tick of the op that makes them."""
+    return with_storages(trace, lambda s: msgspec.structs.replace(s, born=max(s.born, births.get(s.id, s.born))))

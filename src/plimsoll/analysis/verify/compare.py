@@ -15,15 +15,16 @@ from plimsoll.analysis.verify.evidence import (
     Apart,
     Depth,
     Evidence,
+    MemoryBudget,
     collect_evidence,
     compare_with,
     compiled_rounding,
     managed_run,
     of_all_ranks,
     read_measurable,
+    read_shares,
     versions,
 )
-from plimsoll.analysis.verify.memory_budget import MemoryBudget, read_shares
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.progress import Progress, part_of, silent

@@ -8,7 +8,7 @@ in memory, and its bits are those of DDP without a hook. Under FSDP2 every rank 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -45,46 +45,40 @@ class Tally:
     """Counts up. What is only known on the device is added up there, and read when it is asked for."""
 
     def __init__(self) -> None:
-        self.steps = 0
-        self._uncompressed_bytes = 0
-        self._sent_bytes = 0
+        self._known = Counters()
         self._nonfinite_steps: torch.Tensor | None = None
         self._last_nonfinite: torch.Tensor | None = None
-        self._before = 0
 
     def add(
         self, slots: Sequence[GradientSlot], settings: CompressionSettings, is_nonfinite: torch.Tensor, step: int
     ) -> None:
-        """Count one reduction of some parameters, before their own counts go up.
+        """Count one reduction of some parameters, here and in their slots.
 
         ``is_nonfinite`` is one truth on the device; a step (from 0) is counted as not finite once.
         """
-        for slot in slots:
-            self._uncompressed_bytes += slot.dense_bytes
-            self._sent_bytes += slot.sent_bytes(settings) if slot.is_due(settings) else slot.dense_bytes
+        sent_bytes = sum(slot.sent_bytes(settings) if slot.is_due(settings) else slot.dense_bytes for slot in slots)
+        self._known = replace(
+            self._known,
+            steps=max(self._known.steps, step + 1),
+            uncompressed_bytes=self._known.uncompressed_bytes + sum(slot.dense_bytes for slot in slots),
+            sent_bytes=self._known.sent_bytes + sent_bytes,
+        )
         if self._nonfinite_steps is None or self._last_nonfinite is None:
             self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=is_nonfinite.device)
             self._last_nonfinite = torch.full_like(self._nonfinite_steps, -1)
         self._nonfinite_steps += is_nonfinite & (self._last_nonfinite < step)
         self._last_nonfinite = torch.where(is_nonfinite, step, self._last_nonfinite)
-        self.steps = max(self.steps, step + 1)
+        for slot in slots:
+            slot.reductions += 1
 
     def read(self) -> Counters:
         """The counts so far."""
         counted = 0 if self._nonfinite_steps is None else int(self._nonfinite_steps)
-        return Counters(
-            steps=self.steps,
-            uncompressed_bytes=self._uncompressed_bytes,
-            sent_bytes=self._sent_bytes,
-            nonfinite_steps=self._before + counted,
-        )
+        return replace(self._known, nonfinite_steps=self._known.nonfinite_steps + counted)
 
     def restore(self, counters: Counters) -> None:
         """Go on from counts that were saved."""
-        self.steps = counters.steps
-        self._uncompressed_bytes = counters.uncompressed_bytes
-        self._sent_bytes = counters.sent_bytes
-        self._before = counters.nonfinite_steps
+        self._known = counters
         self._nonfinite_steps = self._last_nonfinite = None
 
 
@@ -127,7 +121,7 @@ class Averages:
         if self._settings.momentum:
             for slot, each in plain:
                 each.copy_(self._with_momentum(slot, each.reshape(-1)).view(each.shape))
-        self._count(slots, is_nonfinite, step)
+        self._tally.add(slots, self._settings, is_nonfinite, step)
 
     @torch.no_grad()
     def scatter(
@@ -170,7 +164,7 @@ class Averages:
             for flag, i, each, outcome in zip(is_void, due, offers, outcomes, strict=True):
                 shards[i].copy_(settle(each, outcome, flag, group.rank()))
             is_nonfinite = is_nonfinite | (is_void > 0).any()
-        self._count(slots, is_nonfinite, step)
+        self._tally.add(slots, self._settings, is_nonfinite, step)
 
     def _plain(
         self,
@@ -190,11 +184,6 @@ class Averages:
 
     def _with_momentum(self, slot: GradientSlot, mean: torch.Tensor) -> torch.Tensor:
         return with_velocity(slot, mean, self._settings.momentum) if self._settings.momentum else mean
-
-    def _count(self, slots: Sequence[GradientSlot], is_nonfinite: torch.Tensor, step: int) -> None:
-        self._tally.add(slots, self._settings, is_nonfinite, step)
-        for slot in slots:
-            slot.reductions += 1
 
 
 def _spread_velocity(slot: GradientSlot, group: dist.ProcessGroup) -> None:

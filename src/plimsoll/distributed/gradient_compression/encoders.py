@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 
 from plimsoll.distributed.gradient_compression.method import Method
-from plimsoll.engine.codecs.packing import BitPacker
+from plimsoll.engine.codecs.layout import BitPacker
 
 _ALIGNMENT = 4
 _INDEX_BYTES = torch.int32.itemsize

@@ -19,12 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.distributed.pipelines.rank_plans import TIMEOUT_SECONDS, RankPlan, RankPlanner, StageAgreement, Standing
-from plimsoll.distributed.pipelines.schedule_report import ScheduleReport, StageReport, added_seconds
 from plimsoll.distributed.pipelines.schedules import (
     RankSchedule,
     Schedule,
+    ScheduleReport,
     Stage,
+    StageReport,
     Wrapped,
+    added_seconds,
     first_input,
     initializer,
     is_wrapped,

@@ -7,6 +7,7 @@ guessed by position.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import load_plan
 from plimsoll.distributed.pipelines.rank_plans import TIMEOUT_SECONDS, StageAgreement
 from plimsoll.distributed.pipelines.schedules import RankSchedule, Schedule, read_schedule
-from plimsoll.engine.apply import Handle, RemovedAtEnd
+from plimsoll.engine.apply import RemovedAtEnd
 from plimsoll.errors import InvalidOption, PlanFileError, PlanMismatch
 from plimsoll.estimator.pipeline_schedule.orders import most_in_flight
 from plimsoll.session.manage import check_plan, manage, refuse_other_device
@@ -29,14 +30,13 @@ from plimsoll.session.task import check_model
 class StagesHandle(RemovedAtEnd):
     """Plans at work on this rank's stages, by stage. Use it as a context manager, or call ``remove`` when done."""
 
-    def __init__(self, plans: Mapping[int, Plan], handles: Sequence[Handle]) -> None:
+    def __init__(self, plans: Mapping[int, Plan], handles: contextlib.ExitStack) -> None:
         self.plans = dict(plans)
-        self._handles = tuple(handles)
+        self._handles = handles
 
     def remove(self) -> None:
         """Undo everything; harmless when called twice."""
-        for handle in self._handles:
-            handle.remove()
+        self._handles.close()
 
 
 def apply_stages(
@@ -79,22 +79,12 @@ def apply_stages(
         for stage in rank.stages.values():
             check_model(stage.submod)
         found = _assigned(rank, plans)
-    handles: list[Handle] = []
-    try:
+    with contextlib.ExitStack() as handles:
         with agreement.together():
             for index, plan in found.items():
-                handle = manage(
-                    rank.stages[index].submod,
-                    plan,
-                    verify_every=verify_every,
-                    splits_backward=rank.splits_backward(index),
-                )
-                handles.append(handle)
-    except BaseException:
-        for handle in handles:
-            handle.remove()
-        raise
-    return StagesHandle(found, handles)
+                module, splits = rank.stages[index].submod, rank.splits_backward(index)
+                handles.enter_context(manage(module, plan, verify_every=verify_every, splits_backward=splits))
+        return StagesHandle(found, handles.pop_all())
 
 
 def _assigned(rank: RankSchedule, plans: Mapping[int, Plan] | str | Path) -> dict[int, Plan]:
@@ -179,7 +169,8 @@ def renamed(plan: Plan, module: nn.Module, what: str) -> Plan:
         fitting = _places(name, module)
         sharing = [other for other in names if names[other] == path]
         if len(fitting) > 1 or len(sharing) > 1:
-            said = f"{name!r} may be {_listed(fitting)}" if len(fitting) > 1 else f"{_listed(sharing)} may be {path!r}"
+            several = " or ".join(map(repr, fitting if len(fitting) > 1 else sharing))
+            said = f"{name!r} may be {several}" if len(fitting) > 1 else f"{several} may be {path!r}"
             raise PlanMismatch(
                 f"Regions of the plan cannot be told apart in {what}: {said}.",
                 why="paths are compared from their ends, and a block is never guessed",
@@ -201,10 +192,6 @@ def _places(name: str, module: nn.Module) -> list[str]:
         return [name]
     shorter = [path for path in paths if name.endswith(f".{path}")]
     return [max(shorter, key=len)] if shorter else [path for path in paths if path.endswith(f".{name}")]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " or ".join(map(repr, names))
 
 
 def _named(name: str, count: int) -> str:

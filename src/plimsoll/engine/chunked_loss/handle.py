@@ -21,7 +21,7 @@ from torch import nn
 
 from plimsoll.engine.chunked_loss.loss import linear_cross_entropy
 from plimsoll.errors import InvalidBatch, InvalidModel
-from plimsoll.planning.what_if.chunked_loss import chunk_rows_for
+from plimsoll.planning.what_if import chunk_rows_for
 
 
 def chunk_loss(model: nn.Module, *, chunk_bytes: int | str | None = None, chunk_rows: int | None = None) -> ChunkHandle:

@@ -9,7 +9,7 @@ import torch
 
 from plimsoll.engine.chunked_loss.function import ChunkedLosses, ChunkedLossPerRow, Head, wide
 from plimsoll.errors import InvalidLoss, InvalidOption
-from plimsoll.planning.what_if.chunked_loss import chunk_rows_for
+from plimsoll.planning.what_if import chunk_rows_for
 from plimsoll.tracing.torch_internals import peek_functorch
 
 REDUCTIONS = ("mean", "sum", "none")

@@ -29,8 +29,16 @@ from plimsoll.engine.codecs.blocks import (
     spans,
     symmetric_scales,
 )
-from plimsoll.engine.codecs.layout import CHUNK, FLOATS, Elements, empty_decoded, runs_kernels
-from plimsoll.engine.codecs.packing import pack_nibbles, packed_nibbles_bytes, unpack_nibbles
+from plimsoll.engine.codecs.layout import (
+    CHUNK,
+    FLOATS,
+    Elements,
+    empty_decoded,
+    pack_nibbles,
+    packed_nibbles_bytes,
+    runs_kernels,
+    unpack_nibbles,
+)
 from plimsoll.engine.codecs.protocol import Codec, Payload, number, word
 
 

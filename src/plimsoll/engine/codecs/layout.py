@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterator
-from itertools import accumulate
-from operator import mul
 
 import torch
 
@@ -26,11 +24,11 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Elements:
     """The elements of ``tensor`` in one order, to be read in runs."""
 
-    __slots__ = ("_copy", "_tensor", "count", "flat", "size", "stride")
+    __slots__ = ("_copy", "_tensor", "count", "device", "dtype", "flat", "size", "stride")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()
-        self.count = tensor.numel()
+        self.count, self.dtype, self.device = tensor.numel(), tensor.dtype, tensor.device
         self.size = tuple(tensor.shape)
         self._tensor = tensor
         self.flat: torch.Tensor | None = None  # all of them as one dimension, where that takes no copy
@@ -39,7 +37,7 @@ class Elements:
             self.stride = tuple(tensor.stride())
             self.flat = tensor.as_strided((self.count,), (1,))
         else:
-            self.stride = contiguous_stride(self.size)
+            self.stride = tensor.new_empty(self.size, device="meta").stride()
             self._copy = tensor.new_empty(min(CHUNK, self.count))
 
     def run(self, start: int, stop: int) -> torch.Tensor:
@@ -53,15 +51,7 @@ class Elements:
 
     def payload(self, *parts: torch.Tensor) -> Payload:
         """The payload of this tensor, of these parts."""
-        return Payload(parts, self.size, self.stride, self._tensor.dtype)
-
-    @property
-    def device(self) -> torch.device:
-        return self._tensor.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._tensor.dtype
+        return Payload(parts, self.size, self.stride, self.dtype)
 
 
 def empty_decoded(payload: Payload) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,11 +92,6 @@ def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return tuple(accumulate([max(length, 1) for length in size[:0:-1]], mul, initial=1))[::-1] if size else ()
-
-
 def _gather(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
     """Copy elements ``start`` to ``stop``, counted in the order of the indices, whole rows at once where possible."""
     if tensor.dim() <= 1:
@@ -125,3 +110,86 @@ def _gather(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> N
         out[head : head + body.numel()].view(body.shape).copy_(body)
     if tail:
         _gather(tensor[last], 0, tail, out[out.numel() - tail :])
+
+
+_BIT_OF_EACH_BYTE = int.from_bytes(bytes(1 << i for i in range(8)), "little", signed=True)
+_ONE_IN_EACH_BYTE = 0x0101010101010101
+
+
+def packed_bits_bytes(count: int) -> int:
+    """Bytes of ``count`` packed bits."""
+    return -(-count // 8)
+
+
+def packed_nibbles_bytes(count: int) -> int:
+    """Bytes of ``count`` packed halves of a byte."""
+    return -(-count // 2)
+
+
+class BitPacker:
+    """Packs and unpacks up to ``most`` bits at a time, in scratch memory of its own.
+
+    Example:
+        >>> packer = BitPacker(3, torch.device("cpu"))
+        >>> packer.bits(3).copy_(torch.tensor([True, False, True]))
+        tensor([ True, False,  True])
+        >>> packer.pack(3, out=torch.empty(1, dtype=torch.uint8))
+        tensor([5], dtype=torch.uint8)
+    """
+
+    __slots__ = ("_bytes", "_other")
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self._bytes = torch.empty(packed_bits_bytes(most) * 8, dtype=torch.uint8, device=device)
+        self._other = torch.empty_like(self._bytes)
+
+    @staticmethod
+    def scratch_bytes(most: int) -> int:
+        """Bytes of the scratch memory."""
+        return 16 * packed_bits_bytes(most)
+
+    def bits(self, count: int) -> torch.Tensor:
+        """Where the ``count`` bits are written to before ``pack``, and read from after ``unpack``."""
+        return self._bytes[:count].view(torch.bool)
+
+    def pack(self, count: int, out: torch.Tensor) -> torch.Tensor:
+        """The bits, 8 in each of the bytes of ``out``."""
+        padded = 8 * out.numel()
+        self._bytes[count:padded].zero_()
+        words = self._bytes[:padded].view(torch.int64)
+        moved = self._other[:padded].view(torch.int64)
+        for shift in (7, 14, 28):  # afterwards the lowest byte has the bits of 2, 4, 8 bytes
+            torch.bitwise_right_shift(words, shift, out=moved)
+            words.bitwise_or_(moved)
+        return out.copy_(words)
+
+    def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
+        """``count`` bits of ``packed``, where ``bits`` has them."""
+        words = self._other[: 8 * packed.numel()].view(torch.int64)
+        words.copy_(packed)
+        words.mul_(_ONE_IN_EACH_BYTE).bitwise_and_(_BIT_OF_EACH_BYTE)
+        return self.bits(count).copy_(self._other[:count])
+
+
+def pack_nibbles(codes: torch.Tensor, scratch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Codes from 0 to 15, two in each of the bytes of ``out``.
+
+    Args:
+        codes: int8, an even number of them.
+        scratch: int16, at least half as many.
+        out: uint8, half as many.
+    """
+    pairs = codes.view(torch.int16)
+    moved = scratch[: pairs.numel()]
+    torch.bitwise_right_shift(pairs, 4, out=moved)
+    return out.copy_(moved.bitwise_or_(pairs))
+
+
+def unpack_nibbles(packed: torch.Tensor, scratch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The codes that ``pack_nibbles`` packed, as int8 in ``out``; ``scratch`` as there."""
+    pairs = out.view(torch.int16)
+    moved = scratch[: pairs.numel()]
+    pairs.copy_(packed)
+    torch.bitwise_left_shift(pairs, 4, out=moved)
+    pairs.bitwise_or_(moved).bitwise_and_(0x0F0F)
+    return out

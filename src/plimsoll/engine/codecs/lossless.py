@@ -1,4 +1,4 @@
-"""Lossless codecs: masks and signs in a bit per element, whole numbers in fewer bytes, mostly-zero tensors as a bitmap."""
+"""Lossless codecs: masks and signs in a bit per element, whole numbers in fewer bytes (mostly-zero tensors: see ``sparse``)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 
 from plimsoll.engine.codecs.layout import (
     CHUNK,
+    BitPacker,
     Elements,
     chunks,
     empty_decoded,
     has_patterns,
+    packed_bits_bytes,
     patterns_of,
     runs_kernels,
 )
-from plimsoll.engine.codecs.packing import BitPacker, packed_bits_bytes
 from plimsoll.engine.codecs.protocol import Codec, Payload
-from plimsoll.engine.codecs.sparse import SPARSE_CHUNK, gather, scatter, sparse_bytes, sparse_workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,38 +166,6 @@ class Narrow(Codec):
         for start, stop in chunks(flat.numel()):
             flat[start:stop].copy_(codes[start:stop]).add_(offset)
         return tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Zeros(Codec):
-    """A bit for each element, and in full what is not zero: activations behind ReLU.
-
-    Exact by bit pattern: -0.0 and NaN are values like any other; dropout, which multiplies by zero, makes -0.0 of half of what
-    it drops. Both directions wait for the device, to know how many values there are.
-    """
-
-    family: ClassVar[str] = "zeros"
-    is_lossless: ClassVar[bool] = True
-
-    def accepts(self, dtype: torch.dtype) -> bool:
-        return has_patterns(dtype) and dtype is not torch.bool
-
-    def payload_bytes(self, count: int, dtype: torch.dtype) -> int | None:
-        return None
-
-    def workspace_bytes(self, count: int, dtype: torch.dtype) -> int:
-        return sparse_workspace_bytes(count, dtype)
-
-    def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
-        elements = Elements(tensor)
-        ends = chunks(elements.count, SPARSE_CHUNK)
-        kept = sum(int(torch.count_nonzero(patterns_of(elements.run(start, stop)))) for start, stop in ends)
-        if most_bytes is not None and sparse_bytes(elements.count, kept, elements.dtype) > most_bytes:
-            return None
-        return gather(elements, kept, lambda patterns, bits: bits.copy_(patterns))
-
-    def decode(self, payload: Payload) -> torch.Tensor:
-        return scatter(payload)
 
 
 def _is_mask(patterns: torch.Tensor, bits: torch.Tensor, constant: int) -> bool:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from plimsoll.engine.codecs.floats import BFloat16, Float8
 from plimsoll.engine.codecs.integers import Int4, Int8
-from plimsoll.engine.codecs.lossless import Bits, Narrow, Sign, Zeros
-from plimsoll.engine.codecs.sparse import TopK
+from plimsoll.engine.codecs.lossless import Bits, Narrow, Sign
+from plimsoll.engine.codecs.sparse import TopK, Zeros
 from plimsoll.errors import InvalidCodec
 
 if TYPE_CHECKING:

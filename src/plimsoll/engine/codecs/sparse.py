@@ -1,4 +1,4 @@
-"""A bitmap and the elements that it marks, in full; `TopK` keeps the largest ones, `lossless.Zeros` those that are not zero."""
+"""A bitmap and the elements that it marks, in full; `TopK` keeps the largest ones, `Zeros` those that are not zero."""
 
 from __future__ import annotations
 
@@ -9,28 +9,37 @@ from typing import ClassVar
 
 import torch
 
-from plimsoll.engine.codecs.layout import CHUNK, FLOATS, Elements, chunks, empty_decoded, patterns_of
-from plimsoll.engine.codecs.packing import BitPacker, packed_bits_bytes
+from plimsoll.engine.codecs.layout import (
+    CHUNK,
+    FLOATS,
+    BitPacker,
+    Elements,
+    chunks,
+    empty_decoded,
+    has_patterns,
+    packed_bits_bytes,
+    patterns_of,
+)
 from plimsoll.engine.codecs.protocol import Codec, Payload, number
 
-SPARSE_CHUNK = CHUNK // 4
+_SPARSE_CHUNK = CHUNK // 4
 """Selecting by a mask needs up to 16 bytes of temporaries per element."""
 _DIGIT = 16
 """Bits that one pass over magnitudes counts by."""
 
 
-def sparse_bytes(count: int, kept: int, dtype: torch.dtype) -> int:
+def _sparse_bytes(count: int, kept: int, dtype: torch.dtype) -> int:
     """Bytes of bitmap and kept elements."""
     return packed_bits_bytes(count) + kept * dtype.itemsize
 
 
-def sparse_workspace_bytes(count: int, dtype: torch.dtype) -> int:
+def _sparse_workspace_bytes(count: int, dtype: torch.dtype) -> int:
     """Most bytes of temporaries, with a copy of a chunk where a tensor has gaps."""
-    most = min(count, SPARSE_CHUNK)
+    most = min(count, _SPARSE_CHUNK)
     return BitPacker.scratch_bytes(most) + most * (dtype.itemsize + 17) + min(count, CHUNK) * dtype.itemsize + 256
 
 
-def gather(elements: Elements, kept: int, mark: Callable[[torch.Tensor, torch.Tensor], object]) -> Payload:
+def _gather(elements: Elements, kept: int, mark: Callable[[torch.Tensor, torch.Tensor], object]) -> Payload:
     """The payload of ``kept`` elements, exact by bit pattern.
 
     Args:
@@ -40,9 +49,9 @@ def gather(elements: Elements, kept: int, mark: Callable[[torch.Tensor, torch.Te
     """
     packed = torch.empty(packed_bits_bytes(elements.count), dtype=torch.uint8, device=elements.device)
     values = torch.empty(kept, dtype=elements.dtype, device=elements.device)
-    packer = BitPacker(min(SPARSE_CHUNK, elements.count), elements.device)
+    packer = BitPacker(min(_SPARSE_CHUNK, elements.count), elements.device)
     end = 0
-    for start, stop in chunks(elements.count, SPARSE_CHUNK):
+    for start, stop in chunks(elements.count, _SPARSE_CHUNK):
         patterns = patterns_of(elements.run(start, stop))
         bits = packer.bits(stop - start)
         mark(patterns, bits)
@@ -53,17 +62,49 @@ def gather(elements: Elements, kept: int, mark: Callable[[torch.Tensor, torch.Te
     return elements.payload(packed, values)
 
 
-def scatter(payload: Payload) -> torch.Tensor:
-    """The tensor of a payload that ``gather`` made."""
+def _scatter(payload: Payload) -> torch.Tensor:
+    """The tensor of a payload that ``_gather`` made."""
     tensor, flat = empty_decoded(payload)
     packed, values = payload.parts
-    packer = BitPacker(min(SPARSE_CHUNK, flat.numel()), flat.device)
+    packer = BitPacker(min(_SPARSE_CHUNK, flat.numel()), flat.device)
     end = 0
-    for start, stop in chunks(flat.numel(), SPARSE_CHUNK):
+    for start, stop in chunks(flat.numel(), _SPARSE_CHUNK):
         bits = packer.unpack(packed[start // 8 : packed_bits_bytes(stop)], stop - start)
         begin, end = end, end + int(torch.count_nonzero(bits))
         patterns_of(flat[start:stop]).zero_().masked_scatter_(bits, patterns_of(values[begin:end]))
     return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros(Codec):
+    """A bit for each element, and in full what is not zero: activations behind ReLU.
+
+    Exact by bit pattern: -0.0 and NaN are values like any other; dropout, which multiplies by zero, makes -0.0 of half of what
+    it drops. Both directions wait for the device, to know how many values there are.
+    """
+
+    family: ClassVar[str] = "zeros"
+    is_lossless: ClassVar[bool] = True
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return has_patterns(dtype) and dtype is not torch.bool
+
+    def payload_bytes(self, count: int, dtype: torch.dtype) -> int | None:
+        return None
+
+    def workspace_bytes(self, count: int, dtype: torch.dtype) -> int:
+        return _sparse_workspace_bytes(count, dtype)
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
+        elements = Elements(tensor)
+        ends = chunks(elements.count, _SPARSE_CHUNK)
+        kept = sum(int(torch.count_nonzero(patterns_of(elements.run(start, stop)))) for start, stop in ends)
+        if most_bytes is not None and _sparse_bytes(elements.count, kept, elements.dtype) > most_bytes:
+            return None
+        return _gather(elements, kept, lambda patterns, bits: bits.copy_(patterns))
+
+    def decode(self, payload: Payload) -> torch.Tensor:
+        return _scatter(payload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +126,11 @@ class TopK(Codec):
         return int(min(count, math.ceil(self.share * count)))
 
     def payload_bytes(self, count: int, dtype: torch.dtype) -> int:
-        return sparse_bytes(count, self.kept(count), dtype)
+        return _sparse_bytes(count, self.kept(count), dtype)
 
     def workspace_bytes(self, count: int, dtype: torch.dtype) -> int:
-        counting = min(count, SPARSE_CHUNK) * (16 + 2 * dtype.itemsize) + 5 * 8 * (1 << _DIGIT)
-        return counting + sparse_workspace_bytes(0, dtype) + min(count, CHUNK) * dtype.itemsize
+        counting = min(count, _SPARSE_CHUNK) * (16 + 2 * dtype.itemsize) + 5 * 8 * (1 << _DIGIT)
+        return counting + _sparse_workspace_bytes(0, dtype) + min(count, CHUNK) * dtype.itemsize
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0, most_bytes: int | None = None) -> Payload | None:
         elements = Elements(tensor)
@@ -110,10 +151,10 @@ class TopK(Codec):
                 equal -= ties.numel()
                 bits[ties] = True
 
-        return gather(elements, kept, mark)
+        return _gather(elements, kept, mark)
 
     def decode(self, payload: Payload) -> torch.Tensor:
-        return scatter(payload)
+        return _scatter(payload)
 
 
 def _magnitudes(patterns: torch.Tensor) -> torch.Tensor:
@@ -127,7 +168,7 @@ def _threshold(elements: Elements, kept: int) -> tuple[int, int] | None:
     prefix, missing = 0, kept
     for shift in range(8 * elements.dtype.itemsize - _DIGIT, -1, -_DIGIT):
         counts = torch.zeros(2**_DIGIT, dtype=torch.int64, device=elements.device)
-        for start, stop in chunks(elements.count, SPARSE_CHUNK):
+        for start, stop in chunks(elements.count, _SPARSE_CHUNK):
             magnitudes = _magnitudes(patterns_of(elements.run(start, stop)))
             if int(magnitudes.max()) >= infinity:
                 return None

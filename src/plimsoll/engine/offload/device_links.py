@@ -1,9 +1,9 @@
-"""Links for tensors of a device: to pinned host memory over PCIe or NVLink, and through host memory to any other link.
+"""The link from a CUDA device to pinned host memory, over PCIe or NVLink.
 
-Not yet run on a GPU: the logic of the pinned link is tested against a device that records the order of calls and notices every
+Not yet run on a GPU: its logic is tested against a device that records the order of calls and notices every
 use of memory before the event that frees it.
 
-The pinned link has two streams beside the program's, one for each direction. Nothing there blocks the host but a spent budget
+It has two streams beside the program's, one for each direction. Nothing there blocks the host but a spent budget
 and `close`: where something must come first, a stream waits for an event.
 
 * The copy-out waits for the stream that made the source. `settle` makes that stream wait for the copy-out before the
@@ -17,18 +17,11 @@ The source is expected to be of the stream that is current in `store`, as is wha
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections import deque
-
 import torch
 
 from plimsoll.engine.offload.pinned_memory import Buffer, CudaCalls, DeviceCalls, DeviceEvent, DeviceStream, PinnedPool
-from plimsoll.engine.offload.protocol import CopyCpuSeconds, Link, Ticket, flat_bytes_of
+from plimsoll.engine.offload.protocol import Link, flat_bytes_of
 from plimsoll.errors import OffloadFailed
-from plimsoll.units import MIB
-
-MOST_WAITING_BYTES = 256 * MIB
 
 
 class PinnedLink(Link):
@@ -141,72 +134,3 @@ class PinnedTicket:
         held = (self._source, self._arriving[0] if self._arriving is not None else None)
         self._buffer.companions = tuple(tensor for tensor in held if tensor is not None)
         self._pool.returned.append(self._buffer)
-
-
-class BounceLink(Link):
-    """Brings tensors of ``device`` through host memory to ``inner``, a link that takes only ordinary memory, and back.
-
-    The way between device and host blocks the host in both directions: simple, right, and slower than a pipeline of pinned
-    buffers would be. Host copies that have not reached the inner link yet are bounded.
-
-    Args:
-        inner: closed together with this.
-        device: of the tensors.
-        most_waiting_bytes: of host copies on their way out; a single larger tensor goes alone.
-    """
-
-    def __init__(self, inner: Link, device: torch.device, most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
-        self.name = inner.name
-        self.inner = inner
-        self.waiting_bytes = 0
-        self._device = device
-        self._most_waiting_bytes = most_waiting_bytes
-        self._waiting: deque[tuple[weakref.ref[Ticket], int]] = deque()
-
-    @property
-    def copy_cpu_seconds(self) -> CopyCpuSeconds:
-        return self.inner.copy_cpu_seconds
-
-    def store(self, tensor: torch.Tensor) -> BounceTicket:
-        self._make_room(tensor.nbytes)
-        host = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu").copy_(tensor)
-        ticket = self.inner.store(host)
-        self._waiting.append((weakref.ref(ticket), host.nbytes))
-        self.waiting_bytes += host.nbytes
-        return BounceTicket(ticket, tensor, self._device)
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def _make_room(self, nbytes: int) -> None:
-        while self._waiting and self.waiting_bytes + nbytes > self._most_waiting_bytes:
-            reference, waiting_bytes = self._waiting.popleft()
-            self.waiting_bytes -= waiting_bytes
-            ticket = reference()
-            if ticket is not None:
-                with contextlib.suppress(OffloadFailed):  # its own user will hear of it, in `settle`
-                    ticket.settle()
-
-
-class BounceTicket:
-    """A ticket of the inner link, and the device's tensor until that is settled."""
-
-    def __init__(self, inner: Ticket, source: torch.Tensor, device: torch.device) -> None:
-        self._inner = inner
-        self._source: torch.Tensor | None = source
-        self._device = device
-
-    def settle(self) -> None:
-        self._inner.settle()
-        self._source = None
-
-    def prefetch(self) -> None:
-        self._inner.prefetch()
-
-    def read(self) -> torch.Tensor:
-        if self._source is not None:
-            try:
-                self.settle()
-            except OffloadFailed:
-                return self._source
-        return self._inner.read().to(self._device)

@@ -1,15 +1,21 @@
-"""Opens the link of a name, ``disk`` or ``host``, for the tensors of a device."""
+"""Opens the link of a name, ``disk`` or ``host``, for the tensors of a device; a GPU's go to a disk by way of the host."""
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections import deque
+
 import torch
 
-from plimsoll.engine.offload.device_links import MOST_WAITING_BYTES, BounceLink, PinnedLink
+from plimsoll.engine.offload.device_links import PinnedLink
 from plimsoll.engine.offload.disk import DiskLink
-from plimsoll.engine.offload.protocol import Link
+from plimsoll.engine.offload.protocol import CopyCpuSeconds, Link, Ticket
 from plimsoll.errors import OffloadFailed
+from plimsoll.units import MIB
 
 LINK_NAMES = ("disk", "host")
+_MOST_WAITING_BYTES = 256 * MIB
 
 
 def default_link_name(device: torch.device) -> str:
@@ -38,7 +44,7 @@ def open_link(name: str, device: torch.device, *, host_budget: int | None, direc
         disk = DiskLink(directory)
         if device.type == "cpu":
             return disk
-        return BounceLink(disk, device, MOST_WAITING_BYTES if host_budget is None else host_budget)
+        return BounceLink(disk, device, _MOST_WAITING_BYTES if host_budget is None else host_budget)
     if name == "host":
         if device.type == "cuda":
             return PinnedLink(device, host_budget)
@@ -53,3 +59,72 @@ def open_link(name: str, device: torch.device, *, host_budget: int | None, direc
         why=f"links are {', '.join(LINK_NAMES)}",
         next="name one of them, or none for the default",
     )
+
+
+class BounceLink(Link):
+    """Brings tensors of ``device`` through host memory to ``inner``, a link that takes only ordinary memory, and back.
+
+    The way between device and host blocks the host in both directions: simple, right, and slower than a pipeline of pinned
+    buffers would be. Host copies that have not reached the inner link yet are bounded.
+
+    Args:
+        inner: closed together with this.
+        device: of the tensors.
+        most_waiting_bytes: of host copies on their way out; a single larger tensor goes alone.
+    """
+
+    def __init__(self, inner: Link, device: torch.device, most_waiting_bytes: int = _MOST_WAITING_BYTES) -> None:
+        self.name = inner.name
+        self.inner = inner
+        self.waiting_bytes = 0
+        self._device = device
+        self._most_waiting_bytes = most_waiting_bytes
+        self._waiting: deque[tuple[weakref.ref[Ticket], int]] = deque()
+
+    @property
+    def copy_cpu_seconds(self) -> CopyCpuSeconds:
+        return self.inner.copy_cpu_seconds
+
+    def store(self, tensor: torch.Tensor) -> BounceTicket:
+        self._make_room(tensor.nbytes)
+        host = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu").copy_(tensor)
+        ticket = self.inner.store(host)
+        self._waiting.append((weakref.ref(ticket), host.nbytes))
+        self.waiting_bytes += host.nbytes
+        return BounceTicket(ticket, tensor, self._device)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _make_room(self, nbytes: int) -> None:
+        while self._waiting and self.waiting_bytes + nbytes > self._most_waiting_bytes:
+            reference, waiting_bytes = self._waiting.popleft()
+            self.waiting_bytes -= waiting_bytes
+            ticket = reference()
+            if ticket is not None:
+                with contextlib.suppress(OffloadFailed):  # its own user will hear of it, in `settle`
+                    ticket.settle()
+
+
+class BounceTicket:
+    """A ticket of the inner link, and the device's tensor until that is settled."""
+
+    def __init__(self, inner: Ticket, source: torch.Tensor, device: torch.device) -> None:
+        self._inner = inner
+        self._source: torch.Tensor | None = source
+        self._device = device
+
+    def settle(self) -> None:
+        self._inner.settle()
+        self._source = None
+
+    def prefetch(self) -> None:
+        self._inner.prefetch()
+
+    def read(self) -> torch.Tensor:
+        if self._source is not None:
+            try:
+                self.settle()
+            except OffloadFailed:
+                return self._source
+        return self._inner.read().to(self._device)

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from plimsoll.errors import RankError, RankFailed, RankMissing
-from plimsoll.session.rendezvous.connections import release, renew
-from plimsoll.session.rendezvous.conversation import Conversation
+from plimsoll.session.rendezvous.conversation import Conversation, release, renew
 
 _COMPLETE, _MEMORY, _FAILED = "complete", "memory", "failed"
 _PATIENCE_SECONDS = 600.0

@@ -21,8 +21,8 @@ from torch import fx
 from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
 from plimsoll.tracing.assemble import kind_of
+from plimsoll.tracing.compiled.capture import CompiledPart, Stretch, UnitPlace
 from plimsoll.tracing.compiled.joint import OUTSIDE, JointGraph, Kernel, node_bytes
-from plimsoll.tracing.compiled.places import CompiledPart, Stretch, UnitPlace
 from plimsoll.tracing.compiled.seconds import kernel_key, kernel_spec, timed
 from plimsoll.tracing.torch_internals import is_at_least
 

@@ -24,7 +24,7 @@ from plimsoll.planning.explain import floor_error
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_full
-from plimsoll.planning.what_if.chunked_loss import chunk_rows_for, find_head, peak_with_chunked_loss, with_chunked_loss
+from plimsoll.planning.what_if import chunk_rows_for, find_head, peak_with_chunked_loss, with_chunked_loss
 from plimsoll.tracing.trace import trace, watch
 
 VOCABULARY, ROWS = 5000, 32

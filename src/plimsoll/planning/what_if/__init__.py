@@ -1,1 +1,0 @@
-"""The same traced step with one thing changed: what planning, advice and explanations replay."""
