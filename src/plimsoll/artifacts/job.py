@@ -198,7 +198,9 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
     ``gradients``: the type in which they are accumulated and reduced, where it is not that of the parameters (``fp32``).
     ``reduce``: FSDP's ``reduce_dtype`` under ``fsdp-bf16`` (``fp32`` by default). ``loss``: ``chunked`` (head and loss in
     pieces, ``plimsoll.chunked``), ``fused`` (one kernel that leaves the gradient in the place of the logits),
-    ``fused-linear`` (both), ``vocabulary-parallel`` (what tensor parallelism does here anyway).
+    ``fused-linear`` (both), ``vocabulary-parallel`` (what tensor parallelism does here anyway). ``lora``, ``qlora``: the rank
+    of low-rank adapters, beside frozen weights or beside such in 4 bits, in the linear layers of ``lora_on`` (``qv``,
+    ``attention``, ``all``). ``adapters``: the width of bottlenecks behind attention and feed-forward modules.
     """
 
     gradients: str = ""
@@ -206,6 +208,15 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
     loss: str = ""
     optimizer_in_backward: bool = False
     tf32: bool = False
+    lora: int = 0
+    qlora: int = 0
+    lora_on: str = ""
+    adapters: int = 0
+
+    @property
+    def is_adapting(self) -> bool:
+        """Whether adapters are trained in the place of the model's own weights."""
+        return bool(self.lora or self.qlora or self.adapters)
 
     def __str__(self) -> str:
         parts = []
@@ -222,11 +233,14 @@ _VALUES = {
     "gradients": ("fp32",),
     "reduce": ("fp32", "bf16"),
     "loss": ("chunked", "fused", "fused-linear", "vocabulary-parallel"),
+    "lora-on": ("qv", "attention", "all"),
 }
 """Keys that take one of these words."""
 _FLAGS = ("optimizer-in-backward", "tf32")
 """Keys that stand alone."""
-_KEYS = (*_VALUES, *_FLAGS)
+_COUNTS = ("lora", "qlora", "adapters")
+"""Keys that take a whole number above 0."""
+_KEYS = (*_VALUES, *_FLAGS, *_COUNTS)
 
 
 def read_techniques(text: str | Techniques) -> Techniques:
@@ -244,7 +258,7 @@ def read_techniques(text: str | Techniques) -> Techniques:
     return msgspec.convert({key.replace("-", "_"): value for key, value in _entries(text)}, Techniques)
 
 
-def _entries(text: str) -> Iterator[tuple[str, str | bool]]:
+def _entries(text: str) -> Iterator[tuple[str, str | int]]:
     seen: set[str] = set()
     for part in text.split(",") if text.strip() else ():
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -256,14 +270,17 @@ def _entries(text: str) -> Iterator[tuple[str, str | bool]]:
                 next=f"try {' or '.join(close)}" if close and key not in seen else "give each of them once",
             )
         seen.add(key)
-        if bool(equals) is (key in _FLAGS) or (equals and value not in _VALUES[key]):
-            known = "alone" if key in _FLAGS else f"{key}={' or '.join(_VALUES[key])}"
+        wanted = "" if key in _FLAGS else "16" if key in _COUNTS else " or ".join(_VALUES[key])
+        is_good = not equals if key in _FLAGS else value.isdecimal() if key in _COUNTS else value in _VALUES[key]
+        if not is_good or value == "0":
             raise InvalidOption(
                 f"{part.strip()} means nothing.",
-                why=f"{key} is a word that stands alone" if key in _FLAGS else f"{key} wants one of its values",
-                next=f"write {known}, or leave it out",
+                why=f"{key} wants {'a number' if key in _COUNTS else 'one of its values'}"
+                if wanted
+                else f"{key} is a word that stands alone",
+                next=f"write {key}={wanted}, or leave it out" if wanted else f"write {key} alone, or leave it out",
             )
-        yield key, value or True
+        yield key, int(value) if key in _COUNTS else value or True
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -91,19 +91,6 @@ def estimate(
     report = progress or silent
     spread = read_layout(layout)
     asked = find_device(device)
-    parsed = parse_precision(precision)
-    traced_in = None if parsed is None else parsed.traced
-    how = read_techniques(techniques)
-    request = TraceRequest(
-        target=target if isinstance(target, str) else _given(target, batch, sequence, loss, traced_in),
-        device_name=asked.name,
-        precision=traced_in,
-        tp=spread.tp,
-        ep=spread.ep,
-        sequence_parallel=spread.sequence_parallel,
-    )
-    if isinstance(target, str):
-        request = _with_sizes(request, batch, sequence, spread)
     setting = Setting(
         device=asked,
         layout=spread,
@@ -111,24 +98,42 @@ def estimate(
         has_master_weights=has_master_weights,
         strategy=strategy or (AUTO if budget is not None else NOTHING),
         budget_bytes=_budget_bytes(budget, asked, spread),
-        precision=parsed,
-        how=how,
+        precision=parse_precision(precision),
+        how=read_techniques(techniques),
     )
+    request = _request(target, batch, sequence, loss, setting)
     check_setting(setting)
     if export is not None:
         setting = _without_strategy(setting, export, strategy, _budget_bytes(budget or AUTO, asked, spread))
     traced = _traced(request, spread, part_of(report, 0.0, 0.8))
     trace_seconds = time.monotonic() - started
     report("simulating every rank", 0.8)
-    job = EstimateJob(setting, traced, with_context_parallel(with_techniques(traced.trace, how), spread.cp))
+    job = EstimateJob(setting, traced, with_context_parallel(with_techniques(traced.trace, setting.how), spread.cp))
     switches = () if export is None or setting.budget_bytes is None else job.lower(export, setting.budget_bytes)
-    found = job.run(
-        target if isinstance(target, str) else type(target).__name__,
-        "the model's own types" if parsed is None else parsed.value,
-        trace_seconds,
-        started,
-    )
+    found = job.run(target if isinstance(target, str) else type(target).__name__, trace_seconds, started)
     return msgspec.structs.replace(found, framework=export or "", switches=switches)
+
+
+def _request(
+    target: str | torch.nn.Module,
+    batch: Any,
+    sequence: int | None,
+    loss: Callable[[Any], torch.Tensor] | None,
+    setting: Setting,
+) -> TraceRequest:
+    """What is traced of one rank's step."""
+    layout = setting.layout
+    precision = None if setting.precision is None else setting.precision.traced
+    request = TraceRequest(
+        target=target if isinstance(target, str) else _given(target, batch, sequence, loss, precision),
+        device_name=setting.device.name,
+        precision=precision,
+        tp=layout.tp,
+        ep=layout.ep,
+        sequence_parallel=layout.sequence_parallel,
+        how=setting.how,
+    )
+    return _with_sizes(request, batch, sequence, layout) if isinstance(target, str) else request
 
 
 def _traced(request: TraceRequest, layout: Layout, progress: Progress) -> TracedTarget:

@@ -55,7 +55,7 @@ class EstimateJob:
         self.layout = setting.layout
         self.orders = pipeline_orders(self.layout)
 
-    def run(self, target: str, precision: str, trace_seconds: float, started: float) -> Estimate:
+    def run(self, target: str, trace_seconds: float, started: float) -> Estimate:
         """Decide every rank, run the pipeline on paper, and write down what came out."""
         setting, layout = self.setting, self.layout
         ranks = self._decided(setting.strategy)
@@ -67,7 +67,7 @@ class EstimateJob:
             model=self.trace.model,
             device=setting.device.name,
             device_bytes=setting.device.memory_bytes,
-            precision=precision,
+            precision="the model's own types" if setting.precision is None else setting.precision.value,
             optimizer=_optimizer_name(ranks[0], setting),
             strategy=setting.strategy,
             budget_bytes=setting.budget_bytes,

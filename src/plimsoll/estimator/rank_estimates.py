@@ -18,7 +18,7 @@ from plimsoll.artifacts.job import Layout, Precision, Techniques
 from plimsoll.artifacts.memory_use import AllocationEvent, OptimizerUse, StepForm
 from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Trace, TraceParameter, runs_gpu_kernels
-from plimsoll.errors import InvalidOption, InvalidStrategy
+from plimsoll.errors import InvalidLayout, InvalidOption, InvalidStrategy
 from plimsoll.estimator.optimizers import optimizer_use
 from plimsoll.estimator.parallelism.overlap import OverlappedSeconds, RankSeconds, measure_rank, overlapped_seconds
 from plimsoll.estimator.parallelism.rank import PARTLY_SHARDED, rank_trace
@@ -123,6 +123,19 @@ def _check_techniques(setting: Setting) -> None:
             "loss=vocabulary-parallel without tensor parallelism.",
             why="the vocabulary is divided among tensor-parallel ranks, and there is one",
             next="give tp=2 or more, or write loss=fused or loss=chunked",
+        )
+    is_low_rank = bool(how.lora or how.qlora)
+    if is_low_rank + bool(how.adapters) > 1 or (how.lora and how.qlora) or (how.lora_on and not is_low_rank):
+        raise InvalidOption(
+            f"{how} says two things, or half of one.",
+            why="a model trains low-rank adapters or bottlenecks, beside weights as they are or in 4 bits",
+            next="give one of lora=16, qlora=16 or adapters=64; lora-on= goes with the first two",
+        )
+    if how.is_adapting and (layout.tp > 1 or layout.ep > 1):
+        raise InvalidLayout(
+            f"unsupported: adapters under tp={layout.tp}, ep={layout.ep}.",
+            why="which rank holds which part of an adapter is not known here",
+            next="take dp=, pp= and zero= alone",
         )
     if how.optimizer_in_backward:
         _check_optimizer_in_backward(setting)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from plimsoll.artifacts.job import ModelFacts, Precision
+from plimsoll.artifacts.job import ModelFacts, Precision, Techniques
 from plimsoll.artifacts.progress import Progress, silent
 from plimsoll.artifacts.trace import runs_gpu_kernels
 from plimsoll.errors import InvalidTarget
@@ -46,6 +46,8 @@ class TraceRequest:
     tp: int = 1
     ep: int = 1
     sequence_parallel: bool = False
+    how: Techniques = field(default_factory=Techniques)
+    """Of techniques those that change the model itself: adapters."""
 
 
 def target_facts(request: TraceRequest) -> ModelFacts | None:
@@ -97,6 +99,7 @@ def _question(request: TraceRequest, recipe: Recipe) -> dict[str, Any]:
         "tp": request.tp,
         "ep": request.ep,
         "sequence_parallel": request.sequence_parallel,
+        "adapters": [request.how.lora, request.how.qlora, request.how.lora_on, request.how.adapters],
     }
 
 
@@ -105,9 +108,9 @@ def _trace(request: TraceRequest, recipe: Recipe | None, progress: Progress) -> 
 
     target = _load(request, progress)
     facts = _facts(request, recipe, target)
-    with _one_rank_of(target.model, request) as division, target.autocast():
+    with _adapted(target.model, request) as changes, _one_rank_of(target.model, request) as division, target.autocast():
         made = trace(target.model, target.batch, loss=target.loss, device_name=request.device_name, progress=progress)
-    notes = (*made.notes, *target.notes, *division, *((_BALANCED,) if facts.experts else ()))
+    notes = (*made.notes, *target.notes, *changes, *division, *((_BALANCED,) if facts.experts else ()))
     return TracedTarget(trace=replace(made, notes=notes), facts=facts)
 
 
@@ -123,6 +126,15 @@ def _load(request: TraceRequest, progress: Progress) -> Target:
     progress(f"building {request.target}", 0.0)
     options = TargetOptions(batch=request.batch, sequence=request.sequence, is_meta=True, precision=request.precision)
     return load_target(request.target, options)
+
+
+def _adapted(model: torch.nn.Module, request: TraceRequest) -> contextlib.AbstractContextManager[tuple[str, ...]]:
+    """The model with the adapters that are asked for."""
+    if not request.how.is_adapting:
+        return contextlib.nullcontext(())
+    from plimsoll.estimator.targets.adapters import adapted
+
+    return adapted(model, request.how)
 
 
 @contextlib.contextmanager
