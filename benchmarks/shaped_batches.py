@@ -40,11 +40,29 @@ def streams() -> tuple[Stream, ...]:
             _length,
             _words,
         ),
-        Stream("GPT-2, wide", lambda: _hf("GPT2Config", "GPT2LMHeadModel", **_GPT2 | _WIDE), _length, _words),
+        Stream("GPT-2, wide", lambda: _hf("GPT2Config", "GPT2LMHeadModel", **_GPT2 | _WIDE_GPT2), _length, _words),
+        Stream(
+            "T5, wide", lambda: _hf("T5Config", "T5ForConditionalGeneration", **_T5 | _WIDE_T5), _two_lengths, _pairs
+        ),
+        Stream(
+            "BERT, wide",
+            lambda: _hf("BertConfig", "BertForMaskedLM", vocab_size=_VOCABULARY, **_WIDE),
+            _length,
+            _padded,
+        ),
+        Stream(
+            "ViT, wide",
+            lambda: _hf("ViTConfig", "ViTForImageClassification", image_size=128, patch_size=8, **_WIDE),
+            _large_size,
+            _images,
+        ),
+        Stream("GCN, wide", lambda: Graphs(width=256), _large_graph, _edges),
     )
 
 
 _WIDE = {"hidden_size": 256, "intermediate_size": 1024}
+_WIDE_GPT2 = {"n_embd": 256}
+_WIDE_T5 = {"d_model": 256, "d_ff": 1024, "d_kv": 64}
 _GPT2 = {
     "vocab_size": _VOCABULARY,
     "n_embd": 64,
@@ -84,9 +102,18 @@ def _size(random: torch.Generator) -> tuple[int, ...]:
     return (_SIZES[int(torch.randint(len(_SIZES), (), generator=random))],)
 
 
+def _large_size(random: torch.Generator) -> tuple[int, ...]:
+    return (2 * _size(random)[0],)
+
+
 def _graph(random: torch.Generator) -> tuple[int, ...]:
     nodes = int(torch.randint(200, 600, (), generator=random))
     return nodes, int(torch.randint(2 * nodes, 8 * nodes, (), generator=random))
+
+
+def _large_graph(random: torch.Generator) -> tuple[int, ...]:
+    nodes, edges = _graph(random)
+    return 10 * nodes, 10 * edges
 
 
 def _words(length: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from metering import LiveStorages
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.tracing.meters.memory import RisingPeak
 from plimsoll.units import KIB, MIB
-from steps import Stack, mean_square
+from steps import Stack, gpt2, mean_square
 
 ROWS, WIDTH = 1024, 32
 
@@ -292,3 +292,16 @@ def test_on_a_gpu_a_peak_that_rises_is_seen_without_resetting_the_counter():
     ):
         assert (peak.begin(), peak.risen_to()) == (5, 0)
         assert (peak.begin(), peak.risen_to()) == (5, 12)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_a_plan_made_before_the_first_step_holds_when_it_is_recorded_again_later(share: float):
+    model, batch, loss = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters())
+    roomy = plimsoll.plan(model, batch, "1GiB", loss=loss, optimizer=optimizer)
+    budget_bytes = roomy.floor_bytes + int(share * (roomy.baseline_peak_bytes - roomy.floor_bytes))
+    plan = plimsoll.plan(model, batch, budget_bytes, loss=loss, optimizer=optimizer)
+    model(**batch).loss.backward()
+    update(optimizer)
+    receipt = plimsoll.verify(model, batch, plan, loss=loss, optimizer=optimizer, steps=1)
+    assert 0 < receipt.measured_recording_peak_bytes <= budget_bytes

@@ -31,6 +31,8 @@ from plimsoll.tracing.recorder.calling import output_tensors
 from plimsoll.tracing.torch_internals import is_profiled, is_profiler_on
 
 _OPTIMIZER = "optimizer"
+_SEEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
+"""The optimizer that was found in view of a model."""
 
 
 class CallStanding(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,12 +145,22 @@ def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
 
 
 def optimizer_in_view(model: nn.Module) -> Optimizer | None:
-    """The optimizer in this process that trains ``model``, if there is one and no other: its state can be counted ahead."""
+    """The optimizer in this process that trains ``model``, if there is one and no other: its state can be counted ahead.
+
+    One that was found before is not looked for again: collecting garbage and going through all objects takes as long as a
+    small step.
+    """
     parameters = frozenset(map(id, every_parameter(model)))
+    before = _SEEN[model]() if model in _SEEN else None
+    if before is not None and trains(before, parameters):
+        return before
     # Wrappers have no groups of their own.
     found = [thing for thing in instances_of(Optimizer) if "param_groups" in vars(thing)]
-    ours = [optimizer for optimizer in found if trains(optimizer, parameters)]
-    return ours[0] if len(ours) == 1 else None
+    ours: list[Optimizer] = [optimizer for optimizer in found if trains(optimizer, parameters)]
+    if len(ours) != 1:
+        return None
+    _SEEN[model] = weakref.ref(ours[0])
+    return ours[0]
 
 
 def instances_of(*bases: type) -> list[Any]:

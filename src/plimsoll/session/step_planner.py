@@ -111,7 +111,7 @@ class StepPlanner:
         """What puts plans to work in trials, if it is to keep what they record."""
         self.recording_bytes = 0
         """What it took more in the step that recorded it."""
-        self._ran = TrialRun(0, None)
+        self._ran = TrialRun(0, 0, None)
         """The last trial as this process saw it."""
         self._sensed: Sensed | None = None
 
@@ -233,7 +233,7 @@ class StepPlanner:
         return self.lowest_that_fits(step(), error_scale)
 
     def lowest_that_fits(self, step: TrainingStep, error_scale: float = 1.0) -> Plan:
-        """The plan with the lowest peak, if it is measured to fit, whatever is predicted.
+        """The plan with the lowest peak, if it is measured to fit, whatever is predicted, in a training that begins with it.
 
         Raises:
             BudgetBelowFloor: with the peak that was measured, which is a budget that works.
@@ -249,10 +249,10 @@ class StepPlanner:
         self.mistake_bytes = self._ran.steady_bytes - own.predicted_peak_bytes
         most_error = self.options.most_error("auto")
         is_wrong = run.error is not None and most_error is not None and run.error > most_error
-        floor_bytes = max(run.peak_bytes, self.worst_bytes(predicted_optimizer_bytes(own)))
+        floor_bytes = max(run.fresh_bytes, self.worst_bytes(predicted_optimizer_bytes(own)))
         if floor_bytes > self.budget_bytes or is_wrong:
             waits = holds_gradients_back(step.model)  # then the trial has accumulated
-            accumulating_bytes = 0 if waits else self.run(step.accumulating(), plan).peak_bytes
+            accumulating_bytes = 0 if waits else self.run(step.accumulating(), plan).fresh_bytes
             raise self.refusal(plan, floor_bytes, accumulating_bytes=accumulating_bytes)
         return msgspec.structs.replace(plan, budget_bytes=self.budget_bytes, notes=(*plan.notes, run.told))
 
@@ -343,7 +343,9 @@ class StepPlanner:
         """Run a plan and measure it; ``unseen_bytes`` are known to come on top."""
         trial = run_trial(step, plan, self.gradients, self.managing)
         self._ran = trial
-        return dataclasses.replace(trial, peak_bytes=trial.peak_bytes + unseen_bytes)
+        return dataclasses.replace(
+            trial, peak_bytes=trial.peak_bytes + unseen_bytes, fresh_bytes=trial.fresh_bytes + unseen_bytes
+        )
 
     def excess_bytes(self, own_excess_bytes: int) -> int:
         """What has to be taken off the budget for a step that takes so much more than its plan says."""

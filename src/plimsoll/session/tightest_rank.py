@@ -41,6 +41,8 @@ class _Taken(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank measured, beside its budget."""
 
     peak_bytes: int
+    recording_bytes: int
+    """What goes where the plan is recorded before the optimizer has state."""
     budget_bytes: int | None
     error: float | None
 
@@ -145,12 +147,18 @@ class SharedPlanner(StepPlanner):
         """Run a plan on all ranks: the largest error, and a peak as far over the budget as the worst one is."""
         with self._agreement.stepping():
             own = super().run(step, plan, unseen_bytes=unseen_bytes)
-        taken = _Taken(peak_bytes=own.peak_bytes, budget_bytes=self.own_budget_bytes, error=own.error)
+        taken = _Taken(
+            peak_bytes=own.peak_bytes,
+            recording_bytes=own.peak_bytes - own.fresh_bytes,
+            budget_bytes=self.own_budget_bytes,
+            error=own.error,
+        )
         told = self._agreement.all_of("measured peaks", taken, _Taken)
         rank, tightest = max(zip(self._agreement.ranks, told, strict=True), key=lambda entry: entry[1].over_bytes)
         of = "" if tightest.budget_bytes is None else f" of {format_bytes(tightest.budget_bytes)}"
         return TrialRun(
             (self.budget_bytes or 0) + tightest.over_bytes,
+            (self.budget_bytes or 0) + max(each.over_bytes - each.recording_bytes for each in told),
             max((each.error for each in told if each.error is not None), default=None),
             note=f"run once on {self._agreement.size} ranks: the measured peak of the tightest, rank {rank}, was "
             f"{format_bytes(tightest.peak_bytes)}{of}",

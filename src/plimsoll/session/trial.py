@@ -45,6 +45,8 @@ class TrialRun:
     """
 
     peak_bytes: int
+    fresh_bytes: int
+    """The peak where the optimizer's state comes only with the first step, after the plan was recorded."""
     error: float | None
     note: str = ""
     steady_bytes: int = 0
@@ -69,8 +71,8 @@ def run_trial(
     """Run a plan: the larger peak of the recording step and a steady one, and the error beside the unmanaged
     ``gradients``. What is recorded is lost afterwards, unless ``managing`` keeps it, and has kept what such steps record.
 
-    Optimizer state that is not there yet comes with the user's first step, which records, so it is added to the steady one.
-    The model is left as it was.
+    Optimizer state that is not there yet is added to both: it comes with the user's first step, but a training that was
+    resumed, or that `verify` runs once more, records with the state there. The model is left as it was.
     """
     error = None
     with untouched(step.model, plan.written), manage(step.model, plan) if managing is None else managing(plan) as work:
@@ -83,6 +85,7 @@ def run_trial(
             error = relative_error(gradients, step.gradients())
     absent_bytes = step.absent_state_bytes(plan.classes.get(Category.OPTIMIZER_STATE, 0))
     return TrialRun(
+        max(recording.peak_bytes, steady.peak_bytes) + absent_bytes,
         max(recording.peak_bytes, steady.peak_bytes + absent_bytes),
         error,
         steady_bytes=steady.first_peak_bytes + absent_bytes,
@@ -137,9 +140,7 @@ def confirmed(
             return best
         if best is not None and plan.predicted_seconds >= best.predicted_seconds:
             return best
-    if best is not None:
-        return best
-    return _with_note(
+    return best or _with_note(
         plan,
         f"after {MAX_ATTEMPTS} rounds the measured peak or error still exceeded what is allowed; verify the plan before you "
         "rely on it",
