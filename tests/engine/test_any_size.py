@@ -119,7 +119,7 @@ def test_every_size_gives_the_gradients_of_the_model_alone(kind, recordings):
     step = step_of([(2, tokens) for tokens in TOKENS])
     with manage(model) as handle:
         found = train(model, step, len(TOKENS))
-        assert {engine for engine, _ in handle.engines().values()} == {Engine.RECIPE}
+        assert {outcome.engine for outcome in handle.outcomes()} == {Engine.RECIPE}
     assert differences(train(plain, step, len(TOKENS)), found) == []
     assert set(recordings) == {"blocks.0", "blocks.1", "blocks.2"}
     assert kind in IS_WATCHED or set(recordings.values()) == {3}

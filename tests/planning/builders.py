@@ -19,6 +19,9 @@ import msgspec
 from plimsoll.artifacts.costs import Costs, CostSource, OpCost
 from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
 from plimsoll.artifacts.trace import Category, OpSpec, Phase, RegionCall, Storage, Trace, TraceOp
+from plimsoll.planning.frontier import Sweeper
+from plimsoll.planning.simulate import choices_of, run_choices
+from plimsoll.planning.step import StepIndex
 from samples import filled
 
 OUT = -1
@@ -349,3 +352,14 @@ def _random_op(step: StepBuilder, draw: random.Random, known: list[int], weight:
         seconds=draw.randint(1, 30) / 10, obstacle="not replayable" if draw.random() < 0.08 else "",
         workspace=draw.choice([0, 0, 0, 5]),
     )  # fmt: skip
+
+
+def simulate(trace, costs, regions, forms=None):
+    """The step under the decisions of a plan."""
+    index = StepIndex(trace, costs, forms)
+    return run_choices(index, choices_of(index, regions))
+
+
+def sweep_prices(view, prices):
+    """The hull of one region."""
+    return Sweeper(view).sweep([prices])[0]

@@ -10,14 +10,14 @@ import networkx
 import numpy as np
 import pytest
 
-from planning.builders import StepBuilder, random_step, transformer
+from planning.builders import StepBuilder, random_step, sweep_prices, transformer
 from planning.every_choice import region_choices
 from planning.form_builders import block_forms, compressed, forms_for, random_forms
 from plimsoll.artifacts.forms import Form
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.choices import prices_of
 from plimsoll.planning.cut import SINK, SOURCE, Cut, Mode, Network, Offers, Prices, solve_cuts
-from plimsoll.planning.frontier import modes_of, sweep_prices
+from plimsoll.planning.frontier import modes_of
 from plimsoll.planning.replay_schedule import recipe_ops
 from plimsoll.planning.step import RegionView, StepIndex
 

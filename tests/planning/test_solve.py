@@ -8,11 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from planning.builders import OUT, StepBuilder, transformer
+from planning.builders import OUT, StepBuilder, simulate, transformer
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import BudgetBelowFloor
-from plimsoll.planning.simulate import simulate
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
 

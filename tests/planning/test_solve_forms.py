@@ -8,14 +8,13 @@ import math
 import msgspec
 import pytest
 
-from planning.builders import OUT, StepBuilder, in_regions, transformer
+from planning.builders import OUT, StepBuilder, in_regions, simulate, transformer
 from planning.form_builders import block_forms, compressed, forms_for, offloaded
 from plimsoll.artifacts.decision import Decision, Status
 from plimsoll.artifacts.forms import Forms, LinkCost
 from plimsoll.artifacts.plan import Plan, ValueDecision
 from plimsoll.errors import BudgetBelowFloor, InvalidStrategy
 from plimsoll.planning.choice import Limits
-from plimsoll.planning.simulate import simulate
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from planning.builders import random_step, transformer
+from planning.builders import random_step, simulate, transformer
 from planning.every_choice import assert_best_of, every_simulation
 from planning.form_builders import block_forms, random_choice, random_forms
 from plimsoll.artifacts.costs import Costs
@@ -23,7 +23,7 @@ from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.effects import likeness
 from plimsoll.planning.frontier import Hull
 from plimsoll.planning.measuring import Measuring
-from plimsoll.planning.simulate import run_choices, simulate
+from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.windows import build_windows

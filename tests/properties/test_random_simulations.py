@@ -7,13 +7,12 @@ import random
 import numpy as np
 import pytest
 
-from planning.builders import random_step
+from planning.builders import random_step, sweep_prices
 from planning.form_builders import random_choice, random_forms
 from planning.slow_simulator import SlowStep
 from plimsoll.planning.choice import Choice
 from plimsoll.planning.choices import ChoiceSet, prices_of
 from plimsoll.planning.describe import classes_at_peak, describe_peak
-from plimsoll.planning.frontier import sweep_prices
 from plimsoll.planning.measuring import Measuring
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex

@@ -261,14 +261,6 @@ class Handle(RemovedAtEnd):
         """Inspect every region in every call inside the block."""
         return self._shared.inspector.everywhere()
 
-    def engines(self) -> dict[str, tuple[Engine, str]]:
-        """What serves each managed region so far, and why where it is not by recipes."""
-        return {
-            name: (service.engine, service.reason)
-            for name, region in self.regions.items()
-            for service in region.services.values()
-        }
-
     def obstacles(self) -> dict[str, dict[str, str]]:
         """Values that the plan drops but that are kept, by region, each with the reason."""
         found: dict[str, dict[str, str]] = {}

@@ -16,6 +16,7 @@ counter), those that refuse, and all of a region that talks to other ranks. What
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -198,8 +199,8 @@ class NoiseTracker:
         self._handles: list[Any] = []
         for node in self._nodes(output):
             if can_run_again(node) and _has_saved(node):
-                self._handles.append(node.register_prehook(_Hook(self._try_values, node)))
-            self._handles.append(node.register_hook(_Hook(self._pass_on, node)))
+                self._handles.append(node.register_prehook(functools.partial(self._try_values, node)))
+            self._handles.append(node.register_hook(functools.partial(self._pass_on, node)))
 
     def read(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """What a node of this region gets to see of a saved tensor."""
@@ -231,7 +232,7 @@ class NoiseTracker:
                 continue
             self._known.add(node)
             if not self._is_inside(node):
-                self._handles.append(node.register_prehook(_Hook(self._leave, node)))
+                self._handles.append(node.register_prehook(functools.partial(self._leave, node)))
                 continue
             pending.extend(following for following, _ in node.next_functions)
             yield node
@@ -321,17 +322,6 @@ class _Trial:
         decoded = self.reference.decode(payload)
         self.noise_of[name] = relative_distance(value, decoded)
         return decoded
-
-
-class _Hook:
-    """A method with a node as its first argument; ``close`` takes it off the node, which it holds."""
-
-    def __init__(self, run: Callable[..., None], node: Any) -> None:
-        self._run = run
-        self._node = node
-
-    def __call__(self, *gradients: Gradients) -> None:
-        self._run(self._node, *gradients)
 
 
 def can_run_again(node: Any) -> bool:

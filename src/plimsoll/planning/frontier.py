@@ -80,11 +80,6 @@ class Sweeper:
         return [self._known[key] for key in keys]
 
 
-def sweep_prices(view: RegionView, prices: Prices) -> Hull:
-    """The hull of one region."""
-    return Sweeper(view).sweep([prices])[0]
-
-
 def _key(prices: Prices) -> Hashable:
     return tuple(prices.held_bytes.items()), prices.op_seconds, tuple(prices.modes.items()), prices.error_price
 

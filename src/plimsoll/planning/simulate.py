@@ -11,10 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plimsoll.artifacts.costs import Costs
-from plimsoll.artifacts.forms import Forms
 from plimsoll.artifacts.plan import RegionPlan
-from plimsoll.artifacts.trace import Trace
 from plimsoll.planning.choice import Choice, link_bytes, packing_seconds, step_error
 from plimsoll.planning.replay import Replay, replay
 from plimsoll.planning.step import Ints, RegionView, Span, StepIndex, boundary_values, merge, provider_of, subtract
@@ -40,22 +37,6 @@ class Simulation:
     replayed: tuple[tuple[int, int], ...]
     squared_error: float = 0.0
     link_bytes: int = 0
-
-
-def simulate(trace: Trace, costs: Costs, regions: Sequence[RegionPlan], forms: Forms | None = None) -> Simulation:
-    """Replay a step under the decisions of a plan.
-
-    Args:
-        trace: the step.
-        costs: seconds per op.
-        regions: decisions by region name and call; regions that are not named keep everything, and so do values.
-        forms: what packed values take.
-
-    Raises:
-        Unreachable: a dropped value cannot be rebuilt.
-    """
-    index = StepIndex(trace, costs, forms)
-    return run_choices(index, choices_of(index, regions))
 
 
 def choices_of(index: StepIndex, regions: Sequence[RegionPlan]) -> tuple[Choice, ...]:

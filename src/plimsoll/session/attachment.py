@@ -23,9 +23,7 @@ import msgspec
 import torch
 from torch import nn
 
-from plimsoll.artifacts.fault import Fault
-from plimsoll.artifacts.plan import COLLECTIVES, Plan
-from plimsoll.engine.apply import RemovedAtEnd
+from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.calibration import (
@@ -40,7 +38,7 @@ from plimsoll.session.calibration import (
 )
 from plimsoll.session.joint_traces import JointTraces, facts_of
 from plimsoll.session.options import Budget, PlanOptions
-from plimsoll.session.plans_at_work import Decided, PlansAtWork, decided
+from plimsoll.session.plans_at_work import AttachedBudget, Decided, decided
 from plimsoll.session.pressure import Pressure
 from plimsoll.session.retry import Retry, floor_of
 from plimsoll.session.shapes import ShapePlans, can_follow_shapes, told
@@ -74,7 +72,7 @@ _MOST_TRIES = 3
 """So many first steps may fail, or be profiled by the user, before the plan is made without a measurement."""
 
 
-class Attachment(RemovedAtEnd):
+class Attachment(AttachedBudget):
     """A budget at work on a model."""
 
     def __init__(
@@ -88,20 +86,14 @@ class Attachment(RemovedAtEnd):
         verify_every: int,
         room: Callable[[], int] | None = None,
     ) -> None:
-        self.model = model
-        self._budget = budget
-        self._optimizer = optimizer
-        self._options = options
-        self.agreement = agreement
-        self.repeats_collectives = COLLECTIVES in options.allow
+        super().__init__(model, budget, options, agreement, optimizer=optimizer, verify_every=verify_every)
         self._has_ladder = can_follow_shapes(options, agreement.size)
-        self._work = PlansAtWork(agreement, model, verify_every)
-        self._calls, self._has_warned = 0, False
-        self._is_given_up = False
+        self._has_warned = self._is_given_up = False
         """Planning has failed before there was a plan for the budget: no training can be managed."""
         self._withheld_bytes = 0
         """Taken off the budget for now, as something else takes room on the device."""
         self._pressure = Pressure(room)
+        self._traces = JointTraces(agreement, model)
         self._retry = Retry(model, self)
         self._know_nothing()
         self._steps = StepWatch(model, self._before_call, self._after_step)
@@ -111,47 +103,23 @@ class Attachment(RemovedAtEnd):
         """Begin with the next call as with the first one."""
         self._shapes: list[Shapes] = []
         self._traced: Shapes = ()
-        self._has_settled = self._is_calibrating = self._accumulated = False
+        self._has_settled = self._accumulated = False
+        self.is_calibrating = False
+        """Whether the plan for the budget is still to come: the model runs at its lowest peak."""
         self._planner: StepPlanner | None = None
         self._shaped: ShapePlans | None = None
-        self._traces = JointTraces(self.agreement, self.model)
         self._error_scale, self._tries = 1.0, 0
         self._counted, self._metered = CountedState(), MeteredSituations()
         self._excess_bytes = self._overrun_bytes = 0
         self._decided: set[Decided] = set()
         """What plans have decided that were at work before."""
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan at work; ``None`` until the first training step has begun, and final after it."""
-        return self._work.plan
-
-    @property
-    def is_calibrating(self) -> bool:
-        """Whether the plan for the budget is still to come: the model runs at its lowest peak."""
-        return self._is_calibrating
-
-    @property
-    def is_trying(self) -> bool:
-        """Whether the model runs for a plan to be made: such runs are none of the training's."""
-        return self._steps.is_looking_away
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that a step was measured to take under a plan for the budget; 0 until one was measured."""
-        return self._steps.peak_bytes
-
-    @property
-    def faults(self) -> tuple[Fault, ...]:
-        """What ``verify_every`` has shown so far, under every plan that was at work."""
-        return self._work.faults
-
     def remove(self) -> None:
         """Undo everything; harmless when called twice."""
         self._steps.end_step()
         for each in (self._steps, self._watch, self._work):
             each.remove()
-        self._is_calibrating = False
+        self.is_calibrating = False
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one training step; where it runs out of memory, put everything back, plan tighter and run it again.
@@ -178,7 +146,7 @@ class Attachment(RemovedAtEnd):
                 self._pressure.lower((tighter.budget_bytes or 0) - self._shaped.withheld_bytes)
                 self._run(tighter)
             return any(self.agreement.all_of("tighter", tighter is not None, bool))
-        if self._planner is None or self.plan is None or self._is_calibrating:
+        if self._planner is None or self.plan is None or self.is_calibrating:
             return False
         room_bytes = self._planner.halfway_bytes(self.plan, self._error_scale)
         if room_bytes is None:
@@ -204,7 +172,7 @@ class Attachment(RemovedAtEnd):
             self._know_nothing()  # such a step saves more than was planned
             situation = situation._replace(thawed=frozenset())
         try:
-            if self._planner is None or self._is_calibrating:
+            if self._planner is None or self.is_calibrating:
                 with self.agreement:
                     self._calibrate(args, kwargs, situation)
             elif self._shaped is None and not any(covers(known, situation.shapes) for known in self._shapes):
@@ -213,16 +181,16 @@ class Attachment(RemovedAtEnd):
                 self._tighten(situation)
             elif self._counted.is_behind(self._watch):
                 self._count_state()
-            if self._shaped is not None and not self._is_calibrating:
+            if self._shaped is not None and not self.is_calibrating:
                 self._choose(self._shaped, args, kwargs, situation)
-            if not (self._is_calibrating or situation.accumulates) and self._steps.is_between_steps:
+            if not (self.is_calibrating or situation.accumulates) and self._steps.is_between_steps:
                 self._heed_room(args, kwargs, situation)
         except BaseException:
             self._is_given_up = not self._has_settled  # later the plan at work stays
             if self._is_given_up and not self._retry.is_running:
                 self.remove()
             raise
-        if not self._is_calibrating:
+        if not self.is_calibrating:
             self._steps.meter_if_new(args, kwargs, situation, self._metered)
 
     def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
@@ -249,7 +217,7 @@ class Attachment(RemovedAtEnd):
         if all(each.is_measured for each in told) or (self._tries == _MOST_TRIES and self._steps.is_between_steps):
             has_trial = not can_follow or all(each.is_same for each in told)
             self._settle(self._task(args, kwargs) if has_trial else None, max(each.in_flight for each in told))
-        if self._is_calibrating:
+        if self.is_calibrating:
             self._measure(args, kwargs)
 
     def _grow(self, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
@@ -289,7 +257,7 @@ class Attachment(RemovedAtEnd):
                 self._planner = earlier
                 raise
         self._run(lowest)
-        self._is_calibrating, self._tries = True, 0
+        self.is_calibrating, self._tries = True, 0
         self._measure(args, kwargs)
 
     def _choose(self, plans: ShapePlans, args: tuple[Any, ...], kwargs: dict[str, Any], situation: Situation) -> None:
@@ -319,7 +287,7 @@ class Attachment(RemovedAtEnd):
         assert self._planner is not None
         assert self.plan is not None
         takes_less = planner.extremes.unmanaged_peak_bytes <= self._planner.extremes.unmanaged_peak_bytes
-        is_kept = takes_less and not self._is_calibrating and planner.is_kept_by(self.plan, self._excess_bytes)
+        is_kept = takes_less and not self.is_calibrating and planner.is_kept_by(self.plan, self._excess_bytes)
         return self.agreement.every("enough", holds=is_kept)
 
     def _task(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingTask:
@@ -377,7 +345,7 @@ class Attachment(RemovedAtEnd):
             fixed_bytes = self._counted.bytes - planned_state_bytes(own) + taken.lasting_bytes
             self._climb(planner.alone(), plan, (self._excess_bytes, fixed_bytes))
         self._run(plan)
-        self._is_calibrating, self._has_settled = False, True
+        self.is_calibrating, self._has_settled = False, True
         if self._has_ladder or self.agreement.size == 1:
             self._pressure.watch(self._steps.device, self._steps.beside_bytes or 0)
         _LOG.info(told(plan, self._excess_bytes))
@@ -426,7 +394,7 @@ class Attachment(RemovedAtEnd):
     def _after_step(self) -> None:
         """A step is over. Where it was measured under the plan for the budget, it has to have kept to that."""
         planner, plan = self._planner, self.plan
-        if self._is_calibrating or plan is None or planner is None or planner.own_budget_bytes is None:
+        if self.is_calibrating or plan is None or planner is None or planner.own_budget_bytes is None:
             return
         peak_bytes = self._steps.taken_bytes(self._watch.bytes_now)
         cause = self._metered.ended() if peak_bytes else ""

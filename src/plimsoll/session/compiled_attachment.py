@@ -16,16 +16,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from plimsoll.artifacts.fault import Fault
-from plimsoll.artifacts.plan import COLLECTIVES, Plan
-from plimsoll.engine.apply import RemovedAtEnd
+from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import BudgetBelowFloor
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.calibration import as_batch, optimizer_in_view, planned_state_bytes, stand_in_loss
 from plimsoll.session.compiled import CompiledPlanner, compiled_planner
 from plimsoll.session.joint_traces import JointTraces, facts_of
 from plimsoll.session.options import Budget, PlanOptions
-from plimsoll.session.plans_at_work import PlansAtWork
+from plimsoll.session.plans_at_work import AttachedBudget
 from plimsoll.session.retry import Retry, floor_of
 from plimsoll.session.shapes import ShapePlans, told
 from plimsoll.session.step_watch import MeteredSituations, Situation, StepWatch, planned_situation, warn_of_overrun
@@ -40,7 +38,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 
-class CompiledAttachment(RemovedAtEnd):
+class CompiledAttachment(AttachedBudget):
     """A budget at work on a model with compiled parts."""
 
     def __init__(
@@ -54,45 +52,19 @@ class CompiledAttachment(RemovedAtEnd):
         agreement: Agreement,
         verify_every: int = 0,
     ) -> None:
-        self.model = model
-        self.agreement = agreement
-        self.repeats_collectives = COLLECTIVES in options.allow
+        super().__init__(model, budget, options, agreement, optimizer=optimizer, verify_every=verify_every)
         self._units = tuple(units)
-        self._budget, self._options, self._optimizer = budget, options, optimizer
-        self._work = PlansAtWork(agreement, model, verify_every)
         self._shaped: ShapePlans | None = None
         self._traces = JointTraces(agreement, model)
-        self._calls = 0
-        self._metered = MeteredSituations()
         self._retry = Retry(model, self)
         whole = next((unit for unit in units if not unit.path), None)
         self._outside = None if whole is None else _Outside(whole)
         self._steps = StepWatch(self._outside or model, self._before_call, self._after_step)
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan at work; ``None`` until the first training step has begun."""
-        return self._work.plan
-
-    @property
     def is_calibrating(self) -> bool:
         """Whether the plan is still to come."""
         return self._work.plan is None
-
-    @property
-    def is_trying(self) -> bool:
-        """Whether the model runs for a plan to be made."""
-        return self._steps.is_looking_away
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that a step was measured to take; 0 until one was, which is unlike those before."""
-        return self._steps.peak_bytes
-
-    @property
-    def faults(self) -> tuple[Fault, ...]:
-        """What has been seen to be wrong so far."""
-        return self._work.faults
 
     def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """As `plimsoll.engine.apply.Handle.step`."""

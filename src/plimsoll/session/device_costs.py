@@ -20,7 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -161,12 +161,7 @@ def fit_roofline(specs: Mapping[str, OpSpec], seconds: Mapping[str, float]) -> F
         relative_error=0.0,
     )
     errors = [abs(fit.seconds(spec) - value) / value for spec, value in timed]
-    return FittedRoofline(
-        bytes_per_second=fit.bytes_per_second,
-        flops_per_second=fit.flops_per_second,
-        launch_seconds=fit.launch_seconds,
-        relative_error=statistics.median(errors),
-    )
+    return replace(fit, relative_error=statistics.median(errors))
 
 
 def device_memory_bytes(device: str) -> int | None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from plimsoll.artifacts.fault import Fault
-from plimsoll.artifacts.plan import Plan
-from plimsoll.engine.apply import Handle
+from plimsoll.artifacts.plan import COLLECTIVES, Plan
+from plimsoll.engine.apply import Handle, RemovedAtEnd
 from plimsoll.errors import PlanMismatch
 from plimsoll.session.agreement import Agreement
 from plimsoll.session.manage import manage_together
+from plimsoll.session.options import Budget, PlanOptions
+from plimsoll.session.step_watch import MeteredSituations, StepWatch
 
 Decided = tuple[tuple[object, ...], ...]
 
@@ -71,6 +74,49 @@ class PlansAtWork:
         """Run the model unmanaged inside the block."""
         with contextlib.nullcontext() if self._handle is None else self._handle.paused():
             yield
+
+
+class AttachedBudget(RemovedAtEnd):
+    """A budget at work on a model whose batches are not known yet; how it plans is left to eager and to compiled models."""
+
+    _steps: StepWatch
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budget: Budget,
+        options: PlanOptions,
+        agreement: Agreement,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        verify_every: int,
+    ) -> None:
+        self.model, self.agreement = model, agreement
+        self.repeats_collectives = COLLECTIVES in options.allow
+        self._budget, self._options, self._optimizer = budget, options, optimizer
+        self._work = PlansAtWork(agreement, model, verify_every)
+        self._metered = MeteredSituations()
+        self._calls = 0
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan at work; ``None`` until the first training step has begun, and final after it."""
+        return self._work.plan
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether the model runs for a plan to be made: such runs are none of the training's."""
+        return self._steps.is_looking_away
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a step was measured to take under a plan for the budget; 0 until one was measured."""
+        return self._steps.peak_bytes
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """What ``verify_every`` has shown so far, under every plan that was at work."""
+        return self._work.faults
 
 
 def decided(plan: Plan) -> Decided:

@@ -221,23 +221,16 @@ class OpTimer(StepTracer):
     def _known(self, tensor: torch.Tensor) -> int:
         return -1
 
-    def _open(
+    def record(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
-    ) -> RecordedOp:
-        return RecordedOp(-1, func, (), {}, (), name="", module="", cost_key=cost_key(func, args, kwargs))
-
-    def execute(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature) -> Any:
+    ) -> Any:
+        key = cost_key(func, args, kwargs)
         if signature.written_positions:
             self._note_writes(args, kwargs, signature)
         assert self._clock is not None
-        out, seconds = self._clock.time(lambda: op.func(*args, **kwargs))
-        self.timings.setdefault(op.cost_key, []).append(seconds)
+        out, seconds = self._clock.time(lambda: func(*args, **kwargs))
+        self.timings.setdefault(key, []).append(seconds)
         return out
-
-    def _close(
-        self, op: RecordedOp, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
-    ) -> None:
-        pass
 
     def note_deaths(self) -> None:
         pass

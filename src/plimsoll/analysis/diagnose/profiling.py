@@ -28,6 +28,7 @@ from plimsoll.analysis.diagnose.profile import MODULE_PREFIX
 from plimsoll.artifacts.files import write_whole
 from plimsoll.artifacts.progress import Progress
 from plimsoll.tracing.compiled.units import Unit
+from plimsoll.tracing.meters.timing import wait_for_device
 
 _STEP_PREFIX = "plimsoll.step: "
 _US = 1e6
@@ -96,8 +97,7 @@ def _run(step: Callable[[], object], number: int, name: str, turn: int, device: 
     start, start_of_process = time.perf_counter(), time.process_time()
     with record_function(f"{_STEP_PREFIX}{number}"):
         step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for_device(device)
     seconds, busy_seconds = time.perf_counter() - start, time.process_time() - start_of_process
     return Turn(number=number, name=name, turn=turn, seconds=seconds, lost_seconds=seconds - busy_seconds)
 

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from plimsoll.analysis.probe.evidence import GradientRecord, StepRecord
 from plimsoll.analysis.probe.stream import Call
 from plimsoll.artifacts.receipt import finite
 from plimsoll.errors import InvalidModel, InvalidProbe
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
-from plimsoll.tracing.recorder.calling import Loss, scalar_loss
+from plimsoll.tracing.recorder.calling import Loss, output_tensors, scalar_loss
 from plimsoll.tracing.recorder.untouched import private_copy
 
 ELSEWHERE = "elsewhere"
@@ -123,8 +123,8 @@ class Trainer:
         call = self.own(call)
         for parameter in self.model.parameters():
             parameter.grad = None
-        held = [*self.model.parameters(), *self.model.buffers(), *_tensors((call.args, call.kwargs))]
-        held += _tensors(list(optimizer.state.values()))
+        held = [*self.model.parameters(), *self.model.buffers(), *output_tensors((call.args, call.kwargs))]
+        held += output_tensors(list(optimizer.state.values()))
         static_bytes = storage_bytes(held, self.device)
         with PeakMeter(self.device) as meter:
             record = self._step(number, call, optimizer)
@@ -242,7 +242,3 @@ class _Clock:
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

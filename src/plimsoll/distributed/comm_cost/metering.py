@@ -39,7 +39,6 @@ from plimsoll.distributed.comm_cost.timed_step import (
     pass_through,
     time_transfer,
     wait_for_all,
-    wait_for_device,
 )
 from plimsoll.distributed.gradient_compression.averaging import Averages, Tally, average_whole
 from plimsoll.distributed.gradient_compression.method import CompressionSettings, parse_method
@@ -48,6 +47,7 @@ from plimsoll.distributed.gradient_compression.shards import ShardUnit, units_of
 from plimsoll.distributed.gradient_compression.slots import GradientPart, GradientSlot, make_slots
 from plimsoll.session.rendezvous.exchange import exchange
 from plimsoll.session.rendezvous.world import World
+from plimsoll.tracing.meters.timing import wait_for_device
 from plimsoll.tracing.recorder.calling import Loss, scalar_loss
 
 _TOPIC = "gradient traffic"

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from plimsoll.artifacts.traffic import Transfer
 from plimsoll.distributed.gradient_compression.switch import Switch, reduce_bucket
+from plimsoll.tracing.meters.timing import wait_for_device
 
 Hook = Callable[[Any], torch.futures.Future[torch.Tensor]]
 """Takes torch's ``GradBucket``, or what can be asked the same questions."""
@@ -227,12 +228,6 @@ def wait_for_all(device: torch.device) -> None:
     wait_for_device(device)
     dist.barrier()
     wait_for_device(device)
-
-
-def wait_for_device(device: torch.device) -> None:
-    """Until nothing is under way on a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class SilentParallel:

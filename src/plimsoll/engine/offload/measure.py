@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from plimsoll.engine.offload.protocol import CopyCpuSeconds, Link, Ticket
+from plimsoll.tracing.meters.timing import wait_for_device
 from plimsoll.units import MIB
 
 _MOST_SECONDS = 0.5
@@ -103,10 +104,10 @@ def _trips(link: Link, device: torch.device, nbytes: int, most_seconds: float) -
 
 def _timed(link: Link, device: torch.device, work: Callable[[], object]) -> tuple[float, CopyCpuSeconds]:
     """Seconds of ``work``, and CPU seconds of the link's copies meanwhile."""
-    _wait_for(device)
+    wait_for_device(device)
     before, begun_at = link.copy_cpu_seconds, time.perf_counter()
     work()
-    _wait_for(device)
+    wait_for_device(device)
     seconds, after = time.perf_counter() - begun_at, link.copy_cpu_seconds
     return seconds, CopyCpuSeconds(after.out_seconds - before.out_seconds, after.in_seconds - before.in_seconds)
 
@@ -126,8 +127,3 @@ def _bandwidth(nbytes: int, seconds: float, latency_seconds: float) -> float:
     """Bytes per second beyond the latency; of the whole where that is lost in the noise of the latency."""
     moving_seconds = seconds - latency_seconds
     return nbytes / (moving_seconds if moving_seconds > seconds / 10 else seconds)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -7,6 +7,7 @@ regions' tensors are on their way.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -39,22 +40,17 @@ class TransfersUnderWay:
             sent.settle()
         node = next((t.grad_fn for t in output_tensors(output) if t.grad_fn is not None), None)
         if node is not None:
-            node.register_prehook(_Fetch(under_way))
+            node.register_prehook(functools.partial(_fetch, under_way))
 
     def clear(self) -> None:
         """A new step begins; what a step that failed had sent is forgotten."""
         self._under_way = []
 
 
-class _Fetch:
-    """Begins to fetch what somebody still waits for."""
-
-    def __init__(self, sent: list[weakref.ref[Sent]]) -> None:
-        self._sent = sent
-
-    def __call__(self, *_: Any) -> None:
-        for sent in _alive(self._sent):
-            sent.prefetch()
+def _fetch(sent: list[weakref.ref[Sent]], _: Any) -> None:
+    """Begin to fetch what somebody still waits for."""
+    for each in _alive(sent):
+        each.prefetch()
 
 
 def _alive(references: Iterable[weakref.ref[Sent]]) -> Iterator[Sent]:

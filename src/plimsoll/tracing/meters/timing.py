@@ -113,9 +113,15 @@ def median_interval(samples: list[float]) -> Interval:
     return Interval(float(np.median(values)), float(low), float(high))
 
 
-def _step_seconds(step: Callable[[], object], device: torch.device) -> float:
+def wait_for_device(device: torch.device) -> None:
+    """Until nothing is under way on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _step_seconds(step: Callable[[], object], device: torch.device) -> float:
+    wait_for_device(device)
+    if device.type == "cuda":
         return CudaClock().time(step)[1]
     start = time.process_time()
     step()

@@ -203,6 +203,12 @@ class OpRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if signature.is_value_read:
             self.value_reads += 1
+        return self.record(func, args, kwargs, signature)
+
+    def record(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
+    ) -> Any:
+        """Run an op that is more than a view, and log it."""
         op = self._open(func, args, kwargs, signature)
         out = self.execute(op, args, kwargs, signature)
         self._close(op, out, args, kwargs, signature)
