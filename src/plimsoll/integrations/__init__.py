@@ -1,4 +1,5 @@
 """One file per training framework: a budget in one line of the user's code. None of them is loaded until it is named.
 
-``budgeted`` and ``own_checkpointing`` are what all of them share and know no framework.
+``budgeted`` and ``own_checkpointing`` are what the integrations of PyTorch share; ``search`` and ``layers`` are what those
+beyond PyTorch share.
 """

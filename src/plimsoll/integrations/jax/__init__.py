@@ -28,13 +28,13 @@ import msgspec
 from plimsoll.artifacts.plan import Plan
 from plimsoll.errors import InvalidOption, PlanMismatch
 from plimsoll.integrations.jax.call import JaxCall, compiler_options
-from plimsoll.integrations.jax.search import FRAMEWORK, PlanSearch
-from plimsoll.integrations.jax.seconds import Clock, RooflineClock, TimedClock, key_of_shapes
+from plimsoll.integrations.jax.seconds import Clock, RooflineClock, key_of_shapes, timed_clock
 from plimsoll.integrations.jax.trace import trace_step
+from plimsoll.integrations.search import PlanMeter, PlanSearch
 from plimsoll.planning.costing.devices import find_device
-from plimsoll.planning.solve import Planner
-from plimsoll.planning.step import StepIndex
 from plimsoll.units import parse_bytes
+
+FRAMEWORK = "jax"
 
 __all__ = ["compiler_options", "plan", "temporary_bytes", "wrap"]
 
@@ -74,9 +74,11 @@ def plan(
             why=f"argnums={argnums} names no array of floats",
             next="name the argument that holds the parameters with argnums=",
         )
-    clock: Clock = TimedClock() if device is None else RooflineClock(find_device(device))
+    clock: Clock = timed_clock() if device is None else RooflineClock(find_device(device))
     step = trace_step(call.program, call.regions, clock, model=_name_of(function), signature=key_of_shapes(call.arrays))
-    search = PlanSearch(call, step, Planner(StepIndex(step.trace, step.costs)))
+    search = PlanSearch(
+        step, PlanMeter(framework=FRAMEWORK, name="XLA", measure=call.taken, unmanaged_bytes=call.unmanaged_bytes)
+    )
     found = search.run(None if budget is None else parse_bytes(budget))
     return msgspec.structs.replace(found, solve_seconds=time.monotonic() - started)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from plimsoll.integrations.jax.regions import Region, find_regions
 from plimsoll.integrations.jax.trace import fingerprint, value_name
 
 
-def compiler_options() -> dict[str, str]:
+def compiler_options() -> dict[str, str | int]:
     """What ``jax.jit(..., compiler_options=...)`` needs for a plan to hold in code without loops.
 
     On a CPU XLA removes the barriers that ``jax.checkpoint`` puts up, and then finds that what is computed again is there
@@ -91,6 +92,15 @@ class JaxCall:
                 _run_region(self.program, region, plan, held)
         return [take(held, output) for output in self.program.outputs]
 
+    @property
+    def unmanaged_bytes(self) -> int:
+        """What jax itself holds for the derivative."""
+        return sum(region.repeats * region.reading.residual_bytes for region in self.regions)
+
+    def taken(self, plans: Sequence[RegionPlan]) -> int:
+        """Temporary bytes of the gradient under these plans."""
+        return self.measure(functools.partial(self.evaluate, plans))
+
     def measure(self, flat: Callable[..., Any]) -> int:
         """Temporary bytes of the gradient of a function of the arrays."""
         active = [at for at, is_active in enumerate(self.active) if is_active]
@@ -106,7 +116,9 @@ class JaxCall:
             return result, pull(jax.numpy.ones_like(first))
 
         lowered = jax.jit(gradient).lower([self.arrays[at] for at in active], [self.arrays[at] for at in rest])
-        compiled = lowered.compile(compiler_options=compiler_options())
+        # Buffers are assigned before LLVM begins, which takes half of the time on a CPU and is not needed here.
+        quickly = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+        compiled = lowered.compile(compiler_options=compiler_options() | quickly)
         return int(compiled.memory_analysis().temp_size_in_bytes)
 
 

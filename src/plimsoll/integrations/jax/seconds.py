@@ -113,6 +113,12 @@ class TimedClock:
         return flops * self._known[""]
 
 
+@functools.cache
+def timed_clock() -> TimedClock:
+    """The clock of this process: what was measured for one plan is known for the next."""
+    return TimedClock()
+
+
 def spec_of(node: Node, program: ArrayProgram) -> OpSpec:
     """Arithmetic and traffic of one operation."""
     written = sum(program.bytes(value) for value in node.writes)

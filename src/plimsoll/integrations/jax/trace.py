@@ -19,6 +19,7 @@ from plimsoll.integrations.jax.program import ArrayProgram
 from plimsoll.integrations.jax.reading import is_shape_only
 from plimsoll.integrations.jax.regions import Region
 from plimsoll.integrations.jax.seconds import Clock
+from plimsoll.integrations.search import TracedStep
 from plimsoll.planning.choices import prices_of
 from plimsoll.planning.cut import Network, Offers, solve_cuts
 from plimsoll.planning.step import StepIndex
@@ -26,15 +27,6 @@ from plimsoll.planning.step import StepIndex
 _PRICES = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0, 4096.0])
 """In units of what holding a byte takes in seconds."""
 _EFFECTS = ("callback", "print", "infeed", "outfeed")
-
-
-@dataclass(frozen=True)
-class TracedStep:
-    """A function as a step: ``names[region][k]`` is what plans call value ``k`` of that region's part."""
-
-    trace: Trace
-    costs: Costs
-    store_seconds_per_byte: float
 
 
 def value_name(region: Region, value: int) -> str:

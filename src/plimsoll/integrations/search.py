@@ -1,41 +1,74 @@
-"""Looks for the fastest plan of a jax function whose compiled gradient is within a budget."""
+"""Looks for the fastest plan whose compiled step is within a budget: a plan is measured before it is handed over.
+
+A compiler, or an allocator, decides about memory once more after the plan. So what a plan takes is asked of it, the
+difference is taken off the budget, and the plan is made again.
+"""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
+from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Decision, Status
-from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.plan import Plan, RegionPlan
+from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import BudgetBelowFloor
-from plimsoll.integrations.jax.call import JaxCall
-from plimsoll.integrations.jax.trace import TracedStep
 from plimsoll.planning.solve import Planner, lowest_known, solve
+from plimsoll.planning.step import StepIndex
 from plimsoll.units import format_bytes, format_bytes_up
 
-FRAMEWORK = "jax"
 _TRIALS = 4
-"""Compilations at most; most plans take two."""
+"""Plans that are measured at most; most searches take two."""
 _CLOSE = 0.03
 """A plan that leaves less than this share of the budget unused is not tried again."""
 
 
-class PlanSearch:
-    """The plans of one function that were asked for, and what XLA reported of them."""
+@dataclass(frozen=True)
+class TracedStep:
+    """A function and its gradient as a step; holding a byte from forward to backward takes time as well."""
 
-    def __init__(self, call: JaxCall, step: TracedStep, planner: Planner) -> None:
-        self.call, self.step, self.planner = call, step, planner
+    trace: Trace
+    costs: Costs
+    store_seconds_per_byte: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanMeter:
+    """What plans are measured on.
+
+    ``measure`` says what a step under these plans takes in bytes; ``name`` is who says so. ``unmanaged_bytes`` is what
+    the framework itself holds from forward to backward.
+    """
+
+    framework: str
+    name: str
+    measure: Callable[[Sequence[RegionPlan]], int]
+    unmanaged_bytes: int
+
+
+class PlanSearch:
+    """The plans of one function that were asked for, and what was measured of them."""
+
+    def __init__(self, step: TracedStep, meter: PlanMeter) -> None:
+        self.step, self.meter = step, meter
+        self.planner = Planner(StepIndex(step.trace, step.costs))
         self.measured: dict[tuple[object, ...], int] = {}
         self._at: dict[int, Plan] = {}
         """The fastest plan by the model at each peak that was asked."""
 
     def run(self, budget_bytes: int | None) -> Plan:
+        """The fastest plan that was found to be within the budget.
+
+        Raises:
+            BudgetBelowFloor: none was.
+        """
         excess_bytes, fitting = 0, None
         for _ in range(_TRIALS):
             found = self._choose(budget_bytes, excess_bytes)
-            key = tuple(region.effect for region in found.regions)
-            if key in self.measured:
+            if _key(found) in self.measured:
                 break
             taken = self._measure(found)
             if budget_bytes is None or taken <= budget_bytes:
@@ -68,17 +101,15 @@ class PlanSearch:
         """With what holding takes in time, for the plan and for the function as it is."""
         decisions = (each for region in found.regions for each in region.decisions)
         held = sum(each.bytes for each in decisions if each.decision is Decision.KEEP)
-        unmanaged = sum(region.repeats * region.reading.residual_bytes for region in self.call.regions)
         price = self.step.store_seconds_per_byte
         return msgspec.structs.replace(
             found,
             predicted_seconds=found.predicted_seconds + price * held,
-            baseline_seconds=found.baseline_seconds + price * unmanaged,
+            baseline_seconds=found.baseline_seconds + price * self.meter.unmanaged_bytes,
         )
 
     def _measure(self, found: Plan) -> int:
-        key = tuple(region.effect for region in found.regions)
-        self.measured[key] = taken = self.call.measure(functools.partial(self.call.evaluate, found.regions))
+        self.measured[_key(found)] = taken = self.meter.measure(found.regions)
         return taken
 
     def _floor(self, budget_bytes: int) -> Plan:
@@ -88,29 +119,33 @@ class PlanSearch:
         smallest = min(self.measured.values())
         if taken > budget_bytes:
             raise BudgetBelowFloor(
-                f"budget {format_bytes(budget_bytes)} is below the smallest peak that XLA reached, {format_bytes(smallest)}.",
-                why=f"{len(self.measured)} plans were compiled, the one that holds least among them",
-                next=f"budget {format_bytes_up(smallest)}, or halve the batch, or put more layers into one lax.scan",
+                f"budget {format_bytes(budget_bytes)} is below the smallest peak that {self.meter.name} reached, "
+                f"{format_bytes(smallest)}.",
+                why=f"{len(self.measured)} plans were measured, the one that holds least among them",
+                next=f"budget {format_bytes_up(smallest)}, or halve the batch, or put more layers into one loop",
             )
         return self._told(lowest, taken, budget_bytes)
 
     def _told(self, found: Plan, taken: int, budget_bytes: int | None) -> Plan:
-        """A plan with what XLA reported of it."""
+        """A plan with what was measured of it."""
         excess = taken - found.predicted_peak_bytes
         # The solver's bound knows nothing of what holding takes.
         gap = max(found.predicted_seconds - found.lower_bound_seconds, 0.0)
         overhead = found.predicted_seconds - found.baseline_seconds
-        unmanaged = sum(region.repeats * region.reading.residual_bytes for region in self.call.regions)
-        note = f"compiled: XLA reports {format_bytes(taken)}, the model said {format_bytes(found.predicted_peak_bytes)}"
+        said = f"the model said {format_bytes(found.predicted_peak_bytes)}"
         return msgspec.structs.replace(
             found,
-            framework=FRAMEWORK,
+            framework=self.meter.framework,
             status=Status.FEASIBLE,
             gap_of_overhead=gap / overhead if overhead > 0 else 0.0,
             gap_of_step=gap / found.baseline_seconds if found.baseline_seconds > 0 else 0.0,
             budget_bytes=budget_bytes,
             predicted_peak_bytes=taken,
             floor_bytes=min(taken, max(found.floor_bytes + excess, 0)),
-            baseline_peak_bytes=max(unmanaged, taken),
-            notes=(*found.notes, note),
+            baseline_peak_bytes=max(self.meter.unmanaged_bytes, taken),
+            notes=(*found.notes, f"measured: {self.meter.name} reports {format_bytes(taken)}, {said}"),
         )
+
+
+def _key(plan: Plan) -> tuple[object, ...]:
+    return tuple(region.effect for region in plan.regions)

@@ -1,0 +1,200 @@
+"""Plans for frameworks that checkpoint whole layers: one decision per layer, in the terms of the planner.
+
+What a layer makes for its derivative is one value; running the layer again makes it anew. The layers' inputs are held in
+any case. Keras' ``RematScope`` and TensorFlow's ``recompute_grad`` can be told no more than that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plimsoll.artifacts.costs import Costs, CostSource, OpCost
+from plimsoll.artifacts.plan import Plan
+from plimsoll.artifacts.region import Origin, RegionGraph, RegionOp, Slot, Value
+from plimsoll.artifacts.trace import Category, Phase, RegionCall, Storage, Trace, TraceOp
+from plimsoll.errors import PlanMismatch
+from plimsoll.integrations.search import TracedStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerunLayer:
+    """What one layer costs: ``saved_bytes`` are what its derivative reads of what the layer makes inside.
+
+    ``kind`` is equal for layers that are alike; ``obstacle`` says why it cannot run again, empty if it can.
+    """
+
+    name: str
+    kind: str
+    saved_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+    obstacle: str = ""
+
+
+def kinds_of(layers: Sequence[Any]) -> dict[str, str]:
+    """Class and shapes of the variables of each layer, by its name; of several with one name, later ones get a number.
+
+    Layers are objects with ``name`` and ``variables``, as Keras and TensorFlow have them.
+    """
+    found: dict[str, str] = {}
+    for layer in layers:
+        name, number = str(layer.name), 2
+        while name in found:
+            name, number = f"{layer.name}:{number}", number + 1
+        found[name] = f"{type(layer).__name__} {[tuple(each.shape) for each in layer.variables]}"
+    return found
+
+
+def fingerprint(framework: str, kinds: Mapping[str, str]) -> str:
+    """Equal for models with layers of the same kinds, at whatever sizes of batch; names may be counted on by a framework."""
+    text = "\n".join(sorted(kinds.values()))
+    return f"{framework}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def check_fingerprint(plan: Plan, framework: str, kinds: Mapping[str, str]) -> None:
+    """Refuse a plan of another framework, or for other layers.
+
+    Raises:
+        PlanMismatch: with what the plan was made for.
+    """
+    if plan.framework != framework:
+        raise PlanMismatch(
+            f"This plan was made for {plan.framework}, not for layers of {framework}.",
+            why="its decisions name values, and here whole layers are kept or run again",
+            next="follow it where it was made, or plan these layers",
+        )
+    found = fingerprint(framework, kinds)
+    if plan.fingerprint != found:
+        raise PlanMismatch(
+            f"This plan was made for other layers: {plan.fingerprint}, not {found}.",
+            why="layers have other classes or shapes than those that were planned",
+            next="plan this model",
+        )
+    if unknown := rerun_layers(plan) - kinds.keys():
+        raise PlanMismatch(
+            f"No layer is called {', '.join(sorted(unknown))}.",
+            why="the plan runs it again, and knows it by its name",
+            next="name the layers yourself, or plan this model",
+        )
+
+
+Around = Callable[[str, Callable[..., Any], Any, Any], Any]
+"""Runs a layer in its place: given its name, its call, positional and named arguments."""
+
+
+@contextlib.contextmanager
+def calling(layers: Sequence[Any], around: Around, method: str = "__call__") -> Iterator[None]:
+    """While it lasts, a method of every layer goes through ``around``.
+
+    Python looks ``__call__`` up in the class alone, so each layer gets a class of its own for the time.
+    """
+    with contextlib.ExitStack() as undo:
+        for name, layer in zip(kinds_of(layers), layers, strict=True):
+            kind = type(layer)
+
+            def call(self: Any, *inputs: Any, _kind: type = kind, _name: str = name, **options: Any) -> Any:
+                return around(_name, functools.partial(getattr(_kind, method), self), inputs, options)
+
+            undo.callback(object.__setattr__, layer, "__class__", kind)
+            object.__setattr__(layer, "__class__", type(kind.__name__, (kind,), {method: call}))
+        yield
+
+
+def rerun_layers(plan: Plan) -> frozenset[str]:
+    """The names of the layers that a plan runs again."""
+    return frozenset(region.name for region in plan.regions if not region.is_untouched)
+
+
+def trace_layers(
+    layers: Sequence[RerunLayer], *, framework: str, model: str, signature: str, device: str, source: CostSource
+) -> TracedStep:
+    """Layers that run one after the other, then their derivatives in reverse, as a step to plan.
+
+    Args:
+        layers: in the order of the forward pass.
+        framework: whose layers these are.
+        model: what the model is called.
+        signature: shapes of the batch.
+        device: on which seconds were measured.
+        source: where they come from.
+    """
+    last = 2 * len(layers) - 1
+    steps = [(Phase.FORWARD, "call", layers), (Phase.BACKWARD, "gradient", layers[::-1])]
+    ops = tuple(
+        TraceOp(name=name, module=each.name, phase=phase, cost_key=f"{each.name} {name}")
+        for phase, name, ordered in steps
+        for each in ordered
+    )
+    seconds = {f"{each.name} call": each.forward_seconds for each in layers}
+    seconds |= {f"{each.name} gradient": each.backward_seconds for each in layers}
+    storages: list[Storage] = []
+    calls: list[RegionCall] = []
+    for at, layer in enumerate(layers):
+        storages += _storages(layer, at, len(storages))
+        calls.append(_call(layer, at, last - at, len(storages) - 2))
+    trace = Trace(
+        model=model,
+        fingerprint=fingerprint(framework, {each.name: each.kind for each in layers}),
+        signature=signature,
+        device=device,
+        is_fake=True,
+        ops=ops,
+        specs={},
+        storages=tuple(storages),
+        regions=tuple(calls),
+        timings={},
+        workspaces={},
+    )
+    costs = Costs(device=device, source=source, ops={key: OpCost(seconds=each) for key, each in seconds.items()})
+    return TracedStep(trace, costs, 0.0)
+
+
+def _storages(layer: RerunLayer, at: int, first: int) -> tuple[Storage, Storage]:
+    """The input, which nobody counts, and what the layer makes."""
+    return (
+        Storage(
+            id=first, bytes=0, category=Category.INPUT, label=f"input of {layer.name}", born=-1, dies=-1, region=-1
+        ),
+        Storage(
+            id=first + 1,
+            bytes=layer.saved_bytes,
+            category=Category.ACTIVATION,
+            label=f"inside of {layer.name}",
+            born=at,
+            dies=at,
+            region=at,
+        ),
+    )
+
+
+def _call(layer: RerunLayer, tick: int, back: int, storage: int) -> RegionCall:
+    values = (
+        Value(id=0, name="input", bytes=0, storage=storage, origin=Origin.PARAMETER, is_storable=True),
+        Value(
+            id=1,
+            name="inside",
+            bytes=layer.saved_bytes,
+            storage=storage + 1,
+            origin=Origin.OP,
+            producer=0,
+            is_storable=True,
+        ),
+    )
+    op = RegionOp(id=0, name="call", reads=(0,), writes=(1,), cost_key=f"{layer.name} call", tick=tick)
+    slot = Slot(index=0, value=1, packed=tick, unpacked=back, released=back + 1)
+    return RegionCall(
+        index=tick,
+        name=layer.name,
+        call=0,
+        kind=hashlib.sha256(layer.kind.encode()).hexdigest()[:12],
+        graph=RegionGraph(values=values, ops=(op,), slots=(slot,), outputs=(), backward_order=(0,)),
+        forward=(tick, tick + 1),
+        backward=(back, back + 1),
+        obstacle=layer.obstacle,
+        is_compiled=True,
+    )

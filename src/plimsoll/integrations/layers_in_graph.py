@@ -1,0 +1,173 @@
+"""What layers of a traced ``tf.function`` cost: the tensors that they make and their gradients read, and seconds.
+
+Operations of a graph are in the order in which they were made, so those of a layer's call, and those of the gradient, are
+ranges of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from plimsoll.errors import InvalidOption
+from plimsoll.integrations.layers import RerunLayer, calling, kinds_of
+
+_SAME_BYTES = frozenset({"Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient"})
+_HARMLESS = frozenset({"ReadVariableOp", "VarHandleOp", "ResourceGather", "Placeholder", "PartitionedCall"})
+"""Operations with the mark of state that neither write nor draw."""
+_NOT_MADE = frozenset({"ReadVariableOp", "Const"})
+_EXPONENTIALS = frozenset({"Exp", "Tanh", "Sigmoid", "Erf", "Softmax", "Log", "Pow", "Rsqrt", "Sqrt"})
+_PRODUCTS = {"MatMul": "transpose_a", "BatchMatMulV2": "adj_x", "BatchMatMulV3": "adj_x"}
+"""Matrix products, and the attribute that says whether the first operand is transposed."""
+_RATE_SIDE = 512
+
+
+@dataclass(frozen=True)
+class _Span:
+    """One call of a layer: operations ``first`` to ``stop`` of the graph; ``results`` are the ids of its tensors."""
+
+    first: int
+    stop: int
+    results: frozenset[int]
+
+
+def read_layers(step: Callable[..., Any], args: Sequence[Any], layers: Sequence[Any]) -> tuple[RerunLayer, ...]:
+    """What each layer costs, in the order of their calls, from the graph of the step and its gradient.
+
+    Raises:
+        InvalidOption: the step does not call a layer, or calls one inside of another.
+    """
+    spans: dict[str, list[_Span]] = {}
+    marks: list[int] = []
+
+    def size() -> int:
+        return len(tf.compat.v1.get_default_graph().get_operations())
+
+    def observe(name: str, call: Callable[..., Any], inputs: Any, options: Any) -> Any:
+        first = size()
+        result = call(*inputs, **options)
+        ids = frozenset(id(_root(each)) for each in tf.nest.flatten(result) if tf.is_tensor(each))
+        spans.setdefault(name, []).append(_Span(first, size(), ids))
+        return result
+
+    def gradient(*given: Any) -> Any:
+        with tf.GradientTape() as tape:
+            with calling(layers, observe):
+                loss = step(*given)
+            marks.append(size())
+        return tape.gradient(loss, tape.watched_variables())
+
+    kinds = kinds_of(layers)
+    graph = tf.function(gradient).get_concrete_function(*(tf.convert_to_tensor(each) for each in args)).graph
+    _check_calls([name for name in kinds if name not in spans], spans)
+    operations = graph.get_operations()
+    saved = _saved_bytes(operations, marks[-1], spans)
+    flop_seconds, byte_seconds = _rates()
+    found = []
+    for name in sorted(spans, key=lambda each: spans[each][0].first):
+        own = [op for span in spans[name] for op in operations[span.first : span.stop]]
+        seconds = sum(_flops(op) * flop_seconds + _made_bytes(op) * byte_seconds for op in own)
+        found.append(
+            RerunLayer(
+                name=name,
+                kind=kinds[name],
+                saved_bytes=saved.get(name, 0),
+                forward_seconds=seconds,
+                backward_seconds=2 * seconds,
+                obstacle=_obstacle(own),
+            )
+        )
+    return tuple(found)
+
+
+def _check_calls(missing: Sequence[str], spans: Mapping[str, Sequence[_Span]]) -> None:
+    flat = sorted((span.first, span.stop) for found in spans.values() for span in found)
+    is_nested = any(before[1] > after[0] for before, after in itertools.pairwise(flat))
+    if missing or is_nested:
+        raise InvalidOption(
+            f"These layers cannot be planned: {', '.join(missing) or 'one runs inside of another'}.",
+            why="the step does not call them"
+            if missing
+            else "a layer that runs again runs all that is inside of it again",
+            next="pass layers= that the step calls, none inside of another, such as the blocks of a network",
+        )
+
+
+def _saved_bytes(operations: Sequence[Any], mark: int, spans: Mapping[str, Sequence[_Span]]) -> dict[str, int]:
+    """Bytes that each layer makes inside and the gradient reads, each tensor once. Results are the next layer's input."""
+    owner = {
+        op: (name, span) for name, found in spans.items() for span in found for op in operations[span.first : span.stop]
+    }
+    read = {id(root): root for op in operations[mark:] for tensor in op.inputs for root in [_root(tensor)]}
+    found: dict[str, int] = {}
+    for tensor in read.values():
+        name, span = owner.get(tensor.op, ("", None))
+        if span is not None and id(tensor) not in span.results and tensor.op.type not in _NOT_MADE:
+            found[name] = found.get(name, 0) + _bytes(tensor)
+    return found
+
+
+def _root(tensor: Any) -> Any:
+    """The tensor whose bytes these are."""
+    while tensor.op.type in _SAME_BYTES:
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _bytes(tensor: Any) -> int:
+    return (tensor.shape.num_elements() or 0) * (tensor.dtype.size or 0)
+
+
+def _made_bytes(op: Any) -> int:
+    return 0 if op.type in _SAME_BYTES | _HARMLESS else sum(_bytes(each) for each in op.outputs)
+
+
+def _flops(op: Any) -> int:
+    """Arithmetic of one operation; an exponential or the like counts as eight."""
+    made: int = sum(each.shape.num_elements() or 0 for each in op.outputs)
+    if op.type in _PRODUCTS:
+        axis = -2 if op.get_attr(_PRODUCTS[op.type]) else -1
+        return 2 * made * int(op.inputs[0].shape[axis] or 1)
+    if op.type == "Einsum":
+        labels = op.get_attr("equation").decode().partition("->")[0].split(",")
+        sizes: dict[str, int] = {}
+        for text, each in zip(labels, op.inputs, strict=True):
+            sizes |= {label: size or 1 for label, size in zip(text, each.shape.as_list(), strict=True)}
+        return 2 * math.prod(sizes.values())
+    if op.type in ("Conv2D", "DepthwiseConv2dNative"):
+        height, width, channels, _ = op.inputs[1].shape.as_list()
+        return int(2 * made * height * width * (channels if op.type == "Conv2D" else 1))
+    return made * (8 if op.type in _EXPONENTIALS else 1)
+
+
+def _obstacle(operations: Sequence[Any]) -> str:
+    """Why a layer cannot run again; empty if it can."""
+    for op in operations:
+        if op.op_def is not None and op.op_def.is_stateful and op.type not in _HARMLESS:
+            return f"{op.type} writes or draws, which would happen twice"
+    return ""
+
+
+@functools.cache
+def _rates() -> tuple[float, float]:
+    """Seconds per unit of arithmetic in a matrix product, and per byte that an operation makes, on this device."""
+    square = tf.ones((_RATE_SIDE, _RATE_SIDE))
+    wide = tf.ones((4 * _RATE_SIDE, _RATE_SIDE))
+
+    def least(run: Callable[[], Any]) -> float:
+        found = []
+        for _ in range(7):
+            started = time.perf_counter()
+            float(run()[0, 0])
+            found.append(time.perf_counter() - started)
+        return min(found)
+
+    flop = least(lambda: tf.matmul(square, square)) / (2 * _RATE_SIDE**3)
+    return flop, least(lambda: wide + wide) / (4 * 4 * _RATE_SIDE**2)

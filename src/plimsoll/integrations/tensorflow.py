@@ -1,0 +1,176 @@
+"""Plans which layers of a TensorFlow function run again for its gradient, under a budget of what a step allocates.
+
+    plan = ptf.plan(loss, x, y, layers=blocks, budget="8GiB")
+    managed = tf.function(ptf.wrap(loss, plan, layers=blocks))
+
+``tf.recompute_grad`` takes whole functions, so the decision is one per layer. What a layer holds for its gradient is read
+from the graph of a traced ``tf.function``: the tensors that the layer's operations make and those of the gradient read. A
+plan is run before it is handed over, and what it allocates is compared with the budget.
+
+Known weakness: on a CPU TensorFlow counts no tensor of less than 256 KiB. Time is arithmetic and traffic at two rates that
+are measured here. A layer that writes variables or draws random numbers is never run again: it would do so twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import msgspec
+import tensorflow as tf
+
+from plimsoll.artifacts.costs import CostSource
+from plimsoll.artifacts.plan import Plan, RegionPlan
+from plimsoll.errors import InvalidOption
+from plimsoll.integrations.layers import RerunLayer, calling, check_fingerprint, kinds_of, rerun_layers, trace_layers
+from plimsoll.integrations.layers_in_graph import read_layers
+from plimsoll.integrations.search import PlanMeter, PlanSearch
+from plimsoll.units import parse_bytes
+
+FRAMEWORK = "tensorflow"
+
+
+def plan(step: Callable[..., Any], *args: Any, layers: Sequence[Any], budget: str | int | None) -> Plan:
+    """Decide which layers run again for the gradient of a step.
+
+    Args:
+        step: returns a scalar loss; traced, and run on ``args`` to see what plans allocate.
+        args: tensors, as the step will get them.
+        layers: modules that the step calls, none inside of another, such as the blocks of a network.
+        budget: bytes that a step allocates at its peak, gradients included, such as ``"8GiB"``; ``None`` for the fastest plan.
+
+    Returns:
+        A plan for ``wrap``. ``predicted_peak_bytes`` is what one run of its step allocated.
+
+    Raises:
+        BudgetBelowFloor: no plan that was run stays within the budget.
+        InvalidOption: the step does not call a layer, or calls one inside of another; or nobody counts bytes here.
+
+    Example:
+        >>> plan = ptf.plan(loss, x, y, layers=blocks, budget="8GiB")  # doctest: +SKIP
+    """
+    costs = read_layers(step, args, layers)
+    name = getattr(step, "__name__", type(step).__name__)
+
+    def measure(plans: Sequence[RegionPlan]) -> int:
+        names = {each.name for each in plans if not each.is_untouched}
+        return allocated_bytes(_rerunning(step, names, layers), *args)
+
+    return search_layers(costs, args, measure, framework=FRAMEWORK, model=name, budget=budget)
+
+
+def search_layers(
+    costs: Sequence[RerunLayer],
+    args: Sequence[Any],
+    measure: Callable[[Sequence[RegionPlan]], int],
+    *,
+    framework: str,
+    model: str,
+    budget: str | int | None,
+) -> Plan:
+    """The fastest plan for layers whose step was run and kept to the budget.
+
+    Args:
+        costs: from ``read_layers``.
+        args: what the step gets.
+        measure: says what the step allocates under the plans of regions.
+        framework: whose layers these are.
+        model: what the model is called.
+        budget: bytes, or ``None``.
+    """
+    started = time.monotonic()
+    shapes = " ".join(f"{each.dtype.name}{each.shape.as_list()}" for each in map(tf.convert_to_tensor, args))
+    step = trace_layers(
+        costs, framework=framework, model=model, signature=shapes, device=_device(), source=CostSource.MEASURED
+    )
+    meter = PlanMeter(framework=framework, name="TensorFlow", measure=measure, unmanaged_bytes=measure(()))
+    search = PlanSearch(step, meter)
+    found = search.run(None if budget is None else parse_bytes(budget))
+    return msgspec.structs.replace(found, solve_seconds=time.monotonic() - started)
+
+
+def wrap(step: Callable[..., Any], plan: Plan, *, layers: Sequence[Any]) -> Callable[..., Any]:
+    """The same step, in which the layers that the plan names are under ``tf.recompute_grad``.
+
+    Args:
+        step: the one that was planned; ``tf.function`` goes around the result.
+        plan: from ``plan``, or loaded from a file.
+        layers: as they were planned.
+
+    Raises:
+        PlanMismatch: the plan was made for other layers, or for another framework.
+
+    Example:
+        >>> managed = tf.function(ptf.wrap(loss, plan, layers=blocks))  # doctest: +SKIP
+    """
+    check_fingerprint(plan, FRAMEWORK, kinds_of(layers))
+    return _rerunning(step, rerun_layers(plan), layers)
+
+
+def allocated_bytes(step: Callable[..., Any], *args: Any) -> int:
+    """What one run of a step and its gradient allocates at its peak, beside what was there before.
+
+    Args:
+        step: returns a scalar; run three times inside of ``tf.function``.
+        args: tensors.
+
+    Raises:
+        InvalidOption: TensorFlow does not count bytes on this device.
+
+    Example:
+        >>> ptf.allocated_bytes(managed, x, y) <= 8 * 2**30  # doctest: +SKIP
+        True
+    """
+    run = tf.function(functools.partial(_gradient, step))
+    given = tuple(tf.convert_to_tensor(each) for each in args)
+    # The first runs also make what stays, such as constants and the kernels' own caches.
+    for _ in range(2):
+        run(*given)
+    device = f"{_device()}:0"
+    try:
+        before = tf.config.experimental.get_memory_info(device)["current"]
+        tf.config.experimental.reset_memory_stats(device)
+        run(*given)
+        taken = int(tf.config.experimental.get_memory_info(device)["peak"] - before)
+    except ValueError as error:
+        raise InvalidOption(
+            f"TensorFlow does not say what {device} allocates.",
+            why=f"{error}; on a CPU the allocator of oneDNN alone counts",
+            next="leave TF_ENABLE_ONEDNN_OPTS at its default, or plan on a GPU",
+        ) from error
+    if not taken:
+        raise InvalidOption(
+            "TensorFlow counts no byte of this step.",
+            why="on a CPU its allocator counts tensors of 256 KiB and more alone",
+            next="plan with a batch of the size that is trained with",
+        )
+    return taken
+
+
+def _gradient(step: Callable[..., Any], *args: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loss = step(*args)
+    return loss, tape.gradient(loss, tape.watched_variables())
+
+
+def _device() -> str:
+    return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+
+
+# Layers that run otherwise ------------------------------------------------------------------------------------------
+
+
+def _rerunning(step: Callable[..., Any], names: Collection[str], layers: Sequence[Any]) -> Callable[..., Any]:
+    def again(name: str, call: Callable[..., Any], inputs: Any, options: Any) -> Any:
+        if name not in names:
+            return call(*inputs, **options)
+        return tf.recompute_grad(functools.partial(call, **options))(*inputs)
+
+    @functools.wraps(step)
+    def managed(*args: Any, **kwargs: Any) -> Any:
+        with calling(layers, again):
+            return step(*args, **kwargs)
+
+    return managed

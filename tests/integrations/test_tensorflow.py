@@ -1,0 +1,128 @@
+"""Plans for TensorFlow: what the graph says a layer holds, what a run allocates, and equal gradients."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is an extra: pip install torch-plimsoll[tensorflow]")
+
+from plimsoll.artifacts.store import load_plan  # noqa: E402
+from plimsoll.errors import BudgetBelowFloor, InvalidOption, PlanMismatch  # noqa: E402
+from plimsoll.integrations import tensorflow as ptf  # noqa: E402
+from plimsoll.integrations.layers_in_graph import read_layers  # noqa: E402
+
+ROWS, WIDTH, WIDER, BLOCKS = 512, 64, 512, 6
+
+
+class Block(tf.Module):
+    """A residual block of two matrix products."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(name=f"block_{number}")
+        draw = tf.random.Generator.from_seed(number)
+        self.up = tf.Variable(draw.normal((WIDTH, WIDER)) * 0.05)
+        self.down = tf.Variable(draw.normal((WIDER, WIDTH)) * 0.05)
+
+    def __call__(self, x: Any, *, scale: float = 1.0) -> Any:
+        return x + scale * tf.matmul(tf.tanh(tf.matmul(x, self.up)), self.down)
+
+
+class Noisy(Block):
+    """A block that draws random numbers."""
+
+    def __call__(self, x: Any, *, scale: float = 1.0) -> Any:
+        return super().__call__(x + tf.random.normal(x.shape), scale=scale)
+
+
+LAYERS = [Block(number) for number in range(BLOCKS)]
+X = tf.reshape(tf.linspace(-1.0, 1.0, ROWS * WIDTH), (ROWS, WIDTH))
+
+
+def loss(x: Any) -> Any:
+    for layer in LAYERS:
+        x = layer(x, scale=0.5)
+    return tf.reduce_mean(x**2)
+
+
+def gradients(step: Any) -> list[Any]:
+    def run(x: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            value = step(x)
+        return tape.gradient(value, [each for layer in LAYERS for each in layer.trainable_variables])
+
+    return tf.function(run)(X)
+
+
+@pytest.fixture(scope="module")
+def unmanaged_bytes() -> int:
+    return ptf.allocated_bytes(loss, X)
+
+
+@pytest.fixture(scope="module")
+def plan(unmanaged_bytes: int) -> Any:
+    return ptf.plan(loss, X, layers=LAYERS, budget=int(0.6 * unmanaged_bytes))
+
+
+def test_the_graph_says_what_a_layer_holds_inside():
+    costs = read_layers(loss, (X,), LAYERS)
+    assert [each.name for each in costs] == [layer.name for layer in LAYERS]
+    # Of tanh and of the matrix product before it the gradient reads the result of tanh alone.
+    assert {each.saved_bytes for each in costs} == {4 * ROWS * WIDER}
+    assert not any(each.obstacle for each in costs)
+
+
+def test_a_run_allocates_no_more_than_the_budget_and_gradients_have_equal_bits(plan: Any, unmanaged_bytes: int):
+    managed = ptf.wrap(loss, plan, layers=LAYERS)
+    assert ptf.allocated_bytes(managed, X) <= 0.6 * unmanaged_bytes
+    assert 0 < sum(not region.is_untouched for region in plan.regions) < BLOCKS
+    for a, b in zip(gradients(loss), gradients(managed), strict=True):
+        assert tf.reduce_all(a == b)
+
+
+def test_afterwards_the_layers_are_what_they_were(plan: Any):
+    gradients(ptf.wrap(loss, plan, layers=LAYERS))
+    assert all(type(layer) is Block for layer in LAYERS)
+
+
+def test_a_layer_that_draws_random_numbers_is_kept():
+    noisy = Noisy(0)
+    [cost] = read_layers(lambda x: tf.reduce_sum(noisy(x)), (X,), [noisy])
+    assert "twice" in cost.obstacle
+
+
+def test_a_budget_that_no_run_keeps_is_refused():
+    with pytest.raises(BudgetBelowFloor, match="smallest peak that TensorFlow reached"):
+        ptf.plan(loss, X, layers=LAYERS, budget="10KiB")
+
+
+def test_layers_that_the_step_does_not_call_are_refused():
+    with pytest.raises(InvalidOption, match="block_9"):
+        ptf.plan(loss, X, layers=[*LAYERS, Block(9)], budget=None)
+
+
+def test_a_saved_plan_comes_back_and_is_refused_elsewhere(plan: Any, tmp_path: Path):
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+    with pytest.raises(PlanMismatch, match="other layers"):
+        ptf.wrap(loss, plan, layers=LAYERS[:3])
+    with pytest.raises(PlanMismatch, match="was made for jax"):
+        ptf.wrap(loss, msgspec.structs.replace(plan, framework="jax"), layers=LAYERS)
+
+
+def test_nothing_of_torch_is_imported():
+    code = (
+        "import sys, tensorflow as tf; from plimsoll.integrations import tensorflow as ptf;"
+        "layer = tf.Module('it'); w = tf.Variable(tf.ones((512, 512)));"
+        "type(layer).__call__ = lambda self, x: tf.tanh(x @ w);"
+        "str(ptf.plan(lambda x: tf.reduce_sum(layer(x)), tf.ones((512, 512)), layers=[layer], budget=None));"
+        "assert not [m for m in sys.modules if m.split('.')[0] == 'torch']"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
