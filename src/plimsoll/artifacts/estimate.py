@@ -49,6 +49,8 @@ class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
     communication_seconds: float
     exposed_seconds: float
     optimizer_seconds: float
+    product_seconds: float = 0.0
+    """Of forward and backward, what matrix products, convolutions and attention take."""
 
 
 class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +121,25 @@ class SwitchSetting(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
 
 
+class MeasuredFigure(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure of a real run beside the estimate's own, ``None`` where it has none; ``unit`` is bytes, seconds or per second.
+
+    ``error`` is half the width of the range in which the run was expected; ``note`` says what it may mean that it is not.
+    """
+
+    name: str
+    unit: str
+    estimated: float | None
+    error: float
+    measured: float
+    note: str = ""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the run lies in the range that the estimate gives."""
+        return self.estimated is not None and abs(self.measured - self.estimated) <= self.error
+
+
 class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     """The training budget of ``target`` on ``device`` under ``layout``. Build one with ``plimsoll.estimate``."""
 
@@ -145,6 +166,9 @@ class Estimate(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
     framework: str = ""
     """Whose switches were asked for; ``switches`` then has the chosen setting first, and its neighbours."""
     switches: tuple[SwitchSetting, ...] = ()
+    measured: tuple[MeasuredFigure, ...] = ()
+    """What a real run measured of it; ``measured_source`` is where from."""
+    measured_source: str = ""
     trace_seconds: float = 0.0
     total_seconds: float = 0.0
 

@@ -217,6 +217,7 @@ class EstimateJob:
             recompute_seconds=sum(_recompute_seconds(rank, position) for position in range(len(each))),
             communication_seconds=sum(s.communication_seconds for s in each),
             exposed_seconds=exposed,
+            product_seconds=sum(s.product_seconds for s in each),
             optimizer_seconds=sum(o.optimizer_seconds for o in overlaps),
         )
 
@@ -271,6 +272,8 @@ class EstimateJob:
                 f"logits and loss in chunks (plimsoll.chunked.chunk_loss) would take {format_bytes(head.peak_bytes - chunked)} "
                 f"off the {format_bytes(ranks[-1].peak_bytes)} of the rank that holds the head"
             )
+        if self.setting.device.is_corrected:
+            notes.append(f"device figures: {self.setting.device.source}")
         if self.layout.pp > 1:
             notes.append(f"ranks idle in the pipeline {timeline.bubble_share:.1%} of the time")
         return notes

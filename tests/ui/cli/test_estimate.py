@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from plimsoll.artifacts.store import load_plan
 
 TINY = ["estimate", "llama-tiny", "--batch", "1", "--seq", "256", "--device", "H100"]
@@ -36,3 +38,18 @@ def test_switches_of_a_framework_are_shown_as_they_are_written_down(run):
     for part in ("Switches of megatron", "recompute_granularity = ", "full, "):
         assert part in shown, part
         assert part in run("show", "estimate.json").out
+
+
+def test_a_run_is_set_beside_and_the_device_saved_as_it_measured_it(run):
+    Path("run.json").write_text('{"step_seconds": 0.003, "reserved": "300MiB"}')
+    shown = run(*TINY, "--compare-with", "run.json", "--save-device", "mine.json").out
+    assert "Beside run.json" in shown
+    assert "peak reserved" in shown
+    assert (
+        "device figures: NVIDIA"
+        in run("estimate", "llama-tiny", "--batch", "1", "--seq", "256", "--device", "mine.json").out
+    )
+
+
+def test_a_device_is_not_corrected_by_nothing(run):
+    assert "--save-device without a run" in run(*TINY, "--save-device", "mine.json", code=2).err

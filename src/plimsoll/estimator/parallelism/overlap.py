@@ -155,7 +155,8 @@ class RankSeconds:
     """Seconds of one micro-batch, without recomputation, data-parallel collectives and the optimizer's step.
 
     ``weight_gradient_seconds`` is the part of backward that makes gradients of parameters, ``communication_seconds`` the
-    part of forward and backward that collectives take, ``model_flops`` the arithmetic of both.
+    part of forward and backward that collectives take, ``model_flops`` the arithmetic of both, ``product_seconds`` the
+    time of the ops that do it.
     """
 
     forward_seconds: float
@@ -163,13 +164,14 @@ class RankSeconds:
     weight_gradient_seconds: float
     communication_seconds: float
     model_flops: int
+    product_seconds: float
 
 
 def measure_rank(trace: Trace, costs: Costs) -> RankSeconds:
     """Add up the seconds of a rank's ops by phase."""
     makers = {storage.born for storage in trace.storages if storage.category is Category.GRADIENT and storage.born >= 0}
     seconds = dict.fromkeys(Phase, 0.0)
-    weight_gradient = communication = 0.0
+    weight_gradient = communication = products = 0.0
     flops = 0
     for tick, op in enumerate(trace.ops):
         spec = trace.specs.get(op.cost_key)
@@ -182,10 +184,12 @@ def measure_rank(trace: Trace, costs: Costs) -> RankSeconds:
         if spec is not None:
             communication += op_seconds if spec.group else 0.0
             flops += 0 if spec.group else spec.flops
+            products += op_seconds if spec.flops and not spec.group else 0.0
     return RankSeconds(
         forward_seconds=seconds[Phase.FORWARD],
         backward_seconds=seconds[Phase.BACKWARD],
         weight_gradient_seconds=weight_gradient,
         communication_seconds=communication,
         model_flops=flops,
+        product_seconds=products,
     )

@@ -10,13 +10,20 @@ import functools
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from plimsoll.artifacts.files import FileRefused, ReadLimits, decode_json, read_file
 from plimsoll.errors import UnknownDevice
 from plimsoll.units import GIB
 
+_FILE = ".json"
+_LIMITS = ReadLimits(most_bytes=1 << 20)
+_MOST_CORRECTION = 10.0
 _TERA = 1e12
 _GIGA = 1e9
 
@@ -48,11 +55,54 @@ class Device:
     achieved_link: float = 0.8
     host_link_bytes_per_second: float = 0.0
     aliases: tuple[str, ...] = ()
+    is_corrected: bool = False
 
     def flops_per_second(self, dtype: str) -> float:
         """Dense peak for ``dtype``; what has no peak of its own (integers, booleans) runs like f32."""
         family = "f8" if dtype.startswith("float8") else dtype
         return self.peak_flops_per_second.get(family, self.peak_flops_per_second["f32"])
+
+
+class DeviceCorrection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many times as fast one machine's device runs as the catalogue says: products, memory, links."""
+
+    device: str
+    arithmetic: float = 1.0
+    bandwidth: float = 1.0
+    links: float = 1.0
+    source: str = ""
+
+
+def read_correction(path: Path) -> Device:
+    """The device of a file that ``plimsoll estimate --save-device`` wrote.
+
+    Raises:
+        UnknownDevice: it cannot be read, or is no such file; the device that it corrects is not in the catalogue.
+    """
+    try:
+        found: DeviceCorrection = decode_json(read_file(path, _LIMITS), _LIMITS, DeviceCorrection)
+    except (FileRefused, ValueError) as error:
+        raise UnknownDevice(
+            f"{path} describes no device.",
+            why=str(error),
+            next="name a device of the catalogue, or a file that --save-device wrote",
+        ) from error
+    base = find_device(found.device) if not found.device.endswith(_FILE) else None
+    factors = (found.arithmetic, found.bandwidth, found.links)
+    if base is None or not all(0 < factor < _MOST_CORRECTION for factor in factors):
+        raise UnknownDevice(
+            f"{path} describes no device.",
+            why=f"its factors are {', '.join(map(str, factors))} of {found.device!r}",
+            next="factors lie between 0 and 10, and correct a device of the catalogue",
+        )
+    return replace(
+        base,
+        achieved_arithmetic=base.achieved_arithmetic * found.arithmetic,
+        achieved_bandwidth=base.achieved_bandwidth * found.bandwidth,
+        achieved_link=base.achieved_link * found.links,
+        source=f"{base.source}; corrected by {found.source or path}",
+        is_corrected=True,
+    )
 
 
 @functools.cache
@@ -73,7 +123,7 @@ def known_devices() -> tuple[Device, ...]:
 
 
 def find_device(name: str) -> Device:
-    """The device called ``name``; case, spaces, dashes and the vendor's name do not matter.
+    """The device called ``name``; case, spaces, dashes and the vendor's name do not matter. Or that of a correction's file.
 
     Raises:
         UnknownDevice: no such device; the error shows the closest names.
@@ -82,6 +132,8 @@ def find_device(name: str) -> Device:
         >>> find_device("NVIDIA H100 SXM").name
         'H100-SXM'
     """
+    if name.endswith(_FILE):
+        return read_correction(Path(name))
     devices = _devices_by_key()
     found = devices.get(_key(name))
     if found is not None:

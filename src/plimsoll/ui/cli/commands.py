@@ -154,7 +154,7 @@ def command(function: Callable[..., R], *, plans_if_asked: bool = False) -> Call
     return run
 
 
-_FILES = ("output", "save_plan", "revised_plan", "timeline", "export_sac")
+_FILES = ("output", "save_plan", "revised_plan", "timeline", "export_sac", "save_device")
 _FOLDERS = ("plans", "run", "keep_traces")
 """Options that name a place to write to."""
 

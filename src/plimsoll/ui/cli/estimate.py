@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,9 @@ from plimsoll.artifacts.estimate import Estimate
 from plimsoll.artifacts.files import make_folder
 from plimsoll.errors import InvalidOption
 from plimsoll.ui.cli import commands, options, ranks, terminal
+
+if TYPE_CHECKING:
+    from plimsoll.analysis.diagnose.measured_run import RunFigures
 
 DeviceNameOption = Annotated[
     str, typer.Option("--device", "-d", metavar="NAME", help="From the catalogue: H100-SXM, A100-80GB, laptop-CPU …")
@@ -71,6 +74,24 @@ TechniquesOption = Annotated[
         help="What else the run does: gradients=fp32, loss=chunked|fused|fused-linear, optimizer-in-backward, tf32 …",
     ),
 ]
+CompareOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--compare-with",
+        metavar="FILE",
+        help="A run's figures in JSON, a snapshot of torch's allocator or a profiler's trace, set beside the estimate.",
+        dir_okay=False,
+    ),
+]
+SaveDeviceOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--save-device",
+        metavar="FILE",
+        help="Save the device as that run measured it; --device takes the file.",
+        dir_okay=False,
+    ),
+]
 FitBudgetOption = Annotated[
     str,
     typer.Option(
@@ -121,6 +142,8 @@ def estimate(
     export: FrameworkOption = None,
     techniques: TechniquesOption = "",
     plans: PlansOption = None,
+    compare_with: CompareOption = None,
+    save_device: SaveDeviceOption = None,
     to: options.Output,
 ) -> None:
     """Estimate the whole training budget of a model on devices that are not here.
@@ -128,11 +151,13 @@ def estimate(
     Example: plimsoll estimate llama-3-70b --layout dp=64,zero=3 --strategy full
     """
     import plimsoll
+    from plimsoll.analysis.diagnose import measured_run
     from plimsoll.errors import BudgetBelowFloor
 
     with ranks.one_process("estimate", is_json=to.json):
         if plans is not None:
             _refuse_without_plans(budget, strategy)
+        run = _read_run(compare_with, save_device)
         with terminal.show_progress() as report:
             found = plimsoll.estimate(
                 target,
@@ -149,10 +174,27 @@ def estimate(
                 techniques=techniques,
                 progress=report,
             )
+        if compare_with is not None:
+            found = measured_run.set_beside(found, run, compare_with)
         terminal.hand_over(found, to)
+        if save_device is not None:
+            measured_run.save_correction(measured_run.correct_device(found), save_device)
         if plans is not None:
             _save_plans(found, plans, to)
         terminal.end(BudgetBelowFloor.exit_code if found.does_fit is False else 0)
+
+
+def _read_run(run: Path | None, device: Path | None) -> RunFigures:
+    """The figures of a run, before the work; none without a file of them."""
+    from plimsoll.analysis.diagnose.measured_run import RunFigures, read_run
+
+    if run is None and device is not None:
+        raise InvalidOption(
+            "--save-device without a run.",
+            why="a device is corrected by what a run of the same job measured",
+            next="add --compare-with FILE",
+        )
+    return RunFigures() if run is None else read_run(run)
 
 
 def _refuse_without_plans(budget: str | None, strategy: str | None) -> None:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from plimsoll.artifacts.costs import Basis
-from plimsoll.artifacts.estimate import BudgetItem, Estimate, StageEstimate, SwitchSetting
+from plimsoll.artifacts.estimate import BudgetItem, Estimate, MeasuredFigure, StageEstimate, SwitchSetting
 from plimsoll.ui.document import BytesChart, Document, Element, Fold, Paragraph, Section, Subject, Table, Tone, sentence
 from plimsoll.units import format_bytes, format_seconds
 
@@ -32,6 +32,8 @@ def view_estimate(estimate: Estimate) -> Document:
         sections.append(Section(f"Switches of {estimate.framework}", _switches(estimate)))
     sections.append(Section("Speed", [Paragraph(line) for line in _speed(estimate)]))
     device, lines = f"{f'{ranks:,} x ' if ranks > 1 else ''}{estimate.device}", _setting(estimate)
+    if estimate.measured:
+        sections.append(Section(f"Beside {estimate.measured_source}", _beside(estimate.measured)))
     return Document(
         source="Estimate",
         subject=f"of {estimate.target} on {device}",
@@ -218,6 +220,35 @@ def _stage(stage: StageEstimate, within: str, *, is_managed: bool) -> list[str]:
         format_seconds(seconds.forward_seconds + seconds.backward_seconds + seconds.recompute_seconds),
         f"{stage.bubble_share:.0%}",
     ]
+
+
+def _beside(figures: Sequence[MeasuredFigure]) -> list[Element]:
+    """A run's figures beside the estimate's, then what those that lie outside of their bars may mean."""
+    rows = [(figure.name, *_three(figure), _difference(figure)) for figure in figures]
+    notes = list(dict.fromkeys(f"{figure.name}: {figure.note}" for figure in figures if figure.note))
+    inside = sum(figure.is_inside for figure in figures)
+    table = Table(header=("", "estimated", "±", "measured", "measured is"), rows=rows, numbers=(1, 2, 3))
+    said = f"{inside} of {len(figures)} figures lie inside the error bars" + (
+        "; of the others, what may differ:" if notes else ""
+    )
+    return [table, Paragraph(said), *(Paragraph(f"  {note}") for note in notes)]
+
+
+def _three(figure: MeasuredFigure) -> list[str]:
+    """Estimate, error and measurement in the unit's own words."""
+    write = {"bytes": lambda value: format_bytes(int(value)), "seconds": format_seconds}.get(
+        figure.unit, lambda value: f"{value:,.0f}"
+    )
+    if figure.estimated is None:
+        return ["-", "", write(figure.measured)]
+    return [write(figure.estimated), write(figure.error), write(figure.measured)]
+
+
+def _difference(figure: MeasuredFigure) -> str:
+    if not figure.estimated:
+        return "inside" if figure.is_inside else "not estimated"
+    off = figure.measured / figure.estimated - 1
+    return f"{abs(off):.1%} {'more' if off >= 0 else 'less'}, {'inside' if figure.is_inside else 'outside'}"
 
 
 def _speed(estimate: Estimate) -> Sequence[str]:

@@ -1,0 +1,331 @@
+"""Sets what a real run measured beside an estimate of it, item by item, and names what differs.
+
+Figures come from a JSON file of numbers, from a snapshot of torch's allocator (``torch.cuda.memory._dump_snapshot``), from a
+trace of ``torch.profiler``, or from a JSON file that names the latter two. A snapshot is a pickle; only lists, dicts, texts
+and numbers are read from it, so that it can run nothing.
+
+torch counts the workspaces of cuBLAS and what blocks are rounded up to as allocated, so both are part of what is compared.
+
+Known weaknesses: a snapshot knows no categories, so that its peak is one figure; kernels are told apart by their names; where
+collectives run beside computing, the profile's kernel seconds hold what they slow down.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import itertools
+import pickle
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from plimsoll.analysis.diagnose.chrome_reader import read_chrome
+from plimsoll.analysis.diagnose.profile import DeviceKind, Profile, clip
+from plimsoll.artifacts.estimate import Estimate, MeasuredFigure, StageEstimate
+from plimsoll.artifacts.files import FileRefused, ReadLimits, decode_json, read_file, write_whole
+from plimsoll.errors import InvalidOption
+from plimsoll.planning.costing.devices import DeviceCorrection
+from plimsoll.units import GIB, parse_bytes
+
+_LIMITS = ReadLimits(most_bytes=4 * GIB, most_items=100_000_000)
+_INSIDE = ("fragmentation", "workspaces of convolutions")
+_PRODUCTS = re.compile(r"gemm|xmma|cutlass|matmul|nvjet|flash|fmha|attention|conv|cudnn", re.IGNORECASE)
+_COLLECTIVES = re.compile(r"nccl|rccl", re.IGNORECASE)
+_BYTES, _SECONDS, _RATE = "bytes", "seconds", "per second"
+_MOST_CORRECTION = 4.0
+_ROUNDED = 0.005
+"""People write figures with three digits: what is counted exactly may differ by so much."""
+
+
+class RunFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a file of numbers may say; bytes are numbers or texts with a unit. ``stage`` is the pipeline rank's.
+
+    ``allocated`` and ``reserved`` are torch's peaks, ``device`` what the driver counts. ``snapshot`` and ``trace`` are files
+    beside this one. ``items`` are bytes by the estimate's own names.
+    """
+
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    samples_per_second: float | None = None
+    allocated: int | str | None = None
+    reserved: int | str | None = None
+    device: int | str | None = None
+    items: dict[str, int | str] = {}
+    stage: int | None = None
+    snapshot: str = ""
+    trace: str = ""
+    product_seconds: float | None = None
+    other_seconds: float | None = None
+
+
+def set_beside(estimate: Estimate, run: RunFigures, path: Path) -> Estimate:
+    """The estimate with the figures of a run beside its own.
+
+    Args:
+        estimate: of the job that was run.
+        run: what ``read_run`` found.
+        path: the file that it found it in.
+
+    Raises:
+        InvalidOption: it names what the estimate does not have, or nothing.
+
+    Example:
+        >>> beside = set_beside(estimate, read_run(path), path)  # doctest: +SKIP
+        >>> [figure.name for figure in beside.measured if not figure.is_inside]  # doctest: +SKIP
+        ['peak reserved']
+    """
+    if run.stage is not None and not 0 <= run.stage < len(estimate.stages):
+        raise _refused(path, f"it names stage {run.stage}", f"stages are 0 to {len(estimate.stages) - 1}")
+    stage = estimate.tightest if run.stage is None else estimate.stages[run.stage]
+    figures = tuple(itertools.chain(_memory(stage, run, path), _speed(estimate, stage, run)))
+    if not figures:
+        raise _refused(path, "it holds no figure", "give step_seconds, tokens_per_second, allocated, reserved or items")
+    return replace(estimate, measured=figures, measured_source=path.name)
+
+
+def read_run(path: Path) -> RunFigures:
+    """The figures of a file, of whatever kind.
+
+    Raises:
+        InvalidOption: it cannot be read, or is no file of figures.
+        InvalidTrace: it is a damaged trace.
+    """
+    try:
+        content = read_file(path, _LIMITS)
+        if content[:1] == b"\x80":  # what every pickle begins with
+            return _of_snapshot(_unpickled(content), path)
+        node = decode_json(content, _LIMITS)
+        if isinstance(node, dict) and "traceEvents" in node:
+            return _of_profile(read_chrome(path))
+        if isinstance(node, dict) and "segments" in node:
+            return _of_snapshot(node, path)
+        run = msgspec.convert(node, RunFigures)
+    except (FileRefused, ValueError, pickle.UnpicklingError, EOFError) as error:
+        raise _refused(path, str(error), f"its keys are {', '.join(RunFigures.__struct_fields__)}") from error
+    for name in filter(None, (run.snapshot, run.trace)):
+        found = msgspec.structs.asdict(read_run(path.parent / name))
+        run = replace(run, **{key: value for key, value in found.items() if value and not getattr(run, key)})
+    return run
+
+
+def _refused(path: Path, why: str, advice: str) -> InvalidOption:
+    return InvalidOption(f"{path} gives no figures to compare with.", why=why, next=advice)
+
+
+# Where figures come from ----------------------------------------------------------------------------------------------
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads what is made of lists, dicts, tuples, texts and numbers."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it would make a {module}.{name}, which a snapshot of the allocator has none of")
+
+
+def _unpickled(content: bytes) -> Mapping[str, Any]:
+    found = _PlainUnpickler(io.BytesIO(content)).load()
+    if not isinstance(found, dict) or "segments" not in found:
+        raise pickle.UnpicklingError("it is a pickle, but no snapshot of torch's allocator")
+    return found
+
+
+def _of_snapshot(snapshot: Mapping[str, Any], path: Path) -> RunFigures:
+    """Peaks of the device that reserves most: from the recorded history, or as they were when it was taken."""
+    try:
+        by_device: dict[int, list[int]] = {}
+        for segment in snapshot["segments"]:
+            held = by_device.setdefault(int(segment.get("device", 0)), [0, 0])
+            held[0] += int(segment["allocated_size"])
+            held[1] += int(segment["total_size"])
+        if not by_device:
+            raise _refused(path, "the snapshot has no segments", "take it on the rank that trains")
+        device = max(by_device, key=lambda number: by_device[number][1])
+        histories = snapshot.get("device_traces") or []
+        events = histories[device] if device < len(histories) else []
+        allocated, reserved = by_device[device]
+        return RunFigures(
+            allocated=_peak(allocated, events, ("alloc",), ("free_requested", "free")),
+            reserved=_peak(reserved, events, ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the snapshot lacks {error}") from error
+
+
+def _peak(at_end: int, events: Iterable[Mapping[str, Any]], adds: tuple[str, ...], takes: tuple[str, ...]) -> int:
+    """The most that there was on the way to what there is at the end."""
+    changes = [
+        int(event["size"]) * (1 if event["action"] in adds else -1)
+        for event in events
+        if event["action"] in (*adds, *takes)
+    ]
+    levels = itertools.accumulate(changes, initial=at_end - sum(changes))
+    return max(levels)
+
+
+def _of_profile(profile: Profile) -> RunFigures:
+    """Seconds of a step, and of its kernels by kind; of the device with most kernels."""
+    if not profile.steps:
+        raise InvalidOption(
+            f"{profile.source} marks no steps.",
+            why="seconds per step are what is compared",
+            next="call profiler.step() after each step, or give step_seconds in a file of numbers",
+        )
+    starts = profile.step_starts
+    between = [later - earlier for earlier, later in itertools.pairwise(starts)]
+    lengths = between if between and not profile.are_steps_apart else [end - start for start, end in profile.steps]
+    kernels = [span for span in profile.device if span.kind is DeviceKind.KERNEL]
+    busiest = statistics.mode(span.device for span in kernels) if kernels else 0
+    window = [(starts[0], profile.steps[-1][1])]
+    seconds = {"product": 0.0, "other": 0.0}
+    for span in kernels:
+        if span.device == busiest and not _COLLECTIVES.search(span.name):
+            inside = sum(end - start for start, end in clip((span.start_ns, span.end_ns), window))
+            seconds["product" if _PRODUCTS.search(span.name) else "other"] += inside / 1e9 / len(starts)
+    return RunFigures(
+        step_seconds=statistics.median(lengths) / 1e9,
+        product_seconds=seconds["product"] or None,
+        other_seconds=seconds["other"] or None,
+    )
+
+
+# Item by item ---------------------------------------------------------------------------------------------------------
+
+
+def _memory(stage: StageEstimate, run: RunFigures, path: Path) -> Iterator[MeasuredFigure]:
+    by_name = {item.name: item for item in stage.items}
+    for name, size in run.items.items():
+        if name not in by_name:
+            close = difflib.get_close_matches(name, by_name, n=2)
+            raise _refused(path, f"the estimate has no item {name!r}", f"try {' or '.join(close or by_name)}")
+        item = by_name[name]
+        yield _figure(name, item.bytes, item.error_bytes, parse_bytes(size))
+    errors = {item.name: item.error_bytes for item in stage.items}
+    workspace = by_name.get("cuBLAS workspaces")
+    beside = 0 if workspace is None else workspace.bytes or 0
+    outside = stage.total_bytes - (stage.reserved_bytes or stage.allocated_bytes) - beside
+    in_allocator = _in_allocator(stage)
+    fragmentation = by_name["fragmentation"].bytes or 0 if "fragmentation" in by_name else 0
+    reserved = None if stage.reserved_bytes is None else stage.reserved_bytes + beside
+    allocated = stage.total_bytes - outside - fragmentation
+    of_tensors = sum(errors[name] for name in in_allocator if name not in _INSIDE)
+    measured = {
+        name: None if size is None else parse_bytes(size)
+        for name, size in (("allocated", run.allocated), ("reserved", run.reserved), ("device", run.device))
+    }
+    if measured["allocated"] is not None:
+        yield _figure("peak allocated", allocated, of_tensors, measured["allocated"], _ALLOCATED_DIFFERS)
+    if measured["reserved"] is not None:
+        error = sum(errors[name] for name in in_allocator)
+        yield _figure("peak reserved", reserved, error, measured["reserved"], _RESERVED_DIFFERS)
+        if measured["allocated"] is not None and reserved is not None:
+            cached = measured["reserved"] - measured["allocated"]
+            yield _figure(
+                "reserved beyond that", reserved - allocated, errors["fragmentation"], cached, _CACHED_DIFFERS
+            )
+    if measured["device"] is not None:
+        yield _figure("on the device", stage.total_bytes, stage.error_bytes, measured["device"])
+        if measured["reserved"] is not None:
+            error = sum(error for name, error in errors.items() if name not in in_allocator)
+            beside_it = measured["device"] - measured["reserved"]
+            yield _figure("beside the allocator", outside, error, beside_it, _OUTSIDE_DIFFERS)
+
+
+_ALLOCATED_DIFFERS = "tensors: more or fewer than the trace has; compare items, or read who holds them in the snapshot"
+_RESERVED_DIFFERS = "reserved: tensors and what the allocator keeps beside them"
+_CACHED_DIFFERS = "fragmentation and cached blocks: other sizes, or expandable segments"
+_OUTSIDE_DIFFERS = (
+    "context, kernels and communicators: NCCL's buffers depend on its settings, other processes count as well"
+)
+_STEP_DIFFERS = "the step: input, host and logging are no part of an estimate; a trace tells kernels from gaps"
+_PRODUCTS_DIFFER = "matrix products and attention: what they reach of the peak at these shapes"
+_OTHERS_DIFFER = "all other kernels: what they reach of the bandwidth, and how many there are"
+
+
+def _in_allocator(stage: StageEstimate) -> list[str]:
+    """Names of the items that the caching allocator holds."""
+    names = [item.name for item in stage.items]
+    if "fragmentation" not in names:
+        return names
+    return [*names[: names.index("fragmentation") + 1], *(name for name in names if name == "cuBLAS workspaces")]
+
+
+def _speed(estimate: Estimate, stage: StageEstimate, run: RunFigures) -> Iterator[MeasuredFigure]:
+    speed, seconds, repeats = estimate.throughput, stage.seconds, estimate.layout.micro_batches
+    share = speed.relative_error
+    for name, found, measured in (
+        ("tokens per second", speed.tokens_per_second, run.tokens_per_second),
+        ("samples per second", speed.samples_per_second, run.samples_per_second),
+    ):
+        if measured is not None:
+            yield _figure(name, found, share * (found or 0), measured, _STEP_DIFFERS, _RATE)
+    if run.step_seconds is not None:
+        yield _figure("step", speed.step_seconds, share * speed.step_seconds, run.step_seconds, _STEP_DIFFERS, _SECONDS)
+    computing = seconds.forward_seconds + seconds.backward_seconds - seconds.communication_seconds
+    again = 1 + seconds.recompute_seconds / computing if computing else 1.0
+    products = repeats * seconds.product_seconds * again
+    others = repeats * (computing - seconds.product_seconds) * again + seconds.optimizer_seconds
+    for name, found, measured, note in (
+        ("products and attention", products, run.product_seconds, _PRODUCTS_DIFFER),
+        ("other kernels", others, run.other_seconds, _OTHERS_DIFFER),
+    ):
+        if measured is not None:
+            yield _figure(name, found, share * found, measured, note, _SECONDS)
+
+
+def _figure(
+    name: str, estimated: float | None, error: float, measured: float, note: str = "", unit: str = _BYTES
+) -> MeasuredFigure:
+    """One row; the note is kept where the two differ by more than the bar."""
+    error = max(error, _ROUNDED * (estimated or 0))
+    made = MeasuredFigure(name=name, unit=unit, estimated=estimated, error=error, measured=measured)
+    return made if made.is_inside else replace(made, note=note)
+
+
+# The device's profile -------------------------------------------------------------------------------------------------
+
+
+def correct_device(estimate: Estimate) -> DeviceCorrection:
+    """How much faster the device runs than its figures say, by what a run measured.
+
+    With a profile, products and all other kernels are corrected apart; otherwise the whole step by one factor, of which
+    nothing says whether arithmetic, memory, links or the host made it.
+
+    Raises:
+        InvalidOption: the run measured no time, or one that no correction of a device explains.
+    """
+    by_name = {figure.name: figure for figure in estimate.measured if figure.estimated}
+    factors = {name: (figure.estimated or 0) / figure.measured for name, figure in by_name.items() if figure.measured}
+    rate = next((1 / factors[name] for name in ("tokens per second", "samples per second") if name in factors), None)
+    step = factors.get("step", rate)
+    arithmetic, movement = factors.get("products and attention", step), factors.get("other kernels", step)
+    if (
+        arithmetic is None
+        or movement is None
+        or not all(1 / _MOST_CORRECTION < factor < _MOST_CORRECTION for factor in (arithmetic, movement))
+    ):
+        raise InvalidOption(
+            "There is no correction of the device to save.",
+            why="no time was measured"
+            if arithmetic is None or movement is None
+            else f"the run took {1 / min(arithmetic, movement):.1f} times what was estimated: another job than this one?",
+            next="compare with step_seconds, tokens_per_second or a profiler's trace of the same job",
+        )
+    has_kernels = "products and attention" in factors
+    return DeviceCorrection(
+        device=estimate.device,
+        arithmetic=arithmetic,
+        bandwidth=movement,
+        links=1.0 if has_kernels or step is None else step,
+        source=f"{estimate.target} on {estimate.layout}: {estimate.measured_source}",
+    )
+
+
+def save_correction(correction: DeviceCorrection, path: Path) -> None:
+    """Write it as JSON, which ``--device`` takes in the place of a name."""
+    write_whole(msgspec.json.format(msgspec.json.encode(correction), indent=1) + b"\n", path)
