@@ -329,7 +329,8 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
             return ReceiptVerdict.LOSSES_DIFFER
         if self.faults and (self.is_lossless or self.strategy != OWN):  # a plan's lossy values are not compared
             return ReceiptVerdict.TENSORS_DIFFER
-        if self.is_deterministic and gradients is ReceiptVerdict.VERIFIED and not self._intermediates_agree():
+        are_equal = all(each.is_bit_equal for each in self.intermediates)
+        if self.is_deterministic and gradients is ReceiptVerdict.VERIFIED and not are_equal:
             return ReceiptVerdict.INTERMEDIATES_DIFFER
         if self.is_over_budget:
             return ReceiptVerdict.OVER_BUDGET
@@ -372,9 +373,6 @@ class Receipt(ArtifactBase, msgspec.Struct, frozen=True, kw_only=True):
         if gradients is ReceiptVerdict.VERIFIED and self.baseline_curve != self.plan_curve:
             return False
         return self.baseline_losses == self.plan_losses
-
-    def _intermediates_agree(self) -> bool:
-        return all(intermediate.is_bit_equal for intermediate in self.intermediates)
 
     @property
     def exit_code(self) -> int:

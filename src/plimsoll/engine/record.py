@@ -26,7 +26,7 @@ from plimsoll.planning.replay_schedule import recipe_ops
 from plimsoll.tracing.local_tensors import is_sharded, local_of, settled, version_of
 from plimsoll.tracing.recorder.calling import ModuleStack, call_tensors, output_tensors
 from plimsoll.tracing.recorder.collectives import peers_of
-from plimsoll.tracing.recorder.graph import LocalIds, SlotRecord, build_region_graph, default_order
+from plimsoll.tracing.recorder.graph import LocalIds, SlotRecord, build_region_graph
 from plimsoll.tracing.recorder.recorder import Ref
 from plimsoll.tracing.recorder.storages import Geometry, has_lazy_bits, is_plain
 from plimsoll.tracing.torch_internals import sequence_number
@@ -323,7 +323,7 @@ def _recording(call: _Watched, subject: RegionForward) -> Recording:
         recorder.ops,
         records,
         [ref.value for ref in outputs if ref is not None],
-        default_order(records),
+        tuple(reversed(range(len(records)))),  # no backward was seen yet: probably last saved, first read
         leaves,
         "",
     )

@@ -58,7 +58,8 @@ def describe_peak(simulation: Simulation) -> Peak:
             add(label, size)
     for storage in index.trace.storages:
         if replays.is_alive(storage.id, instant):
-            add(_holder_label(storage), storage.bytes)
+            # State that stays for the whole step is one holder; activations and temporaries are named one by one.
+            add(_STATE_LABELS.get(storage.category) or storage.label or storage.category.value, storage.bytes)
     if index.waiting and instant < index.last_wait:
         add(
             f"{index.waiting} other micro-batch{'es' if index.waiting > 1 else ''} in flight", waiting_bytes(simulation)
@@ -79,11 +80,6 @@ def held_bytes(simulation: Simulation) -> int:
     """What one micro-batch holds between its forward and its backward."""
     index = simulation.index
     return (int(simulation.curve[index.handover]) - index.lasting_bytes) // (index.waiting + 1)
-
-
-def _holder_label(storage: Storage) -> str:
-    """State that stays for the whole step is one holder; activations and temporaries are named one by one."""
-    return _STATE_LABELS.get(storage.category) or storage.label or storage.category.value
 
 
 def _name_instant(trace: Trace, instant: int) -> str:

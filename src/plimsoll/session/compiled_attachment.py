@@ -183,7 +183,7 @@ class _Outside(nn.Module):
         self.inside = unit.module
         self._unit = unit
         self._compiled: Any = None
-        self._put_back: Callable[[], None] = _nothing
+        self._put_back: Callable[[], None] = lambda: None
         self._put_in()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +203,7 @@ class _Outside(nn.Module):
     def take_out(self) -> None:
         """Undo it; harmless when called twice."""
         self._put_back()
-        self._put_back = _nothing
+        self._put_back = lambda: None
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
@@ -213,7 +213,3 @@ class _Outside(nn.Module):
             yield
         finally:
             self._put_in()
-
-
-def _nothing() -> None:
-    """Nothing to undo."""

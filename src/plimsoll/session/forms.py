@@ -214,7 +214,7 @@ class _FormMaker:
             held_bytes=held,
             encode_seconds=seconds.encode,
             decode_seconds=seconds.decode,
-            noise=_root_mean_square([trial.noise for trial in trials]),
+            noise=math.sqrt(statistics.fmean(trial.noise**2 for trial in trials)) if trials else 0.0,
             workspace_bytes=codec.workspace_bytes(count, dtype),
             is_private=codec.keeps_sign_only,
         )
@@ -304,10 +304,6 @@ def _worthwhile(forms: Sequence[Form], wished: Collection[str]) -> list[Form]:
         return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs) and not is_private
 
     return [form for form in forms if form.name in wished or not any(beats(other, form) for other in forms)]
-
-
-def _root_mean_square(numbers: Sequence[float]) -> float:
-    return math.sqrt(statistics.fmean(n * n for n in numbers)) if numbers else 0.0
 
 
 _MOST_ELEMENTS = 1 << 22

@@ -60,10 +60,6 @@ class JointTraces:
             self._agreement = Agreement(None, "attach")
         return self._agreement
 
-    @property
-    def _is_joint(self) -> bool:
-        return self._agreement.size > 1
-
     def begin_anew(self) -> None:
         """Ask again from the next call on; all ranks alike."""
         self._calm = 0
@@ -81,7 +77,7 @@ class JointTraces:
             return plans.choose(shapes, lambda: task().signature())
 
     def _is_due(self, call: int, task: Callable[[], TrainingTask], *, is_needed: bool) -> bool:
-        if not self._is_joint:
+        if self._agreement.size == 1:
             return is_needed
         is_asking = self._calm < _CALM_CALLS or (is_needed and self._vain < _MOST_VAIN)
         if not is_asking or _turn_of(self._model) != self._turn:
@@ -99,7 +95,7 @@ class JointTraces:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Trace and plan in the block. One rank may plan for longer: the others wait, so that nobody waits in vain after it."""
-        if not self._is_joint:
+        if self._agreement.size == 1:
             yield
             return
         with self._agreement:

@@ -347,13 +347,10 @@ def measure_slope(step: TrainingStep, gradients: Mapping[str, torch.Tensor | Non
     if not all(map(math.isfinite, slopes)):
         return None
     coarse, fine = slopes
-    rounding = norm * _precision(gradients) / _LENGTHS[-1]
+    # The least precise dtype rounds by this share: two equally rounded slopes would look exact.
+    precision = max(torch.finfo(g.dtype).eps for g in gradients.values() if g is not None)
+    rounding = norm * precision / _LENGTHS[-1]
     return Slope(expected=norm, measured=fine + (fine - coarse) / 3, measured_error=max(abs(fine - coarse), rounding))
-
-
-def _precision(gradients: Mapping[str, torch.Tensor | None]) -> float:
-    """The share by which the least precise dtype rounds: two equally rounded slopes would look exact."""
-    return max(torch.finfo(g.dtype).eps for g in gradients.values() if g is not None)
 
 
 def _central_difference(

@@ -51,10 +51,6 @@ class CompilerBudget:
 
     share: float
 
-    @staticmethod
-    def current() -> CompilerBudget:
-        return CompilerBudget(float(torch._functorch.config.activation_memory_budget))
-
     @property
     def is_compiled(self) -> bool:
         """Whether the compiler drops activations by itself."""
@@ -95,7 +91,7 @@ def verify_own(
     Raises:
         InvalidModel: nothing is at work that could be switched off.
     """
-    budget = CompilerBudget.current()
+    budget = CompilerBudget(float(torch._functorch.config.activation_memory_budget))
     report("running the step with everything kept, twice", 0.0)
     with budget.plain():
         evidence = collect_evidence(step, depth)

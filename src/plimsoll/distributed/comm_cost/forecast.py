@@ -115,7 +115,10 @@ def run_step(buckets: Sequence[BucketWork], tail_seconds: float, sharing: Sharin
     now = 0.0
     while computing or sending:
         busy = [lane for lane in (computing, sending) if lane]
-        speeds = [1.0] if len(busy) == 1 else _speeds(sending[0], sharing)
+        speeds = [1.0]
+        if len(busy) > 1:
+            beside = sending[0].is_transfer
+            speeds = [sharing.compute, sharing.transfer] if beside else [sharing.processor, sharing.processor]
         ends = [lane[0].left_seconds / speed for lane, speed in zip(busy, speeds, strict=True)]
         step = min(ends)
         now += step
@@ -132,11 +135,6 @@ def run_step(buckets: Sequence[BucketWork], tail_seconds: float, sharing: Sharin
         transfer_seconds=sum(sum(work.transfer_seconds) for work in buckets),
         local_seconds=sum(sum(work.local_seconds) for work in buckets),
     )
-
-
-def _speeds(sent: _Piece, sharing: Sharing) -> list[float]:
-    """Of computing and of what is done to gradients, at the same time."""
-    return [sharing.compute, sharing.transfer] if sent.is_transfer else [sharing.processor, sharing.processor]
 
 
 def _pieces(work: BucketWork) -> Iterator[_Piece]:

@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ from plimsoll.distributed.comm_cost.timed_step import (
     CountingGroup,
     Hook,
     KeptBucket,
-    Pass,
     SilentParallel,
     finished,
     pass_through,
@@ -214,16 +213,13 @@ class _Passes:
         return MethodProgram(
             method=self._method,
             buckets=tuple(
-                BucketProgram(
-                    local_seconds=tuple(next(local_seconds) for _ in each.local_seconds),
-                    transfers=tuple((Transfer(kind), payload_bytes) for kind, payload_bytes in each.transfers),
-                )
+                replace(each, local_seconds=tuple(next(local_seconds) for _ in each.local_seconds))
                 for each in self._shape
             ),
             spread=spread_of([sum(row) for row in rows]),
         )
 
-    def _pass(self) -> list[Pass]:
+    def _pass(self) -> list[BucketProgram]:
         wait_for_all(self._metering.device)
         return pass_through(self._hook, self._buckets, self._group)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from plimsoll.artifacts.traffic import Transfer
+from plimsoll.distributed.comm_cost.forecast import BucketProgram
 from plimsoll.distributed.gradient_compression.switch import Switch, reduce_bucket
 from plimsoll.tracing.meters.timing import wait_for_device
 
@@ -35,14 +35,6 @@ def finished(value: Any, device: torch.device) -> torch.futures.Future[Any]:
     return future
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """One bucket's way through a hook: local work and transfers in turns. ``transfers`` are names and payloads in bytes."""
-
-    local_seconds: tuple[float, ...]
-    transfers: tuple[tuple[str, int], ...]
-
-
 class CountingGroup(dist.ProcessGroup):
     """A process group of one process that claims to have so many; ``now`` is its clock, in seconds."""
 
@@ -52,18 +44,18 @@ class CountingGroup(dist.ProcessGroup):
         self._now = now
         self._resumed_seconds = 0.0
         self._local_seconds: list[float] = []
-        self._transfers: list[tuple[str, int]] = []
+        self._transfers: list[tuple[Transfer, int]] = []
 
     def start(self) -> None:
         self._local_seconds, self._transfers = [], []
         self._resumed_seconds = self._now()
 
-    def stop(self) -> Pass:
+    def stop(self) -> BucketProgram:
         """End the pass, and tell what happened in it."""
         self._local_seconds.append(self._now() - self._resumed_seconds)
-        return Pass(tuple(self._local_seconds), tuple(self._transfers))
+        return BucketProgram(tuple(self._local_seconds), tuple(self._transfers))
 
-    def _note(self, kind: str, given: Sequence[torch.Tensor]) -> None:
+    def _note(self, kind: Transfer, given: Sequence[torch.Tensor]) -> None:
         self._local_seconds.append(self._now() - self._resumed_seconds)
         self._transfers.append((kind, sum(tensor.numel() * tensor.element_size() for tensor in given)))
 
@@ -77,14 +69,14 @@ class CountingGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]  # the form that torch calls
         """Sums of equal tensors are multiples; averages, minima and maxima are what they were."""
-        self._note("all_reduce", tensors)
+        self._note(Transfer.ALL_REDUCE, tensors)
         if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
             for tensor in tensors:
                 tensor.mul_(self._ranks)
         return self._done(tensors)
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> dist.Work:
-        self._note("all_gather", [given])
+        self._note(Transfer.ALL_GATHER, [given])
         output.view(self._ranks, -1).copy_(given.reshape(1, -1).expand(self._ranks, -1))
         return self._done([output])
 
@@ -94,7 +86,7 @@ class CountingGroup(dist.ProcessGroup):
         self, output: torch.Tensor, given: torch.Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
     ) -> dist.Work:
         """Every rank sends what this one would send to itself: the first part."""
-        self._note("all_to_all", [given])
+        self._note(Transfer.ALL_TO_ALL, [given])
         assert not input_sizes, "parts are equal"
         assert not output_sizes, "parts are equal"
         first = given.view(self._ranks, -1)[:1]
@@ -158,7 +150,7 @@ class KeptBucket:
         return self._parameters
 
 
-def pass_through(hook: Hook, buckets: Sequence[KeptBucket], group: CountingGroup) -> list[Pass]:
+def pass_through(hook: Hook, buckets: Sequence[KeptBucket], group: CountingGroup) -> list[BucketProgram]:
     """What the hook, made for this group, does to each bucket of one step."""
     found = []
     for bucket in buckets:

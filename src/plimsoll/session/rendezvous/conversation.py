@@ -192,7 +192,7 @@ class Conversation:
                 raise self._failed(rank, turn, (rank,), _ANEW) from error
 
     def _lost(self, ranks: tuple[int, ...], error: BaseException) -> RankMissing:
-        named = ("Rank " if len(ranks) == 1 else "Ranks ") + ", ".join(map(str, ranks))
+        named = _named(ranks).capitalize()
         return RankMissing(
             f"{named} was lost in {self._topic!r}: a collective of this rank's step failed with {type(error).__name__}.",
             why="neither did it come out of its own step, nor say why it failed: it died, or it is stuck",

@@ -54,7 +54,8 @@ def together(world: World, topic: str, *, timeout_seconds: float = TIMEOUT_SECON
     try:
         yield
     except Exception as error:
-        Meeting.arrive(world, topic, _FAILED + _said(error).encode(), timeout_seconds)
+        said = error.found if isinstance(error, PlimsollError) else f"{type(error).__name__}: {error}"
+        Meeting.arrive(world, topic, _FAILED + said.encode(), timeout_seconds)
         raise
     answers = exchange(world, topic, _FINE, timeout_seconds=timeout_seconds)
     failed = {
@@ -69,10 +70,6 @@ def together(world: World, topic: str, *, timeout_seconds: float = TIMEOUT_SECON
             next=f"see the error of rank {rank}",
             ranks=tuple(failed),
         )
-
-
-def _said(error: Exception) -> str:
-    return error.found if isinstance(error, PlimsollError) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True)

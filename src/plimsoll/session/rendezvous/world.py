@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -128,7 +128,8 @@ def find_participants(model: object, ranks: Sequence[int] | None = None) -> Part
         meshes = _meshes_of(model)
         spans = [tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes]
         of_meshes = (group for mesh in meshes for group in mesh.get_all_groups())
-        groups = tuple(dict.fromkeys((*_replicating(model), *process_groups(model), *of_meshes)))
+        replicated = (each.process_group for each in model.modules() if isinstance(each, DistributedDataParallel))
+        groups = tuple(dict.fromkeys((*replicated, *process_groups(model), *of_meshes)))
         if ranks is None:
             ranks = _widest([*spans, *(tuple(sorted(dist.get_process_group_ranks(group))) for group in groups)])
     return Participants(current_world(ranks), tuple(group for group in groups if group.size() > 1))
@@ -161,10 +162,6 @@ def _refuse_to_leave_out(model: nn.Module, ranks: Sequence[int]) -> None:
             why="every step of it gathers parameters or sums results from all of these ranks, so it would wait for them",
             next="leave ranks= out, and make the same call on all of them",
         )
-
-
-def _replicating(model: nn.Module) -> Iterator[dist.ProcessGroup]:
-    return (module.process_group for module in model.modules() if isinstance(module, DistributedDataParallel))
 
 
 def _meshes_of(model: nn.Module) -> list[DeviceMesh]:

@@ -127,7 +127,9 @@ class JointGraph:
         self._regions = sorted(regions, key=len, reverse=True)
         self.nodes = list(graph.nodes)
         self._at = {node: position for position, node in enumerate(self.nodes)}
-        flat = [n if isinstance(n, fx.Node) else None for n in _flat(self.nodes[-1].args[0])]
+        outputs = self.nodes[-1].args[0]
+        several = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+        flat = [n if isinstance(n, fx.Node) else None for n in several]
         self.forward_outputs = [self.base(n) for n in flat[:forward_outputs] if n is not None]
         given = [node for node in self.nodes if node.op == "placeholder"]
         self.tangents = [node for node in given if "tangents" in str(node.target)]
@@ -448,10 +450,6 @@ def _module_path(text: str) -> str:
     text = re.sub(r"\._modules\b|\._orig_mod\b", "", text)
     text = re.sub(r"\['([^']*)'\]|\[(\d+)\]", lambda match: "." + (match[1] or match[2]), text)
     return text.strip(".")
-
-
-def _flat(outputs: object) -> list[object]:
-    return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -127,8 +127,3 @@ def relative_name(name: str, prefix: str) -> str:
     if not prefix:
         return name
     return name.removeprefix(prefix + "::").removeprefix(prefix + ".")
-
-
-def default_order(slots: Sequence[SlotRecord]) -> tuple[int, ...]:
-    """The order in which backward will probably read the slots, before any backward was seen: last saved, first read."""
-    return tuple(reversed(range(len(slots))))
