@@ -33,6 +33,9 @@ class Gpt:
     layers: int
     sequence: int = 2048
     vocabulary: int = 51200
+    attention: str = "eager"
+    dropout: float = 0.1
+    tied: bool = True
 
     def model_flops(self, samples: int) -> float:
         """Of forward and backward: Korthikanti et al. 2022, equation 7."""
@@ -40,7 +43,7 @@ class Gpt:
         return 72.0 * samples * layers * s * h * h * (1 + s / (6 * h) + v / (12 * h * layers))
 
     def write_config(self, folder: Path) -> Path:
-        """As a transformers configuration: GPT-2 with GELU as one kernel and attention of separate kernels."""
+        """As a transformers configuration: GPT-2 with GELU as one kernel."""
         fields = {
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
@@ -50,7 +53,9 @@ class Gpt:
             "n_positions": self.sequence,
             "vocab_size": self.vocabulary,
             "activation_function": "gelu_pytorch_tanh",
-            "attn_implementation": "eager",
+            "attn_implementation": self.attention,
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), self.dropout),
+            "tie_word_embeddings": self.tied,
             "bos_token_id": 0,
             "eos_token_id": 0,
         }

@@ -60,7 +60,7 @@ def test_workspaces_are_those_that_recorded_training_steps_hold(device: str, byt
         (Layout(dp=2, cp=2, zero=3), "A100", {"cp": 544, "dp and cp": 688}),  # these ranks reduce together
         (Layout(pp=2), "A100", {"pp": 447}),  # neighbours cost more within a node than over the network
         (Layout(pp=4), "A100", {"pp": 894}),
-        (Layout(tp=8, pp=4), "A100", {"tp": 688, "pp": 80}),
+        (Layout(tp=8, pp=4), "A100", {"tp": 688, "pp": 80, "norm": 688}),
         (Layout(dp=8, ep=8), "H100", {"dp": 688, "ep": 7 * 447}),  # an all-to-all takes buffers for every peer
         (Layout(dp=16, ep=16), "H100", {"dp": 688, "ep": 7 * 447 + 8 * 40}),
     ],

@@ -113,6 +113,27 @@ def test_gpu_target_takes_the_attention_kernel_of_its_dtype(dtype: torch.dtype, 
     assert names.count(kernel) == names.count(f"{kernel}_backward") == 3
 
 
+class _NarrowValues(nn.Module):
+    """Attention of two heads whose values are narrower than its keys, as in multi-head latent attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 2 * (24 + 24 + 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.project(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(*heads.split((24, 24, 16), -1), is_causal=True)
+
+
+def test_values_of_another_head_size_take_the_efficient_kernel():
+    step = trace(_NarrowValues().bfloat16(), torch.randn(1, 32, 8).bfloat16(), loss=torch.sum, device_name="H100")
+    kernel = "_scaled_dot_product_efficient_attention"
+    names = [op.name for op in step.ops]
+    assert names.count(kernel) == names.count(f"{kernel}_backward") == 1
+    assert not {"bmm", "_softmax"} & set(names)
+    assert all(spec.is_causal for spec in step.specs.values() if kernel in spec.name)
+
+
 def test_gpu_target_with_a_mask_takes_the_efficient_kernel():
     model, batch = zoo.bert()
     batch["attention_mask"][:, -4:] = 0

@@ -66,6 +66,8 @@ class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     For a collective ``group`` is the dimension of the layout over which it runs (``tp``, ``cp``, ``ep``, ``dp``, ``pp``), and
     ``moved_bytes`` the size of the whole tensor on one rank: the gathered one, the one to be reduced, the one exchanged.
+    For a matrix product ``product`` is batch, rows, columns and inner size. ``is_causal`` is attention whose kernel skips the
+    masked half of the scores, which ``flops`` count.
     """
 
     name: str
@@ -73,6 +75,8 @@ class OpSpec(msgspec.Struct, frozen=True, kw_only=True):
     moved_bytes: int
     dtype: str
     group: str = ""
+    product: tuple[int, int, int, int] | None = None
+    is_causal: bool = False
 
 
 class TraceParameter(msgspec.Struct, frozen=True, kw_only=True):

@@ -198,6 +198,7 @@ _FIGURES = {
     "A100-40GB": _AMPERE,
     "A100-80GB": _AMPERE,
     "H100-SXM": _HOPPER,
+    "H100-96GB": _HOPPER,
     "H100-PCIe": replace(_HOPPER, channels=4, channels_error=1.0, channels_source=_PCIE),
     "H200": _HOPPER,
     "B200": _HOPPER,
@@ -228,7 +229,7 @@ def framework_items(device: Device, layout: Layout) -> tuple[BudgetItem, ...]:
     if device.name in _WITHOUT_CONTEXT:
         return ()
     groups = _groups(layout)
-    figures = _FIGURES.get(device.name)
+    figures = _FIGURES.get(device.name.partition("@")[0])
     if figures is None:
         note = f"no measured figure for {device.name} is known: measure it there, as the driver's count less torch's reserved"
         names = ("device context", "library workspaces", *(f"buffers ({group.name})" for group in groups))
@@ -256,7 +257,8 @@ class _Group:
 def _groups(layout: Layout) -> list[_Group]:
     """The groups of one rank, with ranks numbered as ``Layout`` does: tp fastest, then cp, dp, pp.
 
-    Gradients are reduced over data-parallel and context-parallel ranks together.
+    Gradients are reduced over data-parallel and context-parallel ranks together; where parameters are spread over tensor and
+    pipeline ranks, these have a group of their own to agree on the norm of all gradients.
     """
     groups = (
         _Group("tp", layout.tp, 1, "ring"),
@@ -266,7 +268,10 @@ def _groups(layout: Layout) -> list[_Group]:
         _Group("ep", layout.ep, layout.tp, "all-to-all"),
         _Group("pp", layout.pp, layout.tp * layout.dp * layout.cp, "neighbours"),
     )
-    return [group for group in groups if group.ranks > 1]
+    norm = _Group("norm", layout.tp * layout.pp, layout.shards, "ring")
+    return [
+        group for group in (*groups, norm) if group.ranks > 1 and (group is not norm or min(layout.tp, layout.pp) > 1)
+    ]
 
 
 def _communicator(group: _Group, figures: _Figures, ranks_per_node: int) -> BudgetItem:

@@ -54,6 +54,7 @@ def optimizer_use(
     form: StepForm | None = None,
     has_master_weights: bool = False,
     gradient_item_bytes: int = 0,
+    is_flat: bool = False,
 ) -> OptimizerUse:
     """What an optimizer holds and what its step takes, in the steady state (not the first step, which makes the state).
 
@@ -67,6 +68,7 @@ def optimizer_use(
         form: how the step walks over them, where the name does not say; by default as torch does on a GPU.
         has_master_weights: whether there are copies in f32.
         gradient_item_bytes: bytes of one element of a gradient; 0 for the parameter's own.
+        is_flat: whether gradients are cast as one flat tensor, as DeepSpeed's and Megatron's ZeRO-1 have them.
 
     Raises:
         UnknownOptimizer: the catalogue lacks it; the error shows the closest names.
@@ -93,7 +95,7 @@ def optimizer_use(
     # A module's optimizers step one after the other: their states add up, of their temporaries the highest count.
     highest = max(ledgers, key=lambda ledger: ledger.highest_bytes)
     is_cast = gradient_item_bytes != _MASTER_ITEM_BYTES
-    casts = _casts(masters, form) if is_cast else ()
+    casts = _casts({"all": sum(masters.values())} if is_flat and masters else masters, form) if is_cast else ()
     is_fused = form is StepForm.FUSED
     counters = sum(_COUNTER_BYTES * len(updated) for part, updated in parts if part.has_counters)
     state_bytes = {  # a fused step has its counters on the device as well

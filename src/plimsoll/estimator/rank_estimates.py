@@ -172,6 +172,7 @@ def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> Opti
             form=None if setting.is_gpu and not is_early else StepForm.LOOP,
             has_master_weights=setting.has_master_weights,
             gradient_item_bytes=4 if setting.held.gradients else 0,
+            is_flat=setting.layout.zero == 1,
         )
 
     found = use(parameters)

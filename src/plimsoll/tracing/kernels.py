@@ -115,10 +115,11 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     head_size = query.shape[-1]
-    is_dense = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    is_dense = query.dim() == 4 and query.shape[-1] == key.shape[-1]
     has_equal_heads = is_dense and query.shape[1] == key.shape[1] == value.shape[1]
     if (
         is_dense
+        and value.shape[-1] == head_size  # the memory-efficient kernel takes values of another size
         and attn_mask is None
         and query.dtype in _NARROW_DTYPES
         and head_size <= _FLASH_MOST_HEAD_SIZE

@@ -51,3 +51,21 @@ def test_dtypes_without_a_peak_of_their_own_run_like_f32():
     h100 = find_device("H100")
     assert h100.flops_per_second("i64") == h100.flops_per_second("f32")
     assert h100.flops_per_second("float8_e4m3fn") > h100.flops_per_second("bf16")
+
+
+def test_a_power_limit_slows_arithmetic_and_leaves_memory():
+    h100, limited = find_device("H100-SXM"), find_device("h100@500W")
+    assert limited.name == "H100-SXM@500W"
+    assert 500 / 700 < limited.achieved_arithmetic / h100.achieved_arithmetic < 1
+    assert limited.bandwidth_bytes_per_second == h100.bandwidth_bytes_per_second
+    assert find_device("H100@900W").achieved_arithmetic == h100.achieved_arithmetic
+
+
+def test_a_network_is_given_in_gigabits_to_each_device():
+    assert find_device("A100@50Gb/s@300W").network_bytes_per_second == 6.25e9
+
+
+@pytest.mark.parametrize("change", ["500", "fast", "2kW", ""])
+def test_what_a_device_cannot_have_is_refused(change):
+    with pytest.raises(UnknownDevice, match="can have"):
+        find_device(f"H100@{change}")

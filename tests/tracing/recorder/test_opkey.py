@@ -21,3 +21,11 @@ def test_grouped_queries_take_the_arithmetic_of_as_many_keys_and_values():
     ):
         grouped, equal = (op_spec(op, (*before, *query, heads(n), heads(n), *after), {}, heads(8)) for n in (2, 8))
         assert 0 < grouped.flops == equal.flops
+
+
+def test_products_say_their_batch_rows_columns_and_inner_size():
+    left, right = torch.empty(2, 3, 5, device="meta"), torch.empty(2, 5, 7, device="meta")
+    assert op_spec(_ATEN.bmm.default, (left, right), {}, left).product == (2, 3, 7, 5)
+    bias = torch.empty(7, device="meta")
+    assert op_spec(_ATEN.addmm.default, (bias, left[0], right[0]), {}, left).product == (1, 3, 7, 5)
+    assert op_spec(_ATEN.mul.Tensor, (left, left), {}, left).product is None

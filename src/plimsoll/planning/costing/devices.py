@@ -26,6 +26,9 @@ _LIMITS = ReadLimits(most_bytes=1 << 20)
 _MOST_CORRECTION = 10.0
 _TERA = 1e12
 _GIGA = 1e9
+_CLOCK_BY_POWER = 0.5
+"""The clock goes with this power of the power limit: dynamic power is clock · voltage², and a lower clock needs less voltage.
+Assumed, between the 1/3 of a voltage in step with the clock and the 1 of a fixed one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +37,9 @@ class Device:
 
     ``tf32`` is what an NVIDIA device uses for f32 convolutions unless told otherwise; f32 matrix products use ``f32``.
     ``memory_bytes`` is what the driver leaves to programs. ``launch_seconds`` is the least that one op takes, however small.
-    ``achieved_arithmetic``, ``achieved_bandwidth`` and ``achieved_link`` are the shares of the peaks that are reached.
+    ``achieved_arithmetic`` is the share of the peak that large matrix products reach, ``achieved_attention`` what fused
+    attention does, ``achieved_bandwidth`` and ``achieved_link`` those of bandwidths. ``multiprocessors`` work on a product's
+    tiles at a time, and ``watts`` is the power limit as delivered; both are 0 where they are not known.
 
     Links are per direction and device: ``link_bytes_per_second`` to the other devices of a node, 0 for a device that works
     alone, ``network_bytes_per_second`` to other nodes, ``host_link_bytes_per_second`` to the host's
@@ -49,6 +54,9 @@ class Device:
     achieved_arithmetic: float
     achieved_bandwidth: float
     source: str
+    achieved_attention: float = 0.3
+    multiprocessors: int = 0
+    watts: float = 0.0
     link_bytes_per_second: float = 0.0
     network_bytes_per_second: float = 0.0
     ranks_per_node: int = 8
@@ -125,19 +133,25 @@ def known_devices() -> tuple[Device, ...]:
 def find_device(name: str) -> Device:
     """The device called ``name``; case, spaces, dashes and the vendor's name do not matter. Or that of a correction's file.
 
+    What a system does otherwise stands behind an ``@``: the power limit (``H100-SXM@500W``), what the network gives each device
+    (``A100-80GB@50Gb/s``).
+
     Raises:
-        UnknownDevice: no such device; the error shows the closest names.
+        UnknownDevice: no such device, or nothing that can be changed; the error shows what is known.
 
     Example:
         >>> find_device("NVIDIA H100 SXM").name
         'H100-SXM'
+        >>> find_device("H100@400Gb/s@500W").network_bytes_per_second
+        50000000000.0
     """
     if name.endswith(_FILE):
         return read_correction(Path(name))
+    name, *changes = name.split("@")
     devices = _devices_by_key()
     found = devices.get(_key(name))
     if found is not None:
-        return found
+        return functools.reduce(_changed, changes, found)
     closest = difflib.get_close_matches(_key(name), devices, n=3, cutoff=0.4)
     close = list(dict.fromkeys(devices[key].name for key in closest))
     raise UnknownDevice(
@@ -146,6 +160,27 @@ def find_device(name: str) -> Device:
         next=f"try {' or '.join(repr(each) for each in close)}"
         if close
         else "pick one of these, or plan on the device",
+    )
+
+
+def _changed(device: Device, change: str) -> Device:
+    """The device under a power limit, or with another network."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(W|Gb/s)", change.strip())
+    if match is None:
+        raise UnknownDevice(
+            f"{change!r} is nothing that {device.name} can have.",
+            why="behind an @ stands a power limit in watts, or the network to each device",
+            next=f"write {device.name}@500W or {device.name}@100Gb/s",
+        )
+    amount, name = float(match[1]), f"{device.name}@{change.strip()}"
+    if match[2] == "Gb/s":
+        return replace(device, name=name, network_bytes_per_second=amount / 8 * _GIGA)
+    clock = min(1.0, amount / device.watts) ** _CLOCK_BY_POWER if device.watts else 1.0
+    return replace(
+        device,
+        name=name,
+        achieved_arithmetic=device.achieved_arithmetic * clock,
+        achieved_attention=device.achieved_attention * clock,
     )
 
 

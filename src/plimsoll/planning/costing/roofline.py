@@ -2,7 +2,8 @@
 
     seconds = max(flops / (peak · achieved), bytes / (bandwidth · achieved)) + launch
 
-Collectives, which have a group, go by the links instead (see ``links``).
+What is achieved of the peak depends on the op (``achieved_share``). Collectives, which have a group, go by the links instead
+(see ``links``).
 
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for multicore architectures",
 CACM 2009, eq. 1, with a constant per launch added. Known weakness: small matrix products and attention reach less of the
@@ -10,6 +11,8 @@ peak than large ones, caches make small ops faster than the bandwidth says, and 
 """
 
 from __future__ import annotations
+
+import math
 
 from plimsoll.artifacts.costs import Costs, CostSource, OpCost
 from plimsoll.artifacts.job import Layout
@@ -28,6 +31,12 @@ _HOST_REPLAY_SECONDS = 0.5e-6
 """Python around one replayed op, as measured on a 2024 server core."""
 
 
+_TILES = {(256, 128): 1.0, (128, 128): 0.95, (128, 64): 0.8, (64, 64): 0.6}
+"""What products of tiles of these sizes reach of the largest ones'."""
+_ATTENTION_BACKWARD = 0.8
+"""What the backward of fused attention reaches of its forward's rate."""
+
+
 def peak_flops_per_second(spec: OpSpec, device: Device) -> float:
     """The dense peak for one op: that of its dtype, but for convolutions in f32, which run in tf32 where there is one.
 
@@ -42,9 +51,41 @@ def peak_flops_per_second(spec: OpSpec, device: Device) -> float:
 
 def roofline_seconds(spec: OpSpec, device: Device) -> float:
     """Seconds of one op on ``device``."""
-    arithmetic = spec.flops / (peak_flops_per_second(spec, device) * device.achieved_arithmetic)
+    run_flops = spec.flops / 2 if spec.is_causal else spec.flops
+    arithmetic = run_flops / (peak_flops_per_second(spec, device) * achieved_share(spec, device))
     movement = spec.moved_bytes / (device.bandwidth_bytes_per_second * device.achieved_bandwidth)
     return max(arithmetic, movement) + device.launch_seconds
+
+
+def achieved_share(spec: OpSpec, device: Device) -> float:
+    """The share of the peak that an op reaches: by whether it is attention, and by how a product's tiles fill the device.
+
+    Tiles of a product are worked on in waves, one per multiprocessor; the last wave is as long as the others however few
+    tiles it has. Smaller tiles fill it better and each reach less: the best counts, as libraries choose it.
+
+    Example:
+        >>> h100 = find_device("H100")  # doctest: +SKIP
+        >>> product = OpSpec(name="mm", flops=0, moved_bytes=0, dtype="bf16", product=(1, 1024, 1024, 4096))
+        >>> achieved_share(product, h100) < h100.achieved_arithmetic  # doctest: +SKIP
+        True
+
+    Source: NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave quantization.
+    """
+    if "attention" in spec.name:
+        return device.achieved_attention * (_ATTENTION_BACKWARD if "backward" in spec.name else 1.0)
+    if spec.product is None or not device.multiprocessors:
+        return device.achieved_arithmetic
+    batch, rows, columns, _ = spec.product
+    return device.achieved_arithmetic * max(
+        share * _filled(batch * math.ceil(rows / height) * math.ceil(columns / width), device.multiprocessors)
+        for (tall, wide), share in _TILES.items()
+        for height, width in ((tall, wide), (wide, tall))
+    )
+
+
+def _filled(tiles: int, multiprocessors: int) -> float:
+    waves = tiles / multiprocessors
+    return waves / max(math.ceil(waves), 1)
 
 
 def roofline_costs(trace: Trace, device: Device, layout: Layout | None = None) -> Costs:

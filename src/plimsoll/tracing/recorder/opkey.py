@@ -21,6 +21,7 @@ _LONGEST_KEY = 512
 _ANY_FRACTION = frozenset(
     f"aten::{name}{end}" for name in ("add", "sub", "rsub", "mul", "div", "bernoulli") for end in ("", "_")
 )
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 _COLLECTIVES = "plimsoll"
 """The namespace of our stand-ins for collectives; each has an argument ``group``."""
 
@@ -108,10 +109,10 @@ def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if func.namespace == _COLLECTIVES:
         return _collective_spec(func, args, kwargs, inputs + outputs)
     count = flop_registry.get(func._overloadpacket)
+    is_attention = op_name(func).startswith("_scaled_dot_product")
     if func is torch.ops.aten._grouped_mm.default:
         flops = _grouped_flops(args[0], args[1])
     elif count is not None:
-        is_attention = op_name(func).startswith("_scaled_dot_product")
         flops = int(count(*(_with_equal_heads(args) if is_attention else args), **kwargs, out_val=out))
     else:
         flops = sum(math.prod(tensor.shape) for tensor in outputs)
@@ -122,7 +123,17 @@ def op_spec(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
         flops=flops,
         moved_bytes=moved,
         dtype=dtype_name(floats[0]) if floats else "i64",
+        product=_product(op_name(func), args),
+        is_causal=is_attention and dict(zip(argument_names(func), args, strict=False)).get("is_causal") is True,
     )
+
+
+def _product(name: str, args: tuple[Any, ...]) -> tuple[int, int, int, int] | None:
+    """Batch, rows, columns and inner size of a matrix product."""
+    if name not in _PRODUCTS:
+        return None
+    left, right = (arg for arg in args if isinstance(arg, torch.Tensor)) if name in ("mm", "bmm") else args[1:3]
+    return (math.prod(left.shape[:-2]), left.shape[-2], right.shape[-1], left.shape[-1])
 
 
 def _updated(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
