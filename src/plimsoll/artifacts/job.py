@@ -208,6 +208,7 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
     loss: str = ""
     optimizer_in_backward: bool = False
     tf32: bool = False
+    compile: bool = False
     lora: int = 0
     qlora: int = 0
     lora_on: str = ""
@@ -236,7 +237,7 @@ _VALUES = {
     "lora-on": ("qv", "attention", "all"),
 }
 """Keys that take one of these words."""
-_FLAGS = ("optimizer-in-backward", "tf32")
+_FLAGS = ("optimizer-in-backward", "tf32", "compile")
 """Keys that stand alone."""
 _COUNTS = ("lora", "qlora", "adapters")
 """Keys that take a whole number above 0."""

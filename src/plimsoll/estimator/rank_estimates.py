@@ -32,7 +32,14 @@ from plimsoll.planning.describe import held_bytes
 from plimsoll.planning.simulate import Simulation, choices_of, run_choices
 from plimsoll.planning.solve import Planner, solve
 from plimsoll.planning.step import StepIndex
-from plimsoll.planning.strategies import choose_full, choose_none, codecs_of_strategy, strategy_choices, uses_link
+from plimsoll.planning.strategies import (
+    choose_full,
+    choose_min_cut,
+    choose_none,
+    codecs_of_strategy,
+    strategy_choices,
+    uses_link,
+)
 
 AUTO, NOTHING, EVERYTHING = "auto", "none", "full"
 """Strategies that are known by name here."""
@@ -230,7 +237,8 @@ class StageOfRank:
     @cached_property
     def unmanaged(self) -> Simulation:
         """The step that keeps everything."""
-        return run_choices(self.index, choose_none(self.index, ""))
+        choose = choose_min_cut if self.setting.how.compile else choose_none
+        return run_choices(self.index, choose(self.index, ""))
 
     @cached_property
     def recomputed(self) -> Simulation:

@@ -6,14 +6,19 @@ What a technique changes in a rank's state, gradients and collectives is where t
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 from msgspec.structs import replace
 
 from plimsoll.artifacts.job import Techniques
-from plimsoll.artifacts.trace import OpSpec, Trace
+from plimsoll.artifacts.trace import Category, OpSpec, Trace
 from plimsoll.errors import InvalidOption
+from plimsoll.planning.costing.roofline import FUSED, is_product
 from plimsoll.planning.what_if import HeadAndLoss, find_head, with_chunked_loss
 
-_PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear"])
+_ALONE = re.compile(r"sort|topk|scatter|index_put|nonzero|cumsum|histc|bincount|embedding|_local_scalar")
+"""Ops that a compiler leaves to kernels of their own; products and collectives are others."""
 _PASSES_OF_FUSED_LOSS = 3
 """A fused loss reads the logits for their largest and their sum, reads them again, and writes the gradient."""
 
@@ -30,6 +35,8 @@ def with_techniques(trace: Trace, how: Techniques) -> Trace:
     if how.tf32:
         specs = {key: _in_tf32(spec) for key, spec in trace.specs.items()}
         trace = replace(trace, specs=specs)
+    if how.compile:
+        trace = _with_compiled_blocks(trace)
     if how.loss in ("chunked", "fused", "fused-linear"):
         head = find_head(trace)
         if head is None:
@@ -47,7 +54,11 @@ def with_techniques(trace: Trace, how: Techniques) -> Trace:
 
 
 def _in_tf32(spec: OpSpec) -> OpSpec:
-    return replace(spec, dtype="tf32") if spec.dtype == "f32" and spec.name in _PRODUCTS else spec
+    return (
+        replace(spec, dtype="tf32")
+        if spec.dtype == "f32" and is_product(spec.name) and "scaled_dot_product" not in spec.name
+        else spec
+    )
 
 
 def _with_fused_loss(trace: Trace, head: HeadAndLoss, name: str) -> Trace:
@@ -72,3 +83,81 @@ def _with_fused_loss(trace: Trace, head: HeadAndLoss, name: str) -> Trace:
         freed: OpSpec(name="fused_cross_entropy", flops=0, moved_bytes=0, dtype="f32"),
     }
     return replace(trace, storages=tuple(storages), ops=tuple(ops), specs=trace.specs | specs)
+
+
+def _with_compiled_blocks(trace: Trace) -> Trace:
+    """Every block as torch.compile runs it: neighbouring ops that are no products are one kernel.
+
+    What is made and used up within a kernel is never written: its bytes are gone, and one write and one read of it from what
+    the kernel's ops move. Arithmetic stays with the ops. What of forward is saved for backward is the strategy's matter
+    (``min-cut``).
+
+    Source: inductor fuses pointwise ops and reductions over neighbouring reads; that all neighbours fuse is an upper bound,
+    and reductions of different shapes are sometimes kernels of their own.
+    """
+    held = _held_storages(trace)
+    born: dict[int, list[int]] = {}
+    for storage in trace.storages:
+        born.setdefault(storage.born, []).append(storage.id)
+    ops, specs, storages = list(trace.ops), dict(trace.specs), list(trace.storages)
+    for first, end in _kernels(trace):
+        made = (each for tick in range(first, end) for each in born.get(tick, ()))
+        inside = [each for each in made if each not in held and storages[each].dies <= end]
+        moved = sum(trace.specs[ops[tick].cost_key].moved_bytes for tick in range(first, end))
+        kept = max(moved - 2 * sum(storages[each].bytes for each in inside), 0)
+        for each in inside:
+            storages[each] = replace(storages[each], bytes=0)
+        for tick in range(first, end):
+            spec = trace.specs[ops[tick].cost_key]
+            share = spec.moved_bytes * kept // moved if moved else 0
+            key = f"{ops[tick].cost_key}@{share}{'' if tick == first else '+'}"
+            specs[key] = replace(spec, name=spec.name if tick == first else FUSED, moved_bytes=share)
+            ops[tick] = replace(ops[tick], cost_key=key)
+    regions = tuple(
+        replace(
+            call,
+            is_compiled=True,
+            graph=replace(
+                call.graph,
+                ops=tuple(
+                    replace(op, cost_key=ops[op.tick].cost_key if op.tick >= 0 else op.cost_key)
+                    for op in call.graph.ops
+                ),
+            ),
+        )
+        for call in trace.regions
+    )
+    return replace(trace, ops=tuple(ops), specs=specs, storages=tuple(storages), regions=regions)
+
+
+def _held_storages(trace: Trace) -> set[int]:
+    """What blocks save, return or are given, and gradients of parameters."""
+    held = {storage.id for storage in trace.storages if storage.category is Category.GRADIENT}
+    for call in trace.regions:
+        graph = call.graph
+        values = {slot.value for slot in graph.slots if slot.is_managed} | set(graph.outputs)
+        values |= {value.id for value in graph.values if value.producer < 0}
+        held |= {graph.values[value].storage for value in values}
+    return held
+
+
+def _kernels(trace: Trace) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of ticks of one block and phase that run as one kernel; ops alone are none."""
+    first = -1
+    for tick in range(len(trace.ops) + 1):
+        op = trace.ops[tick] if tick < len(trace.ops) else None
+        before = trace.ops[first] if first >= 0 else None
+        if before is not None and (
+            op is None or (op.region, op.phase) != (before.region, before.phase) or not _is_fusible(trace, tick)
+        ):
+            if tick - first > 1:
+                yield first, tick
+            first = -1
+        if first < 0 and op is not None and op.region >= 0 and _is_fusible(trace, tick):
+            first = tick
+
+
+def _is_fusible(trace: Trace, tick: int) -> bool:
+    op = trace.ops[tick]
+    spec = trace.specs[op.cost_key]
+    return not spec.group and not is_product(op.name) and not _ALONE.search(op.name) and "." not in op.name

@@ -20,6 +20,8 @@
 ``selective:core+norm``  RECOMPUTE what either of them does
 ``selective:torchtitan``  torchtitan's own policy: KEEP attention, convolutions, the choice of experts, and of products
                           without bias every second one
+``min-cut``             KEEP what products of backward read, and the fewest bytes from which ops other than products,
+                        reductions and random ones rebuild the rest: what torch.compile's partitioner does by default
 ``int8``, ``int4``, ``fp8``  COMPRESS every saved value that takes this form, masks and integers without loss; KEEP the rest
 ``offload``              OFFLOAD every saved value that may go over the link; KEEP the rest (the last region has nothing
                          to hide transfers behind, so it keeps)
@@ -31,11 +33,14 @@ A value that cannot be rebuilt is kept under every strategy, and so are region i
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.decision import Decision
@@ -43,6 +48,8 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import InvalidStrategy
 from plimsoll.planning.choice import Choice
+from plimsoll.planning.costing.roofline import is_product
+from plimsoll.planning.cut import Network, Offers, Prices, solve_cuts
 from plimsoll.planning.decisions import write_plan
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import RegionView, StepIndex
@@ -52,6 +59,7 @@ _MODULES = {
     "mlp": re.compile(r"mlp|ffn|feed_?forward|\bff\b|fc\d|experts", re.IGNORECASE),
     "norm": re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)|(?:^|[._])bn(?:[._\d]|$)", re.IGNORECASE),
 }
+_REDUCTION = re.compile(r"^(mean|sum|amax|amin|var|var_mean|std|norm|_softmax|max|min|logsumexp|prod|any|all)$")
 TORCHTITAN = "torchtitan"
 _SAVED_BY_TORCHTITAN = ("mm/2", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "sdpa", "topk", "max")
 """Ops that its ``SelectiveAC`` saves, of products without bias every second one (seen in torchtitan 0.3)."""
@@ -119,6 +127,35 @@ def choose_selective(index: StepIndex, argument: str) -> tuple[Choice, ...]:
                 next=f"closest: {', '.join(close)}" if close else "use none or auto",
             )
     return tuple(Choice(_kept_outputs(view, names) | view.nothing) for view in index.views)
+
+
+def choose_min_cut(index: StepIndex, _argument: str) -> tuple[Choice, ...]:
+    """The fewest bytes from which cheap ops alone rebuild the rest."""
+    found: dict[str, Choice] = {}
+    for view in index.views:
+        kind = view.call.kind
+        if kind not in found or not found[kind].kept <= view.everything:
+            found[kind] = _fewest_bytes(view)
+    return tuple(found[view.call.kind] for view in index.views)
+
+
+def _fewest_bytes(view: RegionView) -> Choice:
+    """One cut at a price of a second per byte, at which an op that may run again costs next to nothing."""
+    graph = view.graph
+    costs = [
+        math.inf if is_product(op.name) or _REDUCTION.search(op.name) or op.is_random else 1e-3 for op in graph.ops
+    ]
+    held = {value: float(graph.values[value].bytes) for value in (*view.decided, *view.copied)}
+    ticks = [op.tick for op in graph.ops]
+    read_by_products = set()
+    for slot in graph.slots:  # what a product of backward reads has to be whole then, so nothing is won
+        saver = graph.ops[min(bisect.bisect_left(ticks, slot.packed), len(ticks) - 1)]
+        if slot.value in view.decided and is_product(saver.name) and slot.value in saver.reads:
+            read_by_products.add(slot.value)
+            held[slot.value] = 0.0
+    offers = Offers(view, Prices(held_bytes=held, op_seconds=tuple(costs)))
+    [[cut]] = solve_cuts(Network(view), [(offers, np.array([1.0]))])
+    return Choice(cut.kept | view.nothing | read_by_products)
 
 
 def choose_form(index: StepIndex, name: str) -> tuple[Choice, ...]:
@@ -193,6 +230,7 @@ STRATEGIES: dict[str, Callable[[StepIndex, str], tuple[Choice, ...]]] = {
     "input-only": choose_full,
     "int4": lambda index, _: choose_form(index, "int4"),
     "int8": lambda index, _: choose_form(index, "int8"),
+    "min-cut": choose_min_cut,
     "none": choose_none,
     "nth": choose_nth,
     "offload": lambda index, _: choose_form(index, "offload"),
@@ -241,7 +279,7 @@ def check_strategy(strategy: str) -> None:
         return
     name, colon, argument = strategy.partition(":")
     if name not in STRATEGIES or bool(colon) != (name in _WITH_ARGUMENT):
-        known = ["auto", "every:2", "first:2", "fp8", "full", "hybrid:10,6", "input-only", "int4", "int8", "none",
+        known = ["auto", "every:2", "first:2", "fp8", "full", "hybrid:10,6", "input-only", "int4", "int8", "min-cut", "none",
                  "nth:2", "offload",
                  "selective:attention", "selective:core", "selective:mlp", "selective:norm", "selective:mm,sdpa",
                  "selective:torchtitan",

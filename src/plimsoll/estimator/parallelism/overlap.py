@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from plimsoll.artifacts.costs import Costs
 from plimsoll.artifacts.trace import Category, Phase, Trace
 from plimsoll.estimator.parallelism.editing import BESIDE
-from plimsoll.planning.costing.roofline import HOST_COPY
+from plimsoll.planning.costing.roofline import HOST_COPY, is_product
 
 _COPY_OUT = "split_with_sizes_copy"
 _COPY_IN = "chunk_cat"
@@ -184,7 +184,7 @@ def measure_rank(trace: Trace, costs: Costs) -> RankSeconds:
         if spec is not None:
             communication += op_seconds if spec.group else 0.0
             flops += 0 if spec.group else spec.flops
-            products += op_seconds if spec.flops and not spec.group else 0.0
+            products += op_seconds if is_product(spec.name) else 0.0
     return RankSeconds(
         forward_seconds=seconds[Phase.FORWARD],
         backward_seconds=seconds[Phase.BACKWARD],

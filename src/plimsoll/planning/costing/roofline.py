@@ -21,6 +21,9 @@ from plimsoll.errors import InvalidLayout
 from plimsoll.planning.costing.devices import Device
 from plimsoll.planning.costing.links import Collective, collective_seconds, group_of
 
+_PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear"])
+FUSED = "fused_with_the_op_before"
+"""What runs in the kernel of the op before it, and is not launched."""
 HOST, HOST_COPY, HOST_STEP = "host", "host_copy", "host_step"
 """The group of ops that need the host, and the two of them."""
 HOST_LINK_SHARE = 0.8
@@ -49,12 +52,22 @@ def peak_flops_per_second(spec: OpSpec, device: Device) -> float:
     return device.flops_per_second("tf32" if is_tf32 else spec.dtype)
 
 
+def is_product(name: str) -> bool:
+    """Whether an op is a matrix product, a convolution or attention: what no compiler fuses with its neighbours.
+
+    Example:
+        >>> is_product("addmm"), is_product("_scaled_dot_product_flash_attention_backward"), is_product("mul")
+        (True, True, False)
+    """
+    return name in _PRODUCTS or "scaled_dot_product" in name or "convolution" in name
+
+
 def roofline_seconds(spec: OpSpec, device: Device) -> float:
     """Seconds of one op on ``device``."""
     run_flops = spec.flops / 2 if spec.is_causal else spec.flops
     arithmetic = run_flops / (peak_flops_per_second(spec, device) * achieved_share(spec, device))
     movement = spec.moved_bytes / (device.bandwidth_bytes_per_second * device.achieved_bandwidth)
-    return max(arithmetic, movement) + device.launch_seconds
+    return max(arithmetic, movement) + (0.0 if spec.name == FUSED else device.launch_seconds)
 
 
 def achieved_share(spec: OpSpec, device: Device) -> float:
