@@ -187,6 +187,7 @@ def test_nothing_of_torch_is_imported():
         "import sys, jax.numpy as jnp; from plimsoll.integrations import jax as pj;"
         "f = lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2);"
         "w = jnp.ones((4, 4)); p = pj.plan(f, w, jnp.ones((8, 4)), budget='1MiB'); str(p); pj.wrap(f, p)(w, w);"
+        "str(pj.estimate(f, w, w)); str(pj.compare(f, w, w, ways={'plan': pj.wrap(f, p)}));"
         "assert not [m for m in sys.modules if m.split('.')[0] == 'torch']"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -207,3 +208,60 @@ def test_modules_of_equinox_and_nnx_are_planned_as_they_are():
     plan = pj.plan(loss, linear, BATCH, budget="1MiB", device=DEVICE)
     wanted, found = (nnx.value_and_grad(each)(linear, BATCH) for each in (loss, pj.wrap(loss, plan)))
     assert jnp.allclose(wanted[0], found[0], rtol=1e-6)
+
+
+def test_what_a_plan_offloads_goes_to_the_hosts_memory_in_the_jaxpr():
+    """XLA for CPUs holds it all the same; the decision, its way into the policy and the gradients are tested."""
+    plan = pj.plan(scanned, parameters(), BATCH, budget=None, device=DEVICE, offload=("*tanh", "*dot_general"))
+    managed = pj.wrap(scanned, plan)
+    decisions = [each for region in plan.regions for each in region.decisions]
+    assert {each.decision for each in decisions if each.value.endswith(("tanh", "dot_general"))} == {Decision.OFFLOAD}
+    assert plan.link == "host"
+    assert plan.offloaded_bytes > 0
+    text = str(jax.make_jaxpr(jax.grad(managed))(parameters(), BATCH))
+    assert "host" in text.lower()
+    assert "host" not in str(jax.make_jaxpr(jax.grad(scanned))(parameters(), BATCH)).lower()
+    assert_equal_gradients(scanned, managed, parameters(), BATCH)
+
+
+def test_an_estimate_counts_arguments_and_the_optimizers_state_exactly_and_plans_within_a_budget(unmanaged_bytes: int):
+    optax = pytest.importorskip("optax", reason="optax is no dependency")
+    whole = pj.estimate(scanned, parameters(), BATCH, device=DEVICE, optimizer=optax.adam(1e-3))
+    weights = sum(each.nbytes for each in parameters().values())
+    items = {item.name: item.bytes for item in whole.stages[0].items}
+    assert items["parameters"] == items["gradients"] == weights
+    assert items["optimizer state"] == 2 * weights + 4  # Adam's count of steps
+    assert items["batch"] == BATCH.nbytes
+    assert items["temporaries"] == unmanaged_bytes
+    limit = whole.stages[0].allocated_bytes // 2
+    planned = pj.estimate(scanned, parameters(), BATCH, device=DEVICE, optimizer=optax.adam(1e-3), budget=limit)
+    assert planned.stages[0].allocated_bytes <= limit
+    assert "scanned" in str(planned)
+    with pytest.raises(BudgetBelowFloor, match="what no plan changes"):
+        pj.estimate(scanned, parameters(), BATCH, device=DEVICE, budget=weights)
+
+
+def test_fit_finds_a_larger_batch_with_a_plan_than_without():
+    def args_of(rows: int) -> tuple[Any, Any]:
+        return parameters(), jax.ShapeDtypeStruct((64 * rows, WIDTH), "float32")
+
+    found = pj.fit(scanned, args_of, "1400KiB", device=DEVICE, most_batch=8)
+    assert found.best_point is not None
+    assert found.plan is not None
+    assert found.best_point.predicted_peak_bytes <= found.budget_bytes < found.best_point.unmanaged_peak_bytes
+    assert [point.micro_batch for point in found.points] == sorted(point.micro_batch for point in found.points)
+    assert str(found)
+
+
+def test_compare_measures_plans_and_policies_beside_the_function(third: Plan, unmanaged_bytes: int):
+    def wrong(params: dict[str, Any], x: jax.Array) -> jax.Array:
+        return 2 * scanned(params, x)
+
+    ways = {"plan": pj.wrap(scanned, third), "checkpoint": jax.checkpoint(scanned), "another": wrong}
+    found = pj.compare(scanned, parameters(), BATCH, ways=ways, steps=2)
+    rows = {row.strategy: row for row in found.rows}
+    assert found.baseline_peak_bytes == unmanaged_bytes
+    assert rows["plan"].measured_peak_bytes == third.predicted_peak_bytes
+    assert not rows["plan"].is_wrong
+    assert not rows["checkpoint"].is_wrong
+    assert rows["another"].is_wrong

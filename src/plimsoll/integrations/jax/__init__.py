@@ -19,68 +19,18 @@ of a scan.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from plimsoll.artifacts.plan import Plan
-from plimsoll.errors import InvalidOption, PlanMismatch
+from plimsoll.errors import PlanMismatch
 from plimsoll.integrations.jax.call import JaxCall, compiler_options
-from plimsoll.integrations.jax.seconds import Clock, RooflineClock, key_of_shapes, timed_clock
-from plimsoll.integrations.jax.trace import trace_step
-from plimsoll.integrations.search import PlanMeter, PlanSearch
-from plimsoll.planning.costing.devices import find_device
-from plimsoll.units import parse_bytes
+from plimsoll.integrations.jax.comparing import compare
+from plimsoll.integrations.jax.estimates import estimate
+from plimsoll.integrations.jax.fitting import fit
+from plimsoll.integrations.jax.planning import FRAMEWORK, plan
 
-FRAMEWORK = "jax"
-
-__all__ = ["compiler_options", "plan", "temporary_bytes", "wrap"]
-
-
-def plan(
-    function: Callable[..., Any],
-    *args: Any,
-    budget: str | int | None,
-    argnums: int | Sequence[int] = 0,
-    device: str | None = None,
-) -> Plan:
-    """Decide which values of a function are held for its gradient.
-
-    Args:
-        function: returns a scalar, or anything that ``jax.vjp`` takes; traced, never run.
-        args: its arguments, or ``jax.ShapeDtypeStruct`` in their place. Leaves that are no arrays are held fixed.
-        budget: bytes of XLA's temporary memory for the gradient, such as ``"8GiB"``; ``None`` for the fastest plan.
-        argnums: the arguments of which gradients are taken.
-        device: a name of the catalogue, whose roofline says what operations take; by default they are timed here.
-
-    Returns:
-        A plan for ``wrap``. ``predicted_peak_bytes`` is what XLA reported for the compiled gradient.
-
-    Raises:
-        BudgetBelowFloor: no plan that was compiled stays within the budget; the error names the smallest.
-        InvalidOption: nothing of the arguments can be differentiated.
-
-    Example:
-        >>> plan = pj.plan(loss, params, batch, budget="8GiB")  # doctest: +SKIP
-        >>> step = jax.jit(jax.value_and_grad(pj.wrap(loss, plan)))  # doctest: +SKIP
-    """
-    started = time.monotonic()
-    call = JaxCall(function, args, {}, argnums)
-    if not any(call.active):
-        raise InvalidOption(
-            "No argument of this function has a gradient.",
-            why=f"argnums={argnums} names no array of floats",
-            next="name the argument that holds the parameters with argnums=",
-        )
-    clock: Clock = timed_clock() if device is None else RooflineClock(find_device(device))
-    step = trace_step(call.program, call.regions, clock, model=_name_of(function), signature=key_of_shapes(call.arrays))
-    search = PlanSearch(
-        step, PlanMeter(framework=FRAMEWORK, name="XLA", measure=call.taken, unmanaged_bytes=call.unmanaged_bytes)
-    )
-    found = search.run(None if budget is None else parse_bytes(budget))
-    return msgspec.structs.replace(found, solve_seconds=time.monotonic() - started)
+__all__ = ["compare", "compiler_options", "estimate", "fit", "plan", "temporary_bytes", "wrap"]
 
 
 def wrap(function: Callable[..., Any], plan: Plan, *, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
@@ -129,7 +79,3 @@ def temporary_bytes(function: Callable[..., Any], *args: Any, argnums: int | Seq
     """
     call = JaxCall(function, args, {}, argnums, is_read=False)
     return call.measure(call.flat)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))

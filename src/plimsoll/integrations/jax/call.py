@@ -17,6 +17,9 @@ from plimsoll.integrations.jax.program import ArrayProgram, is_float, take, trac
 from plimsoll.integrations.jax.regions import Region, find_regions
 from plimsoll.integrations.jax.trace import fingerprint, value_name
 
+PINNED = "pinned_host"
+"""Memory of the host that a device reads by itself, as jax calls it."""
+
 
 def compiler_options() -> dict[str, str | int]:
     """What ``jax.jit(..., compiler_options=...)`` needs for a plan to hold in code without loops.
@@ -103,11 +106,25 @@ class JaxCall:
 
     def measure(self, flat: Callable[..., Any]) -> int:
         """Temporary bytes of the gradient of a function of the arrays."""
-        active = [at for at, is_active in enumerate(self.active) if is_active]
-        rest = [at for at, is_active in enumerate(self.active) if not is_active]
+        # Buffers are assigned before LLVM begins, which takes half of the time on a CPU and is not needed here.
+        quickly = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+        compiled = self._lowered(flat).compile(compiler_options=compiler_options() | quickly)
+        return int(compiled.memory_analysis().temp_size_in_bytes)
+
+    def compiled(self) -> Any:
+        """The gradient, to be called with what ``split`` returns."""
+        return self._lowered(self.flat).compile(compiler_options=compiler_options())
+
+    def split(self) -> tuple[list[Any], list[Any]]:
+        """The arrays of which gradients are taken, and the others."""
+        pairs = list(zip(self.arrays, self.active, strict=True))
+        return [each for each, is_active in pairs if is_active], [each for each, is_active in pairs if not is_active]
+
+    def _lowered(self, flat: Callable[..., Any]) -> Any:
+        order = sorted(range(len(self.arrays)), key=lambda at: not self.active[at])
 
         def loss(chosen: Sequence[Any], others: Sequence[Any]) -> Any:
-            arrays = dict(zip((*active, *rest), (*chosen, *others), strict=True))
+            arrays = dict(zip(order, (*chosen, *others), strict=True))
             result = flat(*(arrays[at] for at in range(len(arrays))))
             return jax.tree.leaves(result)[0], result
 
@@ -115,19 +132,21 @@ class JaxCall:
             first, pull, result = jax.vjp(lambda given: loss(given, others), chosen, has_aux=True)
             return result, pull(jax.numpy.ones_like(first))
 
-        lowered = jax.jit(gradient).lower([self.arrays[at] for at in active], [self.arrays[at] for at in rest])
-        # Buffers are assigned before LLVM begins, which takes half of the time on a CPU and is not needed here.
-        quickly = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
-        compiled = lowered.compile(compiler_options=compiler_options() | quickly)
-        return int(compiled.memory_analysis().temp_size_in_bytes)
+        return jax.jit(gradient).lower(*self.split())
 
 
 def _run_region(program: ArrayProgram, region: Region, plan: RegionPlan, held: dict[int, Any]) -> None:
     """Run one region under ``jax.checkpoint``, and save what the plan keeps."""
-    kept = {each.value for each in plan.decisions if each.decision is Decision.KEEP}
+    decided = {each.value: each.decision for each in plan.decisions if each.decision is not Decision.RECOMPUTE}
     values = [value for node in region.part.nodes for value in node.writes]
-    names = {value: f"{region.name}:{value}" for value in values if value_name(region, value) in kept}
-    policy = jax.checkpoint_policies.save_only_these_names(*names.values())
+    names = {value: f"{region.name}:{value}" for value in values if value_name(region, value) in decided}
+    away = [name for value, name in names.items() if decided[value_name(region, value)] is Decision.OFFLOAD]
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[name for name in names.values() if name not in away],
+        names_which_can_be_offloaded=away,
+        offload_src="device",
+        offload_dst=PINNED,
+    )
 
     def part(*inputs: Any) -> list[Any]:
         return evaluate(region.part, inputs, naming(names))

@@ -1,0 +1,117 @@
+"""Plans which values of a JAX function are held for its gradient: ``plan``, and what estimates need of it."""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from plimsoll.artifacts.decision import Decision
+from plimsoll.artifacts.plan import Plan, RegionPlan
+from plimsoll.errors import InvalidOption
+from plimsoll.integrations.jax.call import PINNED, JaxCall
+from plimsoll.integrations.jax.seconds import Clock, RooflineClock, key_of_shapes, timed_clock
+from plimsoll.integrations.jax.trace import trace_step
+from plimsoll.integrations.search import PlanMeter, PlanSearch
+from plimsoll.planning.costing.devices import find_device
+from plimsoll.units import parse_bytes
+
+FRAMEWORK = "jax"
+
+
+def plan(
+    function: Callable[..., Any],
+    *args: Any,
+    budget: str | int | None,
+    argnums: int | Sequence[int] = 0,
+    device: str | None = None,
+    offload: Sequence[str] = (),
+) -> Plan:
+    """Decide which values of a function are held for its gradient.
+
+    Args:
+        function: returns a scalar, or anything that ``jax.vjp`` takes; traced, never run.
+        args: its arguments, or ``jax.ShapeDtypeStruct`` in their place. Leaves that are no arrays are held fixed.
+        budget: bytes of XLA's temporary memory for the gradient, such as ``"8GiB"``; ``None`` for the fastest plan.
+        argnums: the arguments of which gradients are taken.
+        device: a name of the catalogue, whose roofline says what operations take; by default they are timed here.
+        offload: patterns of values, as plans name them (``"*dot_general"``), that go to the host's pinned memory where the
+            plan would hold them. XLA says what that gives; the model of time does not know the link.
+
+    Returns:
+        A plan for ``wrap``. ``predicted_peak_bytes`` is what XLA reported for the compiled gradient.
+
+    Raises:
+        BudgetBelowFloor: no plan that was compiled stays within the budget; the error names the smallest.
+        InvalidOption: nothing of the arguments can be differentiated.
+
+    Example:
+        >>> plan = pj.plan(loss, params, batch, budget="8GiB")  # doctest: +SKIP
+        >>> step = jax.jit(jax.value_and_grad(pj.wrap(loss, plan)))  # doctest: +SKIP
+    """
+    started = time.monotonic()
+    searched = Searched(function, args, argnums, device, offload)
+    found = searched.plan(None if budget is None else parse_bytes(budget))
+    return msgspec.structs.replace(found, solve_seconds=time.monotonic() - started)
+
+
+class Searched:
+    """A function with its arguments, its step, and the plans that were compiled for it."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        argnums: int | Sequence[int],
+        device: str | None,
+        offload: Sequence[str] = (),
+    ) -> None:
+        self.call = JaxCall(function, args, {}, argnums)
+        if not any(self.call.active):
+            raise InvalidOption(
+                "No argument of this function has a gradient.",
+                why=f"argnums={argnums} names no array of floats",
+                next="name the argument that holds the parameters with argnums=",
+            )
+        self.clock: Clock = timed_clock() if device is None else RooflineClock(find_device(device))
+        self._offload = offload
+        self.name = str(getattr(function, "__name__", type(function).__name__))
+        self.signature = key_of_shapes(self.call.arrays)
+        self.step = trace_step(
+            self.call.program, self.call.regions, self.clock, model=self.name, signature=self.signature
+        )
+        meter = PlanMeter(
+            framework=FRAMEWORK, name="XLA", measure=self._taken, unmanaged_bytes=self.call.unmanaged_bytes
+        )
+        self.search = PlanSearch(self.step, meter)
+
+    def plan(self, budget_bytes: int | None) -> Plan:
+        """The fastest plan within the budget."""
+        found = self.search.run(budget_bytes)
+        regions = self._moved(found.regions)
+        away = [each.bytes for region in regions for each in region.decisions if each.decision is Decision.OFFLOAD]
+        link = "host" if away else ""
+        return msgspec.structs.replace(found, regions=regions, link=link, offloaded_bytes=sum(away))
+
+    def _taken(self, plans: Sequence[RegionPlan]) -> int:
+        return self.call.taken(self._moved(plans))
+
+    def _moved(self, plans: Sequence[RegionPlan]) -> tuple[RegionPlan, ...]:
+        """The same plans, with what matches the patterns offloaded where it would be held."""
+        if not self._offload:
+            return tuple(plans)
+        return tuple(
+            msgspec.structs.replace(
+                region,
+                decisions=tuple(
+                    msgspec.structs.replace(each, decision=Decision.OFFLOAD, form=PINNED)
+                    if each.decision is Decision.KEEP and any(fnmatch.fnmatch(each.value, p) for p in self._offload)
+                    else each
+                    for each in region.decisions
+                ),
+            )
+            for region in plans
+        )
