@@ -16,7 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import plimsoll
 from plimsoll.errors import BudgetBelowFloor, InvalidBudget, InvalidLoss, InvalidModel, InvalidRegions
-from plimsoll.units import MIB
+from plimsoll.units import MIB, parse_bytes
 from steps import Stack, mean_square
 from unchanged import unchanged
 
@@ -89,6 +89,27 @@ def test_losses_gradients_and_weights_are_those_of_the_unmanaged_training(is_kno
         assert not attachment.is_calibrating
         assert dropped(attachment)
     assert_same(expected, found)
+
+
+def test_a_budget_that_gradients_of_earlier_micro_batches_leave_room_in_takes_a_plan_for_them():
+    """Below the second figure of a refusal, which is what the plan for a step without them takes beside them."""
+
+    def trained(budget: int | str) -> int:
+        torch.manual_seed(0)
+        model = Stack(6, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with plimsoll.attach(model, budget) as attachment:
+            for number in range(6):
+                mean_square(model(torch.randn(32, 64))).backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return attachment.peak_bytes
+
+    with pytest.raises(BudgetBelowFloor) as refused:
+        trained("1KiB")
+    budget_bytes = sum(map(parse_bytes, re.findall(r'budget="([^"]+)"', refused.value.next))) // 2
+    assert 0 < trained(budget_bytes) <= budget_bytes
 
 
 @pytest.mark.parametrize("is_frozen_late", [False, True])

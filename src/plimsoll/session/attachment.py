@@ -216,7 +216,17 @@ class Attachment(AttachedBudget):
             self._stay(situation)
         if all(each.is_measured for each in told) or (self._tries == _MOST_TRIES and self._steps.is_between_steps):
             has_trial = not can_follow or all(each.is_same for each in told)
-            self._settle(self._task(args, kwargs) if has_trial else None, max(each.in_flight for each in told))
+            joins = situation.accumulates and not self._accumulated
+            try:
+                self._settle(self._task(args, kwargs) if has_trial else None, max(each.in_flight for each in told))
+            except BudgetBelowFloor:
+                if not joins:
+                    raise
+            if joins and self.is_calibrating:
+                # It was planned for gradients that come up on the way. They are there from the start, so other moments are the
+                # peak, and another plan takes least.
+                self._begin(args, kwargs, situation)
+                return
         if self.is_calibrating:
             self._measure(args, kwargs)
 
