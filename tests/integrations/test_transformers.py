@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from unittest import mock
 
@@ -144,11 +145,24 @@ def test_a_model_that_has_a_budget_already_is_refused(tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize(("oldest", "newest", "word"), [("99.0", "99.1", "older"), ("0.1", "1.0", "newer")])
-def test_a_version_that_was_not_tried_is_refused_with_those_that_were(oldest, newest, word):
-    with pytest.raises(UnsupportedFramework, match=word) as caught:
-        Framework("transformers", oldest, newest).check()
-    assert f"{oldest} to {newest}" in caught.value.why
+VERSIONS = {
+    "5.23.0": True,
+    "5.30.0.dev0": True,
+    "4.55.4": False,
+    "6.0.0rc1": False,
+    "0.20.0": False,
+}
+
+
+@pytest.mark.parametrize(("found", "is_accepted"), VERSIONS.items(), ids=VERSIONS)
+def test_a_version_that_was_not_tried_is_refused_with_those_that_were(found, is_accepted):
+    tried = Framework("transformers", "4.56", "5.23") if found[0] != "0" else Framework("axolotl", "0.19", "0.19")
+    with (
+        mock.patch("importlib.metadata.version", return_value=found),
+        contextlib.nullcontext() if is_accepted else pytest.raises(UnsupportedFramework, match=found) as caught,
+    ):
+        tried.check()
+    assert is_accepted or f"tried with {tried.name} {tried.oldest} to {tried.newest}" in caught.value.why
 
 
 def test_an_option_that_attach_does_not_know_is_refused_at_once():

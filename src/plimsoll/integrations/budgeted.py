@@ -50,13 +50,13 @@ class Framework:
     newest: str
 
     def check(self) -> None:
-        """Refuse a version that is older than the ones tried, or of a later major release.
+        """Refuse a version that is older than the ones tried, or of a later major release (minor, before 1.0).
 
         Raises:
             UnsupportedFramework: it is.
         """
         found = metadata.version(self.name)
-        is_newer = int(found.partition(".")[0]) > int(self.newest.partition(".")[0])
+        is_newer = _line(found) > _line(self.newest)
         if not is_newer and TorchVersion(found) >= self.oldest:
             return
         raise UnsupportedFramework(
@@ -64,6 +64,12 @@ class Framework:
             why=f"it reaches into the framework's training loop; tried with {self.name} {self.oldest} to {self.newest}",
             next=f"install one of those, or call plimsoll.attach(model, budget) before the training loop of {self.name}",
         )
+
+
+def _line(version: str) -> tuple[int, int]:
+    """The releases that keep to one interface: all of a major version, of a minor one before 1.0."""
+    major, minor = version.split(".")[:2]
+    return int(major), 0 if int(major) else int(minor)
 
 
 class BudgetedTraining:
