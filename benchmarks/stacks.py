@@ -29,18 +29,22 @@ import transformers
 from benchmarks.machine import device_name, page_head, versions
 from benchmarks.page import format_table
 from benchmarks.stack_runs import Ended, metered, timed_in_turns
-from benchmarks.stack_setups import accelerate, hugging_face, lightning, loops
+from benchmarks.stack_setups import accelerate, hugging_face, lightning, loops, torchtitan
 from benchmarks.stack_setups.set_up import Arm, SetUp
 from plimsoll.units import MIB
 
-SET_UPS: tuple[SetUp, ...] = (*hugging_face.SET_UPS, *lightning.SET_UPS, *accelerate.SET_UPS, *loops.SET_UPS)
+SET_UPS: tuple[SetUp, ...] = (
+    *hugging_face.SET_UPS,
+    *lightning.SET_UPS,
+    *accelerate.SET_UPS,
+    *torchtitan.SET_UPS,
+    *loops.SET_UPS,
+)
 """A framework's rows come from its file in ``stack_setups``."""
 _HEAD = (
     "stack", "model", "precision", "accumulation", "shapes", "without MiB", "own switch MiB", "budget MiB", "highest step MiB",
     "steps over", "bits equal", "own switch ×", "ours ×", "ours / own switch", "quartiles", "load",
 )  # fmt: skip
-_TAUGHT = 5
-"""Steps in which plans are made and regions are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +93,7 @@ def measure(set_up: SetUp, *, metered_steps: int, rounds: int) -> Row:
     without, own = (_sound(metered(set_up, Arm(own_switch=switch), metered_steps)) for switch in (False, True))
     ours, budget_bytes = _kept(set_up, _peak(own), metered_steps)
     arms = (Arm(), Arm(own_switch=True), Arm(budget=budget_bytes))
-    seconds = timed_in_turns(set_up, arms, taught=_TAUGHT, rounds=rounds)
+    seconds = timed_in_turns(set_up, arms, taught=set_up.taught, rounds=rounds)
     return Row(
         names=_names(set_up),
         without_bytes=_peak(without),

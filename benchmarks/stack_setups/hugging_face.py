@@ -264,6 +264,8 @@ def _set_up(stack: str, of: str, shapes: str, make: Callable[..., Any], ranks: i
 _WIDE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6}
 _ALL_LENGTHS = {"lengths": (24, 40, 64), "train_sampling_strategy": "group_by_length"}
 _ACCUMULATING = {"gradient_accumulation_steps": 2}
+_EVERY_SECOND = {"activation_checkpointing_kwargs": {"every_n_layers": 2}}
+_DEEP = functools.partial(llama, num_hidden_layers=6)
 
 
 def _zoo_model(name: str, **changes: Any) -> Callable[[], nn.Module]:
@@ -293,7 +295,11 @@ SET_UPS = (
     _set_up("TRL SFT", "Llama", "padded", sft_trainer),
     _set_up("TRL GRPO", "Llama", "generated", grpo_trainer, bf16=True, **_ACCUMULATING),
     _set_up("Trainer", "Llama, wide", "8 x 64", plain_trainer, model=functools.partial(llama, **_WIDE)),
+    _set_up("Trainer", "Llama, every 2nd layer", "8 x 64", plain_trainer, model=_DEEP, **_EVERY_SECOND),
+    _set_up("Trainer", "T5", "8 x 64", plain_trainer, model=_zoo_model("t5", num_layers=3, num_decoder_layers=3)),
     _set_up("Trainer DDP", "Llama", "8 x 64", plain_trainer, 2),
+    _set_up("TRL SFT DDP", "Llama + LoRA", "packed", sft_trainer, 2, peft={}, packing=True),
+    _set_up("TRL DPO DDP", "Llama + LoRA", "padded", dpo_trainer, 2, peft={}),
     _set_up(
         "Trainer DDP",
         "GPT-2",

@@ -137,6 +137,8 @@ def train_with_fabric(
     given = batches(**(of or {}))[: steps * accumulation]
     with _quiet(watch):
         fabric = lightning.Fabric(accelerator="cpu", callbacks=own, **{"devices": 1, **changes})
+        if fabric.world_size > 1:
+            fabric.launch()
         torch.manual_seed(0)
         made: Any = model()
         if arm.own_switch:
@@ -204,4 +206,10 @@ SET_UPS = (
     _set_up("Lightning DDP", "Llama", "8 x 64", train, 2, devices=2, strategy="ddp"),
     _set_up("Lightning FSDP2", "Llama", "8 x 64", train_sharded, 2),
     _set_up("Lightning FSDP2", "Llama", "8 x 64", train_sharded, 2, accumulate_grad_batches=2),
+    _set_up("Lightning FSDP2", "Llama", "8 x 64", train_sharded, 2, **_MIXED),
+    _set_up("Lightning DDP", "GPT-2", "8 x 64", train, 2, model=GPT2, devices=2, strategy="ddp", **_MIXED),
+    _set_up("Fabric DDP", "Llama", "8 x 64", train_with_fabric, 2, devices=2, strategy="ddp"),
+    _set_up(
+        "Fabric DDP", "GPT-2", "8 x 64", train_with_fabric, 2, model=GPT2, devices=2, strategy="ddp", accumulation=2
+    ),
 )

@@ -279,13 +279,15 @@ def _set_up(stack: str, requires: str, of_model: str, shapes: str, task: Task, *
         accumulation=changes.get("accumulation", 1),
         shapes=shapes,
         requires=requires,
+        taught=changes.pop("taught", 5),
         train=functools.partial(train, task=task, **changes),
     )
 
 
 _TIMM = functools.partial(_set_up, "timm", "timm")
 _DIFFUSERS = functools.partial(_set_up, "diffusers", "diffusers")
-_PYG = functools.partial(_set_up, "PyG", "torch_geometric")
+_PYG = functools.partial(_set_up, "PyG", "torch_geometric", taught=40)
+_DETECTION = functools.partial(_set_up, "torchvision", "torchvision", taught=20)
 _SMALL = "8 x 96²"
 SET_UPS = (
     _TIMM("EfficientNet-B0", _SMALL, EFFICIENTNET),
@@ -298,6 +300,6 @@ SET_UPS = (
     _DIFFUSERS("DiT", "8 x 16²", dit()),
     _PYG("DeeperGCN", "300 to 400 nodes", graph_task(300, 2100)),
     _PYG("DeeperGCN", "1500 to 2000 nodes", graph_task(1500, 12000)),
-    _set_up("torchvision", "torchvision", "SSDlite", "ragged", detection_task("SSDlite")),
-    _set_up("torchvision", "torchvision", "Faster R-CNN", "ragged", detection_task("Faster R-CNN")),
+    _DETECTION("SSDlite", "ragged", detection_task("SSDlite")),
+    _DETECTION("Faster R-CNN", "ragged", detection_task("Faster R-CNN")),
 )

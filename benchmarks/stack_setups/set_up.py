@@ -85,6 +85,8 @@ class SetUp:
     requires: str = ""
     """A package that has to be there, besides those that tests need."""
     ranks: int = 1
+    taught: int = 5
+    """Steps in which plans are made and regions are recorded, before any is timed; more where batches change their shapes."""
     train: Callable[[Watch, Arm, int], Any]
 
     @property
