@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import ensurepip, venv, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PYTEST_ARGS ?=
 
-.PHONY: help install demo test lint format types unit golden docs wheel bench gpu clean
+.PHONY: help install demo test lint format types unit golden docs snippets wheel bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -64,6 +64,10 @@ docs: $(STAMP)  ## build the documentation as a site in build/site, which opens 
 	@echo "build/site/index.html"
 
 # Twice, since two builds of one tree must be the same bytes; then the wheel alone in an environment with nothing else in it.
+# The suite runs what is quick of it. Half an hour on two cores; PAGES="docs/report.md README.md" runs some.
+snippets: $(STAMP)  ## run every command and snippet of the documentation as written
+	OMP_NUM_THREADS=1 $(BIN)/python tests/snippets.py $(PAGES)
+
 wheel: $(STAMP)  ## build wheel and sdist twice, compare them, and install the wheel in a bare environment
 	@rm -rf dist build/again build/bare
 	@for to in dist build/again; do $(BIN)/python -m hatchling build --target wheel --target sdist --directory $$to > /dev/null; done

@@ -13,20 +13,31 @@ import pytest
 import typer.main
 
 import plimsoll.distributed
+import snippets
 from plimsoll.ui.cli.app import app
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+PAGES = list(snippets.PAGES.values())
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
-def test_the_first_snippet_of_the_readme_runs_as_pasted(capsys: pytest.CaptureFixture[str]):
-    pytest.importorskip("transformers")
-    [snippet, *_] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    exec(compile(snippet, "README.md", "exec"), {})
-    shown = capsys.readouterr().out
-    assert "RECOMPUTE" in shown  # its budget drops something
+QUICK = [page for page in snippets.PAGES if snippets.snippets_of(page) and page not in snippets.SLOW]
+
+
+@pytest.mark.parametrize("page", QUICK)
+def test_the_python_of_a_page_runs_as_it_stands(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    if page in snippets.NOT_HERE:
+        pytest.skip(snippets.NOT_HERE[page])
+    for module in ("transformers", "lightning", "trl", "accelerate", "jax", "keras"):
+        if module == "transformers" or module in page:
+            pytest.importorskip(module, reason=f"{module} is an extra, and is not installed")
+    monkeypatch.chdir(tmp_path)
+    snippets.run_snippets(page)
+    if page == "README.md":
+        assert "RECOMPUTE" in capsys.readouterr().out  # its budget drops something
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -43,16 +54,12 @@ def test_every_page_is_in_the_index():
     assert {page for page in pages - listed - {"README.md"} if not page.startswith("design/")} == set()
 
 
-def commands() -> list[str]:
-    """Every command that a page shows, one line each."""
-    blocks = [block for page in PAGES for block in FENCED.findall(page.read_text(encoding="utf-8"))]
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return sorted({line for line in lines if line.startswith("plimsoll ") and "…" not in line})
+COMMANDS = sorted({line for page in snippets.PAGES for line in snippets.commands_of(page)})
 
 
-@pytest.mark.parametrize("line", commands())
+@pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_on_a_page_is_one_that_plimsoll_takes(line: str):
-    name, *typed = shlex.split(line, comments=True)[1:]
+    name, *typed = shlex.split(line.partition("plimsoll ")[2], comments=True)
     found = typer.main.get_command(app).commands[name]
     found.make_context(f"plimsoll {name}", typed)  # raises where an option is unknown or means nothing
 
