@@ -52,9 +52,10 @@ format: $(STAMP)  ## format and fix what can be fixed
 types: $(STAMP)  ## check the types
 	$(BIN)/mypy
 
-# Tests are small: a file per worker on one thread each is faster than workers whose threads wait for each other.
+# Tests are small: a file per worker on one thread each is faster than workers whose threads wait for each other. Files come in
+# the order of tests/conftest.py, the long ones first.
 unit: $(STAMP)  ## run the test suite alone (PYTEST_ARGS="-k budget")
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 golden: $(STAMP)  ## write the expected --help texts anew
 	PLIMSOLL_WRITE_GOLDEN=1 $(BIN)/python -m pytest tests/ui/cli/test_golden_help.py

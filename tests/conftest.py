@@ -10,6 +10,13 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
 
+_LONGEST = frozenset({"test_examples.py", "test_documentation.py", "ranks", "integrations", "session", "contracts"})
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of few tests that take long come first, so that no worker ends with one of them while the others wait."""
+    items.sort(key=lambda item: _LONGEST.isdisjoint(item.path.parts))
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _without_garbage_of_other_modules() -> None:
@@ -20,3 +27,8 @@ def _without_garbage_of_other_modules() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """What was frozen may be let go at the exit: triton's bindings complain about objects that are left."""
+    gc.unfreeze()
