@@ -130,6 +130,16 @@ def notes_about_forms(simulation: Simulation) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def optimizer_floor_error(budget_bytes: int, floor_bytes: int, where: str = "") -> BudgetBelowFloor:
+    """The error for a budget below what the optimizer's step was measured to take; ``where`` names the rank."""
+    return BudgetBelowFloor(
+        f"budget {format_bytes(budget_bytes)} is below what the optimizer's step takes, {format_bytes(floor_bytes)}{where}.",
+        why="parameters, gradients, the optimizer's state and its temporaries are there together in its step, and no "
+        "decision about activations changes that",
+        next=f"{budget_text(floor_bytes)}, or an optimizer with less state, or foreach=False",
+    )
+
+
 def compared(seconds: float, bytes_: int, price: float) -> str:
     """``recompute costs 0.8 µs/MiB, memory is worth 2.1 µs/MiB here``."""
     if not bytes_:

@@ -21,7 +21,7 @@ from plimsoll.artifacts.trace import Trace
 from plimsoll.errors import BudgetBelowFloor, InvalidModel, TracingFailed
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
-from plimsoll.planning.explain import floor_error
+from plimsoll.planning.explain import floor_error, optimizer_floor_error
 from plimsoll.planning.ladder import rungs_of
 from plimsoll.planning.replay_schedule import Unreachable
 from plimsoll.planning.simulate import choices_of, run_choices
@@ -38,7 +38,6 @@ from plimsoll.session.training_step import TrainingStep
 from plimsoll.session.trial import Gradients, Managing, TrialRun, confirmed, run_trial
 from plimsoll.tracing.fsdp2 import holds_gradients_back
 from plimsoll.tracing.trace import trace as trace_step
-from plimsoll.units import budget_text, format_bytes
 
 CLOSE = 0.15
 """A lowest peak that is predicted to be within this share of the budget, or above it, is measured before it is relied on."""
@@ -264,13 +263,7 @@ class StepPlanner:
         """
         assert self.budget_bytes is not None
         if is_optimizer:
-            return BudgetBelowFloor(
-                f"budget {format_bytes(self.budget_bytes)} is below what the optimizer's step takes, "
-                f"{format_bytes(floor_bytes)}.",
-                why="parameters, gradients, the optimizer's state and its temporaries are there together in its step, and no "
-                "decision about activations changes that",
-                next=f"{budget_text(floor_bytes)}, or an optimizer with less state, or foreach=False",
-            )
+            return optimizer_floor_error(self.budget_bytes, floor_bytes)
         has_solved = "_planner" in self.__dict__  # among several ranks one of them does
         return floor_error(
             self.budget_bytes,

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-from torch.utils._pytree import tree_leaves
 
 from plimsoll.artifacts.plan import Plan
 from plimsoll.distributed.pipelines.rank_plans import TIMEOUT_SECONDS, RankPlan, RankPlanner, StageAgreement, Standing
@@ -36,17 +35,19 @@ from plimsoll.distributed.pipelines.schedules import (
 )
 from plimsoll.distributed.pipelines.stage_steps import StageStep, bytes_of, trace_stage
 from plimsoll.engine.apply import Handle, RemovedAtEnd
-from plimsoll.errors import BudgetBelowFloor, InvalidModel, PlimsollError
+from plimsoll.errors import InvalidModel, PlimsollError
 from plimsoll.estimator.pipeline_schedule.orders import most_in_flight
 from plimsoll.estimator.pipeline_schedule.timeline import ActionSeconds
 from plimsoll.estimator.rank_estimates import KnownChoices
+from plimsoll.planning.explain import optimizer_floor_error
 from plimsoll.session.calibration import MeasuredStep, OptimizerWatch
 from plimsoll.session.manage import manage
 from plimsoll.session.options import Budget, as_patterns, check_count
 from plimsoll.session.rendezvous.world import current_world
 from plimsoll.session.task import check_model
 from plimsoll.tracing.meters.memory import storage_bytes
-from plimsoll.units import budget_text, format_bytes
+from plimsoll.tracing.recorder.calling import output_tensors
+from plimsoll.units import format_bytes
 
 _MOST_STEPS = 5
 """So many steps calibrate at most; what exceeds the budget even then stays, with a warning."""
@@ -85,7 +86,8 @@ class ScheduleAttachment(RemovedAtEnd):
         self._seconds: dict[int, ActionSeconds] = {}
         self._excess_bytes = 0
         self._steps_run = 0
-        self._is_calibrating = True
+        self.is_calibrating = True
+        """Whether steps are still measured, and plans may change."""
         self._is_tracing = False
         self._measuring: MeasuredStep | None = None
         self._measured: MeasuredStep | None = None
@@ -103,11 +105,6 @@ class ScheduleAttachment(RemovedAtEnd):
         ]
 
     @property
-    def is_calibrating(self) -> bool:
-        """Whether steps are still measured, and plans may change."""
-        return self._is_calibrating
-
-    @property
     def report(self) -> ScheduleReport:
         """What this rank's stages do under their plans, predicted beside measured. ``str`` shows it."""
         made = self._made
@@ -119,7 +116,7 @@ class ScheduleAttachment(RemovedAtEnd):
             moment="no step yet" if made is None else made.peak.moment,
             measured_peak_bytes=self.measured_peak_bytes,
             excess_bytes=self._excess_bytes,
-            is_calibrating=self._is_calibrating,
+            is_calibrating=self.is_calibrating,
             stages=tuple(
                 StageReport(index, plan.in_flight, len(plan.regions), self._seconds[index].recompute_seconds)
                 for index, plan in sorted(self.plans.items())
@@ -137,7 +134,7 @@ class ScheduleAttachment(RemovedAtEnd):
         for handle in self._handles.values():
             handle.remove()
         self._handles = {}
-        self._is_calibrating = False
+        self.is_calibrating = False
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of ``schedule.step``."""
@@ -146,9 +143,9 @@ class ScheduleAttachment(RemovedAtEnd):
             return original(*args, **kwargs)
         self._arguments, self._call = args, kwargs
         try:
-            if self._is_calibrating and self._planner is not None:
+            if self.is_calibrating and self._planner is not None:
                 self._settle()
-                if self._is_calibrating:
+                if self.is_calibrating:
                     self._measure()
             result = original(*args, **kwargs)
             if self._measuring is not None:
@@ -229,9 +226,7 @@ class ScheduleAttachment(RemovedAtEnd):
         mine, _ = self._agreement.compare(self._standing(does_fit=False))
         planner = RankPlanner(self._steps, self._rank.actions, self._beside_bytes)
         with self._agreement.together():
-            planner.solve(
-                budget_bytes, budget_bytes - mine.room_bytes
-            )  # where the budget is below the floor, this step must not begin
+            planner.solve(budget_bytes, budget_bytes - mine.room_bytes)  # below the floor this step must not begin
             made = planner.lowest()
         self._planner = planner
         self._take(mine, made)
@@ -267,16 +262,11 @@ class ScheduleAttachment(RemovedAtEnd):
         before_bytes = 0 if self._watch is None else self._watch.bytes_before
         optimizer_bytes = step.optimizer_peak_bytes + before_bytes
         if optimizer_bytes > self._budget_bytes:
-            raise BudgetBelowFloor(
-                f"budget {format_bytes(self._budget_bytes)} is below what the optimizer's step takes, "
-                f"{format_bytes(optimizer_bytes)}, on the rank of stages {sorted(self._steps)}.",
-                why="parameters, gradients, the optimizer's state and its temporaries are there together in its step, and "
-                "no decision about activations changes that",
-                next=f"{budget_text(optimizer_bytes)}, or an optimizer with less state, or foreach=False",
-            )
+            where = f", on the rank of stages {sorted(self._steps)}"
+            raise optimizer_floor_error(self._budget_bytes, optimizer_bytes, where)
 
     def _end_calibration(self, *, does_fit: bool) -> None:
-        self._is_calibrating = False
+        self.is_calibrating = False
         self._stop_measuring()
         if does_fit:
             return
@@ -347,15 +337,15 @@ class ScheduleAttachment(RemovedAtEnd):
     def _beside_bytes(self) -> int:
         """What the rank is given and receives in a step, but for the one micro-batch that the traces have."""
         received = [tensor for stage in self._rank.stages.values() for tensor in received_buffers(stage)]
-        given = [leaf for leaf in tree_leaves((self._arguments, self._call)) if isinstance(leaf, torch.Tensor)]
+        given = output_tensors((self._arguments, self._call))
         traced_bytes = sum(step.traced.received_bytes for step in self._steps.values())
         return max(0, storage_bytes([*received, *given], self._device) - traced_bytes)
 
     @property
     def _state_bytes(self) -> int:
         """The optimizers' state on the device."""
-        states = (leaf for optimizer in self._optimizers for leaf in tree_leaves(list(optimizer.state.values())))
-        known_bytes = storage_bytes([leaf for leaf in states if isinstance(leaf, torch.Tensor)], self._device)
+        states = output_tensors([list(optimizer.state.values()) for optimizer in self._optimizers])
+        known_bytes = storage_bytes(states, self._device)
         return max(known_bytes, 0 if self._watch is None else self._watch.bytes_after)
 
     @property

@@ -18,7 +18,7 @@ from plimsoll.artifacts.plan import Plan
 from plimsoll.artifacts.store import load_plan
 from plimsoll.distributed.pipelines.rank_plans import TIMEOUT_SECONDS, StageAgreement
 from plimsoll.distributed.pipelines.schedules import RankSchedule, Schedule, read_schedule
-from plimsoll.engine.apply import RemovedAtEnd
+from plimsoll.engine.apply import Handle, RemovedAtEnd
 from plimsoll.errors import InvalidOption, PlanFileError, PlanMismatch
 from plimsoll.estimator.pipeline_schedule.orders import most_in_flight
 from plimsoll.session.manage import check_plan, manage, refuse_other_device
@@ -30,13 +30,14 @@ from plimsoll.session.task import check_model
 class StagesHandle(RemovedAtEnd):
     """Plans at work on this rank's stages, by stage. Use it as a context manager, or call ``remove`` when done."""
 
-    def __init__(self, plans: Mapping[int, Plan], handles: contextlib.ExitStack) -> None:
+    def __init__(self, plans: Mapping[int, Plan], handles: Sequence[Handle]) -> None:
         self.plans = dict(plans)
-        self._handles = handles
+        self._handles = tuple(handles)
 
     def remove(self) -> None:
         """Undo everything; harmless when called twice."""
-        self._handles.close()
+        for handle in self._handles:
+            handle.remove()
 
 
 def apply_stages(
@@ -79,12 +80,15 @@ def apply_stages(
         for stage in rank.stages.values():
             check_model(stage.submod)
         found = _assigned(rank, plans)
-    with contextlib.ExitStack() as handles:
+    handles: list[Handle] = []
+    with contextlib.ExitStack() as undo:
         with agreement.together():
             for index, plan in found.items():
                 module, splits = rank.stages[index].submod, rank.splits_backward(index)
-                handles.enter_context(manage(module, plan, verify_every=verify_every, splits_backward=splits))
-        return StagesHandle(found, handles.pop_all())
+                handles.append(manage(module, plan, verify_every=verify_every, splits_backward=splits))
+                undo.callback(handles[-1].remove)
+        undo.pop_all()
+    return StagesHandle(found, handles)
 
 
 def _assigned(rank: RankSchedule, plans: Mapping[int, Plan] | str | Path) -> dict[int, Plan]:
