@@ -85,8 +85,8 @@ def apply_stages(
         with agreement.together():
             for index, plan in found.items():
                 module, splits = rank.stages[index].submod, rank.splits_backward(index)
-                handles.append(manage(module, plan, verify_every=verify_every, splits_backward=splits))
-                undo.callback(handles[-1].remove)
+                handle = manage(module, plan, verify_every=verify_every, splits_backward=splits)
+                handles.append(undo.enter_context(handle))
         undo.pop_all()
     return StagesHandle(found, handles)
 
@@ -116,17 +116,16 @@ def _assigned(rank: RankSchedule, plans: Mapping[int, Plan] | str | Path) -> dic
 
 def _check_stages(rank: RankSchedule, plans: object) -> None:
     """Refuse what is no mapping, or has a plan for a stage that no rank runs."""
-    count = rank.stage_count
     if not isinstance(plans, Mapping):
         raise InvalidOption(
             f"A {type(plans).__name__} does not say which plan is for which stage.",
             why="each stage has a plan of its own",
             next="give {stage: plan}, or the directory that plimsoll estimate --plans wrote",
         )
-    unknown = [index for index in plans if index not in range(count)]
+    unknown = [index for index in plans if index not in range(rank.stage_count)]
     if unknown:
         raise InvalidOption(
-            f"There is a plan for stage {unknown[0]!r}; the pipeline has stages 0 to {count - 1}.",
+            f"There is a plan for stage {unknown[0]!r}; the pipeline has stages 0 to {rank.stage_count - 1}.",
             why="it would decide about nothing",
             next="number plans by the stages' index in the pipeline",
         )
@@ -185,7 +184,6 @@ def renamed(plan: Plan, module: nn.Module, what: str) -> Plan:
 
 
 def _missing(plan: Plan, module: nn.Module) -> list[str]:
-    """Regions that the module does not have."""
     return [region.name for region in plan.regions if not _places(region.name, module)]
 
 

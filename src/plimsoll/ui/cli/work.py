@@ -27,7 +27,6 @@ from plimsoll.ui.demo.story import VOCABULARY, read_corpus
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from plimsoll.analysis.probe.step import MakeOptimizer
 
@@ -62,17 +61,12 @@ def load(text: str, building: Building, *, is_meta: bool = False, compiled: Comp
     with show_progress() as report:
         report(f"loading {text}", 0.0)
         target = load_target(text, how)
-        if compiled is not None:
-            _compile(target.model, compiled)
+        if compiled is not None:  # the model as a whole, or its repeated blocks one by one
+            for module in [target.model] if compiled is Compiled.WHOLE else find_regions(target.model).values():
+                module.compile()
     parameters = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
     has_none = building.optimizer is OptimizerName.NONE or not parameters
     return Loaded(target=target, optimizer=None if has_none else optimizer_factory(building.optimizer)(parameters))
-
-
-def _compile(model: nn.Module, how: Compiled) -> None:
-    """Have torch.compile compile a model as a whole, or its repeated blocks one by one."""
-    for module in [model] if how is Compiled.WHOLE else find_regions(model).values():
-        module.compile()
 
 
 def optimizer_factory(name: OptimizerName) -> MakeOptimizer:
@@ -89,9 +83,8 @@ def optimizer_factory(name: OptimizerName) -> MakeOptimizer:
             why="a verdict on training needs steps that change the weights",
             next="leave --optimizer out for AdamW, or give sgd",
         )
-    if name is OptimizerName.SGD:
-        return functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
-    return torch.optim.AdamW
+    is_adamw = name is OptimizerName.ADAMW
+    return torch.optim.AdamW if is_adamw else functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 
 
 def load_saved(file: Path | None) -> Plan | None:
@@ -135,9 +128,8 @@ class PickedBatches(Sequence[dict[str, Any]]):
     def __init__(self, columns: dict[str, torch.Tensor], *, batch: int, device: torch.device) -> None:
         import torch
 
-        count = len(next(iter(columns.values())))
         self._columns = columns
-        self._order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+        self._order = torch.randperm(len(next(iter(columns.values()))), generator=torch.Generator().manual_seed(0))
         self._batch = batch
         self._device = device
 
@@ -160,10 +152,8 @@ class PickedBatches(Sequence[dict[str, Any]]):
 
 def data_for(target: Target) -> Data:
     """The data that a target is probed with: its own stream, real data for a configuration, else its one batch."""
-    if target.batches is not None:
-        return Data(target.batches)
-    if not target.is_configured:
-        return Data(target.batch)
+    if target.batches is not None or not target.is_configured:
+        return Data(target.batch if target.batches is None else target.batches)
     if target.batch.keys() == {"input_ids", "labels"} and target.batch["labels"].dim() > 1:
         return _text(target)
     if "pixel_values" in target.batch:
