@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import msgspec
 import torch
@@ -17,7 +17,9 @@ from plimsoll.analysis.probe.evidence import GradientRecord, StepRecord
 from plimsoll.analysis.probe.stream import Call
 from plimsoll.artifacts.receipt import finite
 from plimsoll.errors import InvalidModel, InvalidProbe
+from plimsoll.tracing.local_tensors import densified
 from plimsoll.tracing.meters.memory import PeakMeter, storage_bytes
+from plimsoll.tracing.meters.timing import Marks
 from plimsoll.tracing.recorder.calling import Loss, output_tensors, scalar_loss
 from plimsoll.tracing.recorder.untouched import private_copy
 
@@ -48,7 +50,7 @@ class Blocks:
         """The norm of the whole gradient, and that of every block. Waits for the device once."""
         squares = []
         for parameters in self.members.values():
-            gradients = [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            gradients = [densified(parameter.grad) for parameter in parameters if parameter.grad is not None]
             if not gradients:
                 squares.append(torch.zeros((), dtype=torch.float64))
                 continue
@@ -61,7 +63,7 @@ class Blocks:
     def take_gradients(self) -> list[list[torch.Tensor | None]]:
         """All gradients, copied to the host, so that two steps are never on the device together."""
         return [
-            [None if p.grad is None else _dense(p.grad).to("cpu", copy=True) for p in parameters]
+            [None if p.grad is None else densified(p.grad).to("cpu", copy=True) for p in parameters]
             for parameters in self.members.values()
         ]
 
@@ -71,7 +73,7 @@ class Blocks:
         for parameters, theirs in zip(self.members.values(), baseline, strict=True):
             sums = [0.0, 0.0, 0.0]
             for parameter, other in zip(parameters, theirs, strict=True):
-                mine = None if parameter.grad is None else _dense(parameter.grad).to("cpu", torch.float64).flatten()
+                mine = None if parameter.grad is None else densified(parameter.grad).to("cpu", torch.float64).flatten()
                 one = None if other is None else other.double().flatten()
                 sums[0] += 0.0 if mine is None or one is None else float(one @ mine)
                 sums[1] += 0.0 if one is None else float(one @ one)
@@ -114,9 +116,12 @@ class Trainer:
             watch: called between backward and the optimizer's step.
         """
         call = self.own(call)
-        clock = _Clock(self.device)
-        record = self._step(number, call, optimizer, clock.running, watch)
-        return msgspec.structs.replace(record, seconds=clock.seconds())
+        # Several threads add up more CPU time than passes: where torch computes on several, it is the time that passes.
+        clock = Marks(self.device, time.process_time if torch.get_num_threads() == 1 else time.perf_counter)
+        record = self._step(number, call, optimizer, functools.partial(_running, clock), watch)
+        at = [0.0, *clock.seconds()]
+        seconds = sum(end - begin for begin, end in zip(at[::2], at[1::2], strict=True))
+        return msgspec.structs.replace(record, seconds=seconds)
 
     def measured_step(self, number: int, call: Call, optimizer: torch.optim.Optimizer) -> StepRecord:
         """One step with its peak: everything on the device that the step needs or makes."""
@@ -208,37 +213,8 @@ def describe_optimizer(model: nn.Module, optimizer: MakeOptimizer) -> str:
     return f"{type(made).__name__}({', '.join(f'{name}={value}' for name, value in sorted(shown.items()))})"
 
 
-class _Clock:
-    """Adds up the seconds of the blocks in which it runs: time between events on CUDA, else CPU time.
-
-    Several threads add up more CPU time than passes: where torch computes on several, it is the time that passes.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        self._spans: list[tuple[Any, Any]] = []
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        begin = self._mark()
-        yield
-        self._spans.append((begin, self._mark()))
-
-    def seconds(self) -> float:
-        """The sum; waits for the device."""
-        if self._device.type != "cuda":
-            return float(sum(end - begin for begin, end in self._spans))
-        self._spans[-1][1].synchronize()
-        return float(sum(begin.elapsed_time(end) for begin, end in self._spans)) / 1e3
-
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return self._now()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
+@contextmanager
+def _running(clock: Marks) -> Iterator[None]:
+    clock.mark()
+    yield
+    clock.mark()

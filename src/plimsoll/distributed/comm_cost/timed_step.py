@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from plimsoll.artifacts.traffic import Transfer
 from plimsoll.distributed.comm_cost.forecast import BucketProgram
 from plimsoll.distributed.gradient_compression.switch import Switch, reduce_bucket
-from plimsoll.tracing.meters.timing import wait_for_device
+from plimsoll.tracing.meters.timing import Marks, wait_for_device
 
 Hook = Callable[[Any], torch.futures.Future[torch.Tensor]]
 """Takes torch's ``GradBucket``, or what can be asked the same questions."""
@@ -242,7 +242,7 @@ class SilentParallel:
 
     def step(self) -> list[float]:
         """One step from empty gradients, begun by all ranks together: seconds until each bucket is full, and until the end."""
-        clock = _Clock(self.device)
+        clock = Marks(self.device)
 
         def note(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             clock.mark()
@@ -314,27 +314,3 @@ def _send_beside(payloads: Sequence[torch.Tensor], device: torch.device) -> Call
     sender = threading.Thread(target=send, name="transfers")
     sender.start()
     return sender.join
-
-
-class _Clock:
-    """Marks in time. On a GPU they are events on its stream, read once the stream has passed them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._seconds: list[float] = []
-        self._events: list[torch.cuda.Event] = []
-
-    def mark(self) -> None:
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            self._events.append(event)
-        else:
-            self._seconds.append(time.perf_counter())
-
-    def seconds(self) -> list[float]:
-        """From the first mark to each of the others."""
-        if self._events:
-            self._events[-1].synchronize()
-            return [self._events[0].elapsed_time(event) / 1e3 for event in self._events[1:]]
-        return [each - self._seconds[0] for each in self._seconds[1:]]

@@ -119,6 +119,30 @@ def wait_for_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Marks:
+    """Marks in time: readings of a clock of the host, on a GPU events on its stream, read once the stream has passed them."""
+
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
+        self._device, self._now = device, now
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """One more, now or when the stream comes here."""
+        if self._device.type != "cuda":
+            self._marks.append(self._now())
+            return
+        self._marks.append(torch.cuda.Event(enable_timing=True))
+        self._marks[-1].record(torch.cuda.current_stream(self._device))
+
+    def seconds(self) -> list[float]:
+        """From the first mark to each of the others; waits for the device."""
+        first, *others = self._marks
+        if self._device.type != "cuda":
+            return [each - first for each in others]
+        self._marks[-1].synchronize()
+        return [first.elapsed_time(each) / 1e3 for each in others]
+
+
 def _step_seconds(step: Callable[[], object], device: torch.device) -> float:
     wait_for_device(device)
     if device.type == "cuda":
