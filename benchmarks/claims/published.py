@@ -30,14 +30,15 @@ _DATA = Path(__file__).with_name("published.toml")
 _CONTEXT = ("CUDA context", "kernels")
 _OUTSIDE = (*_CONTEXT, "NCCL")
 """Items that torch's allocator does not know of, by how their names begin."""
+_CACHED = ("allocator rounding", "fragmentation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
     """One run as published. ``seconds`` are of a step; those and ``memory_bytes`` are ``None`` where nothing was published.
 
-    ``memory`` says whose figure it is: ``reserved`` by torch, ``expandable`` (the same with expandable segments) or of the
-    whole ``process``, less what an empty one takes, which the source says.
+    ``memory`` says whose figure it is: ``allocated`` or ``reserved`` by torch, ``expandable`` (reserved, with expandable
+    segments) or of the whole ``process``, less what an empty one takes, which the source says.
     """
 
     table: str
@@ -51,6 +52,7 @@ class PublishedRun:
     precision: str
     optimizer: str
     has_master_weights: bool
+    techniques: str
     tokens_per_second: float | None
     seconds: float | None
     memory_bytes: float | None
@@ -75,18 +77,19 @@ def _runs(table: dict[str, Any]) -> Iterator[PublishedRun]:
     for row in table["rows"]:
         cells = dict(zip(table["columns"], row, strict=True))
         words = [str(cells[key]) for key in ("model", "sequence", "batch", "layout", "strategy")]
-        gib = cells.get("gib", -1)
+        memory_bytes = cells.get("gib", -1) * GIB if "gb" not in cells else cells["gb"] * 1e9
         yield PublishedRun(
             table=table["name"],
             name=" ".join([table["name"], *words]),
             **{key: cells[key] for key in ("model", "sequence", "batch", "layout", "strategy")},
             device=table["device"],
             precision=table["precision"],
-            optimizer=table.get("optimizer", "adamw"),
+            optimizer=cells.get("optimizer", table.get("optimizer", "adamw")),
             has_master_weights=table.get("master_weights", False),
+            techniques=cells.get("techniques", table.get("techniques", "")),
             tokens_per_second=cells.get("tokens"),
             seconds=cells.get("seconds"),
-            memory_bytes=(gib - table.get("context_gib", 0)) * GIB if gib > 0 else None,
+            memory_bytes=memory_bytes - table.get("context_gib", 0) * GIB if memory_bytes > 0 else None,
             memory=table.get("memory", ""),
         )
 
@@ -103,6 +106,7 @@ def estimate_run(run: PublishedRun) -> Estimate:
             optimizer=run.optimizer,
             has_master_weights=run.has_master_weights,
             layout=run.layout,
+            techniques=run.techniques,
             strategy=run.strategy,
         )
 
@@ -159,6 +163,8 @@ def compare(run: PublishedRun, found: Estimate) -> Iterator[Compared]:
 def _memory(run: PublishedRun, found: Estimate, stage: StageEstimate) -> tuple[float, float]:
     """The figure that was published, and half the width of its range."""
     outside = [item for item in stage.items if item.name.startswith(_OUTSIDE if run.memory != "process" else _CONTEXT)]
+    if run.memory == "allocated":
+        outside += [item for item in stage.items if item.name in _CACHED]
     inside = stage.total_bytes - sum(item.bytes or 0 for item in outside)
     if run.memory == "expandable":
         inside += (found.expandable_bytes or 0) - (stage.reserved_bytes or 0)

@@ -106,6 +106,7 @@ def read_correction(path: Path) -> Device:
     return replace(
         base,
         achieved_arithmetic=base.achieved_arithmetic * found.arithmetic,
+        achieved_attention=base.achieved_attention * found.arithmetic,
         achieved_bandwidth=base.achieved_bandwidth * found.bandwidth,
         achieved_link=base.achieved_link * found.links,
         source=f"{base.source}; corrected by {found.source or path}",
