@@ -70,6 +70,8 @@ def test_words_that_mean_nothing_are_refused(text: str, message: str):
         ({"techniques": "reduce=bf16"}, "reduce_dtype"),
         ({"techniques": "gradients=fp32", "precision": "bf16"}, "no master weights"),
         ({"techniques": "tf32", "device": "V100"}, "tf32 on V100-32GB"),
+        ({"techniques": "fp8=rowwise", "device": "A100"}, "fp8=rowwise on A100-80GB"),
+        ({"techniques": "fp8=rowwise", "precision": "fp32"}, "no product that it would run"),
         ({"techniques": "loss=vocabulary-parallel"}, "without tensor parallelism"),
         ({"techniques": "optimizer-in-backward", "optimizer": "none"}, "there is no optimizer"),
         ({"techniques": "optimizer-in-backward", "layout": "micro-batches=2"}, "2 micro-batches"),
@@ -275,3 +277,34 @@ def test_compiled_blocks_are_faster_and_hold_less_and_no_arithmetic_is_lost():
         on_gpu(sequence=2048, precision="bf16", techniques="compile", strategy="full").stages[0].allocated_bytes
         <= after.allocated_bytes
     )
+
+
+def test_fp8_products_are_faster_by_their_peak_and_pay_for_their_casts():
+    how = {"sequence": 4096, "precision": "bf16"}
+    plain, tensorwise, rowwise = (
+        on_gpu(**how, techniques=text) for text in ("compile", "compile,fp8=tensorwise", "compile,fp8=rowwise")
+    )
+    products = [each.stages[0].seconds.product_seconds for each in (plain, rowwise, tensorwise)]
+    assert products[1] < products[0]
+    assert products[1] == products[2]
+    seconds = [each.stages[0].seconds for each in (rowwise, tensorwise)]
+    others = [each.forward_seconds + each.backward_seconds - each.product_seconds for each in seconds]
+    assert others[0] < others[1]
+    for name in ("parameters", "optimizer state", "gradients"):
+        assert bytes_of(plain, name) == bytes_of(rowwise, name)
+    on_gpu(**how, techniques="fp8=rowwise", strategy="full", layout="pp=2,micro-batches=2")
+
+
+def test_fp8_holds_one_byte_per_element_of_both_operands_while_it_multiplies():
+    model = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(3)])
+    plain = trace(
+        nn.Sequential(*model).bfloat16(), torch.randn(32, 64).bfloat16(), loss=lambda y: y.square().mean(), repeats=1
+    )
+    cast = with_techniques(plain, Techniques(fp8="tensorwise"))
+    made = list(cast.storages[len(plain.storages) :])
+    products = [op for op in plain.ops if op.name == "mm" and op.region >= 0]
+    assert products
+    assert len(made) == len(products)
+    assert made[0].bytes == 64 * 64 + 32 * 64
+    assert all(storage.dies - storage.born == 2 for storage in made)
+    assert len(cast.ops) == len(plain.ops) + len(made)

@@ -209,6 +209,7 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_in_backward: bool = False
     tf32: bool = False
     compile: bool = False
+    fp8: str = ""
     lora: int = 0
     qlora: int = 0
     lora_on: str = ""
@@ -234,6 +235,7 @@ _VALUES = {
     "gradients": ("fp32",),
     "reduce": ("fp32", "bf16"),
     "loss": ("chunked", "fused", "fused-linear", "vocabulary-parallel"),
+    "fp8": ("tensorwise", "rowwise"),
     "lora-on": ("qv", "attention", "all"),
 }
 """Keys that take one of these words."""

@@ -125,6 +125,10 @@ def _check_techniques(setting: Setting) -> None:
         raise InvalidOption(
             f"tf32 on {setting.device.name}.", why="the device has no such arithmetic", next="leave tf32 out"
         )
+    if how.fp8 and "f8" not in setting.device.peak_flops_per_second:
+        raise InvalidOption(
+            f"fp8={how.fp8} on {setting.device.name}.", why="the device has no such arithmetic", next="leave fp8= out"
+        )
     if how.loss == "vocabulary-parallel" and layout.tp == 1:
         raise InvalidOption(
             "loss=vocabulary-parallel without tensor parallelism.",

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from plimsoll.artifacts.job import Techniques
 from plimsoll.artifacts.trace import Category, OpSpec, Trace
 from plimsoll.errors import InvalidOption
+from plimsoll.estimator.parallelism.editing import Edit
 from plimsoll.planning.costing.roofline import FUSED, is_product
 from plimsoll.planning.what_if import HeadAndLoss, find_head, with_chunked_loss
 
@@ -37,6 +38,8 @@ def with_techniques(trace: Trace, how: Techniques) -> Trace:
         trace = replace(trace, specs=specs)
     if how.compile:
         trace = _with_compiled_blocks(trace)
+    if how.fp8:
+        trace = _with_fp8(trace, how)
     if how.loss in ("chunked", "fused", "fused-linear"):
         head = find_head(trace)
         if head is None:
@@ -51,6 +54,44 @@ def with_techniques(trace: Trace, how: Techniques) -> Trace:
         if how.loss != "fused":
             trace = with_chunked_loss(trace, head)
     return trace
+
+
+_FP8_MULTIPLE = 16
+_NARROW = ("bf16", "f16")
+
+
+def _with_fp8(trace: Trace, how: Techniques) -> Trace:
+    """Products of blocks in fp8, both operands cast right before each; what is saved for backward stays as it is.
+
+    Source: torchao's ``Float8Linear`` (dynamic scaling; inputs are saved in 16 bits; sizes that 16 does not divide are left).
+    A tensor's scale wants it read once before it is cast; a row's is found while it is, where that is compiled. Known
+    weakness: casts are counted where products first run, not where blocks run them again.
+    """
+    edit = Edit(trace)
+    reads = 1 if how.fp8 == "rowwise" and how.compile else 2
+    specs = dict(trace.specs)
+    for tick, op in enumerate(trace.ops):
+        spec = trace.specs[op.cost_key]
+        sizes = spec.product
+        if op.region < 0 or spec.name not in ("mm", "addmm") or sizes is None or spec.dtype not in _NARROW:
+            continue
+        batch, rows, columns, inner = sizes
+        if any(size % _FP8_MULTIPLE for size in (rows, columns, inner)):
+            continue
+        elements = batch * inner * (rows + columns)
+        moved_bytes = elements * (2 * reads + 1)
+        cast = OpSpec(name="fp8_cast", flops=0, moved_bytes=moved_bytes, dtype=spec.dtype)
+        made = edit.op(tick, op.module, f"fp8_cast({elements};{reads})", cast)
+        edit.add(elements, Category.TEMPORARY, f"{op.module}: operands in fp8", made, tick + 1)
+        specs[op.cost_key] = replace(spec, dtype="float8_e4m3fn", moved_bytes=spec.moved_bytes - elements)
+    found = edit.finish(parameters=trace.parameters, notes=())
+    if len(found.ops) == len(trace.ops):
+        raise InvalidOption(
+            f"fp8={how.fp8}, but {trace.model} has no product that it would run.",
+            why="it runs 16-bit products of linear layers in blocks, of sizes that 16 divides",
+            next="take precision bf16, bf16-mixed or fsdp-bf16, or leave fp8= out",
+        )
+    return replace(found, specs=found.specs | {key: specs[key] for key in trace.specs})
 
 
 def _in_tf32(spec: OpSpec) -> OpSpec:
