@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,16 @@ def test_every_page_is_in_the_index():
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     listed = {target for target, _ in LINK.findall(index)}
     assert {page for page in pages - listed - {"README.md"} if not page.startswith("design/")} == set()
+
+
+def test_pages_name_the_oldest_versions_that_the_package_asks_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = " ".join([*project["dependencies"], *project["optional-dependencies"]["hf"]])
+    oldest = {name: re.search(rf"\b{name}>=([\d.]+)", asked).group(1) for name in ("torch", "transformers")}
+    readme, start = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/start.md"))
+    assert f"PyTorch {oldest['torch']} or newer" in readme
+    assert f"transformers {oldest['transformers']} or newer" in readme
+    assert f"PyTorch ({oldest['torch']} or newer)" in start
 
 
 COMMANDS = sorted({line for page in snippets.PAGES for line in snippets.commands_of(page)})
