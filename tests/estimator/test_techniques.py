@@ -17,7 +17,7 @@ from plimsoll.artifacts.trace import Category, Trace
 from plimsoll.errors import InvalidLayout, InvalidOption
 from plimsoll.estimator.techniques import with_techniques
 from plimsoll.planning.costing.devices import find_device
-from plimsoll.planning.costing.roofline import roofline_costs
+from plimsoll.planning.costing.roofline import HOST_LINK_SHARE, roofline_costs
 from plimsoll.planning.simulate import run_choices
 from plimsoll.planning.step import StepIndex
 from plimsoll.planning.strategies import choose_none, strategy_choices
@@ -70,6 +70,8 @@ def test_words_that_mean_nothing_are_refused(text: str, message: str):
         ({"techniques": "reduce=bf16"}, "reduce_dtype"),
         ({"techniques": "gradients=fp32", "precision": "bf16"}, "no master weights"),
         ({"techniques": "tf32", "device": "V100"}, "tf32 on V100-32GB"),
+        ({"techniques": "offload=optimizer", "optimizer": "none"}, "no optimizer on H100"),
+        ({"techniques": "offload=optimizer,optimizer-in-backward"}, "when all gradients are there"),
         ({"techniques": "fp8=rowwise", "device": "A100"}, "fp8=rowwise on A100-80GB"),
         ({"techniques": "fp8=rowwise", "precision": "fp32"}, "no product that it would run"),
         ({"techniques": "loss=vocabulary-parallel"}, "without tensor parallelism"),
@@ -308,3 +310,16 @@ def test_fp8_holds_one_byte_per_element_of_both_operands_while_it_multiplies():
     assert made[0].bytes == 64 * 64 + 32 * 64
     assert all(storage.dies - storage.born == 2 for storage in made)
     assert len(cast.ops) == len(plain.ops) + len(made)
+
+
+@pytest.mark.parametrize("gradients", ["", ",gradients=fp32"])
+def test_an_optimizer_on_the_host_leaves_its_state_there_and_pays_for_the_way(gradients: str):
+    how: dict[str, Any] = {"precision": "bf16", "has_master_weights": True}
+    here, there = (on_gpu(**how, techniques=f"tf32{text}{gradients}") for text in ("", ",offload=optimizer"))
+    assert bytes_of(there, "optimizer state") == bytes_of(there, "master weights") == 0
+    assert bytes_of(there, "parameters") == bytes_of(here, "parameters")
+    assert there.stages[0].allocated_bytes < here.stages[0].allocated_bytes
+    device, parameters = find_device("H100"), bytes_of(here, "parameters")
+    link = device.host_link_bytes_per_second * HOST_LINK_SHARE
+    sent = parameters * (3 if gradients else 2)
+    assert there.stages[0].seconds.optimizer_seconds > sent / link

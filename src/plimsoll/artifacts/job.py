@@ -210,6 +210,7 @@ class Techniques(msgspec.Struct, frozen=True, kw_only=True):
     tf32: bool = False
     compile: bool = False
     fp8: str = ""
+    offload: str = ""
     lora: int = 0
     qlora: int = 0
     lora_on: str = ""
@@ -236,6 +237,7 @@ _VALUES = {
     "reduce": ("fp32", "bf16"),
     "loss": ("chunked", "fused", "fused-linear", "vocabulary-parallel"),
     "fp8": ("tensorwise", "rowwise"),
+    "offload": ("optimizer",),
     "lora-on": ("qv", "attention", "all"),
 }
 """Keys that take one of these words."""

@@ -23,7 +23,7 @@ from plimsoll.estimator.optimizers import optimizer_use
 from plimsoll.estimator.parallelism.overlap import OverlappedSeconds, RankSeconds, measure_rank, overlapped_seconds
 from plimsoll.estimator.parallelism.rank import PARTLY_SHARDED, rank_trace
 from plimsoll.estimator.parallelism.stages import StageTrace
-from plimsoll.estimator.parallelism.units import HeldTypes, rank_parameters
+from plimsoll.estimator.parallelism.units import HeldTypes, in_f32, rank_parameters
 from plimsoll.planning.choices import ChoiceSet
 from plimsoll.planning.costing.devices import Device
 from plimsoll.planning.costing.links import Collective, collective_seconds
@@ -125,6 +125,12 @@ def _check_techniques(setting: Setting) -> None:
         raise InvalidOption(
             f"tf32 on {setting.device.name}.", why="the device has no such arithmetic", next="leave tf32 out"
         )
+    if how.offload and (setting.optimizer is None or how.optimizer_in_backward or not setting.is_gpu):
+        raise InvalidOption(
+            f"offload={how.offload} with {setting.optimizer or 'no optimizer'} on {setting.device.name}.",
+            why="a GPU's optimizer steps on the host when all gradients are there",
+            next="name an optimizer and a GPU, and leave optimizer-in-backward out",
+        )
     if how.fp8 and "f8" not in setting.device.peak_flops_per_second:
         raise InvalidOption(
             f"fp8={how.fp8} on {setting.device.name}.", why="the device has no such arithmetic", next="leave fp8= out"
@@ -190,7 +196,28 @@ def optimizer_of(setting: Setting, parameters: Sequence[TraceParameter]) -> Opti
     if is_early and parameters:  # an optimizer per parameter: nothing is left of one while the next steps
         alone = use([max(parameters, key=lambda parameter: parameter.bytes * parameter.is_trainable)])
         found = replace(found, temporaries=alone.temporaries)
-    return found
+    return _on_host(found, parameters, setting.held) if setting.how.offload else found
+
+
+def _on_host(use: OptimizerUse, parameters: Sequence[TraceParameter], held: HeldTypes) -> OptimizerUse:
+    """The same optimizer with its state on the host, which runs the step: gradients go there, weights come back."""
+    trained = [parameter for parameter in parameters if parameter.is_trainable]
+    gradients = sum((in_f32(each) if held.gradients else each).bytes for each in trained)
+    return replace(
+        use,
+        state_bytes={},
+        master_bytes={},
+        host_state_bytes=use.host_state_bytes + use.total_state_bytes + use.total_master_bytes,
+        temporaries=(),
+        moved_bytes=0,
+        flops=0,
+        host_bytes=use.moved_bytes,
+        link_bytes=use.link_bytes + gradients + sum(each.bytes for each in trained),
+        notes=(
+            *use.notes,
+            "state and step are the host's, which runs it for all ranks of a node; gradients stay until then",
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
