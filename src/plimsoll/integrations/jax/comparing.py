@@ -11,9 +11,10 @@ import jax
 
 from plimsoll.artifacts.comparison import Comparison, ComparisonRow
 from plimsoll.integrations.jax.call import JaxCall, compiler_options
+from plimsoll.integrations.jax.program import is_float
 
 _ROUNDING = 1e-6
-"""Differences up to this share of an array's largest entry come from sums in another order."""
+"""Differences of the gradient up to this share of it come from sums in another order."""
 
 
 def compare(
@@ -52,7 +53,7 @@ def compare(
             seconds[name].append(clock() - started)
     rows = []
     for name in ways:
-        apart = _apart(results[""], results[name])
+        apart = _apart(results[""][1], results[name][1])
         rows.append(
             ComparisonRow(
                 strategy=name,
@@ -78,6 +79,7 @@ def compare(
 
 
 def _apart(wanted: Any, found: Any) -> float:
-    """The largest difference of two trees of arrays, as a share of the largest entry of each array."""
-    pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True)
-    return max(float(abs(a - b).max()) / max(float(abs(a).max()), 1e-30) for a, b in pairs if a.size)
+    """‖Δg‖ / ‖g‖ of the whole gradient: of one array alone it says little where that is rounding, such as a key's bias."""
+    pairs = [(a, b) for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True) if is_float(a)]
+    length = sum(float(jax.numpy.vdot(a, a).real) for a, _ in pairs)
+    return float((sum(float(jax.numpy.vdot(a - b, a - b).real) for a, b in pairs) / max(length, 1e-60)) ** 0.5)
