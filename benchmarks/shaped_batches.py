@@ -40,7 +40,7 @@ def streams() -> tuple[Stream, ...]:
             _length,
             _words,
         ),
-        Stream("GPT-2, wide", lambda: _hf("GPT2Config", "GPT2LMHeadModel", **_GPT2 | _WIDE_GPT2), _length, _words),
+        Stream("GPT-2, wide", lambda: _hf("GPT2Config", "GPT2LMHeadModel", **_GPT2 | _WIDE), _length, _words),
         Stream(
             "T5, wide", lambda: _hf("T5Config", "T5ForConditionalGeneration", **_T5 | _WIDE_T5), _two_lengths, _pairs
         ),
@@ -61,8 +61,7 @@ def streams() -> tuple[Stream, ...]:
 
 
 _WIDE = {"hidden_size": 256, "intermediate_size": 1024}
-_WIDE_GPT2 = {"n_embd": 256}
-_WIDE_T5 = {"d_model": 256, "d_ff": 1024, "d_kv": 64}
+_WIDE_T5 = {"hidden_size": 256, "d_ff": 1024, "d_kv": 64}
 _GPT2 = {
     "vocab_size": _VOCABULARY,
     "n_embd": 64,
