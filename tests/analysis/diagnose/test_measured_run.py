@@ -190,6 +190,7 @@ def test_a_file_of_numbers_may_name_a_snapshot_and_a_trace(tmp_path: Path):
         ("[]", "gives no figures"),
         ('{"segments": [{}]}', "the snapshot lacks 'allocated_size'"),
         ('{"segments": []}', "no segments"),
+        ('{"trace": "run.json"}', "run.json names files itself"),
         (
             '{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]}',
             "marks no steps",

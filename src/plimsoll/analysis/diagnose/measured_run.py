@@ -96,6 +96,17 @@ def read_run(path: Path) -> RunFigures:
         InvalidOption: it cannot be read, or is no file of figures.
         InvalidTrace: it is a damaged trace.
     """
+    run = _read(path)
+    for name in filter(None, (run.snapshot, run.trace)):
+        measured = _read(path.parent / name)
+        if measured.snapshot or measured.trace:
+            raise _refused(path, f"{name} names files itself", "name a snapshot of the allocator or a trace")
+        found = msgspec.structs.asdict(measured)
+        run = replace(run, **{key: value for key, value in found.items() if value and not getattr(run, key)})
+    return run
+
+
+def _read(path: Path) -> RunFigures:
     try:
         content = read_file(path, _LIMITS)
         if content[:1] == b"\x80":  # what every pickle begins with
@@ -105,13 +116,9 @@ def read_run(path: Path) -> RunFigures:
             return _of_profile(read_chrome(path))
         if isinstance(node, dict) and "segments" in node:
             return _of_snapshot(node, path)
-        run = msgspec.convert(node, RunFigures)
+        return msgspec.convert(node, RunFigures)
     except (FileRefused, ValueError, pickle.UnpicklingError, EOFError) as error:
         raise _refused(path, str(error), f"its keys are {', '.join(RunFigures.__struct_fields__)}") from error
-    for name in filter(None, (run.snapshot, run.trace)):
-        found = msgspec.structs.asdict(read_run(path.parent / name))
-        run = replace(run, **{key: value for key, value in found.items() if value and not getattr(run, key)})
-    return run
 
 
 def _refused(path: Path, why: str, advice: str) -> InvalidOption:
