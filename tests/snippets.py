@@ -18,6 +18,7 @@ import unittest.mock
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -245,7 +246,9 @@ def arrays() -> Names:
             batch = jnp.tanh(batch @ weights)
         return jnp.mean(batch**2)
 
-    return {"jax": jax, "loss": loss, "params": params, "batch": jnp.ones((4, 8))}
+    moments = SimpleNamespace(init=lambda params: [jax.tree.map(jnp.zeros_like, params) for _ in range(2)])
+    optax = SimpleNamespace(adamw=lambda rate: moments)  # estimates ask an optimizer for its state alone
+    return {"jax": jax, "loss": loss, "params": params, "batch": jnp.ones((4, 8)), "optax": optax}
 
 
 def keras() -> Names:

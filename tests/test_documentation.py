@@ -32,7 +32,7 @@ def test_the_python_of_a_page_runs_as_it_stands(
 ):
     if page in snippets.NOT_HERE:
         pytest.skip(snippets.NOT_HERE[page])
-    for module in ("transformers", "lightning", "trl", "accelerate", "jax", "keras"):
+    for module in ("transformers", "lightning", "trl", "accelerate", "jax", "keras", "tensorflow"):
         if module == "transformers" or module in page:
             pytest.importorskip(module, reason=f"{module} is an extra, and is not installed")
     monkeypatch.chdir(tmp_path)
