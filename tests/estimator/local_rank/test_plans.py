@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from estimator.local_rank.families import WORDS, labelled, narrow
+from planning.builders import sweep_prices
 from plimsoll.artifacts.job import Layout
 from plimsoll.artifacts.trace import Phase, Trace
 from plimsoll.errors import InvalidLayout
@@ -15,7 +16,6 @@ from plimsoll.estimator.local_rank.local import localised
 from plimsoll.planning.choices import prices_of
 from plimsoll.planning.costing.devices import find_device
 from plimsoll.planning.costing.roofline import roofline_costs
-from plimsoll.planning.frontier import sweep_prices
 from plimsoll.planning.step import StepIndex
 from plimsoll.tracing.trace import trace
 
