@@ -4,20 +4,22 @@
     python -m benchmarks.compiled --only peers --models llama gpt2 --how block
 
 Parts: ``peers`` (torch's memory budgets, SAC and checkpointing, whole models and block by block; ours at each one's own peak;
-all timed in turns), ``budgets`` (between floor and unmanaged peak), ``monotone`` (twenty budgets on one model), ``losses``
-(with dropout, beside the default partition), ``deciding`` (seconds to read graphs and to solve), ``warm`` (a second process).
+all timed in turns), ``budgets`` (between floor and unmanaged peak), ``monotone`` (twenty of them), ``losses`` (with dropout,
+beside the default partition), ``deciding`` (seconds to read graphs and to solve), ``warm`` (a second process).
 
-A page that exists keeps the sections which this run does not measure. Compiling is what takes the time.
+A page that exists keeps the sections which this run does not measure, so that each may be a command of its own. Compiling is
+what takes the time: what inductor has generated before it finds in its cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +29,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 
 from benchmarks import compiled_peers, compiled_plans
+from benchmarks.compiled_peers import Subject
 from benchmarks.machine import device_name, page_head, versions
 from benchmarks.models import COMPILED_FAMILIES, COMPILED_SIZES, build
 from benchmarks.peers.compiled import BLOCK, WHOLE
@@ -57,6 +60,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--layers", type=int, nargs="+", default=[12, 80], help="blocks of the graphs that are decided on"
     )
+    parser.add_argument("--plans", type=Path, help="a folder for plans; what is in it is not planned again")
     parser.add_argument("--page", type=Path, help="the file of a page of results")
     return parser.parse_args(arguments)
 
@@ -67,51 +71,39 @@ def main(arguments: list[str] | None = None) -> int:
     command = " ".join(["python -m benchmarks.compiled", *given])
     with one_thread(), compiled_plans.roomy_recompiles(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        start = time.process_time()
         for title, measure in _sections(options):
             say(title)
+            load = os.getloadavg()[0]
+            lines = [*measure(), "", f"(`{command}`, {time.process_time() - start:.0f} CPU seconds, load {load:.0f})"]
             start = time.process_time()
-            lines = [*measure(), "", f"(`{command}`, {time.process_time() - start:.0f} CPU seconds)"]
             print(f"\n## {title}\n", *lines, sep="\n", flush=True)
             if options.page is not None:
                 _write(options.page, command, title, lines)
     return 0
 
 
-def _sections(options: argparse.Namespace) -> list[tuple[str, Callable[[], list[str]]]]:
-    """What was asked for, by the title of its section."""
+def _sections(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], list[str]]]]:
+    """What was asked for, by the title of its section. All about one model compiled in one way shares its traced step."""
     shares = [at / 20 for at in range(1, 21)]
-    hows = options.how
-
-    def peers(name: str, how: str) -> list[str]:
-        return compiled_peers.measure(build(name, options.size), how, rounds=options.rounds)
-
-    def budgets(name: str) -> list[str]:
-        return _joined(compiled_plans.budgets(build(name, options.size), how) for how in hows)
-
-    by_part: dict[str, list[tuple[str, Callable[[], list[str]]]]] = {
-        "peers": [
-            (f"{name}, {how}, beside peers", partial(peers, name, how)) for name in options.models for how in hows
-        ],
-        "budgets": [(f"{name} between floor and peak", partial(budgets, name)) for name in options.models],
-        "monotone": [
-            ("Twenty budgets", lambda: compiled_plans.budgets(build(options.models[0], options.size), BLOCK, shares))
-        ],
-        "losses": [
-            ("Losses", lambda: _joined(compiled_plans.same_losses("gpt2", how, steps=options.steps) for how in hows))
-        ],
-        "deciding": [
-            (
-                "Seconds to decide",
-                lambda: _joined(compiled_plans.deciding(layers, how) for layers in options.layers for how in hows),
-            )
-        ],
-        "warm": [("A second process", lambda: _joined(compiled_plans.warm_start("llama", how) for how in hows))],
+    of_one: dict[str, tuple[str, Callable[[Subject], list[str]]]] = {
+        "peers": ("beside peers", partial(compiled_peers.measure, rounds=options.rounds)),
+        "budgets": ("between floor and peak", compiled_plans.budgets),
+        "monotone": ("twenty budgets", partial(compiled_plans.budgets, shares=shares)),
     }
-    return [section for part in PARTS if part in options.only for section in by_part[part]]
-
-
-def _joined(parts: Iterable[list[str]]) -> list[str]:
-    return [line for part in parts for line in part]
+    wanted = [of_one[part] for part in of_one if part in options.only]
+    for name, how in itertools.product(options.models, options.how) if wanted else ():
+        subject = Subject(build(name, options.size), how, options.plans)
+        yield from ((f"{name}, {how}, {title}", partial(measure, subject)) for title, measure in wanted)
+        subject.close()
+    alone: dict[str, tuple[str, Callable[..., list[str]]]] = {
+        "losses": ("losses", partial(compiled_plans.same_losses, "gpt2", steps=options.steps)),
+        "deciding": ("seconds to decide", partial(compiled_plans.deciding, options.layers)),
+        "warm": ("a second process", partial(compiled_plans.warm_start, "llama")),
+    }
+    for part, (title, measure_how) in alone.items():
+        if part in options.only:
+            yield from ((f"{how}, {title}", partial(measure_how, how=how)) for how in options.how)
 
 
 def _write(page: Path, command: str, title: str, lines: list[str]) -> None:

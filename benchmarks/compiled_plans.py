@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +19,7 @@ from torch import nn
 
 import plimsoll
 from benchmarks import losses
-from benchmarks.compiled_peers import planned, prepared, prepared_plan, told_gradients
+from benchmarks.compiled_peers import Subject, told_gradients
 from benchmarks.measure import run_step
 from benchmarks.models import Case, build
 from benchmarks.page import format_mib, format_table
@@ -34,44 +33,42 @@ SHARES = (0.0, 0.10, 0.25, 0.50, 0.75, 0.90)
 _BUDGET_HEAD = ("budget", "MiB", "peak MiB", "within", "predicted / measured", "gradients", "units that recompute")
 
 
-def budgets(case: Case, how: str, shares: Sequence[float] = SHARES) -> list[str]:
+def budgets(subject: Subject, shares: Sequence[float] = SHARES) -> list[str]:
     """Plans between the floor and the unmanaged compiled peak."""
-    rows, peaks = [], []
-    with contextlib.ExitStack() as stack:
-        baseline = prepared(stack, how, case, partial(compiled.apply, how=how), None)
-        with compiled.apply(case.model, how):
-            free = plimsoll.plan(case.model, case.batch, strategy="none", loss=case.loss)
-        peak_bytes = baseline.steady.total_peak_bytes
-        for share in shares:
-            budget = round(free.floor_bytes + share * (peak_bytes - free.floor_bytes))
-            head = [f"{share:.0%}" if share else "floor", format_mib(budget)]
-            try:
-                with contextlib.ExitStack() as inner:
-                    plan, variant = prepared_plan(inner, f"{how}: {share:.0%}", case, how, budget, baseline)
-            except PlimsollError as error:
-                rows.append([*head, f"{type(error).__name__}: {error.found}", "", "", "", ""])
-                case.model.zero_grad(set_to_none=True)
-                continue
-            taken = max(variant.first.total_peak_bytes, variant.steady.total_peak_bytes)
-            peaks.append(taken)
-            rows.append(
-                [
-                    *head, format_mib(taken), "yes" if taken <= budget else f"**{taken - budget} bytes over**",
-                    f"{plan.predicted_peak_bytes / taken:.4f}", told_gradients(variant),
-                    str(sum(bool(region.dropped) for region in plan.regions)),
-                ]
-            )  # fmt: skip
+    rows, peaks, misses = [], [], []
+    floor_bytes, peak_bytes = subject.floor_bytes, subject.unmanaged.steady.total_peak_bytes
+    for share in shares:
+        budget = round(floor_bytes + share * (peak_bytes - floor_bytes))
+        head = [f"{share:.0%}" if share else "floor", format_mib(budget)]
+        try:
+            with contextlib.ExitStack() as inner:
+                plan, variant = subject.prepared_plan(inner, f"{share:.0%}", budget)
+        except PlimsollError as error:
+            rows.append([*head, f"{type(error).__name__}: {error.found}", "", "", "", ""])
+            subject.case.model.zero_grad(set_to_none=True)
+            continue
+        taken = max(variant.first.total_peak_bytes, variant.steady.total_peak_bytes)
+        peaks.append(taken)
+        misses.append(abs(plan.predicted_peak_bytes / taken - 1))
+        rows.append(
+            [
+                *head, format_mib(taken), "yes" if taken <= budget else f"**{taken - budget} bytes over**",
+                f"{plan.predicted_peak_bytes / taken:.4f}", told_gradients(variant),
+                str(sum(bool(region.dropped) for region in plan.regions)),
+            ]
+        )  # fmt: skip
     falls = sum(later < earlier for earlier, later in itertools.pairwise(peaks))
     return [
         "",
-        f"{case.name}, {how}: floor {format_mib(free.floor_bytes)} MiB, unmanaged {format_mib(peak_bytes)} MiB; the peak falls "
-        f"while the budget rises {falls} times of {len(peaks) - 1}:",
+        f"{subject.case.name}, {subject.how}: floor {format_mib(floor_bytes)} MiB, unmanaged {format_mib(peak_bytes)} MiB; the "
+        f"peak falls while the budget rises {falls} times of {len(peaks) - 1}; predictions are off by "
+        f"{max(misses, default=0.0):.2%} at most:",
         "",
         *format_table(_BUDGET_HEAD, rows),
     ]
 
 
-def same_losses(name: str, how: str, *, steps: int, share: float = 0.3) -> list[str]:
+def same_losses(name: str, *, how: str, steps: int, share: float = 0.3) -> list[str]:
     """Whether a plan trains a tiny model to the same losses as the default partition."""
     case = build(name, "tiny")
     expected = losses.train(case, compiled.apply(case.model, how), steps=steps)
@@ -79,7 +76,7 @@ def same_losses(name: str, how: str, *, steps: int, share: float = 0.3) -> list[
     with compiled.apply(case.model, how):
         free = plimsoll.plan(case.model, case.batch, strategy="none", loss=case.loss)
     budget = round(free.floor_bytes + share * (free.predicted_peak_bytes - free.floor_bytes))
-    found = losses.train(case, planned(case.model, case, how, budget), steps=steps)
+    found = losses.train(case, _planned(case, how, budget), steps=steps)
     differ = [at for at, (mine, theirs) in enumerate(zip(found, expected, strict=True)) if mine != theirs]
     far = max(abs(mine - theirs) / abs(theirs) for mine, theirs in zip(found, expected, strict=True))
     verdict = f"differ from step {differ[0]}, by {far:.1e} at most" if differ else "identical"
@@ -89,8 +86,21 @@ def same_losses(name: str, how: str, *, steps: int, share: float = 0.3) -> list[
     ]
 
 
-def deciding(layers: int, how: str) -> list[str]:
-    """CPU seconds of reading graphs and of solving, without torch's own tracing and compiling."""
+@contextlib.contextmanager
+def _planned(case: Case, how: str, budget: int) -> Iterator[None]:
+    """The case's model compiled, planned for a budget and under that plan."""
+    with compiled.apply(case.model, how):
+        plan = plimsoll.plan(case.model, case.batch, budget=budget, loss=case.loss)
+        with plimsoll.apply(case.model, plan):
+            yield
+
+
+def deciding(depths: Sequence[int], *, how: str) -> list[str]:
+    """CPU seconds of reading graphs and of solving, without torch's own tracing and compiling, by the number of blocks."""
+    return [_deciding(layers, how) for layers in depths]
+
+
+def _deciding(layers: int, how: str) -> str:
     from plimsoll.tracing.compiled import capture
     from plimsoll.tracing.compiled import step as woven
 
@@ -114,12 +124,12 @@ def deciding(layers: int, how: str) -> list[str]:
             planner = CompiledPlanner(planned_parts(task, options.regions), *traced, options, budget)
             planner.solve(budget)
             solves.append(time.process_time() - start)
-    return [
+    return (
         f"- {layers} blocks, {how}: graphs read in {spent['JointGraph']:.2f} s, made part of the step in "
         f"{spent['with_compiled']:.2f} s (kernels timed in it), solved in "
         f"{', '.join(f'{each:.2f}' for each in solves)} s at 10, 50, 90%; with the eager trace and torch's own tracing "
         f"{all_traced:.1f} s before solving"
-    ]
+    )
 
 
 def _timed(function: Callable[..., Any], name: str, spent: Counter[str]) -> Callable[..., Any]:
@@ -143,8 +153,10 @@ def _deep_llama(layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
 
 
-def warm_start(name: str, how: str) -> list[str]:
-    """What a process compiles that loads the plan which another one has made and run, beside a third one."""
+def warm_start(name: str, *, how: str) -> list[str]:
+    """What a process compiles that loads the plan which another one has made and run, beside a third one; and what is compiled
+    under a plan that keeps everything.
+    """
     with tempfile.TemporaryDirectory() as folder:
         told = {}
         with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
@@ -156,7 +168,7 @@ def warm_start(name: str, how: str) -> list[str]:
         f"- {name}, {how}: a process that {process}: "
         + ", ".join(f"{count} {each}" for each, count in sorted(counts.items()))
         for process, counts in told.items()
-    ]
+    ] + _untouched(name, how)
 
 
 def _one_process(name: str, how: str, path: str) -> dict[str, Any]:
@@ -186,6 +198,27 @@ def _one_process(name: str, how: str, path: str) -> dict[str, Any]:
     return {each: counters[group][each] for group, some in names.items() for each in some} | {
         "s for three steps": round(seconds, 1)
     }
+
+
+def _untouched(name: str, how: str) -> list[str]:
+    from torch._dynamo.utils import counters
+
+    case = build(name, "tiny")
+    with compiled.apply(case.model, how):
+        run_step(case, case.model)
+        parts = [part for part in case.model.modules() if part._compiled_call_impl is not None]
+        before, compiled_before = [part._compiled_call_impl for part in parts], counters["stats"]["unique_graphs"]
+        plan = plimsoll.plan(case.model, case.batch, budget="1TiB", loss=case.loss)
+        planned_graphs = counters["stats"]["unique_graphs"]
+        with plimsoll.apply(case.model, plan):
+            run_step(case, case.model)
+            is_same = before == [part._compiled_call_impl for part in parts]
+    told = "the same object" if is_same else "**another**"
+    return [
+        f"- {name}, {how}, a plan that keeps everything: what was compiled is {told}, "
+        f"{counters['stats']['unique_graphs'] - planned_graphs} graphs compiled under it ({planned_graphs - compiled_before} "
+        "were read for the plan)"
+    ]
 
 
 @contextlib.contextmanager

@@ -57,10 +57,10 @@ def _budgeted(memory_budget: float) -> Callable[[Any, Any], Any]:
 BUDGETS = (0.7, 0.5, 0.3, 0.0)
 PEERS: dict[str, dict[str, Callable[[nn.Module], contextlib.AbstractContextManager[nn.Module]]]] = {
     how: {f"memory budget {share}": partial(apply, how=how, memory_budget=share) for share in BUDGETS}
+    | {
+        "SAC, save matmul + sdpa": partial(apply_checkpointed, how=how, is_selective=True),
+        "checkpoint every block": partial(apply_checkpointed, how=how),
+    }
     for how in (WHOLE, BLOCK)
-}
-PEERS[BLOCK] |= {
-    "SAC, save matmul + sdpa": partial(apply_checkpointed, how=BLOCK, is_selective=True),
-    "checkpoint every block": partial(apply_checkpointed, how=BLOCK),
 }
 """Who saves memory under torch.compile, by how it is called."""

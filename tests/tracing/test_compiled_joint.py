@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import fx, nn
+from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from plimsoll.artifacts.trace import Category, Phase
@@ -155,6 +156,41 @@ def test_what_another_blocks_backward_reads_is_saved_whatever_is_dropped():
     assert others
     assert {marks[name] for name in others} == {CheckpointPolicy.MUST_SAVE}
     assert max(node_bytes(nodes[name]) for name in others) == VALUE
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        query, key, value = self.heads(x).view(4, ROWS // 4, 3, 2, -1).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(query, key, value)
+        return x + nn.functional.dropout(self.out(y.transpose(1, 2).flatten(0, 1).flatten(1)), 0.1)
+
+
+def test_what_is_computed_again_can_be_captured_in_a_cuda_graph():
+    class Watched(PlannedPartitioner):
+        def uuid(self):
+            return None  # not from torch's caches
+
+        def __call__(self, *args, **options):
+            modules.extend(super().__call__(*args, **options))
+            return modules[-2:]
+
+    modules = []
+    model, rows = Attention(), torch.randn(ROWS, WIDTH)
+    model.compile(mode="reduce-overhead", dynamic=False)
+    (unit,) = find_units(model)
+    (graph,) = capture([unit], {"": ("",)}, lambda: model(rows).sum().backward())[""].graphs
+    every = Watched({"": frozenset(graph.names[node] for node in graph.read_by_backward() if node in graph.names)})
+    with in_place([unit], lambda unit: functools.partial(unit.call.compile(**every.options), model)):
+        model(rows).sum().backward()
+    forward, backward = modules
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert attention in {node.target for node in backward.graph.nodes}
+    assert [get_first_incompatible_cudagraph_node(module) for module in (forward, backward)] == [None, None]
 
 
 @pytest.mark.slow

@@ -96,14 +96,15 @@ class PlannedPartitioner(Partitioner):
             node.meta["ac_graph_id"] = 0
         self._refuse_other_graph(named.values())
         _note_kernels(found)
+        _hide_drawless(graph)
 
-    def finish(self, backward: fx.GraphModule) -> None:
+    def finish(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         """Give every kernel of backward its own copies of what it makes on the way from what is in memory.
 
         What two kernels read inductor may put into memory: on a CPU wherever an exponential, a logarithm or the like is in it.
-        Attention without dropout is called as it is.
         """
-        _without_rng_state(backward.graph)
+        _show_drawless(forward.graph)
+        _show_drawless(backward.graph)
         kernel_of = {node: node.meta.get(_KERNEL) for node in backward.graph.nodes}
         for node in reversed(backward.graph.nodes):
             if node.op != "call_function" or not node.meta.get(_IS_ON_THE_WAY):
@@ -118,6 +119,7 @@ class PlannedPartitioner(Partitioner):
                 kernel_of[copy] = kernel
                 for user in readers[kernel]:
                     user.replace_input_with(node, copy)
+        forward.recompile()
         backward.recompile()
 
     def _refuse_other_graph(self, here: Collection[tuple[str, str]]) -> None:
@@ -136,17 +138,34 @@ class PlannedPartitioner(Partitioner):
             )
 
 
-def _without_rng_state(graph: fx.Graph) -> None:
-    """Call what draws no numbers without the random state of forward.
+class _Drawless:
+    """Stands for an op in a call that draws no numbers, attention with a dropout of 0, while torch partitions.
 
-    torch gives it to every op that could draw some (seen in 2.9 to 2.13), attention with a dropout of 0 among them: called
-    like that, it leaves contiguous outputs, and backward copies all that it reads of them.
+    Around every op that could draw and is computed again torch saves and restores the random state (seen in 2.9 to 2.13).
+    Called like that an op leaves contiguous outputs, backward copies what it reads of them, and no CUDA graph is captured.
     """
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+        self.__name__ = "drawless"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.op(*args, **kwargs)
+
+
+def _hide_drawless(graph: fx.Graph) -> None:
+    """Put stand-ins into the place of what has torch's tag of random ops and draws nothing; equal ones for equal ops."""
+    made: dict[Any, _Drawless] = {}
     for node in graph.nodes:
-        if node.target is torch.ops.higher_order.run_with_rng_state:
-            _, op, *arguments = node.args
-            if not joint.draws(op, arguments, node.kwargs):
-                node.target, node.args = op, tuple(arguments)
+        is_tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if is_tagged and not joint.draws(node.target, node.args, node.kwargs):
+            node.target = made.setdefault(node.target, _Drawless(node.target))
+
+
+def _show_drawless(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if isinstance(node.target, _Drawless):
+            node.target = node.target.op
 
 
 def _note_kernels(graph: JointGraph) -> None:
